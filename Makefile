@@ -1,0 +1,51 @@
+# Everything a fresh checkout needs; each target first installs what it uses into .venv.
+#   make demo    train with two worker groups on the CPU and compare with DDP
+#   make test    run the tests
+#   make lint types docs venv clean
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+
+.PHONY: venv demo test lint types docs clean
+
+venv: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+# One thread per process: tests start several ranks on the same cores.
+test: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site runs data .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: PYTHON=... make")'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# The stamps are newer than what they were made from, so nothing is installed twice.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV) ..."
+	$(INSTALL) .
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV), with what '$*' needs ..."
+	$(INSTALL) ".[$*]"
+	@touch $@

@@ -1,0 +1,37 @@
+"""Streaming DiLoCo for PyTorch Lightning: train one model on worker groups joined by slow links."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
+from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.errors import AgreementError, ExchangeError
+from lightning_sdiloco.flight import Landing
+from lightning_sdiloco.partition import Fragment
+from lightning_sdiloco.schedule import Schedule
+from lightning_sdiloco.simulation import SimulatedGroups
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FP4",
+    "AgreementError",
+    "BFloat16",
+    "Compression",
+    "ExchangeError",
+    "Float32",
+    "Fragment",
+    "Landing",
+    "Schedule",
+    "SimulatedGroups",
+    "StreamingDiLoCo",
+]
+
+# Importing a module of a distribution registers the strategy there. Both may be installed; without any, there is the
+# engine alone.
+if find_spec("pytorch_lightning") is not None:
+    from lightning_sdiloco import pytorch_lightning as pytorch_lightning
+if TYPE_CHECKING or find_spec("lightning") is not None:
+    from lightning_sdiloco.lightning_pytorch import StreamingDiLoCoStrategy
+
+    __all__ += ["StreamingDiLoCoStrategy"]

@@ -1,0 +1,86 @@
+"""What must be the same on all ranks before the first step: settings, and the model."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_sdiloco.communicator import Communicator
+from lightning_sdiloco.digest import combined, digest
+from lightning_sdiloco.fragments import clean_name
+
+
+def require_same_settings(settings: Mapping[str, str], world: Communicator) -> None:
+    """Refuses settings that differ between ranks. All ranks must call it.
+
+    Args:
+        settings: Every setting as text.
+        world: All ranks.
+
+    Raises:
+        ValueError: On every rank, with the name of each setting that differs and its values.
+    """
+    differences = _differences(world.gather_objects(dict(settings)))
+    if differences:
+        raise ValueError(
+            f"The settings of the strategy differ between ranks: {'; '.join(differences)}. All ranks must use the same."
+            " Start them with the same script and configuration."
+        )
+
+
+def require_same_model(model: nn.Module, world: Communicator) -> None:
+    """Refuses models whose parameters differ in name, shape or dtype between ranks. All ranks must call it.
+
+    Args:
+        model: The model of this rank.
+        world: All ranks.
+
+    Raises:
+        ValueError: On every rank, with the first parameters that differ.
+    """
+    differences = _differences(world.gather_objects(_signature(model)))
+    if differences:
+        shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+        raise ValueError(
+            f"The model differs between ranks: {shown}. All ranks must build the same model, with the same names,"
+            " shapes and dtypes. Do not let its construction depend on the rank."
+        )
+
+
+def align_model(model: nn.Module, world: Communicator) -> None:
+    """Gives all ranks the parameters and buffers of rank 0, unless they are the same already. All ranks must call it.
+
+    Args:
+        model: The model of this rank, the same on all ranks but for its values.
+        world: All ranks.
+    """
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    own = combined([digest(tensor, start=index) for index, tensor in enumerate(tensors)])
+    if len(set(world.gather_objects(own))) > 1:
+        for tensor in tensors:
+            world.broadcast(tensor)
+
+
+def _signature(model: nn.Module) -> dict[str, str]:
+    return {
+        clean_name(name): f"{tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' (frozen)'}"
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+
+
+def _differences(ranks: list[dict[str, str]]) -> list[str]:
+    """One sentence for every key whose text is not the same on all ranks."""
+    names = dict.fromkeys(name for texts in ranks for name in texts)
+    differences = []
+    for name in names:
+        by_text: dict[str, list[int]] = {}
+        for rank, texts in enumerate(ranks):
+            by_text.setdefault(texts.get(name, "missing"), []).append(rank)
+        if len(by_text) > 1:
+            values = ", ".join(f"{text} on {_ranks(holders)}" for text, holders in by_text.items())
+            differences.append(f"{name} is {values}")
+    return differences
+
+
+def _ranks(holders: list[int]) -> str:
+    shown = ", ".join(map(str, holders[:8])) + (", ..." if len(holders) > 8 else "")
+    return f"rank{'s' if len(holders) > 1 else ''} {shown}"

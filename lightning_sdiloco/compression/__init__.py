@@ -1,0 +1,39 @@
+"""How an outer gradient is encoded for the wire: one interface, and one family of compressions per file."""
+
+from collections.abc import Mapping
+
+from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.compression.casts import BFloat16, Float32
+from lightning_sdiloco.compression.fp4 import FP4
+
+__all__ = ["COMPRESSIONS", "FP4", "BFloat16", "Compression", "Float32", "resolve"]
+
+COMPRESSIONS: Mapping[str, type[Compression]] = {"fp32": Float32, "bf16": BFloat16, "fp4": FP4}
+"""Every compression that has a name."""
+
+
+def resolve(compression: str | Compression) -> Compression:
+    """Finds the compression that a setting means.
+
+    Args:
+        compression: A name from ``COMPRESSIONS``, or a compression, which is returned as it is.
+
+    Returns:
+        The compression.
+
+    Raises:
+        ValueError: If ``compression`` is neither.
+
+    Example:
+        >>> resolve("fp4")
+        FP4()
+    """
+    if isinstance(compression, Compression):
+        return compression
+    if isinstance(compression, str) and compression in COMPRESSIONS:
+        return COMPRESSIONS[compression]()
+    raise ValueError(
+        f"compression={compression!r} is not known. It is one of {', '.join(map(repr, COMPRESSIONS))}, or an object "
+        f"that is a `lightning_sdiloco.compression.Compression`. Set `compression` to one of these names, or pass an "
+        f"instance of a class (not the class itself) that implements that interface."
+    )

@@ -1,0 +1,39 @@
+"""What a compression is: a way to write an outer gradient as bytes for the wire."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Compression(ABC):
+    """Turns a flat float32 outer gradient into bytes and back.
+
+    A compression is a choice, not a memory: instances are immutable, compare by value and hold no tensors.
+    Encoding and decoding use integer and exactly rounded operations only, so that every group that decodes the same
+    bytes gets the same bits.
+    """
+
+    @abstractmethod
+    def wire_bytes(self, numel: int) -> int:
+        """The exact size in bytes of the payload of ``numel`` values, scales and padding included."""
+
+    @abstractmethod
+    def encode(self, values: Tensor) -> Tensor:
+        """Encodes values for the wire.
+
+        Args:
+            values: Contiguous float32 tensor of shape ``(numel,)``. Values that are not finite may be encoded as
+                anything: a group that has one is left out of the mean.
+
+        Returns:
+            The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
+        """
+
+    @abstractmethod
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Decodes a payload.
+
+        Args:
+            payload: uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
+            out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
+        """

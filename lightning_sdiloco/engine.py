@@ -1,0 +1,460 @@
+"""The engine of Streaming DiLoCo: launches and lands the fragments of a model, in any training loop."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
+from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.flight import Arrival, Cargo, Flight, Landing
+from lightning_sdiloco.fragments import (
+    BufferLayout,
+    FragmentLayout,
+    aliases,
+    buffers_of,
+    described,
+    reset_non_finite_state,
+    trainable,
+    unwrapped,
+)
+from lightning_sdiloco.lane import Lane
+from lightning_sdiloco.outer import Outer
+from lightning_sdiloco.partition import Fragment, partition
+from lightning_sdiloco.schedule import Schedule
+from lightning_sdiloco.settings import DEFAULT_TIMEOUT, OuterOptimizer, Settings
+from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups
+from lightning_sdiloco.transfer import Transfer
+
+_log = logging.getLogger(__name__)
+
+# A group that is left out of the mean so often in a row will not recover.
+_MOST_LEFT_OUT = 3
+
+
+class StreamingDiLoCo:
+    """Streaming DiLoCo for any PyTorch training loop (https://arxiv.org/abs/2501.18512).
+
+    Call `step` after every ``optimizer.step()`` and `finish` at the end, in every process. The worker groups exchange
+    their outer gradients fragment by fragment, in the background, while training goes on.
+
+    Where ``torch.distributed`` is initialised, constructing it is collective over the default process group, and all
+    ranks start from the parameters and buffers of rank 0. Where it is not, there is one worker group.
+
+    Args:
+        model: The model that is trained; inside ``DistributedDataParallel`` if a worker group has several ranks.
+        worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per process.
+        sync_every: Inner steps between two launches of the same fragment (H in the paper).
+        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
+            ``sync_every``.
+        mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.
+        fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns matched
+            against parameter names.
+        layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
+        compression: How outer gradients are encoded: ``"fp32"``, ``"bf16"``, ``"fp4"``, or a `Compression`.
+        outer_lr: Learning rate of the outer Nesterov SGD; the paper's value by default.
+        outer_momentum: Momentum of the outer Nesterov SGD.
+        outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
+            replaces the Nesterov SGD.
+        final_sync: Whether `finish` ends with a plain mean of the groups' local parameters.
+        timeout: How long a fragment may be in flight.
+        inner_optimizers: The optimizers of the training loop; their state is reset where it is not finite after the
+            group was left out of a mean.
+        topology: Worker groups and process groups made by the caller, in place of ``worker_groups``.
+
+    Raises:
+        ValueError: If an argument is out of range, the model cannot be cut as asked, or models or settings differ
+            between ranks.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, layers_per_fragment=1)
+        >>> for _ in range(10):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(2, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     landings = engine.step()
+        >>> engine.finish()
+        >>> engine.report()["launches"], len(engine.fragments)
+        (4, 2)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        worker_groups: int | str = "auto",
+        sync_every: int = 100,
+        overlap_steps: int = 5,
+        mixing: float = 0.5,
+        fragments: str | Sequence[Sequence[str]] = "strided",
+        layers_per_fragment: int = 3,
+        compression: str | Compression = "fp4",
+        outer_lr: float = 0.4,
+        outer_momentum: float = 0.9,
+        outer_optimizer: OuterOptimizer | None = None,
+        final_sync: bool = True,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        inner_optimizers: Sequence[Optimizer] = (),
+        topology: Topology | None = None,
+    ) -> None:
+        self.settings = Settings(
+            sync_every=sync_every,
+            overlap_steps=overlap_steps,
+            mixing=mixing,
+            fragments=fragments,
+            layers_per_fragment=layers_per_fragment,
+            compression=compression,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            outer_optimizer=outer_optimizer,
+            final_sync=final_sync,
+            timeout=timeout,
+        )
+        self.topology = topology or _topology(worker_groups, timeout)
+        self._inner_optimizers = inner_optimizers
+        self._build(unwrapped(model))
+        self._flights: list[Flight] = []
+        self._requests = 0
+        self._left_out_in_a_row = [0] * self.topology.groups
+        self._stash: list[Tensor] | None = None
+        self._finished: list[Tensor] | None = None
+        self._inner_steps = self._launches = self._landings = 0
+        self._exposed_wait_s = self._in_flight_s = 0.0
+        # The exchange may have served an engine before this one.
+        self._sent_before = self.topology.exchange.bytes_sent
+        self._received_before = self.topology.exchange.bytes_received
+        self._say()
+
+    def _say(self) -> None:
+        """Says once, on one rank, what a user may not expect."""
+        if self.topology.group or self.topology.shard:
+            return
+        if self.topology.groups == 1:
+            _log.warning(
+                "There is one worker group: this is plain training with an outer step. Nothing travels, but compression"
+                " still applies; compression='fp32' changes no value."
+            )
+        if self.fell_back_to_balanced:
+            _log.warning(
+                "fragments=%r: no repeated blocks were found in the model, so its tensors are distributed over %d"
+                " balanced fragments. Give patterns to choose the fragments yourself.",
+                self.settings.fragments,
+                len(self.fragments),
+            )
+
+    @torch.no_grad()
+    def _build(self, model: nn.Module) -> None:
+        require_same_settings(self.settings.described(), self.topology.world)
+        require_same_model(model, self.topology.world)
+        parameters = trainable(model)
+        _require_real(parameters)
+        cut = partition(
+            described(parameters), self.settings.fragments, self.settings.layers_per_fragment, aliases(model)
+        )
+        align_model(model, self.topology.world)
+        self.fragments: tuple[Fragment, ...] = cut.fragments
+        self.fell_back_to_balanced = cut.fell_back
+        self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(cut.fragments))
+        self._layouts = [FragmentLayout(f.names, [parameters[name] for name in f.names]) for f in cut.fragments]
+        self._buffers = [BufferLayout(buffers) for buffers in buffers_of(model, cut.fragments)]
+        shards = [layout.read(*self._shard(layout)) for layout in self._layouts]
+        self._outer = Outer(shards, self.settings.make_outer_optimizer)
+        require_same_settings({"outer_optimizer": self._outer.described()}, self.topology.world)
+        self._lane: Lane = self.topology.make_lane(shards[0].device)
+        self._transfer = Transfer(self.topology, self.settings.codec, self._outer, self._buffers)
+
+    def step(self) -> list[Landing]:
+        """Counts an inner step, launches what is due and lands what is due.
+
+        Returns:
+            What landed, in order.
+
+        Raises:
+            ExchangeError: If a worker group did not answer within ``timeout``, or went away.
+            AgreementError: If the groups no longer hold the same outer parameters, or do not recover from values that
+                are not finite.
+        """
+        self.launch_due()
+        return self.land_due()
+
+    def launch_due(self) -> None:
+        """The first half of `step`: counts an inner step and launches what is due."""
+        self._inner_steps += 1
+        for fragment in self.schedule.launches(self._inner_steps):
+            self._launch(fragment)
+            self._launches += 1
+
+    def land_due(self) -> list[Landing]:
+        """The second half of `step`: lands what is due."""
+        landed = [self._land(self._flights.pop(0)) for _ in self.schedule.landings(self._inner_steps)]
+        self._landings += len(landed)
+        return landed
+
+    def finish(self) -> None:
+        """Ends training: lands what is in flight, takes the mean of all local progress, and leaves the outer model.
+
+        With ``final_sync`` every fragment then takes the plain mean over the groups of their local parameters, through
+        the same compression, without outer learning rate and momentum. The model is left with the outer parameters,
+        the same bits in every group. A second call does nothing.
+
+        Raises:
+            ExchangeError: If a worker group did not answer within ``timeout``, or went away.
+            AgreementError: As for `step`.
+        """
+        if self._finished is None:
+            self.land_all()
+            self.launch_final()
+            self.land_final()
+
+    def land_all(self) -> list[Landing]:
+        """The first part of `finish`: lands every fragment in flight, in the order of the launches."""
+        landed = [self._land(self._flights.pop(0)) for _ in list(self._flights)]
+        self._landings += len(landed)
+        return landed
+
+    def launch_final(self) -> None:
+        """The second part of `finish`: launches every fragment for the mean of the local parameters."""
+        if self.settings.final_sync:
+            for fragment in range(len(self.fragments)):
+                self._launch(fragment, final=True)
+
+    def land_final(self) -> None:
+        """The last part of `finish`: lands the means, and leaves the outer parameters in the model."""
+        while self._flights:
+            self._land(self._flights.pop(0))
+        wholes = self._whole()
+        self._write_outer(wholes)
+        # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
+        self._finished = wholes if self.topology.shards == 1 else [whole.cpu() for whole in wholes]
+        self.close()
+
+    def close(self) -> None:
+        """Ends the background lane. What is in flight is lost; `finish` calls it when nothing is."""
+        self._lane.close()
+
+    def request(self, bits: int) -> None:
+        """Asks something of all groups: every `Landing` of the next launch shows the bits, in all of them.
+
+        Args:
+            bits: Up to 16 bits whose meaning is the caller's.
+        """
+        self._requests |= bits
+
+    def is_requested(self, bits: int) -> bool:
+        """Whether something was requested and has not been launched yet."""
+        return bool(self._requests & bits)
+
+    def withdraw(self, bits: int) -> None:
+        """Takes back what was requested and has not been launched yet."""
+        self._requests &= ~bits
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether `finish` was called: the model holds the outer parameters."""
+        return self._finished is not None
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps so far."""
+        return self._inner_steps
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The fragments in flight, in the order of their launch."""
+        return tuple(flight.cargo.fragment for flight in self._flights)
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Shows the outer model inside a ``with`` block, and puts the local one back, bit for bit.
+
+        Collective within a worker group. Blocks may be nested: the outermost one puts the local model back.
+        """
+        shown_before = self._stash is not None
+        self.show_outer()
+        try:
+            yield
+        finally:
+            if not shown_before:
+                self.show_local()
+
+    def show_outer(self) -> None:
+        """Puts the outer parameters and buffers into the model, and the local ones aside. In-group collective."""
+        if self._stash is None and self._finished is None:
+            self._stash = [tensor.clone() for tensor in self._local_tensors()]
+            self._write_outer(self._whole())
+
+    @torch.no_grad()
+    def show_local(self) -> None:
+        """Puts the local parameters and buffers back."""
+        if self._stash is not None:
+            for tensor, local in zip(self._local_tensors(), self._stash, strict=True):
+                tensor.copy_(local)
+            self._stash = None
+
+    def outer_state_dict(self) -> dict[str, Tensor]:
+        """The outer parameters: name -> float32 tensor on the host, in the parameter's shape, the same on every rank.
+
+        Collective within a worker group until `finish`.
+        """
+        wholes = self._whole() if self._finished is None else self._finished
+        return {
+            name: values.to("cpu", copy=True)
+            for layout, whole in zip(self._layouts, wholes, strict=True)
+            for name, values in zip(layout.names, layout.split(whole), strict=True)
+        }
+
+    def outer_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """The buffers that travel, each with its outer value in float32."""
+        return [pair for layout in self._buffers for pair in zip(layout.buffers, layout.outer, strict=True)]
+
+    def report(self) -> dict[str, float]:
+        """What happened so far.
+
+        Returns:
+            ``inner_steps``, ``launches``, ``landings``: counts; ``bytes_sent``, ``bytes_received``: between groups, by
+            this rank; ``exposed_wait_s``: seconds for which training waited for fragments; ``in_flight_s``: seconds
+            that fragments were in flight, added up.
+        """
+        return {
+            "inner_steps": self._inner_steps,
+            "launches": self._launches,
+            "landings": self._landings,
+            "bytes_sent": self.topology.exchange.bytes_sent - self._sent_before,
+            "bytes_received": self.topology.exchange.bytes_received - self._received_before,
+            "exposed_wait_s": self._exposed_wait_s,
+            "in_flight_s": self._in_flight_s,
+        }
+
+    @torch.no_grad()
+    def _launch(self, fragment: int, final: bool = False) -> None:
+        with record_function("sdiloco::launch"):
+            layout, buffers = self._layouts[fragment], self._buffers[fragment]
+            local = layout.read(*self._shard(layout))
+            cargo = Cargo(
+                fragment=fragment,
+                step=self._inner_steps,
+                gradient=torch.sub(self._outer.values[fragment], local, out=local),
+                buffers=buffers.snapshot(),
+                travelling=buffers.travelling(),
+                requests=self._requests,
+                deadline=time.monotonic() + self.settings.timeout.total_seconds(),
+                final=final,
+            )
+            self._requests = 0
+            pending = self._lane.start(partial(self._transfer.send, cargo), self._transfer.receive)
+            self._flights.append(Flight(cargo, pending))
+
+    @torch.no_grad()
+    def _land(self, flight: Flight) -> Landing:
+        with record_function("sdiloco::land"):
+            started = time.perf_counter()
+            arrival = flight.pending.result()
+            waited = time.perf_counter() - started
+            self._exposed_wait_s += waited
+            self._in_flight_s += flight.pending.seconds
+            self._apply(flight.cargo, arrival)
+            return Landing(
+                fragment=flight.cargo.fragment,
+                launched_at=flight.cargo.step,
+                requests=arrival.requests,
+                left_out=arrival.left_out,
+                outer_grad_norm=arrival.gradient_norm,
+                bytes_sent=arrival.bytes_sent,
+                exposed_wait_s=waited,
+                in_flight_s=flight.pending.seconds,
+            )
+
+    def _apply(self, cargo: Cargo, arrival: Arrival) -> None:
+        fragment = cargo.fragment
+        self._outer.commit(fragment, arrival.outer)
+        self._buffers[fragment].commit(arrival.buffers, arrival.changed)
+        left_out = self.topology.group in arrival.left_out
+        mixing = 0.0 if cargo.final or left_out else self.settings.mixing
+        _keep_until_done(arrival.whole)
+        self._layouts[fragment].write(arrival.whole, mixing)
+        self._buffers[fragment].mix(mixing)
+        if left_out:
+            self._recover(fragment)
+        self._count_left_out(arrival.left_out)
+
+    def _recover(self, landed: int) -> None:
+        """Takes the outer values wherever local ones are not finite.
+
+        Values that are not finite spread over the whole model within one inner step, so the fragment that landed would
+        not stay finite if the others were left as they are.
+        """
+        for fragment, layout in enumerate(self._layouts):
+            if fragment == landed or not layout.is_finite():
+                if fragment != landed:
+                    layout.write(self._whole_fragment(fragment))
+                    self._buffers[fragment].mix(0.0)
+                reset_non_finite_state(self._inner_optimizers, layout.keys)
+
+    def _count_left_out(self, left_out: tuple[int, ...]) -> None:
+        for group in range(self.topology.groups):
+            self._left_out_in_a_row[group] = self._left_out_in_a_row[group] + 1 if group in left_out else 0
+        lost = [group for group, count in enumerate(self._left_out_in_a_row) if count >= _MOST_LEFT_OUT]
+        if lost:
+            raise AgreementError(
+                f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite {_MOST_LEFT_OUT} times"
+                " in a row, so that the other groups train without it. Look at that group's data and learning rate,"
+                " and resume from a checkpoint, for example with gradient clipping."
+            )
+
+    def _shard(self, layout: FragmentLayout) -> tuple[int, int]:
+        """Start and length of this rank's shard. All shards have the same length; zeros fill up the last."""
+        length = -(-layout.numel // self.topology.shards)
+        return self.topology.shard * length, length
+
+    def _whole(self) -> list[Tensor]:
+        return [self._whole_fragment(fragment) for fragment in range(len(self.fragments))]
+
+    def _whole_fragment(self, fragment: int) -> Tensor:
+        """Outer parameters of a whole fragment, flat, on the training thread."""
+        shards = self.topology.in_group.gather(self._outer.values[fragment])
+        return shards[0] if len(shards) == 1 else torch.cat(shards)
+
+    @torch.no_grad()
+    def _write_outer(self, wholes: Sequence[Tensor]) -> None:
+        for layout, buffers, whole in zip(self._layouts, self._buffers, wholes, strict=True):
+            layout.write(whole)
+            buffers.mix(0.0)
+
+    def _local_tensors(self) -> list[Tensor]:
+        parameters = [parameter for layout in self._layouts for parameter in layout.parameters]
+        return parameters + [buffer for layout in self._buffers for buffer in layout.buffers]
+
+
+def _topology(worker_groups: int | str, timeout: timedelta) -> Topology:
+    initialised = dist.is_available() and dist.is_initialized()
+    world_size = dist.get_world_size() if initialised else 1
+    groups = checked_worker_groups(worker_groups)
+    layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
+    return Topology.of_world(layout, timeout) if initialised else Topology()
+
+
+def _require_real(parameters: dict[str, Tensor]) -> None:
+    other = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
+    if other:
+        raise ValueError(
+            f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no float32 outer value."
+            " Only real floating-point parameters can be synchronised. Store complex values as two real parameters, or"
+            " freeze it."
+        )
+
+
+def _keep_until_done(values: Tensor) -> None:
+    """Tells the allocator of an accelerator that the training stream still reads a tensor of the side stream."""
+    if values.device.type == "cuda":
+        values.record_stream(torch.cuda.current_stream(values.device))

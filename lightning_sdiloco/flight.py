@@ -1,0 +1,103 @@
+"""A fragment on its way: what is taken along at the launch, and what comes back for the landing."""
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_sdiloco.control import Control
+from lightning_sdiloco.lane import Pending
+from lightning_sdiloco.outer import Stepped
+
+
+class Cargo(NamedTuple):
+    """What a launch reads: from here on the training thread may change the model.
+
+    Attributes:
+        fragment: The fragment.
+        step: The inner step of the launch.
+        gradient: Outer gradient of this rank's shard, shape ``(shard_numel,)``, float32.
+        buffers: Copies of the buffers that belong to the fragment.
+        travelling: Indices of those that travel this time.
+        requests: What this rank asks of all groups, one bit each.
+        deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
+        final: Whether this is the exchange at the end, without outer learning rate and momentum.
+    """
+
+    fragment: int
+    step: int
+    gradient: Tensor
+    buffers: list[Tensor]
+    travelling: list[int]
+    requests: int
+    deadline: float
+    final: bool
+
+
+class Arrival(NamedTuple):
+    """What a landing applies.
+
+    Attributes:
+        outer: The shard after the outer step.
+        whole: Outer parameters of the whole fragment after the outer step, flat, float32.
+        buffers: The new outer buffers by their index.
+        controls: The control vectors of all groups, in their order.
+        gradient_norm: Norm of the mean outer gradient of the whole fragment.
+        bytes_sent: Bytes that this rank sent to other groups for this flight.
+    """
+
+    outer: Stepped
+    whole: Tensor
+    buffers: dict[int, Tensor]
+    controls: list[Control]
+    gradient_norm: float
+    bytes_sent: int
+
+    @property
+    def requests(self) -> int:
+        """What any group asked of all groups, one bit each."""
+        return reduce(or_, (control.requests for control in self.controls))
+
+    @property
+    def changed(self) -> int:
+        """The buffers of the fragment that changed in any group, one bit each."""
+        return reduce(or_, (control.changed for control in self.controls))
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The groups whose outer gradient was not finite."""
+        return tuple(group for group, control in enumerate(self.controls) if not control.finite)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A fragment in flight."""
+
+    cargo: Cargo
+    pending: Pending[Arrival]
+
+
+class Landing(NamedTuple):
+    """What happened at a landing.
+
+    Attributes:
+        fragment: The fragment that landed.
+        launched_at: Inner step after which it was launched.
+        requests: What the groups asked of all groups at the launch, one bit each.
+        left_out: The groups whose outer gradient was not finite, and that were left out of the mean.
+        outer_grad_norm: Norm of the mean outer gradient of the whole fragment.
+        bytes_sent: Bytes that this rank sent to other groups for this flight.
+        exposed_wait_s: Seconds for which the training thread waited for the flight.
+        in_flight_s: Seconds from the launch until the result was there.
+    """
+
+    fragment: int
+    launched_at: int
+    requests: int
+    left_out: tuple[int, ...]
+    outer_grad_norm: float
+    bytes_sent: int
+    exposed_wait_s: float
+    in_flight_s: float

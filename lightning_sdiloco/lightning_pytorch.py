@@ -1,0 +1,33 @@
+"""The strategy for ``lightning.pytorch``."""
+
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from typing_extensions import override
+
+from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
+from lightning_sdiloco.launcher import SummaryMixin
+from lightning_sdiloco.strategy import StreamingDiLoCoMixin
+
+
+class StreamingDiLoCoCallback(StreamingDiLoCoCallbackMixin, Callback):
+    """See `StreamingDiLoCoCallbackMixin`."""
+
+
+class _Launcher(SummaryMixin, _MultiProcessingLauncher):
+    pass
+
+
+class StreamingDiLoCoStrategy(StreamingDiLoCoMixin, DDPStrategy):  # noqa: D101
+    __doc__ = StreamingDiLoCoMixin.__doc__
+
+    callback_type = StreamingDiLoCoCallback
+
+    @override
+    def _make_launcher(self, start_method: Any) -> Any:
+        return _Launcher(self, start_method=start_method)
+
+
+StreamingDiLoCoStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,144 @@
+"""The outer optimizer over flat float32 shards, one per fragment."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+Make = Callable[[Sequence[Tensor]], Optimizer]
+
+
+class Stepped(NamedTuple):
+    """A fragment after an outer step that nobody has seen yet.
+
+    Attributes:
+        values: Outer parameters of the shard, shape ``(numel,)``, float32.
+        state: The optimizer's state of the shard, such as its momentum.
+    """
+
+    values: Tensor
+    state: dict[str, Any]
+
+
+class Outer:
+    """Outer parameters and outer optimizer state of one rank's shards.
+
+    Both change only when a step is committed. A step works on copies, so that whoever reads in the meantime, from
+    another thread or for a checkpoint, sees the values before it.
+
+    Args:
+        values: The shards, one per fragment, each a float32 tensor of shape ``(numel,)``. They are never written to.
+        make: From the shards to a torch optimizer that works elementwise.
+
+    Raises:
+        ValueError: If ``make`` gives something that is not an optimizer over all shards, or one that does not work
+            elementwise.
+    """
+
+    def __init__(self, values: Sequence[Tensor], make: Make) -> None:
+        _check_elementwise(make, len(values))
+        self.values = list(values)
+        parameters = [Parameter(value) for value in values]
+        self._optimizer = make(parameters)
+        self._group_of = _groups_of(self._optimizer, parameters)
+        self.states: list[dict[str, Any]] = [dict(self._optimizer.state.get(p, {})) for p in parameters]
+        self._release_parameters()
+
+    def stepped(self, fragment: int, gradient: Tensor) -> Stepped:
+        """What an outer step makes of a fragment. Changes nothing.
+
+        Args:
+            fragment: The fragment.
+            gradient: Mean outer gradient of the shard, shape ``(numel,)``, float32.
+        """
+        parameter = Parameter(self.values[fragment].clone())
+        parameter.grad = gradient
+        state = {key: _copied(value) for key, value in self.states[fragment].items()}
+        twin = self._twin(self._optimizer.param_groups[self._group_of[fragment]], parameter, state)
+        with torch.enable_grad():
+            twin.step()
+        return Stepped(parameter.detach(), dict(twin.state[parameter]))
+
+    def moved(self, fragment: int, gradient: Tensor) -> Stepped:
+        """What a fragment becomes without learning rate and momentum: ``outer - gradient``. Changes nothing."""
+        return Stepped(self.values[fragment] - gradient, self.states[fragment])
+
+    def commit(self, fragment: int, step: Stepped) -> None:
+        """Makes a step the one that everybody sees."""
+        self.values[fragment] = step.values
+        self.states[fragment] = step.state
+
+    def described(self) -> str:
+        """The optimizer as text that is the same on all ranks if and only if its choices are."""
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
+        ]
+        return f"{type(self._optimizer).__name__}({groups})"
+
+    def _twin(self, group: dict[str, Any], parameter: Parameter, state: dict[str, Any]) -> Optimizer:
+        """The same optimizer over one parameter and its state; made without calling the user's code again."""
+        twin = object.__new__(type(self._optimizer))
+        own = {"param_groups": [{**group, "params": [parameter]}], "state": defaultdict(dict, {parameter: state})}
+        twin.__dict__.update({**self._optimizer.__dict__, **own})
+        return twin
+
+    def _release_parameters(self) -> None:
+        self._optimizer.state.clear()
+        for group in self._optimizer.param_groups:
+            group["params"] = []
+
+
+def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
+    index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    missing = [fragment for fragment, parameter in enumerate(parameters) if id(parameter) not in index]
+    if missing or len(index) != len(parameters):
+        raise ValueError(
+            f"outer_optimizer made an optimizer over {len(index)} tensors that leaves out the shards {missing} of"
+            f" {len(parameters)}. It must hold every shard it is given, and nothing else. Pass the shards on as they"
+            " are."
+        )
+    return [index[id(parameter)] for parameter in parameters]
+
+
+def _check_elementwise(make: Make, count: int) -> None:
+    """Steps small vectors whole and in two halves: an optimizer that works elementwise gives the same."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(64, generator=generator) for _ in range(count)]
+    gradients = [[torch.randn(64, generator=generator) for _ in range(count)] for _ in range(3)]
+    try:
+        whole = _tried(make, values, gradients, slice(None))
+        halves = [_tried(make, values, gradients, half) for half in (slice(0, 32), slice(32, 64))]
+    except Exception as error:
+        raise ValueError(
+            f"outer_optimizer could not step flat float32 shards: {error}. It is called with a list of one-dimensional"
+            " tensors, one per fragment, and must return a torch.optim.Optimizer whose step() needs no closure. Choose"
+            " one, such as torch.optim.SGD."
+        ) from error
+    joined = [torch.cat(parts) for parts in zip(*halves, strict=True)]
+    if not all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(whole, joined, strict=True)):
+        raise ValueError(
+            "outer_optimizer does not work elementwise: stepping a vector whole and in two halves gave different"
+            " values. It sees flat shards of fragments, whose shapes and norms mean nothing. Choose an optimizer that"
+            " treats every value on its own, such as torch.optim.SGD or torch.optim.AdamW."
+        )
+
+
+def _tried(make: Make, values: list[Tensor], gradients: list[list[Tensor]], part: slice) -> list[Tensor]:
+    parameters = [Parameter(value[part].clone()) for value in values]
+    optimizer = make(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"it returned {optimizer!r}, which is not a torch.optim.Optimizer")
+    for gradient in gradients:
+        for parameter, grad in zip(parameters, gradient, strict=True):
+            parameter.grad = grad[part].clone()
+        with torch.enable_grad():
+            optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,288 @@
+"""Which parameters travel together: names and sizes go in, fragments come out. No tensors here."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+# The most fragments of a model in which no repeated blocks are found: as many as the paper's 1B model has.
+_MOST_FRAGMENTS_WITHOUT_BLOCKS = 8
+
+# Two blocks repeat each other when they share at least this part of the names of their parameters: a stage of a ResNet
+# starts with a block that has a shortcut of its own.
+_ALIKE = 0.5
+
+
+class Parameter(NamedTuple):
+    """What the partition has to know of a trainable parameter.
+
+    Attributes:
+        name: Its name as in ``named_parameters()``.
+        nbytes: Its size in bytes.
+        ndim: Its number of dimensions.
+    """
+
+    name: str
+    nbytes: int
+    ndim: int = 2
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Parameters that travel together.
+
+    Attributes:
+        names: Names of the parameters as in ``named_parameters()``, in that order.
+        sizes: Their sizes in bytes, in the same order.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole fragment in bytes."""
+        return sum(self.sizes)
+
+
+class Partition(NamedTuple):
+    """The fragments of a model.
+
+    Attributes:
+        fragments: The fragments, in the order of their offsets.
+        fell_back: True where blocks were asked for and none were found, so that the fragments are balanced instead.
+    """
+
+    fragments: tuple[Fragment, ...]
+    fell_back: bool = False
+
+
+def partition(
+    parameters: Sequence[Parameter],
+    fragments: str | Sequence[Sequence[str]] = "strided",
+    layers_per_fragment: int = 3,
+    aliases: Mapping[str, str] | None = None,
+) -> Partition:
+    """Cuts a model into fragments.
+
+    ``"strided"`` and ``"sequential"`` look for repeated blocks and put ``layers_per_fragment`` of them into a fragment:
+    interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. What stands outside the blocks
+    (embeddings, head, last norm) forms fragments of its own, none larger than the largest fragment of blocks unless a
+    single tensor is. ``"balanced"`` distributes the tensors over fragments of equal size.
+
+    Args:
+        parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
+        fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns, one list
+            for each fragment.
+        layers_per_fragment: Repeated blocks in a fragment, at most; of no effect on patterns.
+        aliases: Further names of tied parameters, each with the name under which the parameter is in ``parameters``.
+
+    Returns:
+        The fragments. Every parameter is in exactly one of them.
+
+    Raises:
+        ValueError: If there are no parameters, the name is unknown, a pattern matches nothing, two patterns claim one
+            parameter, or a parameter is left out.
+
+    Example:
+        >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]
+        >>> cut = partition([Parameter("embedding.weight", 24), *layers], layers_per_fragment=2)
+        >>> for fragment in cut.fragments:
+        ...     print(fragment.names, fragment.nbytes)
+        ('blocks.0.weight', 'blocks.2.weight') 32
+        ('blocks.1.weight', 'blocks.3.weight') 32
+        ('embedding.weight',) 24
+    """
+    if not parameters:
+        raise ValueError(
+            "The model has no trainable parameters, so there is nothing to synchronise between worker groups. Give it"
+            " at least one parameter with requires_grad=True, or train it without this strategy."
+        )
+    if not isinstance(fragments, str):
+        return Partition(_by_patterns(parameters, fragments, aliases or {}))
+    if fragments not in ("strided", "sequential", "balanced"):
+        raise ValueError(
+            f"fragments={fragments!r} is unknown. It is 'strided', 'sequential', 'balanced', or a list of lists of"
+            " shell-style patterns such as [['net.0.*'], ['net.1.*']]. Choose one of them."
+        )
+    blocks = find_blocks(parameters)
+    if not blocks:
+        return Partition(_balanced(parameters, _count_without_blocks(parameters)), fell_back=fragments != "balanced")
+    cut = _by_blocks(parameters, blocks, layers_per_fragment, strided=fragments != "sequential")
+    return Partition(_balanced(parameters, len(cut)) if fragments == "balanced" else cut)
+
+
+def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
+    """Finds the repeated blocks of a model from the names of its parameters.
+
+    A stack is a module whose children are numbered, as those of ``nn.ModuleList`` and ``nn.Sequential`` are. It counts
+    when at least two of its children are alike and these hold at least half of its parameters; the outermost stacks
+    that count give the blocks. A child that holds nothing but vectors, such as a normalisation between two linear
+    layers, belongs to the block before it.
+
+    Args:
+        parameters: The parameters of the model in the order of ``named_parameters()``.
+
+    Returns:
+        The names in each block, in the order in which the blocks first appear. Empty if there are none.
+
+    Example:
+        >>> names = ["embedding.weight", "layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
+        >>> find_blocks([Parameter(name, nbytes=4) for name in names])
+        [['layers.0.weight', 'layers.0.bias'], ['layers.1.weight', 'layers.1.bias']]
+    """
+    vectors = {parameter.name for parameter in parameters if parameter.ndim < 2}
+    return _blocks_below("", [parameter.name for parameter in parameters], vectors)
+
+
+def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list[str]]:
+    children = _children(prefix, names)
+    numbered = {child: inside for child, inside in children.items() if re.fullmatch(r"\d+", child)}
+    if _is_stack(prefix, numbered):
+        return _with_vectors_joined(list(numbered.values()), vectors)
+    blocks = []
+    for child, inside in children.items():
+        if inside != [prefix + child]:
+            blocks += _blocks_below(f"{prefix}{child}.", inside, vectors)
+    return blocks
+
+
+def _with_vectors_joined(blocks: list[list[str]], vectors: set[str]) -> list[list[str]]:
+    joined: list[list[str]] = []
+    for block in blocks:
+        if joined and vectors.issuperset(block):
+            joined[-1] = joined[-1] + block
+        else:
+            joined.append(block)
+    return joined
+
+
+def _children(prefix: str, names: list[str]) -> dict[str, list[str]]:
+    children: dict[str, list[str]] = {}
+    for name in names:
+        children.setdefault(name[len(prefix) :].split(".")[0], []).append(name)
+    return children
+
+
+def _is_stack(prefix: str, numbered: dict[str, list[str]]) -> bool:
+    inner = [{name[len(prefix) + len(child) + 1 :] for name in inside} for child, inside in numbered.items()]
+    total = sum(map(len, inner))
+    return any(
+        len(alike) >= 2 and 2 * sum(map(len, alike)) >= total
+        for alike in ([other for other in inner if _similarity(block, other) >= _ALIKE] for block in inner)
+    )
+
+
+def _similarity(one: set[str], other: set[str]) -> float:
+    return len(one & other) / len(one | other)
+
+
+def _by_blocks(
+    parameters: Sequence[Parameter], blocks: list[list[str]], layers_per_fragment: int, strided: bool
+) -> tuple[Fragment, ...]:
+    count = -(-len(blocks) // layers_per_fragment)
+    fragment_of = {
+        name: block % count if strided else block * count // len(blocks)
+        for block, names in enumerate(blocks)
+        for name in names
+    }
+    members: list[list[Parameter]] = [[] for _ in range(count)]
+    outside: list[Parameter] = []
+    for parameter in parameters:
+        index = fragment_of.get(parameter.name)
+        (outside if index is None else members[index]).append(parameter)
+    largest = max(map(_nbytes, members))
+    return tuple(map(_fragment, members + _packed(outside, largest)))
+
+
+def _packed(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
+    """Consecutive runs of parameters, each at most ``limit`` bytes unless a single tensor is larger."""
+    runs: list[list[Parameter]] = []
+    for parameter in parameters:
+        if not runs or _nbytes(runs[-1]) + parameter.nbytes > limit:
+            runs.append([])
+        runs[-1].append(parameter)
+    return runs
+
+
+def _count_without_blocks(parameters: Sequence[Parameter]) -> int:
+    # More fragments than this would not lower the peak: the largest tensor is sent whole.
+    useful = _nbytes(parameters) // max(1, max(parameter.nbytes for parameter in parameters))
+    return max(1, min(useful, _MOST_FRAGMENTS_WITHOUT_BLOCKS))
+
+
+def _balanced(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ...]:
+    """Largest tensor first, each into the fragment that is smallest so far."""
+    members: list[list[int]] = [[] for _ in range(min(count, len(parameters)))]
+    sizes = [0] * len(members)
+    for index in sorted(range(len(parameters)), key=lambda i: (-parameters[i].nbytes, i)):
+        smallest = sizes.index(min(sizes))
+        members[smallest].append(index)
+        sizes[smallest] += parameters[index].nbytes
+    return tuple(_fragment([parameters[i] for i in sorted(chosen)]) for chosen in members if chosen)
+
+
+def _by_patterns(
+    parameters: Sequence[Parameter], fragments: Sequence[Sequence[str]], aliases: Mapping[str, str]
+) -> tuple[Fragment, ...]:
+    patterns = [(index, pattern) for index, group in enumerate(_checked(fragments)) for pattern in group]
+    known = {parameter.name: parameter.name for parameter in parameters} | dict(aliases)
+    claims: dict[str, tuple[int, str]] = {}
+    for index, pattern in patterns:
+        matched = [name for name in known if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(
+                f"fragments: the pattern {pattern!r} matches no trainable parameter. The names are those of"
+                f" named_parameters(), such as {_some(known)}. Correct the pattern or take it out."
+            )
+        for name in matched:
+            first = claims.setdefault(known[name], (index, pattern))
+            if first != (index, pattern):
+                raise ValueError(_claimed_twice(name, known[name], first, (index, pattern)))
+    left_out = [parameter.name for parameter in parameters if parameter.name not in claims]
+    if left_out:
+        raise ValueError(
+            f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no pattern:"
+            f" {_some(left_out)}. Every parameter must be in exactly one fragment. Add a pattern for them, or freeze"
+            " them."
+        )
+    members: list[list[Parameter]] = [[] for _ in fragments]
+    for parameter in parameters:
+        members[claims[parameter.name][0]].append(parameter)
+    return tuple(map(_fragment, members))
+
+
+def _checked(fragments: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+    lists = isinstance(fragments, Sequence) and all(
+        isinstance(group, Sequence) and not isinstance(group, str) and group and all(isinstance(p, str) for p in group)
+        for group in fragments
+    )
+    if not lists or not fragments:
+        raise ValueError(
+            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one list of shell-style"
+            " patterns for each fragment, such as [['net.0.*'], ['net.1.*']]."
+        )
+    return fragments
+
+
+def _claimed_twice(name: str, parameter: str, first: tuple[int, str], second: tuple[int, str]) -> str:
+    tied = "" if name == parameter else f" (tied to {name!r})"
+    return (
+        f"fragments: the parameter {parameter!r}{tied} is claimed by two patterns, {first[1]!r} of fragment {first[0]}"
+        f" and {second[1]!r} of fragment {second[0]}. Every parameter must be matched by exactly one. Narrow one of"
+        " them."
+    )
+
+
+def _some(names: Sequence[str] | Mapping[str, str], most: int = 5) -> str:
+    shown = [repr(name) for name in list(names)[:most]]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _nbytes(parameters: Sequence[Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def _fragment(parameters: Sequence[Parameter]) -> Fragment:
+    return Fragment(tuple(p.name for p in parameters), tuple(p.nbytes for p in parameters))

@@ -1,0 +1,51 @@
+"""What one rank asks and all ranks do at the same inner step: it travels in the control vector of a launch."""
+
+from collections.abc import Iterable
+from enum import IntFlag
+
+from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.flight import Landing
+
+
+class Request(IntFlag):
+    """What can be asked. Further bits, from ``CHECKPOINT`` on, stand for one periodic checkpoint each."""
+
+    TERMINATE = 1
+    TIME_LIMIT = 2
+    CHECKPOINT = 4
+
+
+# The control vector has 16 bits; two are taken.
+MOST_CHECKPOINTS = 14
+
+
+class Requests:
+    """Keeps what this rank asks until all groups do it.
+
+    Args:
+        engine: The engine whose launches carry the requests.
+    """
+
+    def __init__(self, engine: StreamingDiLoCo) -> None:
+        self._engine = engine
+        self._done_at: dict[int, int] = {}
+
+    def ask(self, bit: int) -> None:
+        """Asks all groups for something. Asking again before it is done changes nothing."""
+        self._engine.request(bit)
+
+    def agreed(self, landings: Iterable[Landing]) -> int:
+        """What all groups do now: the bits that came with these landings, on every rank the same.
+
+        A request that was launched before the same thing was last done has been met already.
+        """
+        agreed = 0
+        for landing in landings:
+            for bit in (1 << index for index in range(16)):
+                if landing.requests & bit and landing.launched_at >= self._done_at.get(bit, 0):
+                    agreed |= bit
+        for bit in (1 << index for index in range(16)):
+            if agreed & bit:
+                self._done_at[bit] = self._engine.inner_steps
+        self._engine.withdraw(agreed)
+        return agreed

@@ -1,0 +1,101 @@
+"""When fragments launch and land: pure arithmetic on the number of the inner step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """What happens after one inner step.
+
+    Attributes:
+        step: Number of the inner step, from 1.
+        launches: Fragments that launch, in order.
+        landings: Fragments that land, in order.
+    """
+
+    step: int
+    launches: tuple[int, ...]
+    landings: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of Streaming DiLoCo, Algorithm 2 of https://arxiv.org/abs/2501.18512.
+
+    Fragment ``p`` of ``P``, counted from 0, has the offset ``floor(p * H / P)``. It launches after inner step ``t``
+    when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has done ``H`` steps of its own, and
+    lands ``overlap_steps`` later.
+
+    Args:
+        sync_every: Inner steps between two launches of the same fragment (H in the paper).
+        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper).
+        fragments: Number of fragments (P in the paper).
+
+    Example:
+        >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=2)
+        >>> schedule.launches(100), schedule.landings(105), schedule.launches(150)
+        ((0,), (0,), (1,))
+        >>> print(schedule.table(100, 205))
+        step  launches  lands
+         100  0         -
+         105  -         0
+         150  1         -
+         155  -         1
+         200  0         -
+         205  -         0
+    """
+
+    sync_every: int
+    overlap_steps: int
+    fragments: int
+
+    def offset(self, fragment: int) -> int:
+        """Inner steps by which the launches of a fragment are shifted (t_p in the paper)."""
+        return fragment * self.sync_every // self.fragments
+
+    def launches(self, step: int) -> tuple[int, ...]:
+        """The fragments that launch after inner step ``step``, in order."""
+        return tuple(p for p in range(self.fragments) if self._launches(p, step))
+
+    def landings(self, step: int) -> tuple[int, ...]:
+        """The fragments that land after inner step ``step``, in the order of their launch."""
+        return self.launches(step - self.overlap_steps)
+
+    def round(self, step: int) -> int:
+        """How many launches of fragment 0 have landed by inner step ``step``: the outer step that users see."""
+        return max(0, (step - self.overlap_steps) // self.sync_every)
+
+    def events(self, first: int, last: int) -> Iterator[Event]:
+        """The inner steps from ``first`` to ``last``, both included, after which something launches or lands."""
+        for step in range(first, last + 1):
+            event = Event(step, self.launches(step), self.landings(step))
+            if event.launches or event.landings:
+                yield event
+
+    def table(self, first: int = 1, last: int | None = None) -> str:
+        """The schedule as text, one line for each inner step after which something launches or lands.
+
+        Args:
+            first: First inner step of the table.
+            last: Last inner step of the table. By default the end of the second round.
+
+        Returns:
+            The table, with the columns step, launches, lands.
+        """
+        last = 3 * self.sync_every - 1 + self.overlap_steps if last is None else last
+        lines = [f"{'step':>4}  {'launches':<8}  lands"]
+        for event in self.events(first, last):
+            lines.append(f"{event.step:>4}  {_names(event.launches):<8}  {_names(event.landings)}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _launches(self, fragment: int, step: int) -> bool:
+        since_offset = step - self.offset(fragment)
+        return since_offset >= self.sync_every and since_offset % self.sync_every == 0
+
+
+def _names(fragments: tuple[int, ...]) -> str:
+    return ", ".join(map(str, fragments)) or "-"

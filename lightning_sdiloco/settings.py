@@ -1,0 +1,115 @@
+"""What a user can choose: the arguments that the strategies and the engine have in common, checked where they meet."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_sdiloco.compression import Compression, resolve
+
+OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
+"""From the flat float32 shards, one per fragment, to a torch optimizer."""
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices of a run. Every argument is described in `StreamingDiLoCo`.
+
+    Raises:
+        ValueError: If an argument is out of its range. The message names the argument.
+
+    Example:
+        >>> Settings(sync_every=100, overlap_steps=100)
+        Traceback (most recent call last):
+        ...
+        ValueError: overlap_steps=100 is out of range: it must be at least 0 and below sync_every, which is 100. ...
+    """
+
+    sync_every: int = 100
+    overlap_steps: int = 5
+    mixing: float = 0.5
+    fragments: str | Sequence[Sequence[str]] = "strided"
+    layers_per_fragment: int = 3
+    compression: str | Compression = "fp4"
+    outer_lr: float = 0.4
+    outer_momentum: float = 0.9
+    outer_optimizer: OuterOptimizer | None = None
+    final_sync: bool = True
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT)
+
+    def __post_init__(self) -> None:
+        resolve(self.compression)
+        self._check_schedule()
+        self._check_outer_optimizer()
+        _require(0 <= self.mixing <= 1, "mixing", self.mixing, "it must be between 0 and 1", "0.5 is the default")
+        _require_whole("layers_per_fragment", self.layers_per_fragment, 1, "3 is the paper's choice")
+        _require(
+            self.timeout > timedelta(0), "timeout", self.timeout, "it must be a positive timedelta", "give minutes"
+        )
+
+    def _check_schedule(self) -> None:
+        _require_whole("sync_every", self.sync_every, 1, "100 is the paper's choice")
+        _require(
+            _whole(self.overlap_steps) and 0 <= self.overlap_steps < self.sync_every,
+            "overlap_steps",
+            self.overlap_steps,
+            f"it must be at least 0 and below sync_every, which is {self.sync_every}",
+            "the paper advises at most 5",
+        )
+
+    def _check_outer_optimizer(self) -> None:
+        _require(self.outer_lr >= 0, "outer_lr", self.outer_lr, "it must not be negative", "0.4 is the paper's choice")
+        _require(
+            0 <= self.outer_momentum < 1,
+            "outer_momentum",
+            self.outer_momentum,
+            "it must be at least 0 and below 1",
+            "0.9 is the default",
+        )
+        defaults = {item.name: item.default for item in fields(Settings)}
+        both = [name for name in ("outer_lr", "outer_momentum") if getattr(self, name) != defaults[name]]
+        if self.outer_optimizer is not None and both:
+            given = " and ".join(f"{name}={getattr(self, name)}" for name in both)
+            raise ValueError(
+                f"outer_optimizer was given together with {given}. They configure the built-in Nesterov SGD, which"
+                f" outer_optimizer replaces. Leave out {' and '.join(both)}, and set the values in outer_optimizer."
+            )
+
+    @property
+    def codec(self) -> Compression:
+        """The compression itself, where it was given by name."""
+        return resolve(self.compression)
+
+    def make_outer_optimizer(self, shards: Sequence[torch.Tensor]) -> Optimizer:
+        """Makes the outer optimizer over flat float32 shards, one per fragment."""
+        if self.outer_optimizer is not None:
+            return self.outer_optimizer(shards)
+        return torch.optim.SGD(shards, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
+
+    def described(self) -> dict[str, str]:
+        """Every setting as text that is the same on all ranks if and only if the setting is."""
+        texts = {item.name: repr(getattr(self, item.name)) for item in fields(self)}
+        if self.outer_optimizer is not None:
+            # The repr of a callable holds an address. What it makes is compared when the shards are known.
+            texts["outer_optimizer"] = getattr(
+                self.outer_optimizer, "__qualname__", type(self.outer_optimizer).__name__
+            )
+        return texts
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_whole(name: str, value: Any, least: int, advice: str) -> None:
+    _require(_whole(value) and value >= least, name, value, f"it must be a whole number of at least {least}", advice)
+
+
+def _require(holds: bool, name: str, value: Any, rule: str, advice: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value} is out of range: {rule}. Choose another {name}; {advice}.")

@@ -1,0 +1,457 @@
+"""The strategy, but for its base class: what both distributions of Lightning have in common."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
+from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
+from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.flight import Landing
+from lightning_sdiloco.partition import Fragment
+from lightning_sdiloco.requests import Request, Requests
+from lightning_sdiloco.schedule import Schedule
+from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
+from lightning_sdiloco.silence import silence
+from lightning_sdiloco.summary import Summary
+from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+# Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over the world
+# it would make every group wait for the slowest, at every step.
+_PER_BATCH_HOOKS = frozenset(
+    {
+        "training_step",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "optimizer_step",
+        "configure_gradient_clipping",
+        "lr_scheduler_step",
+    }
+)
+
+
+class StreamingDiLoCoMixin(_Base):
+    """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo (arXiv 2501.18512).
+
+    Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is cut into fragments,
+    which the groups average one after the other, a few bits per value, while training goes on.
+
+    Args:
+        worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per node when
+            there are several nodes, otherwise one per device.
+        sync_every: Inner steps between two launches of the same fragment (H in the paper).
+        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
+            ``sync_every``.
+        mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.
+        fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
+            shell-style patterns matched against parameter names, one list for each fragment.
+        layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
+        compression: How outer gradients are encoded: ``"fp32"``, ``"bf16"``, ``"fp4"``, or an object that is a
+            ``lightning_sdiloco.compression.Compression``.
+        outer_lr: Learning rate of the outer Nesterov SGD.
+        outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it.
+        outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
+            replaces the Nesterov SGD.
+        final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
+        exchange_backend: Backend of the process groups that join the worker groups. By default gloo.
+        timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
+        start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
+        accelerator: As for every Lightning strategy.
+        parallel_devices: As for every Lightning strategy.
+        cluster_environment: As for every Lightning strategy.
+        checkpoint_io: As for every Lightning strategy.
+        precision_plugin: As for every Lightning strategy.
+
+    Raises:
+        ValueError: If an argument is out of its range. The message names the argument.
+    """
+
+    strategy_name = "streaming_diloco"
+    callback_type: type[StreamingDiLoCoCallbackMixin]
+
+    def __init__(
+        self,
+        worker_groups: int | Literal["auto"] = "auto",
+        sync_every: int = 100,
+        overlap_steps: int = 5,
+        mixing: float = 0.5,
+        fragments: str | list[list[str]] = "strided",
+        layers_per_fragment: int = 3,
+        compression: str | Compression = "fp4",
+        outer_lr: float = 0.4,
+        outer_momentum: float = 0.9,
+        outer_optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
+        final_sync: bool = True,
+        exchange_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ddp_kwargs: dict[str, Any] | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        self._settings = Settings(
+            sync_every=sync_every,
+            overlap_steps=overlap_steps,
+            mixing=mixing,
+            fragments=fragments,
+            layers_per_fragment=layers_per_fragment,
+            compression=compression,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            outer_optimizer=outer_optimizer,
+            final_sync=final_sync,
+            timeout=timeout,
+        )
+        self._worker_groups = checked_worker_groups(worker_groups)
+        _require_backend(exchange_backend)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            timeout=timeout,
+            start_method=start_method,
+            **_checked_ddp_kwargs(ddp_kwargs or {}),
+        )
+        self._topology: Topology | None = None
+        self._engine: StreamingDiLoCo | None = None
+        self._summary: Summary | None = None
+        self._requests: Requests | None = None
+        self._stepped = False
+        self._failed = False
+        self._deciding: int | None = None
+        self._agreed = 0
+        self._noise = ExitStack()
+
+    # What users read
+
+    @property
+    def schedule(self) -> Schedule:
+        """When fragments launch and land; prints as a table. Known from the start of a fit."""
+        return self._source.schedule
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments: names and sizes in bytes of their parameters. Known from the start of a fit."""
+        return self._source.fragments
+
+    def outer_state_dict(self) -> dict[str, Tensor]:
+        """The outer parameters: name -> whole float32 tensor on the host, the same on every rank.
+
+        The names are those of ``LightningModule.named_parameters()``. During a fit it is collective within a worker
+        group.
+        """
+        return self._source.outer_state_dict()
+
+    def report(self) -> dict[str, float]:
+        """What happened in the fit.
+
+        Returns:
+            ``inner_steps``, ``launches``, ``landings``: counts; ``bytes_sent``, ``bytes_received``: between groups, by
+            this rank; ``exposed_wait_s``: seconds for which training waited for fragments; ``in_flight_s``: seconds
+            that fragments were in flight, added up.
+        """
+        return self._source.report()
+
+    @property
+    def engine(self) -> StreamingDiLoCo | None:
+        """The engine of the fit that runs, or of the last one; None before the first in this process."""
+        return self._engine
+
+    @property
+    def _source(self) -> StreamingDiLoCo | Summary:
+        source = self._engine or self._summary
+        if source is None:
+            raise RuntimeError(
+                "The fragments and what follows from them are known from the start of training. Read them in a hook"
+                " from on_train_start on, or after trainer.fit."
+            )
+        return source
+
+    # Start
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the name, unless it is registered already."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description="Streaming DiLoCo over worker groups")
+
+    @override
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        callbacks = model._trainer.callbacks
+        if not any(isinstance(callback, StreamingDiLoCoCallbackMixin) for callback in callbacks):
+            # First, so that every other callback sees the model after the landing of its step.
+            callbacks.insert(0, self.callback_type(self))
+
+    @override
+    def _configure_launcher(self) -> None:
+        # Here a world that cannot be split is refused inside Trainer(), before any process starts.
+        self._layout()
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = self._make_launcher(self._start_method)
+
+    def _make_launcher(self, start_method: Any) -> Any:
+        raise NotImplementedError
+
+    def _layout(self) -> GroupLayout:
+        world_size = self.num_nodes * self.num_processes
+        automatic = self.num_nodes if self.num_nodes > 1 else world_size
+        return GroupLayout(world_size, automatic if isinstance(self._worker_groups, str) else self._worker_groups)
+
+    @override
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        # A second fit in this process finds the process groups of the first.
+        if self._topology is None or self._topology.is_stale():
+            settings = {**self._settings.described(), "worker_groups": str(self._worker_groups)}
+            require_same_settings(settings, world())
+            self._topology = Topology.of_world(self._layout(), self._settings.timeout)
+
+    @property
+    def topology(self) -> Topology:
+        """Worker groups and the ways between them; known when processes are connected."""
+        assert self._topology is not None, "the process groups are made in setup_distributed"
+        return self._topology
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._engine = self._summary = self._requests = None
+            self._failed = self._stepped = False
+            self._noise.close()
+            self._noise = silence(trainer, self)
+            super().setup(trainer)
+        else:
+            self._setup_without_fit(trainer)
+
+    def _setup_without_fit(self, trainer: Any) -> None:
+        """As DDPStrategy does it, but for overwriting the weights of all ranks with those of rank 0 after a fit."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self._engine is None:
+            align_model(self.model, self.topology.world)
+        self.setup_precision_plugin()
+
+    @override
+    def _setup_model(self, model: nn.Module) -> Any:
+        require_same_model(model, self.topology.world)
+        align_model(model, self.topology.world)
+        self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
+        return super()._setup_model(model)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # Only now are the weights final: checkpoints are restored and user hooks have run.
+        assert self.lightning_module is not None
+        self._engine = StreamingDiLoCo(
+            self.lightning_module,
+            topology=self.topology,
+            inner_optimizers=self.optimizers,
+            **vars(self._settings),
+        )
+        self._requests = Requests(self._engine)
+
+    # Training
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        # Inner steps are batches in which an optimizer stepped, however many there are; one that a GradScaler skipped
+        # counts, because a skip happens in one group alone.
+        self._stepped = True
+        return output
+
+    def end_batch(self) -> list[Landing]:
+        """Makes the inner step of a batch in which an optimizer stepped. Returns what landed."""
+        self._agreed = 0
+        if not self._stepped or self._engine is None or self._requests is None:
+            return []
+        self._stepped = False
+        landings = self._engine.step()
+        self._agreed = self._requests.agreed(landings)
+        return landings
+
+    def finish(self) -> None:
+        """Ends a fit that ran to its end: the module is left with the outer parameters."""
+        if self._engine is not None and not self._failed:
+            self._engine.finish()
+
+    @override
+    def on_train_end(self) -> None:
+        self.finish()
+        super().on_train_end()
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a fit has started and not finished."""
+        return self._engine is not None and not self._engine.is_finished
+
+    def progress(self) -> dict[str, str]:
+        """What a progress bar shows."""
+        if self._engine is None:
+            return {}
+        in_flight = ", ".join(map(str, self._engine.in_flight)) or "-"
+        return {"outer_step": str(self.schedule.round(self._engine.inner_steps)), "in_flight": in_flight}
+
+    # What one rank asks and all do
+
+    def ask(self, request: int) -> None:
+        """Asks all ranks for something. They do it after the same inner step, when a launch has landed."""
+        if self._requests is not None:
+            self._requests.ask(request)
+
+    def asked(self, request: int) -> bool:
+        """Whether this rank has asked for something that no launch has carried yet."""
+        return self._engine is not None and self._engine.is_requested(request)
+
+    def agreed(self, request: int) -> bool:
+        """Whether all ranks do what was asked after this inner step."""
+        return bool(self._agreed & request)
+
+    def decide_checkpoint(self, index: int, hook: Callable[..., None], *args: Any) -> None:
+        """Runs a hook of a checkpoint callback whose time interval all ranks decide together."""
+        self._deciding = index
+        try:
+            hook(*args)
+        finally:
+            self._deciding = None
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._deciding is None or not isinstance(obj, bool):
+            return super().broadcast(obj, src)
+        # ModelCheckpoint asks at every batch whether to skip the save that its time interval may call for.
+        bit = int(Request.CHECKPOINT) << self._deciding
+        if not obj:
+            self.ask(bit)
+        return not self.agreed(bit)
+
+    # Collectives of Lightning and of user code
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether a hook runs that runs for every training batch."""
+        module = self.lightning_module
+        return (
+            module is not None
+            and module._trainer is not None
+            and module.trainer.training
+            and module._current_fx_name in _PER_BATCH_HOOKS
+        )
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
+        if group is None and self.in_batch:
+            if self.topology.in_group.size == 1:
+                return tensor
+            group = self.topology.in_group.process_group
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
+        if group is None and self.in_batch:
+            group = self.topology.in_group.process_group
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decides over all ranks, whatever hook asks: who stops or saves must do so everywhere."""
+        votes = self.topology.world.gather(torch.tensor([int(decision)], device=self.root_device))
+        count = sum(int(vote) for vote in votes)
+        return count == len(votes) if all else count > 0
+
+    # Evaluation and checkpoints show the outer model
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._engine is not None:
+            self._engine.show_outer()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._engine is not None:
+            self._engine.show_local()
+        super().on_validation_end()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is None or self._engine.is_finished or self._failed:
+            return super().lightning_module_state_dict()
+        with self._engine.evaluate():
+            state = super().lightning_module_state_dict()
+            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+    # Ends
+
+    def fail(self) -> None:
+        """Tells that this rank ends with an exception: from now on it must not wait for others."""
+        self._failed = True
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.fail()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._noise.close()
+        if self._engine is not None:
+            self._engine.close()
+        super().teardown()
+
+    def summary(self) -> Summary | None:
+        """What stays readable where a fit ran in other processes; None if none ran here."""
+        return Summary.of(self._engine) if self._engine is not None and self._engine.is_finished else None
+
+    def read_summary(self, summary: Summary | None) -> None:
+        """Takes over what a fit in other processes left."""
+        self._summary = summary
+
+
+def _require_backend(exchange_backend: str | None) -> None:
+    if exchange_backend not in (None, "gloo"):
+        raise ValueError(
+            f"exchange_backend={exchange_backend!r} is not available: worker groups exchange over 'gloo', on every"
+            " device. Leave exchange_backend out."
+        )
+
+
+def _checked_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
+    for name in ("process_group", "device_mesh", "module", "device_ids"):
+        if name in ddp_kwargs:
+            raise ValueError(
+                f"ddp_kwargs contains {name!r}, which the strategy itself sets: DistributedDataParallel runs among the"
+                " ranks of a worker group. Take it out; choose the groups with worker_groups."
+            )
+    return ddp_kwargs

@@ -1,0 +1,157 @@
+"""From ranks to worker groups and shards: arithmetic first, process groups at the bottom."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from lightning_sdiloco.communicator import Communicator
+from lightning_sdiloco.exchange import Exchange, GatherExchange, InProcessExchange
+from lightning_sdiloco.lane import InlineLane, Lane, ThreadLane
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """How the ranks of a world form worker groups: consecutive ranks belong together.
+
+    Args:
+        world_size: Number of ranks.
+        worker_groups: Number of worker groups (M in the paper).
+
+    Raises:
+        ValueError: If the world cannot be split into that many groups of equal size.
+
+    Example:
+        >>> layout = GroupLayout(world_size=4, worker_groups=2)
+        >>> layout.group_size, layout.group_of(3), layout.shard_of(3)
+        (2, 1, 1)
+        >>> layout.ranks_of_groups(), layout.ranks_of_shards()
+        ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    """
+
+    world_size: int
+    worker_groups: int
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.worker_groups:
+            fitting = [m for m in range(1, self.world_size + 1) if self.world_size % m == 0]
+            raise ValueError(
+                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes into groups of equal"
+                f" size. With {self.world_size} processes it can be one of {fitting}. Change worker_groups, or the"
+                " number of devices or nodes."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks in a group (G), which is also the number of shards of a fragment."""
+        return self.world_size // self.worker_groups
+
+    def group_of(self, rank: int) -> int:
+        """The worker group of a rank."""
+        return rank // self.group_size
+
+    def shard_of(self, rank: int) -> int:
+        """The shard of every fragment that a rank exchanges: its place in its group."""
+        return rank % self.group_size
+
+    def ranks_of_groups(self) -> list[list[int]]:
+        """The ranks of every group."""
+        return [list(range(g * self.group_size, (g + 1) * self.group_size)) for g in range(self.worker_groups)]
+
+    def ranks_of_shards(self) -> list[list[int]]:
+        """The ranks that exchange every shard with each other, in the order of their groups."""
+        return [list(range(shard, self.world_size, self.group_size)) for shard in range(self.group_size)]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All that a rank knows of the others: the only door to the network.
+
+    Attributes:
+        groups: Number of worker groups.
+        group: The worker group of this rank.
+        shards: Number of ranks in a group, each of which exchanges one shard of a fragment.
+        shard: The shard of this rank.
+        world: All ranks; used before training starts only.
+        in_group: The ranks of this group; for the training thread.
+        lane: The ranks of this group; for the background lane.
+        exchange: The way to the other groups; for the background lane.
+        make_lane: Makes the background lane for a device.
+    """
+
+    groups: int = 1
+    group: int = 0
+    shards: int = 1
+    shard: int = 0
+    world: Communicator = field(default_factory=Communicator)
+    in_group: Communicator = field(default_factory=Communicator)
+    lane: Communicator = field(default_factory=Communicator)
+    exchange: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    make_lane: Callable[[torch.device], Lane] = ThreadLane
+
+    @staticmethod
+    def simulated(groups: int) -> list["Topology"]:
+        """The topologies of several worker groups of one rank each, all in this process."""
+        exchanges = InProcessExchange.connect(groups)
+        return [
+            Topology(groups=groups, group=group, exchange=exchange, make_lane=InlineLane)
+            for group, exchange in enumerate(exchanges)
+        ]
+
+    def is_stale(self) -> bool:
+        """Whether the default process group is another one than that for which this was made."""
+        return self.world.process_group is not dist.group.WORLD
+
+    @staticmethod
+    def of_world(layout: GroupLayout, timeout: timedelta) -> "Topology":
+        """Makes the process groups of a rank. All ranks of the default process group must call it.
+
+        Args:
+            layout: The worker groups.
+            timeout: Bound of one flight.
+        """
+        rank = dist.get_rank()
+        # Twice the bound of a flight: in a group, a rank whose own exchange went well waits for one whose did not.
+        in_group = Communicator(_own(rank, layout.ranks_of_groups(), None, timeout))
+        lane = Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout))
+        across = _own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout)
+        return Topology(
+            groups=layout.worker_groups,
+            group=layout.group_of(rank),
+            shards=layout.group_size,
+            shard=layout.shard_of(rank),
+            world=world(),
+            in_group=in_group,
+            lane=lane,
+            exchange=InProcessExchange.connect(1)[0] if layout.worker_groups == 1 else GatherExchange(across),
+        )
+
+
+def world() -> Communicator:
+    """All ranks of the default process group."""
+    return Communicator(dist.group.WORLD)
+
+
+def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
+    """A number of worker groups, or ``"auto"``.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if worker_groups == "auto":
+        return "auto"
+    if isinstance(worker_groups, bool) or not isinstance(worker_groups, int) or worker_groups < 1:
+        raise ValueError(
+            f"worker_groups={worker_groups!r} is out of range: it must be a whole number of at least 1, or 'auto' for"
+            " one group per node (per device on a single node). Choose one of them."
+        )
+    return worker_groups
+
+
+def _own(rank: int, all_ranks: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
+    """Makes a process group of every list of ranks, as all ranks must, and returns that of this rank."""
+    made = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in all_ranks]
+    return next(group for group, ranks in zip(made, all_ranks, strict=True) if rank in ranks)

@@ -1,0 +1,158 @@
+"""What happens to a fragment in flight, in the background lane: compress, exchange, average, outer step."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.control import CONTROL_BYTES, Control
+from lightning_sdiloco.digest import digest
+from lightning_sdiloco.errors import AgreementError, ExchangeError
+from lightning_sdiloco.exchange import Unanswered
+from lightning_sdiloco.flight import Arrival, Cargo
+from lightning_sdiloco.fragments import BufferLayout
+from lightning_sdiloco.outer import Outer
+from lightning_sdiloco.topology import Topology
+
+
+class Sent(NamedTuple):
+    """A launch whose message is on its way to the other groups."""
+
+    cargo: Cargo
+    posted: Any
+    bytes_before: int
+
+
+class Transfer:
+    """Sends what a launch took along and receives what a landing applies.
+
+    Everything here runs in the lane. It reads the outer state and never changes it.
+
+    Args:
+        topology: The ranks of this group and the way to the others.
+        compression: How outer gradients are encoded.
+        outer: Outer parameters and outer optimizer of this rank's shards.
+        buffers: The buffers of every fragment.
+    """
+
+    def __init__(
+        self, topology: Topology, compression: Compression, outer: Outer, buffers: Sequence[BufferLayout]
+    ) -> None:
+        self._topology = topology
+        self._compression = compression
+        self._outer = outer
+        self._buffers = buffers
+
+    def send(self, cargo: Cargo) -> Sent:
+        """Encodes the outer gradient of the shard and starts to send it, behind the control vector of the group."""
+        before = self._topology.exchange.bytes_sent
+        payload = self._compression.encode(cargo.gradient)
+        control = self._merged(self._control(cargo))
+        message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
+        return Sent(cargo, self._topology.exchange.post(message), before)
+
+    def receive(self, sent: Sent) -> Arrival:
+        """Waits for all groups, averages what they sent and makes the outer step."""
+        cargo = sent.cargo
+        messages = self._collected(sent.posted, cargo)
+        controls = [Control.unpacked(message[:CONTROL_BYTES]) for message in messages]
+        self._check(controls, cargo)
+        end = CONTROL_BYTES + self._compression.wire_bytes(cargo.gradient.numel())
+        gradient = self._mean([message[CONTROL_BYTES:end] for message in messages], controls, cargo.gradient)
+        step = self._outer.moved if cargo.final else self._outer.stepped
+        outer = step(cargo.fragment, gradient)
+        return Arrival(
+            outer=outer,
+            whole=torch.cat(self._topology.lane.gather(outer.values)) if self._topology.shards > 1 else outer.values,
+            buffers=self._mean_buffers([message[end:] for message in messages], controls, cargo),
+            controls=controls,
+            gradient_norm=self._norm(gradient),
+            bytes_sent=self._topology.exchange.bytes_sent - sent.bytes_before,
+        )
+
+    def _tail(self, cargo: Cargo) -> list[Tensor]:
+        """The buffers at the end of the message, as bytes. Only one rank of a group sends them."""
+        if self._topology.shard != 0:
+            return []
+        return [cargo.buffers[index].reshape(-1).view(torch.uint8) for index in cargo.travelling]
+
+    def _control(self, cargo: Cargo) -> Control:
+        norm_squared = float(cargo.gradient.to(torch.float64).square().sum())
+        values = self._outer.values[cargo.fragment]
+        return Control(
+            fragment=cargo.fragment,
+            step=cargo.step,
+            requests=cargo.requests,
+            # Not the norm: it may overflow where every value is finite, and must not decide.
+            finite=bool(cargo.gradient.isfinite().all()),
+            digest=digest(values, start=self._topology.shard * values.numel()),
+            norm_squared=norm_squared,
+            changed=self._buffers[cargo.fragment].changed(cargo.buffers),
+        )
+
+    def _merged(self, control: Control) -> Control:
+        return Control.merged([Control.unpacked(rank) for rank in self._topology.lane.gather(control.packed())])
+
+    def _collected(self, posted: Any, cargo: Cargo) -> list[Tensor]:
+        """The messages of all groups. A rank that misses one tells its group, so that all its ranks end alike."""
+        try:
+            messages, missing = self._topology.exchange.collect(posted, cargo.deadline), None
+        except Unanswered as error:
+            messages, missing = [], error
+        groups = torch.tensor([-1 if missing is None else missing.group])
+        reported = [int(group) for group in self._topology.lane.gather(groups)]
+        if missing is None and max(reported) >= 0:
+            missing = Unanswered(max(reported), f"did not answer rank {reported.index(max(reported))} of this group")
+        if missing is not None:
+            raise ExchangeError(
+                f"{missing} while fragment {cargo.fragment}, launched after inner step {cargo.step}, was in flight."
+                " The run cannot go on without it. See why that group stopped or is unreachable; if it was only slow,"
+                " raise timeout."
+            ) from missing
+        return messages
+
+    def _check(self, controls: Sequence[Control], cargo: Cargo) -> None:
+        own = controls[self._topology.group]
+        for what, values in (
+            ("are not at the same point", [(control.fragment, control.step) for control in controls]),
+            ("do not hold the same outer parameters", [control.digest for control in controls]),
+        ):
+            if len(set(values)) > 1:
+                told = ", ".join(f"group {group}: {value}" for group, value in enumerate(values))
+                raise AgreementError(
+                    f"The worker groups {what} at the launch of fragment {own.fragment} after inner step {own.step}"
+                    f" ({told}). Training on would let them drift apart unseen. Resume all groups from one checkpoint."
+                )
+        if not any(control.finite for control in controls):
+            raise AgreementError(
+                f"The outer gradient of fragment {cargo.fragment}, launched after inner step {cargo.step}, is not"
+                f" finite in any worker group ({', '.join(f'group {g}' for g in range(len(controls)))}). Training has"
+                " diverged: resume from an earlier checkpoint with a lower learning rate or with gradient clipping."
+            )
+
+    def _mean(self, payloads: Sequence[Tensor], controls: Sequence[Control], like: Tensor) -> Tensor:
+        """The float32 mean of the finite groups, added up in the order of the groups so that all get the same bits."""
+        total, decoded = torch.zeros_like(like), torch.empty_like(like)
+        for payload, control in zip(payloads, controls, strict=True):
+            if control.finite:
+                self._compression.decode(payload, decoded)
+                total += decoded
+        return total.div_(sum(control.finite for control in controls))
+
+    def _mean_buffers(self, tails: Sequence[Tensor], controls: Sequence[Control], cargo: Cargo) -> dict[int, Tensor]:
+        """The plain mean of the buffers that travel, over the groups that count; rank 0 of a group speaks for it."""
+        if not cargo.travelling:
+            return {}
+        flat = torch.cat([cargo.buffers[index].reshape(-1) for index in cargo.travelling])
+        if self._topology.shard == 0:
+            counted = [tail for tail, control in zip(tails, controls, strict=True) if control.finite]
+            flat = torch.stack([tail.clone().view(torch.float32) for tail in counted]).mean(dim=0)
+        self._topology.lane.broadcast(flat)
+        parts = flat.split([cargo.buffers[index].numel() for index in cargo.travelling])
+        return {index: part.view_as(cargo.buffers[index]) for index, part in zip(cargo.travelling, parts, strict=True)}
+
+    def _norm(self, gradient: Tensor) -> float:
+        squared = gradient.to(torch.float64).square().sum().reshape(1)
+        return float(torch.cat(self._topology.lane.gather(squared)).sum().sqrt())

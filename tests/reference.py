@@ -1,0 +1,119 @@
+"""Executable specification of Streaming DiLoCo: Algorithm 2 of arXiv 2501.18512 in plain loops.
+
+It imports nothing from the package it is held against. The letters of the paper: M groups, P fragments, H inner steps
+between two launches of a fragment (`sync_every`), tau from launch to landing (`overlap_steps`), alpha (`mixing`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Result:
+    """The whole trajectory; `[t - 1]` is the state after inner step t and everything that landed in it."""
+
+    locals: list[list[dict[str, Tensor]]] = field(default_factory=list)  # [t - 1][group][name], dtype of the model
+    outers: list[dict[str, Tensor]] = field(default_factory=list)  # [t - 1][name], float32
+    launches: list[tuple[int, int]] = field(default_factory=list)  # (step, fragment), in order
+    landings: list[tuple[int, int]] = field(default_factory=list)  # (step, fragment), those after the last step too
+    outer: dict[str, Tensor] = field(default_factory=dict)  # [name], when everything is finished
+
+
+def is_launched(step: int, fragment: int, num_fragments: int, sync_every: int) -> bool:
+    """Line 6, and no launch before the fragment has done H steps; `fragment` counts from 0, `step` from 1."""
+    offset = fragment * sync_every // num_fragments
+    return step >= sync_every + offset and (step - offset) % sync_every == 0
+
+
+def mean(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum in group order, then one division."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total / len(tensors)
+
+
+def outer_step(outer: Tensor, buffer: Tensor | None, gradient: Tensor, lr: float, mu: float) -> tuple[Tensor, Tensor]:
+    """One step of Nesterov SGD (`torch.optim.SGD(nesterov=True)`): the new outer parameter and momentum buffer."""
+    buffer = gradient if buffer is None else mu * buffer + gradient
+    return outer - lr * (gradient + mu * buffer), buffer
+
+
+def run(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    batch: Callable[[int, int], tuple[Any, Any]],
+    loss: Callable[[Any, Any], Tensor],
+    *,
+    fragments: Sequence[Sequence[str]],
+    steps: int,
+    sync_every: int,
+    overlap_steps: int,
+    mixing: float,
+    outer_lr: float,
+    outer_momentum: float,
+    final_sync: bool = True,
+) -> Result:
+    """Trains the models, one per group and equal at first, in place.
+
+    Args:
+        models: one per group; afterwards every one of them holds the finished outer parameters.
+        optimizers: the inner optimizer of each group.
+        batch: `(group, step)` to `(x, y)`, the step counting from 1.
+        loss: `(model(x), y)` to a scalar.
+        fragments: the names of the trainable parameters, each in one fragment.
+        steps: inner steps of every group (T).
+        sync_every: H.
+        overlap_steps: tau, less than H; 0 lands in the step of the launch.
+        mixing: alpha, the share of the local parameters kept on landing.
+        outer_lr: learning rate of the outer optimizer.
+        outer_momentum: its Nesterov momentum; 0 is plain SGD.
+        final_sync: whether the run ends with the plain mean of the local parameters.
+    """
+    local = [{name: p for name, p in model.named_parameters() if p.requires_grad} for model in models]
+    assert sorted(local[0]) == sorted(name for fragment in fragments for name in fragment), "each name in one fragment"
+    assert all(torch.equal(group[name], local[0][name]) for group in local for name in group), "groups start equal"
+    outer = {name: p.detach().float().clone() for name, p in local[0].items()}
+    momentum: dict[str, Tensor | None] = dict.fromkeys(outer)
+    in_flight: dict[int, tuple[int, dict[str, list[Tensor]]]] = {}  # fragment -> launch step, name -> delta per group
+    result = Result(outer=outer)
+
+    def land(step: int, p: int) -> None:  # lines 10 to 12
+        deltas = in_flight.pop(p)[1]
+        for name in fragments[p]:
+            delta = mean(deltas[name])  # line 8
+            outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, outer_lr, outer_momentum)
+            for group in local:
+                group[name].copy_(mixing * group[name].float() + (1 - mixing) * outer[name])
+        result.landings.append((step, p))
+
+    for step in range(1, steps + 1):  # line 2
+        for m in range(len(models)):  # line 1
+            x, y = batch(m, step)  # line 3
+            optimizers[m].zero_grad()
+            loss(models[m](x), y).backward()  # line 4
+            optimizers[m].step()  # line 5
+        with torch.no_grad():
+            for p in range(len(fragments)):
+                if is_launched(step, p, len(fragments), sync_every):  # lines 6 and 7
+                    in_flight[p] = step, {n: [outer[n] - g[n].float() for g in local] for n in fragments[p]}
+                    result.launches.append((step, p))
+            for p in list(in_flight):
+                if in_flight[p][0] + overlap_steps == step:  # line 9
+                    land(step, p)
+        result.locals.append([{name: p.detach().clone() for name, p in group.items()} for group in local])
+        result.outers.append({name: tensor.clone() for name, tensor in outer.items()})
+
+    with torch.no_grad():
+        for p in list(in_flight):  # in launch order
+            land(steps, p)
+        for name in outer:
+            if final_sync:
+                outer[name] = outer[name] - mean([outer[name] - group[name].float() for group in local])
+            for group in local:
+                group[name].copy_(outer[name])
+    return result

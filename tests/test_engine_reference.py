@@ -1,0 +1,78 @@
+"""The engine against the plain-loop reference of Algorithm 2, over many settings, simulated and with real processes."""
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_sdiloco import SimulatedGroups
+from tests.reference import Result
+from tests.reference import run as run_reference
+from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
+
+
+def grouped(fragments: int) -> list[list[str]]:
+    """The layers of the model distributed over some fragments."""
+    return [sum(LAYERS[index::fragments], []) for index in range(fragments)]
+
+
+def named(fragments: list[list[str]]) -> list[list[str]]:
+    """The fragments with names in place of patterns."""
+    return [[f"{pattern[0]}.{kind}" for pattern in group for kind in ("weight", "bias")] for group in fragments]
+
+
+def reference(inner: str, groups: int, steps: int, fragments: list[list[str]], **choices: Any) -> Result:
+    models = [mlp() for _ in range(groups)]
+    optimizers = [inner_optimizer(inner, model) for model in models]
+    return run_reference(
+        models, optimizers, batch, nn.functional.mse_loss, fragments=named(fragments), steps=steps, **choices
+    )
+
+
+def simulate(
+    inner: str, groups: int, steps: int, **choices: Any
+) -> tuple[list[dict[str, Tensor]], list[nn.Sequential]]:
+    models = [mlp(seed) for seed in range(groups)]
+    optimizers = [inner_optimizer(inner, model) for model in models]
+    simulated = SimulatedGroups(models, compression="fp32", **choices)
+    trajectory = []
+    for step in range(1, steps + 1):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, group, step)
+        simulated.step()
+        trajectory.append(simulated.outer_state_dict())
+    simulated.finish()
+    return [*trajectory, simulated.outer_state_dict()], models
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert sorted(actual) == sorted(expected)
+    for name, values in expected.items():
+        torch.testing.assert_close(actual[name], values, rtol=1e-6, atol=1e-6 * float(values.abs().max()))
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> dict[str, Any]:
+    sync_every = draw(st.integers(1, 9))
+    return {
+        "sync_every": sync_every,
+        "overlap_steps": draw(st.integers(0, sync_every - 1)),
+        "mixing": draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
+        "fragments": grouped(draw(st.integers(1, 4))),
+        "outer_lr": draw(st.sampled_from([0.4, 0.7, 1.0])),
+        "outer_momentum": draw(st.sampled_from([0.0, 0.9])),
+        "final_sync": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(choices=choices(), groups=st.integers(1, 4), inner=st.sampled_from(["sgd", "adamw"]))
+def test_simulated_groups_follow_the_reference(choices: dict[str, Any], groups: int, inner: str) -> None:
+    expected = reference(inner, groups, steps=25, **choices)
+    trajectory, models = simulate(inner, groups, steps=25, **choices)
+    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
+        assert_same(actual, outer)
+    for model in models:
+        assert_same(dict(model.named_parameters()), expected.outer)

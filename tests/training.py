@@ -1,0 +1,37 @@
+"""What several test files train: small models, and batches that depend on the group and the step."""
+
+import torch
+from torch import Tensor, nn
+
+
+def mlp(seed: int = 0) -> nn.Sequential:
+    """Four layers of 61 and more parameters, so that no shard has a round size."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(5, 11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)
+    )
+
+
+LAYERS = [["0.*"], ["2.*"], ["4.*"], ["6.*"]]
+"""The layers of `mlp`, each a fragment of its own."""
+
+
+def batch(group: int, step: int) -> tuple[Tensor, Tensor]:
+    """A batch of a group, the same whoever asks."""
+    generator = torch.Generator().manual_seed(1_000 * group + step)
+    return torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def inner_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """An inner optimizer by name."""
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, group: int, step: int) -> None:
+    """One inner step."""
+    x, y = batch(group, step)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
