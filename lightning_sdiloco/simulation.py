@@ -25,6 +25,7 @@ class SimulatedGroups:
         ValueError: As `StreamingDiLoCo` does, or if there are no models.
 
     Example:
+        >>> import torch
         >>> models = [nn.Linear(4, 1) for _ in range(2)]
         >>> optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
         >>> groups = SimulatedGroups(models, sync_every=2, overlap_steps=1, compression="fp32")

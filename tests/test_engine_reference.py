@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_sdiloco import SimulatedGroups
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from tests.fits import LIGHTNING, fit
+from tests.ranks import run_processes, run_ranks
 from tests.reference import Result
 from tests.reference import run as run_reference
 from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
@@ -76,3 +79,64 @@ def test_simulated_groups_follow_the_reference(choices: dict[str, Any], groups: 
         assert_same(actual, outer)
     for model in models:
         assert_same(dict(model.named_parameters()), expected.outer)
+
+
+CHOICES = {
+    "sync_every": 6,
+    "overlap_steps": 4,
+    "mixing": 0.5,
+    "fragments": grouped(3),
+    "outer_lr": 0.4,
+    "outer_momentum": 0.9,
+    "final_sync": True,
+}
+
+
+def plain_loop(rank: int, world_size: int, inner: str, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = mlp(seed=rank)
+    optimizer = inner_optimizer(inner, model)
+    engine = StreamingDiLoCo(model, compression="fp32", **CHOICES)
+    for step in range(1, steps + 1):
+        train_step(model, optimizer, rank, step)
+        engine.step()
+    engine.finish()
+    return engine.outer_state_dict(), {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_real_processes_give_the_same_bits_as_the_simulation(inner: str) -> None:
+    trajectory, _ = simulate(inner, 3, steps=30, **CHOICES)
+    for outer, model in run_ranks(plain_loop, 3, inner, 30):
+        for name, values in trajectory[-1].items():
+            assert torch.equal(outer[name], values)
+            assert torch.equal(model[name], values)
+
+
+def fragments_of_module(fragments: list[list[str]]) -> list[list[str]]:
+    return [[f"net.{pattern}" for pattern in group] for group in fragments]
+
+
+@pytest.mark.parametrize(
+    ("groups", "world_size", "sync_every", "overlap_steps", "mixing", "fragments"),
+    [
+        (2, 2, 6, 4, 0.5, 3),
+        (2, 2, 1, 0, 0.0, 1),
+        (2, 2, 5, 0, 0.25, 2),
+        (3, 3, 4, 3, 0.5, 4),
+        (2, 4, 6, 2, 0.5, 2),
+        (1, 2, 4, 1, 0.5, 2),
+        (1, 1, 4, 1, 0.0, 2),
+    ],
+)
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_a_trainer_follows_the_reference(
+    groups: int, world_size: int, sync_every: int, overlap_steps: int, mixing: float, fragments: int, inner: str
+) -> None:
+    choices = {**CHOICES, "sync_every": sync_every, "overlap_steps": overlap_steps, "mixing": mixing}
+    expected = reference(inner, groups, 30, **{**choices, "fragments": grouped(fragments)})
+    own = {**choices, "fragments": fragments_of_module(grouped(fragments)), "compression": "fp32"}
+    for trained in run_processes(fit, world_size, groups, 30, own, LIGHTNING, inner):
+        assert_same(trained["outer"], expected.outer)
+        assert_same(trained["model"], expected.outer)
+        assert trained["report"]["landings"] == len(expected.landings)
+        assert trained["report"]["inner_steps"] == 30

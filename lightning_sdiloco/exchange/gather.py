@@ -11,11 +11,19 @@ from torch import Tensor
 from lightning_sdiloco.exchange.base import Exchange, Unanswered
 
 
+class _Transfer(NamedTuple):
+    """Both directions between this group and another one."""
+
+    group: int
+    receiving: dist.Work
+    sending: dist.Work
+
+
 class _Posted(NamedTuple):
     message: Tensor
     received: list[Tensor]
-    receiving: dict[int, dist.Work]
-    sending: list[dist.Work]
+    transfers: list[_Transfer]
+    failure: Unanswered | None
 
 
 class GatherExchange(Exchange[_Posted]):
@@ -36,38 +44,34 @@ class GatherExchange(Exchange[_Posted]):
     def post(self, message: Tensor) -> _Posted:
         """Starts to send; see `Exchange.post`. A message on another device is copied to the host first."""
         sent = message.cpu()
-        others = [group for group in range(self.groups) if group != self._group]
         received = [sent if group == self._group else torch.empty_like(sent) for group in range(self.groups)]
-        # The receives come first: a gloo send starts when the other side is known to be ready.
-        receiving = {group: self._receive(received[group], group) for group in others}
-        sending = [self._send(sent, group) for group in others]
-        return _Posted(message, received, receiving, sending)
+        transfers, failure = [], None
+        for group in [group for group in range(self.groups) if group != self._group]:
+            try:
+                transfers.append(self._transfer(group, sent, received[group]))
+            except RuntimeError as error:
+                # Told when the message is collected, so that all ranks of this group hear of it at the same point.
+                failure = failure or _gone(group, error)
+        return _Posted(message, received, transfers, failure)
 
     def collect(self, posted: _Posted, deadline: float) -> list[Tensor]:
         """Waits for all groups; see `Exchange.collect`."""
-        for group, work in posted.receiving.items():
-            _wait(work, group, deadline)
-        for group, work in zip(posted.receiving, posted.sending, strict=True):
-            _wait(work, group, deadline)
+        if posted.failure is not None:
+            raise posted.failure
+        for transfer in posted.transfers:
+            _wait(transfer.receiving, transfer.group, deadline)
+        for transfer in posted.transfers:
+            _wait(transfer.sending, transfer.group, deadline)
         self._count(posted.message)
         return [part.to(posted.message.device) for part in posted.received]
 
-    def _receive(self, into: Tensor, group: int) -> dist.Work:
-        try:
-            return _started(dist.irecv(into, group=self._process_group, group_src=group))
-        except RuntimeError as error:
-            raise _gone(group, error) from error
-
-    def _send(self, message: Tensor, group: int) -> dist.Work:
-        try:
-            return _started(dist.isend(message, group=self._process_group, group_dst=group))
-        except RuntimeError as error:
-            raise _gone(group, error) from error
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank belongs to the process group"
-    return work
+    def _transfer(self, group: int, sent: Tensor, into: Tensor) -> _Transfer:
+        # The receive comes first: a gloo send starts when the other side is known to be ready.
+        receiving = dist.irecv(into, group=self._process_group, group_src=group)
+        sending = dist.isend(sent, group=self._process_group, group_dst=group)
+        assert receiving is not None, "this rank belongs to the process group"
+        assert sending is not None, "this rank belongs to the process group"
+        return _Transfer(group, receiving, sending)
 
 
 def _wait(work: dist.Work, group: int, deadline: float) -> None:

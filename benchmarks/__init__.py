@@ -1,0 +1,1 @@
+"""Measurements that the documentation quotes; each module runs by itself."""

@@ -1,0 +1,397 @@
+"""Measures how the four-bit compression should scale and round, and how fast each compression is.
+
+The outline: data (real outer gradients, then synthetic vectors), candidates, errors, speeds, report.
+Run it with ``python -m benchmarks.compression [--quick] [--json FILE]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_sdiloco.compression import COMPRESSIONS, Compression, resolve
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data: outer gradients of a small language model, and synthetic vectors that are harder than those
+# ---------------------------------------------------------------------------------------------------------------------
+
+Replicas = list[Tensor]
+"""One flat float32 vector per replica."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the real outer gradients are made: DiLoCo on two replicas, SGD with Nesterov momentum outside."""
+
+    width: int = 128
+    layers: int = 4
+    context: int = 128
+    batch: int = 4
+    rounds: int = 24
+    sync_every: int = 20
+    learning_rate: float = 1e-3
+    outer_learning_rate: float = 0.4
+    outer_momentum: float = 0.9
+
+
+QUICK = Training(width=32, layers=2, context=32, rounds=3, sync_every=5)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self._heads(part) for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class ByteGPT(nn.Module):
+    """A byte-level language model of fewer than a million parameters."""
+
+    def __init__(self, width: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, heads=4) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def loss(self, text: Tensor) -> Tensor:
+        hidden = self.tokens(text[:, :-1]) + self.positions.weight
+        logits = self.head(self.norm(self.blocks(hidden)))
+        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+
+
+def corpus(limit: int = 8 << 20) -> Tensor:
+    """The source of the standard library as bytes: real text that every machine has."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()
+    return torch.frombuffer(text[:limit], dtype=torch.uint8).long()
+
+
+def batches(text: Tensor, training: Training, seed: int) -> Iterator[Tensor]:
+    """Endless random windows of the text, shape ``(batch, context + 1)``."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(text) - training.context - 1, (training.batch, 1), generator=generator)
+        yield text[starts + torch.arange(training.context + 1)]
+
+
+class Replica:
+    """A model with its own data and its own inner optimizer."""
+
+    def __init__(self, training: Training, text: Tensor, seed: int) -> None:
+        torch.manual_seed(0)
+        self.model = ByteGPT(training.width, training.layers, training.context)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.learning_rate)
+        self.data = batches(text, training, seed)
+
+    def read(self) -> Tensor:
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
+
+    def run(self, outer: Tensor, steps: int) -> Tensor:
+        """Starts from the outer parameters and returns the outer gradient after some inner steps."""
+        nn.utils.vector_to_parameters(outer.clone(), self.model.parameters())
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model.loss(next(self.data)).backward()
+            self.optimizer.step()
+        return outer - self.read()
+
+
+def outer_gradients(training: Training) -> list[Replicas]:
+    """Trains two replicas and returns their outer gradients of every round."""
+    text = corpus()
+    replicas = [Replica(training, text, seed) for seed in (1, 2)]
+    outer = nn.Parameter(replicas[0].read())
+    optimizer = torch.optim.SGD(
+        [outer], lr=training.outer_learning_rate, momentum=training.outer_momentum, nesterov=True
+    )
+    rounds = []
+    for _ in range(training.rounds):
+        gradients = [replica.run(outer.detach(), training.sync_every) for replica in replicas]
+        outer.grad = torch.stack(gradients).mean(0)
+        optimizer.step()
+        rounds.append(gradients)
+    return rounds
+
+
+def synthetic(numel: int) -> dict[str, Replicas]:
+    """Heavy-tailed and sparse vectors, one pair of replicas each."""
+    generator = torch.Generator().manual_seed(0)
+    normal = [torch.randn(2, numel, generator=generator) for _ in range(5)]
+    student = normal[0] / (torch.stack(normal[1:4]).square().mean(0)).sqrt()
+    unused = torch.rand(2, numel // 128, 1, generator=generator) < 0.7
+    rows = normal[0].unflatten(1, (-1, 128)).masked_fill(unused, 0.0).flatten(1)
+    return {
+        "normal": list(normal[0]),
+        "student-t, 3 d.o.f.": list(student),
+        "normal * exp(normal)": list(normal[0] * normal[4].exp()),
+        "70 % zero rows": list(rows),
+    }
+
+
+def data_sets(training: Training) -> dict[str, Replicas]:
+    """All data sets by name."""
+    rounds = outer_gradients(training)
+    numel = rounds[0][0].numel() // 128 * 128
+    return {
+        f"outer, round {len(rounds) // 3}": rounds[len(rounds) // 3 - 1],
+        f"outer, round {len(rounds)}": rounds[-1],
+        **synthetic(numel),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Candidates: levels 0 and top * 2^-6 ... top per block; how the top is chosen, stored, and values are rounded
+# ---------------------------------------------------------------------------------------------------------------------
+
+SCALE_BITS = {"power of two": 8, "3-bit fraction": 16, "bfloat16": 16, "float32": 32}
+
+RULES = {
+    "max": (1.0,),
+    "max/1.25": (1 / 1.25,),
+    "max/1.5": (1 / 1.5,),
+    "least error of 2": (1.0, 1 / 1.4),
+    "least error of 8": tuple(2 ** (-eighths / 8) for eighths in range(8)),
+}
+"""The top level as shares of the largest magnitude; of several the one with the least squared error in the block."""
+
+ROUNDINGS = {"value": 1.5, "value, zero below 1/2": 1.5, "log": 2**0.5, "stochastic": 1.5}
+"""A value goes up to the next level from this multiple of the level below."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to encode: names from the tables above."""
+
+    block: int = 128
+    scale: str = "bfloat16"
+    rule: str = "max"
+    rounding: str = "value"
+
+    def __str__(self) -> str:
+        return f"{self.block}, {self.scale}, {self.rule}, {self.rounding}"
+
+    @property
+    def bits(self) -> float:
+        return 4 + SCALE_BITS[self.scale] / self.block
+
+    def quantise(self, values: Tensor) -> Tensor:
+        """Encodes and decodes in ordinary arithmetic; slow, and only as exact as a measurement needs."""
+        numel = values.numel()
+        blocks = F.pad(values, (0, -numel % self.block)).unflatten(0, (-1, self.block))
+        largest = blocks.abs().amax(1, keepdim=True).clamp_min(1e-30)
+        best, least = torch.zeros_like(blocks), torch.full_like(largest, torch.inf)
+        for share in RULES[self.rule]:
+            decoded = self._round(blocks, stored(largest * share, self.scale))
+            error = (decoded - blocks).square().sum(1, keepdim=True)
+            best, least = torch.where(error < least, decoded, best), torch.minimum(error, least)
+        return best.flatten()[:numel]
+
+    def _round(self, blocks: Tensor, top: Tensor) -> Tensor:
+        share = blocks.abs() / top
+        if self.rounding == "stochastic":
+            magnitude = stochastic(share)
+        else:
+            exponent = torch.floor(torch.log2(share / ROUNDINGS[self.rounding])) + 1
+            magnitude = torch.exp2(exponent.clamp(-6, 0))
+            smallest = 0.5 if self.rounding == "value, zero below 1/2" else ROUNDINGS[self.rounding] / 2
+            magnitude[share < smallest * 2**-6] = 0
+        return magnitude * top * blocks.sign()
+
+
+def stored(top: Tensor, scale: str) -> Tensor:
+    """Rounds the top level to what the wire can carry."""
+    if scale == "power of two":
+        return torch.exp2(torch.log2(top).round())
+    if scale == "3-bit fraction":
+        mantissa, exponent = torch.frexp(top)
+        return torch.ldexp((mantissa * 16).round() / 16, exponent)
+    return top.bfloat16().float() if scale == "bfloat16" else top
+
+
+def stochastic(share: Tensor) -> Tensor:
+    """Rounds to a neighbouring level so that the mean is right."""
+    below = torch.exp2(torch.floor(torch.log2(share)).clamp(max=-1))
+    below[share < 2**-6] = 0
+    gap = torch.where(below > 0, below, 2**-6)
+    generator = torch.Generator().manual_seed(0)
+    return below + gap * (torch.rand(share.shape, generator=generator) < (share - below) / gap)
+
+
+def candidates() -> list[Candidate]:
+    """The candidates of at most 4.25 bits a value: blocks and scales first, then rules, then roundings."""
+    found = [Candidate(block, scale) for block in (32, 64, 128, 256) for scale in SCALE_BITS]
+    found += [Candidate(scale=scale, rule=rule) for scale in ("power of two", "bfloat16") for rule in RULES]
+    found += [Candidate(rounding=rounding) for rounding in ROUNDINGS]
+    found += [Candidate(64, rule="least error of 8"), Candidate(rule="least error of 8", rounding="log")]
+    return [c for c in dict.fromkeys(found) if c.bits <= 4.25]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors and speeds
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Errors:
+    """What a compression does to a vector ``x`` that comes back as ``q``."""
+
+    relative: float
+    """|q - x| / |x|, of one replica."""
+    cosine: float
+    bias: float
+    """<x, q> / <x, x>; 1 is right, below is shrinking."""
+    mean: float
+    """|mean q - mean x| / |mean x| over the replicas: what training sees."""
+
+
+def errors(replicas: Replicas, quantise: Callable[[Tensor], Tensor]) -> Errors:
+    """Measures in float64, so that the measurement adds no error of its own."""
+    x = torch.stack(replicas).double()
+    q = torch.stack([quantise(replica) for replica in replicas]).double()
+    inner = float((x * q).sum() / x.norm())
+    mean = (q.mean(0) - x.mean(0)).norm() / x.mean(0).norm()
+    return Errors(float((q - x).norm() / x.norm()), inner / float(q.norm()), inner / float(x.norm()), float(mean))
+
+
+def round_trip(compression: Compression) -> Callable[[Tensor], Tensor]:
+    """Encodes and decodes with a compression of the package."""
+
+    def quantise(values: Tensor) -> Tensor:
+        decoded = torch.empty_like(values)
+        compression.decode(compression.encode(values), decoded)
+        return decoded
+
+    return quantise
+
+
+def seconds(work: Callable[[], object], repeats: int) -> float:
+    """The best of several times, after one to warm up: what the machine can do when nothing disturbs it."""
+    work()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def speeds(numel: int, repeats: int) -> dict[str, float]:
+    """Speeds in GB/s of float32 on one thread, by name; ``copy`` is into memory that is already there."""
+    values, out = torch.randn(numel), torch.empty(numel)
+    times = {"copy": seconds(lambda: out.copy_(values), repeats)}
+    for name in COMPRESSIONS:
+        compression = resolve(name)
+        payload = compression.encode(values)
+        times[f"{name}_encode"] = seconds(partial(compression.encode, values), repeats)
+        times[f"{name}_decode"] = seconds(partial(compression.decode, payload, out), repeats)
+    return {name: 4 * numel / best / 1e9 for name, best in times.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------------------------------------------
+
+Row = tuple[float, dict[str, Errors]]
+"""Bits a value, and the errors by data set."""
+
+
+def measure(data: dict[str, Replicas]) -> dict[str, Row]:
+    """Errors of every candidate, and of what the package ships, by name."""
+    numel = 1 << 20
+    rows: dict[str, Row] = {}
+    for candidate in candidates():
+        rows[str(candidate)] = candidate.bits, {k: errors(v, candidate.quantise) for k, v in data.items()}
+    for name in COMPRESSIONS:
+        compression = resolve(name)
+        bits = compression.wire_bytes(numel) * 8 / numel
+        rows[f"package: {name}"] = bits, {k: errors(v, round_trip(compression)) for k, v in data.items()}
+    return rows
+
+
+def print_errors(rows: dict[str, Row]) -> None:
+    """Prints one Markdown table; a cell holds error, cosine, bias, error of the mean."""
+    names = list(next(iter(rows.values()))[1])
+    print("Cells: relative L2 error, cosine, bias <x, q>/<x, x>, relative L2 error of the mean of the replicas.\n")
+    print("| block, top stored as, top, rounding | bits | " + " | ".join(names) + " |")
+    print("|---|---|" + "---|" * len(names))
+    for label, (bits, found) in rows.items():
+        cells = (f"{e.relative:.3f} {e.cosine:.3f} {e.bias:.3f} {e.mean:.3f}" for e in found.values())
+        print(f"| {label} | {bits:.3f} | " + " | ".join(cells) + " |")
+
+
+def print_speeds(found: dict[str, float]) -> None:
+    """Prints the speeds as a Markdown table."""
+    print("\n| one thread | GB/s of float32 | relative to copy |\n|---|---|---|")
+    for name, speed in found.items():
+        print(f"| {name.replace('_', ' ')} | {speed:.2f} | {speed / found['copy']:.2f} |")
+
+
+def headline(rows: dict[str, Row], found: dict[str, float]) -> dict[str, float]:
+    """The few numbers to compare between versions."""
+    bits, by_data = rows["package: fp4"]
+    last = [e for name, e in by_data.items() if name.startswith("outer")][-1]
+    numbers = {"fp4_bits_per_value": bits, **{f"fp4_outer_{k}": v for k, v in asdict(last).items()}}
+    for name, speed in found.items():
+        numbers[f"{name}_gb_per_s"] = speed
+        numbers[f"{name}_relative_to_copy"] = speed / found["copy"]
+    return numbers
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark and prints it.
+
+    Args:
+        arguments: Command line, by default that of the process.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and short vectors: does it run at all")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread\n")
+    rows = measure(data_sets(QUICK if options.quick else Training()))
+    print_errors(rows)
+    print(f"\nThe package's fp4 is: {Candidate()}.")
+    found = speeds(1 << (18 if options.quick else 24), repeats=3 if options.quick else 7)
+    print_speeds(found)
+    if options.json:
+        table = {label: {"bits": bits, **{k: asdict(e) for k, e in v.items()}} for label, (bits, v) in rows.items()}
+        options.json.write_text(json.dumps({"headline": headline(rows, found), "errors": table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

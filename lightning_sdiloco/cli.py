@@ -1,0 +1,94 @@
+"""The command ``sdiloco``: every function in `COMMANDS` is a subcommand, and its parameters are the options.
+
+A subcommand is added by writing one function that returns the text to print. The first line of its docstring and the
+text beside each parameter are the help. What a user can get wrong is a ``ValueError``: its message goes to stderr, and
+the command ends with exit code 2.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, get_args, get_type_hints
+
+from jsonargparse import ArgumentParser
+
+from lightning_sdiloco.schedule import Schedule
+from lightning_sdiloco.settings import Settings
+
+
+def schedule(
+    sync_every: Annotated[int, "Inner steps between two launches of the same fragment."] = 100,
+    overlap_steps: Annotated[int, "Inner steps between the launch of a fragment and its landing."] = 5,
+    fragments: Annotated[int, "Number of fragments."] = 8,
+    first: Annotated[int, "First inner step of the table."] = 1,
+    last: Annotated[int | None, "Last inner step of the table. By default far enough to show two rounds."] = None,
+) -> str:
+    """Print after which inner steps fragments launch and land.
+
+    Raises:
+        ValueError: If a value is out of its range; for ``sync_every`` and ``overlap_steps`` as `Settings` says it.
+
+    Example:
+        >>> print(schedule(sync_every=6, overlap_steps=2, fragments=2, last=12))
+        step  launches  lands
+           6  0         -
+           8  -         0
+           9  1         -
+          11  -         1
+          12  0         -
+    """
+    Settings(sync_every=sync_every, overlap_steps=overlap_steps)
+    _require_at_least(1, "fragments", fragments, "Give the number of fragments that the model is cut into.")
+    _require_at_least(1, "first", first, "Inner steps count from 1.")
+    if last is None:
+        last = first + 3 * sync_every - 2 + overlap_steps
+    _require_at_least(first, "last", last, "It is the last inner step of the table, and first the first.")
+    return Schedule(sync_every, overlap_steps, fragments).table(first, last)
+
+
+COMMANDS: Mapping[str, Callable[..., str]] = {"schedule": schedule}
+"""The subcommands by their names."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs a subcommand and prints what it returns.
+
+    Args:
+        args: The arguments of the command line, without the name of the program. By default those of this process.
+
+    Raises:
+        SystemExit: With code 2 if the arguments are wrong, with code 0 after ``--help``.
+    """
+    parser = ArgumentParser(prog="sdiloco", description="Tools for Streaming DiLoCo.")
+    subcommands = parser.add_subcommands(dest="command")
+    for name, command in COMMANDS.items():
+        subcommands.add_subcommand(name, _parser_of(command), help=_summary(command))
+    chosen = parser.parse_args(args)
+    try:
+        text = COMMANDS[chosen.command](**vars(chosen[chosen.command]))
+    except ValueError as error:
+        parser.error(str(error))
+    print(text)
+
+
+def _parser_of(command: Callable[..., str]) -> ArgumentParser:
+    """A parser with an option for every parameter, spelled with dashes or as in Python."""
+    parser = ArgumentParser(description=_summary(command))
+    hints = get_type_hints(command, include_extras=True)
+    for parameter in inspect.signature(command).parameters.values():
+        value_type, text = get_args(hints[parameter.name])
+        spellings = dict.fromkeys([f"--{parameter.name.replace('_', '-')}", f"--{parameter.name}"])
+        parser.add_argument(*spellings, type=value_type, default=parameter.default, help=text)
+    return parser
+
+
+def _summary(command: Callable[..., str]) -> str:
+    return (inspect.getdoc(command) or "").partition("\n")[0]
+
+
+def _require_at_least(least: int, name: str, value: int, advice: str) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value} is out of range: it must be at least {least}. {advice}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Fits with a real Trainer in real processes, for several test files."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.training import batch, inner_optimizer, mlp
+
+Trained = dict[str, Any]
+LIGHTNING = "lightning.pytorch"
+
+
+class Batches(IterableDataset):  # type: ignore[type-arg]
+    """The batches of a group; a rank of a group of several sees its part of each."""
+
+    def __init__(self, group: int, shard: int, shards: int) -> None:
+        self.place = group, shard, shards
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        group, shard, shards = self.place
+        step = 0
+        while True:
+            step += 1
+            x, y = batch(group, step)
+            yield x.chunk(shards)[shard], y.chunk(shards)[shard]
+
+
+def module(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, net: nn.Module | None = None) -> Any:
+    """A LightningModule of one distribution that trains a small model."""
+    base = importlib.import_module(distribution).LightningModule
+
+    class Regression(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(seed) if net is None else net
+
+        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return nn.functional.mse_loss(self.net(parts[0]), parts[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return inner_optimizer(inner, self.net)
+
+    return Regression()
+
+
+def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
+    """The strategy of one distribution."""
+    import lightning_sdiloco.pytorch_lightning
+
+    other = lightning_sdiloco.pytorch_lightning.StreamingDiLoCoStrategy
+    return (lightning_sdiloco.StreamingDiLoCoStrategy if distribution == LIGHTNING else other)(**choices)
+
+
+def trainer(distribution: str = LIGHTNING, **choices: Any) -> Any:
+    """A quiet Trainer of one distribution on the CPU."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return importlib.import_module(distribution).Trainer(**{"accelerator": "cpu", **quiet, **choices})
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    groups: int,
+    steps: int,
+    choices: dict[str, Any],
+    distribution: str = LIGHTNING,
+    inner: str = "sgd",
+    inspect: Callable[[Any, Any], Any] = lambda trainer, module: None,
+    trainer_choices: dict[str, Any] | None = None,
+    make: Callable[..., Any] = module,
+) -> Trained:
+    """Fits in this rank, whose seed is its own, and returns what is worth comparing."""
+    size = world_size // groups
+    loader = DataLoader(Batches(rank // size, rank % size, size), batch_size=None)
+    model = make(distribution, inner, seed=rank)
+    chosen = strategy(distribution, **{"worker_groups": groups, **choices})
+    runner = trainer(
+        distribution, **{"strategy": chosen, "devices": world_size, "max_steps": steps, **(trainer_choices or {})}
+    )
+    runner.fit(model, loader)
+    return {
+        "outer": {name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()},
+        "model": {name: p.detach().clone() for name, p in model.net.named_parameters()},
+        "report": chosen.report(),
+        "inspected": inspect(runner, model),
+    }

@@ -1,0 +1,359 @@
+"""One suite that every compression passes, then FP4 code by code against a reference that imports nothing from it."""
+
+import math
+import struct
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from lightning_sdiloco.compression import COMPRESSIONS, FP4, BFloat16, Compression, Float32, resolve
+from lightning_sdiloco.compression.fp4 import BLOCK
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+CHUNK = 1 << 17  # values that fp4 takes at a time on a CPU
+
+BITS = {"fp32": 32.0, "bf16": 16.0, "fp4": 4.25}
+RELATIVE_ERROR = {"fp32": 0.0, "bf16": 0.0025, "fp4": 0.2}
+
+EXACT = {
+    "fp32": [0.1, -math.pi, 1e-45, FLOAT32_MAX, 0.0, -1e-30],
+    "bf16": [1.0, -1.0078125, 0.0, 3.0, -0.15625, 2.0**-126, 1.5 * 2.0**127],
+    "fp4": [1.25, -0.625, 0.0, 1.25 / 64, -1.25 / 32, 1.25 / 4, -1.25],
+}
+
+every_compression = pytest.mark.parametrize("name", COMPRESSIONS)
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+anything = st.floats(width=32)
+# Magnitudes that share a block with one another, so that codes other than 0 and 7 are common.
+near = st.floats(min_value=-1.0, max_value=1.0, width=32)
+
+
+def vectors(elements: st.SearchStrategy[float] = finite) -> st.SearchStrategy[Tensor]:
+    """Short lists of values repeated to any length, so that blocks and their ends fall anywhere."""
+    lists = st.lists(elements, min_size=1, max_size=40)
+    return st.builds(lambda values, numel: repeat(torch.tensor(values), numel), lists, st.integers(1, 3 * BLOCK))
+
+
+def repeat(values: Tensor, numel: int) -> Tensor:
+    return values.repeat(-(-numel // len(values)))[:numel].contiguous()
+
+
+def heavy_tailed(numel: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
+
+
+def round_trip(compression: Compression, values: Tensor) -> Tensor:
+    out = torch.full_like(values, torch.nan)
+    compression.decode(compression.encode(values), out)
+    return out
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+# --- what holds for every compression --------------------------------------------------------------------------------
+
+
+@every_compression
+@given(values=vectors(anything))
+@settings(max_examples=40, deadline=None)
+def test_payload_has_the_size_that_wire_bytes_says(name: str, values: Tensor) -> None:
+    compression = resolve(name)
+    payload = compression.encode(values)
+    assert payload.dtype == torch.uint8
+    assert payload.shape == (compression.wire_bytes(values.numel()),)
+    assert payload.is_contiguous()
+
+
+@every_compression
+@given(values=vectors())
+@settings(max_examples=40, deadline=None)
+def test_every_value_is_written_and_finite(name: str, values: Tensor) -> None:
+    assert round_trip(resolve(name), values).isfinite().all()
+
+
+@every_compression
+@given(values=vectors())
+@settings(max_examples=40, deadline=None)
+def test_encoding_is_deterministic_and_leaves_its_input_alone(name: str, values: Tensor) -> None:
+    before = values.clone()
+    first, second = resolve(name).encode(values), resolve(name).encode(values.clone())
+    assert torch.equal(first, second)
+    assert same_bits(values, before)
+    values.fill_(0.5)  # training goes on while the payload is on its way
+    assert torch.equal(first, second)
+
+
+@every_compression
+@given(values=vectors())
+@settings(max_examples=40, deadline=None)
+def test_decoding_leaves_the_payload_alone_and_ignores_what_out_held(name: str, values: Tensor) -> None:
+    compression = resolve(name)
+    payload = compression.encode(values)
+    before, out = payload.clone(), torch.full_like(values, 7.0)
+    compression.decode(payload, out)
+    assert torch.equal(payload, before)
+    assert same_bits(out, round_trip(compression, values))
+
+
+@every_compression
+@given(values=vectors())
+@settings(max_examples=40, deadline=None)
+def test_sign_symmetry(name: str, values: Tensor) -> None:
+    compression = resolve(name)
+    assert same_bits(round_trip(compression, -values), -round_trip(compression, values))
+
+
+@every_compression
+@given(values=vectors())
+@settings(max_examples=40, deadline=None)
+def test_decoding_what_was_decoded_changes_nothing(name: str, values: Tensor) -> None:
+    once = round_trip(resolve(name), values)
+    assert same_bits(round_trip(resolve(name), once), once)
+
+
+@every_compression
+@pytest.mark.parametrize("numel", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK + 1])
+def test_zeros_stay_zero_with_their_sign(name: str, numel: int) -> None:
+    for zero in (0.0, -0.0):
+        zeros = torch.full((numel,), zero)
+        assert same_bits(round_trip(resolve(name), zeros), zeros)
+
+
+@every_compression
+def test_zeros_among_other_values_stay_zero(name: str) -> None:
+    values = heavy_tailed(1000) * (torch.arange(1000) % 3 > 0)
+    assert torch.equal(round_trip(resolve(name), values)[::3], torch.zeros(334))
+
+
+@every_compression
+def test_representable_values_come_back(name: str) -> None:
+    values = torch.tensor(EXACT[name])
+    assert same_bits(round_trip(resolve(name), values), values)
+
+
+@every_compression
+@pytest.mark.parametrize("numel", [4096, 4097, 100_003])
+def test_bits_per_value(name: str, numel: int) -> None:
+    assert resolve(name).wire_bytes(numel) * 8 / numel <= BITS[name]
+
+
+@every_compression
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_error_is_within_bounds(name: str, scale: float) -> None:
+    for values in (heavy_tailed(50_000), torch.randn(50_000, generator=torch.Generator().manual_seed(1))):
+        values = values * scale
+        error = (round_trip(resolve(name), values).double() - values).norm() / values.double().norm()
+        assert error <= RELATIVE_ERROR[name]
+
+
+@every_compression
+@given(values=vectors(st.floats(min_value=2.0**120, max_value=FLOAT32_MAX, width=32)))
+@settings(max_examples=40, deadline=None)
+def test_huge_values_stay_finite_and_huge(name: str, values: Tensor) -> None:
+    for signed in (values, -values):
+        decoded = round_trip(resolve(name), signed)
+        assert decoded.isfinite().all()
+        assert decoded.abs().max() >= 0.99 * values.max()
+
+
+@every_compression
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_do_not_raise_and_do_not_spread(name: str, bad: float) -> None:
+    values = heavy_tailed(4 * BLOCK)
+    expected = round_trip(resolve(name), values)
+    values[BLOCK + 3] = bad
+    decoded = round_trip(resolve(name), values)
+    assert same_bits(decoded[:BLOCK], expected[:BLOCK])
+    assert same_bits(decoded[2 * BLOCK :], expected[2 * BLOCK :])
+
+
+@every_compression
+def test_a_payload_may_lie_anywhere_in_a_gathered_buffer(name: str) -> None:
+    compression, values = resolve(name), heavy_tailed(BLOCK + 1)
+    payload = compression.encode(values)
+    for offset in range(1, 4):
+        buffer, target = torch.zeros(len(payload) + offset, dtype=torch.uint8), torch.empty(len(values) + offset)
+        buffer[offset:] = payload
+        compression.decode(buffer[offset:], target[offset:])
+        assert same_bits(target[offset:], round_trip(compression, values))
+
+
+@every_compression
+def test_values_may_lie_anywhere_in_a_flat_vector(name: str) -> None:
+    flat = heavy_tailed(BLOCK + 4)
+    for offset in range(1, 4):
+        values = flat[offset:]
+        assert torch.equal(resolve(name).encode(values), resolve(name).encode(values.clone()))
+
+
+@every_compression
+@pytest.mark.parametrize("numel", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK + 3])
+def test_a_long_vector_decodes_like_its_pieces(name: str, numel: int) -> None:
+    values = heavy_tailed(numel)
+    pieces = torch.cat([round_trip(resolve(name), piece) for piece in values.split(37 * BLOCK)])
+    assert same_bits(round_trip(resolve(name), values), pieces)
+
+
+@every_compression
+def test_choices_compare_by_value_and_cannot_change(name: str) -> None:
+    compression = resolve(name)
+    assert compression == resolve(name)
+    assert hash(compression) == hash(resolve(name))
+    assert not any(isinstance(value, Tensor) for value in vars(compression).values())
+    with pytest.raises((AttributeError, TypeError)):
+        compression.level = 3  # type: ignore[attr-defined]
+
+
+# --- finding one by name ---------------------------------------------------------------------------------------------
+
+
+def test_names() -> None:
+    assert {name: type(resolve(name)) for name in COMPRESSIONS} == {"fp32": Float32, "bf16": BFloat16, "fp4": FP4}
+
+
+def test_an_object_is_returned_as_it_is() -> None:
+    fp4 = FP4()
+    assert resolve(fp4) is fp4
+
+
+@pytest.mark.parametrize("wrong", ["fp8", "FP4", "", None, 4, FP4, ["fp4"]])
+def test_what_is_not_a_compression_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="compression") as caught:
+        resolve(wrong)  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith(f"compression={wrong!r}")
+    assert "'fp32', 'bf16', 'fp4'" in message
+    assert "lightning_sdiloco.compression.Compression" in message
+
+
+# --- bf16 ------------------------------------------------------------------------------------------------------------
+
+
+def test_bf16_rounds_ties_to_even() -> None:
+    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -(1 + 2**-8)])
+    assert round_trip(BFloat16(), values).tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0]
+
+
+# --- fp4 -------------------------------------------------------------------------------------------------------------
+
+
+def float32(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+def reference_encode(values: list[float]) -> bytes:
+    """The format in plain Python: every number here is a double, in which all comparisons below are exact."""
+    tops, codes = b"", []
+    for start in range(0, len(values), 128):
+        block = values[start : start + 128]
+        largest = struct.unpack("<I", struct.pack("<f", max(abs(value) for value in block)))[0]
+        stored = max(largest >> 16, 0x0400)
+        tops += struct.pack("<H", min(stored, 0x7F7F))
+        codes += [reference_code(value, float32(min(stored, 0x7F7F) << 16)) for value in block]
+    codes += [0] * (len(codes) % 2)
+    return tops + bytes(low | high << 4 for low, high in zip(codes[0::2], codes[1::2], strict=True))
+
+
+def reference_code(value: float, top: float) -> int:
+    levels = [0.0] + [top / 2**k for k in range(6, -1, -1)]
+    sign = 8 if math.copysign(1.0, value) < 0 else 0
+    if abs(value) < 0.75 * levels[1]:
+        return sign
+    distances = [abs(abs(value) - level) for level in levels[1:]]
+    nearest = min(distances)
+    return sign | max(code for code, distance in enumerate(distances, start=1) if distance == nearest)
+
+
+def reference_decode(payload: bytes, numel: int) -> list[float]:
+    blocks = -(-numel // 128)
+    decoded = []
+    for i in range(numel):
+        (stored,) = struct.unpack("<H", payload[2 * (i // 128) :][:2])
+        code = payload[2 * blocks + i // 2] >> (4 * (i % 2)) & 15
+        level = 0.0 if code & 7 == 0 else float32(stored << 16) * 2.0 ** ((code & 7) - 7)
+        decoded.append(-level if code & 8 else level)
+    return decoded
+
+
+@given(values=st.one_of(vectors(), vectors(near)))
+@settings(max_examples=100, deadline=None)
+def test_fp4_is_the_reference_bit_for_bit(values: Tensor) -> None:
+    payload = FP4().encode(values)
+    expected = reference_encode(values.tolist())
+    assert bytes(payload.tolist()) == expected
+    assert same_bits(round_trip(FP4(), values), torch.tensor(reference_decode(expected, values.numel())))
+
+
+def test_fp4_is_the_reference_around_every_threshold() -> None:
+    thresholds = torch.tensor([1.5 * 2.0**-k for k in range(9)] + [2.0**-k for k in range(9)])
+    around = torch.cat([(thresholds.view(torch.int32) + ulp).view(torch.float32) for ulp in (-1, 0, 1)])
+    for top in (1.0, 1.0078125, 1.9921875, 2.0**-100, 2.0**-119, 1.5 * 2.0**-119, 2.0**-121, 2.0**120):
+        values = torch.cat((torch.tensor([2.0]), around, -around)) * top
+        assert bytes(FP4().encode(values).tolist()) == reference_encode(values.tolist())
+
+
+def test_fp4_payload_byte_by_byte() -> None:
+    values = torch.tensor([1.0, -0.5, 0.0, 2.0**-6, -0.0])
+    #  top of 1.0 as bfloat16, low byte first | 1.0 and -0.5 | 0.0 and the lowest level | -0.0 and padding
+    assert FP4().encode(values).tolist() == [0x80, 0x3F, 0xE7, 0x10, 0x08]
+
+
+def test_every_byte_decodes_to_its_two_codes() -> None:
+    payload = torch.cat((torch.tensor([0x40, 0x40] * 4), torch.arange(256))).to(torch.uint8)
+    out = torch.empty(512)
+    FP4().decode(payload, out)
+    assert same_bits(out, torch.tensor(reference_decode(bytes(payload.tolist()), 512)))
+
+
+@given(values=st.one_of(vectors(), vectors(near)))
+@settings(max_examples=40, deadline=None)
+def test_fp4_error_of_each_value(values: Tensor) -> None:
+    """A third of the value, or 3/256 of the top for those that go to zero (the least top is 2^-119)."""
+    decoded = round_trip(FP4(), values).double()
+    blocks = -(-values.numel() // BLOCK)
+    largest = torch.nn.functional.pad(values, (0, blocks * BLOCK - values.numel())).view(-1, BLOCK).abs().amax(1)
+    floor = largest.double().clamp_min(2.0**-119).repeat_interleave(BLOCK)[: values.numel()] * 3 / 256
+    exact = values.double()
+    error = (decoded - exact).abs()
+    assert (error <= torch.maximum(exact.abs() / 3, floor)).all()
+    assert (error <= exact.abs()).all()
+
+
+@pytest.mark.parametrize("numel", [CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK + 3])
+def test_fp4_chunks_give_the_bytes_of_block_aligned_pieces(numel: int) -> None:
+    values = heavy_tailed(numel)
+    pieces = [(FP4().encode(piece), 2 * -(-len(piece) // BLOCK)) for piece in values.split(37 * BLOCK)]
+    tops, codes = [p[:end] for p, end in pieces], [p[end:] for p, end in pieces]
+    assert torch.equal(FP4().encode(values), torch.cat(tops + codes))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_fp4_decodes_to_finite_values_whatever_it_was_given(bad: float) -> None:
+    assert round_trip(FP4(), torch.tensor([1.0, bad, 0.0])).isfinite().all()
+
+
+def test_fp4_refuses_a_payload_of_another_size() -> None:
+    with pytest.raises(AssertionError, match="another size"):
+        FP4().decode(FP4().encode(torch.ones(300)), torch.empty(200))
+
+
+def test_fp4_hardly_shrinks_on_average() -> None:
+    values = heavy_tailed(100_000)
+    bias = (values.double() * round_trip(FP4(), values)).sum() / values.double().square().sum()
+    assert 0.96 < bias < 1.01
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_compression
+def test_cuda_gives_the_bytes_of_the_cpu(name: str) -> None:
+    values = torch.cat((heavy_tailed(3 * CHUNK + 5), torch.tensor([0.0, -0.0, 1e-45, -1e-39, FLOAT32_MAX])))
+    payload = resolve(name).encode(values.cuda())
+    assert torch.equal(payload.cpu(), resolve(name).encode(values))
+    assert same_bits(round_trip(resolve(name), values.cuda()).cpu(), round_trip(resolve(name), values))

@@ -1,0 +1,94 @@
+"""Settings for which the right answer is known without Streaming DiLoCo."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco import SimulatedGroups
+from tests.training import batch, inner_optimizer, mlp, train_step
+
+STEPS = 12
+
+
+def simulated(groups: int, inner: str, **choices: object) -> list[nn.Sequential]:
+    models = [mlp() for _ in range(groups)]
+    optimizers = [inner_optimizer(inner, model) for model in models]
+    engine = SimulatedGroups(models, compression="fp32", layers_per_fragment=1, **choices)
+    for step in range(1, STEPS + 1):
+        for group in range(groups):
+            train_step(models[group], optimizers[group], group, step)
+        engine.step()
+    return models
+
+
+def alone(group: int, inner: str) -> nn.Sequential:
+    model = mlp()
+    optimizer = inner_optimizer(inner, model)
+    for step in range(1, STEPS + 1):
+        train_step(model, optimizer, group, step)
+    return model
+
+
+def assert_close(model: nn.Module, expected: nn.Module) -> None:
+    for actual, values in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(actual, values, rtol=1e-5, atol=1e-6)
+
+
+def test_plain_averaging_at_every_step_is_data_parallel_sgd() -> None:
+    expected = mlp()
+    optimizer = inner_optimizer("sgd", expected)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        batches = [batch(group, step) for group in range(3)]
+        losses: list[Tensor] = [nn.functional.mse_loss(expected(x), y) for x, y in batches]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    plain = {"sync_every": 1, "overlap_steps": 0, "mixing": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0}
+    for model in simulated(3, "sgd", **plain):
+        assert_close(model, expected)
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_one_group_with_an_outer_step_that_returns_the_local_parameters_is_plain_training(inner: str) -> None:
+    plain = {"sync_every": 3, "overlap_steps": 0, "mixing": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0}
+    (model,) = simulated(1, inner, **plain)
+    assert_close(model, alone(0, inner))
+
+
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+@pytest.mark.parametrize("overlap_steps", [0, 2])
+def test_keeping_all_of_the_local_parameters_is_independent_training(inner: str, overlap_steps: int) -> None:
+    models = simulated(2, inner, sync_every=3, overlap_steps=overlap_steps, mixing=1.0)
+    for group, model in enumerate(models):
+        for actual, values in zip(model.parameters(), alone(group, inner).parameters(), strict=True):
+            assert torch.equal(actual, values)
+
+
+def test_without_mixing_all_groups_hold_the_outer_parameters_after_a_landing() -> None:
+    models = simulated(3, "adamw", sync_every=STEPS, overlap_steps=0, mixing=0.0, fragments=[["*"]])
+    for model in models[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), models[0].parameters(), strict=True))
+
+
+def test_the_final_sync_is_the_plain_mean_of_the_local_parameters() -> None:
+    models = [mlp() for _ in range(3)]
+    engine = SimulatedGroups(models, compression="fp32", sync_every=100, layers_per_fragment=1, outer_lr=0.1)
+    for group, model in enumerate(models):
+        train_step(model, inner_optimizer("sgd", model), group, 1)
+    local = copy.deepcopy(models)
+    engine.finish()
+    for name, values in engine.outer_state_dict().items():
+        mean = torch.stack([model.get_parameter(name).detach() for model in local]).mean(dim=0)
+        torch.testing.assert_close(values, mean, rtol=1e-6, atol=1e-7)
+
+
+def test_without_final_sync_the_outer_parameters_are_those_of_the_last_landing() -> None:
+    models = [mlp() for _ in range(2)]
+    engine = SimulatedGroups(models, compression="fp32", sync_every=100, layers_per_fragment=1, final_sync=False)
+    for group, model in enumerate(models):
+        train_step(model, inner_optimizer("sgd", model), group, 1)
+    engine.finish()
+    for model in models:
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), mlp().parameters(), strict=True))
