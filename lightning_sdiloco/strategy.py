@@ -379,7 +379,8 @@ class StreamingDiLoCoMixin(_Base):
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
-        if group is None and self.in_batch:
+        # LightningModule.all_gather passes the world where the user gave no group.
+        if group in (None, self.topology.world.process_group) and self.in_batch:
             group = self.topology.in_group.process_group
         return super().all_gather(tensor, group, sync_grads)
 

@@ -67,7 +67,9 @@ def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_group
     models = [mlp(), mlp()]
     groups = SimulatedGroups(models, sync_every=4, overlap_steps=0, fragments=LAYERS)
     groups.engines[1]._outer.values[2][5] += 1e-7
-    with pytest.raises(AgreementError, match=r"outer parameters at the launch of fragment 2 .* \(group 0: .*, group 1: "):
+    with pytest.raises(
+        AgreementError, match=r"outer parameters at the launch of fragment 2 .* \(group 0: .*, group 1: "
+    ):
         for _ in range(8):
             groups.step()
 

@@ -1,0 +1,61 @@
+"""Sites of their own address and network counter on this machine: network namespaces joined by a pair of interfaces."""
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_CLONE_NEWNET = 0x40000000
+
+
+@contextmanager
+def two_sites() -> Iterator[list[str]]:
+    """Two namespaces named after this process, with the addresses 10.79.0.1 and 10.79.0.2 on interface ``wire``."""
+    names = [f"sdiloco{os.getpid()}{side}" for side in "ab"]
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", names[0], "link", "add", "name", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
+        for host, name in enumerate(names, start=1):
+            _ip("-n", name, "address", "add", f"10.79.0.{host}/24", "dev", "wire")
+            _ip("-n", name, "link", "set", "wire", "up")
+    except (OSError, subprocess.CalledProcessError) as error:
+        _remove(names)
+        pytest.skip(f"network namespaces need root and iproute2 ({error})")
+    try:
+        yield names
+    finally:
+        _remove(names)
+
+
+def enter(name: str) -> None:
+    """Moves this process into a namespace; gloo then uses its interface ``wire``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/var/run/netns", name).open() as handle:
+        if libc.setns(handle.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+    os.environ.update(GLOO_SOCKET_IFNAME="wire", MASTER_ADDR="10.79.0.1")
+
+
+def bytes_on_the_wire() -> tuple[int, int]:
+    """What the interface ``wire`` of this process's namespace has received and sent, by the system's own counter."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "wire":
+            numbers = counters.split()
+            return int(numbers[0]), int(numbers[8])
+    raise LookupError("this process has no interface named wire")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _remove(names: list[str]) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
