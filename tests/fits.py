@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+import lightning_sdiloco
+from lightning_sdiloco import pytorch_lightning as other_distribution
 from tests.training import batch, inner_optimizer, mlp
 
 Trained = dict[str, Any]
@@ -49,10 +51,8 @@ def module(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, net
 
 def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
     """The strategy of one distribution."""
-    import lightning_sdiloco.pytorch_lightning
-
-    other = lightning_sdiloco.pytorch_lightning.StreamingDiLoCoStrategy
-    return (lightning_sdiloco.StreamingDiLoCoStrategy if distribution == LIGHTNING else other)(**choices)
+    module = lightning_sdiloco if distribution == LIGHTNING else other_distribution
+    return module.StreamingDiLoCoStrategy(**choices)
 
 
 def trainer(distribution: str = LIGHTNING, **choices: Any) -> Any:

@@ -1,0 +1,118 @@
+"""The strategy from a YAML file and from the command line of a LightningCLI, in a script that does not import us."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+SCRIPT = """
+import torch
+from {distribution} import LightningModule
+from {distribution}.cli import LightningCLI
+from torch.utils.data import DataLoader, TensorDataset
+
+class Model(LightningModule):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4)
+    def on_fit_end(self):
+        strategy = self.trainer.strategy
+        if strategy.global_rank == 0:
+            optimizer = type(strategy.engine._outer._optimizer).__name__
+            print("RESULT", strategy.report()["launches"], strategy.schedule.overlap_steps, optimizer)
+
+if __name__ == "__main__":
+    LightningCLI(Model, trainer_defaults=dict(accelerator="cpu", devices=2, max_epochs=1, logger=False,
+                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False))
+"""
+
+YAML = """
+trainer:
+  strategy:
+    class_path: {class_path}
+    init_args: {{sync_every: 2, overlap_steps: 1, compression: fp4, layers_per_fragment: 1, start_method: fork}}
+"""
+
+OURS = {
+    "lightning.pytorch": "lightning_sdiloco.StreamingDiLoCoStrategy",
+    "pytorch_lightning": "lightning_sdiloco.pytorch_lightning.StreamingDiLoCoStrategy",
+}
+
+
+def run(folder: Path, distribution: str, *arguments: str) -> str:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(distribution=distribution))
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("distribution", OURS)
+def test_a_yaml_file_is_enough(distribution: str, tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS[distribution]))
+    # Five batches a rank: fragment 0 launches at 2 and 4, fragment 1 at 3 and 5.
+    assert "RESULT 4 1 SGD" in run(tmp_path, distribution, "fit", "--config", "settings.yaml")
+
+
+def test_arguments_override_the_yaml_file_and_an_outer_optimizer_comes_by_its_class_path(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS["lightning.pytorch"]))
+    output = run(
+        tmp_path,
+        "lightning.pytorch",
+        "fit",
+        "--config=settings.yaml",
+        "--trainer.strategy.overlap_steps=0",
+        "--trainer.strategy.outer_optimizer=torch.optim.AdamW",
+        "--trainer.strategy.outer_optimizer.lr=0.01",
+        "--trainer.strategy.compression.class_path=lightning_sdiloco.compression.BFloat16",
+        '--trainer.strategy.fragments=[["net.0.*"],["net.1.*"]]',
+    )
+    assert "RESULT 4 0 AdamW" in output
+
+
+def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> None:
+    chosen = f"--trainer.strategy.class_path={OURS['lightning.pytorch']}"
+    printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", chosen, "--print_config"))
+    assert printed["trainer"]["strategy"]["init_args"] == {
+        "worker_groups": "auto",
+        "sync_every": 100,
+        "overlap_steps": 5,
+        "mixing": 0.5,
+        "fragments": "strided",
+        "layers_per_fragment": 3,
+        "compression": "fp4",
+        "outer_lr": 0.4,
+        "outer_momentum": 0.9,
+        "outer_optimizer": None,
+        "final_sync": True,
+        "exchange_backend": None,
+        "timeout": "0:30:00",
+        "start_method": "popen",
+        "ddp_kwargs": None,
+        "accelerator": None,
+        "parallel_devices": None,
+        "cluster_environment": None,
+        "checkpoint_io": None,
+        "precision_plugin": None,
+    }
+
+
+def test_help_shows_the_text_of_every_argument(tmp_path: Path) -> None:
+    shown = run(tmp_path, "lightning.pytorch", "fit", f"--trainer.strategy.help={OURS['lightning.pytorch']}")
+    text = " ".join(shown.split())
+    for sentence in (
+        "--trainer.strategy.sync_every SYNC_EVERY Inner steps between two launches of the same fragment (H in the paper)",
+        "Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.",
+        "How long a fragment may be in flight, and the timeout of Lightning's own process groups.",
+        "Arguments for DistributedDataParallel inside a worker group.",
+    ):
+        assert sentence in text

@@ -1,0 +1,432 @@
+"""The strategy in a real Trainer: both distributions, what users read, what is counted, what is shown and saved."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests import fits
+from tests.fits import LIGHTNING, fit
+from tests.ranks import run_processes
+from tests.training import mlp
+
+DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
+REPORT = {"inner_steps", "launches", "landings", "bytes_sent", "bytes_received", "exposed_wait_s", "in_flight_s"}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_the_name_is_enough(distribution: str) -> None:
+    def run(rank: int, world_size: int) -> tuple[str, int, int]:
+        trainer = fits.trainer(distribution, strategy="streaming_diloco", devices=2, max_steps=3)
+        trainer.fit(fits.module(distribution), DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
+        strategy = trainer.strategy
+        return type(strategy).__module__, strategy.topology.groups, strategy.report()["inner_steps"]
+
+    module = "lightning_pytorch" if distribution == LIGHTNING else distribution
+    assert run_processes(run, 2) == [(f"lightning_sdiloco.{module}", 2, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "worker_groups", "groups"), [(2, "auto", 2), (4, "auto", 4), (1, "auto", 4)]
+)
+def test_worker_groups_are_nodes_if_there_are_several_and_devices_otherwise(
+    ranks_per_node: int, worker_groups: str, groups: int
+) -> None:
+    def run(rank: int, world_size: int) -> tuple[int, int]:
+        strategy = fits.strategy(worker_groups=worker_groups)
+        nodes = world_size // ranks_per_node
+        trainer = fits.trainer(strategy=strategy, devices=ranks_per_node, num_nodes=nodes, max_steps=1)
+        trainer.fit(fits.module(), DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
+        return strategy.topology.groups, strategy.topology.group
+
+    size = 4 // groups
+    assert run_processes(run, 4, ranks_per_node=ranks_per_node) == [(groups, rank // size) for rank in range(4)]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_all_that_users_read_is_there_after_the_fit_and_in_on_fit_end(distribution: str) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        read: dict[str, Any] = {}
+
+        class Reader(importlib.import_module(distribution).Callback):  # type: ignore[misc]
+            def on_fit_end(self, trainer: Any, module: Any) -> None:
+                read["in_on_fit_end"] = everything(trainer.strategy)
+
+        def everything(strategy: Any) -> tuple[str, list[tuple[str, ...]], list[int], dict[str, Tensor], set[str]]:
+            fragments = list(strategy.fragments)
+            names, sizes = [f.names for f in fragments], [f.nbytes for f in fragments]
+            return str(strategy.schedule), names, sizes, strategy.outer_state_dict(), set(strategy.report())
+
+        trained = fit(
+            rank,
+            world_size,
+            2,
+            9,
+            SHORT,
+            distribution,
+            inspect=lambda trainer, module: (everything(trainer.strategy), [n for n, _ in module.named_parameters()]),
+            trainer_choices={"callbacks": [Reader()]},
+        )
+        return read["in_on_fit_end"], *trained["inspected"]
+
+    for in_on_fit_end, after, parameter_names in run_processes(run, 4):
+        table, names, sizes, outer, report = after
+        assert table.splitlines()[0].split() == ["step", "launches", "lands"]
+        assert names == [(f"net.{i}.weight", f"net.{i}.bias") for i in (0, 2, 4, 6)]
+        assert sizes == [4 * (5 * 11 + 11), 4 * (11 * 7 + 7), 4 * (7 * 9 + 9), 4 * (9 * 3 + 3)]
+        assert list(outer) == parameter_names
+        assert all(values.dtype == torch.float32 for values in outer.values())
+        assert outer["net.2.weight"].shape == (7, 11)
+        assert report == REPORT
+        assert in_on_fit_end[:3] == after[:3]
+        assert all(torch.equal(values, outer[name]) for name, values in in_on_fit_end[3].items())
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_the_main_process_can_read_a_fit_that_ran_in_others(start_method: str) -> None:
+    model = LaunchedModel()
+    strategy = fits.strategy(start_method=start_method, **SHORT)
+    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=9)
+    trainer.fit(model)
+    assert strategy.report()["inner_steps"] == 9
+    assert len(strategy.fragments) == strategy.schedule.fragments == 4
+    for name, values in strategy.outer_state_dict().items():
+        assert torch.equal(model.get_parameter(name), values)
+
+
+class LaunchedModel(importlib.import_module(LIGHTNING).LightningModule):  # type: ignore[misc]
+    """At module level, so that a spawned process can unpickle it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(TensorDataset(torch.randn(80, 5, generator=generator), torch.zeros(80, 3)), batch_size=4)
+
+    def training_step(self, parts: list[Tensor], index: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(parts[0]), parts[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_reading_before_a_fit_says_when_to() -> None:
+    with pytest.raises(RuntimeError, match="from on_train_start on, or after trainer.fit"):
+        fits.strategy().fragments  # noqa: B018
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_evaluation_after_a_fit_uses_the_outer_model_and_overwrites_nothing(distribution: str) -> None:
+    def run(rank: int, world_size: int) -> list[bool]:
+        base = type(fits.module(distribution))
+
+        class Evaluated(base):  # type: ignore[misc, valid-type]
+            def validation_step(self, parts: Any, index: int) -> None:
+                self.seen.append({name: p.detach().clone() for name, p in self.named_parameters()})
+                self.log("rank", float(self.global_rank), sync_dist=True)
+
+            test_step = validation_step
+
+            def predict_step(self, parts: Any, index: int) -> None:
+                self.seen.append({name: p.detach().clone() for name, p in self.named_parameters()})
+
+        model = Evaluated()
+        model.seen = []
+        strategy = fits.strategy(distribution, **SHORT)
+        trainer = fits.trainer(distribution, strategy=strategy, devices=2, max_steps=9, num_sanity_val_steps=1)
+        loader = DataLoader(fits.Batches(rank, 0, 1), batch_size=None)
+        trainer.fit_loop.epoch_loop.val_loop._max_batches = [1]
+        trainer.limit_val_batches = trainer.limit_test_batches = trainer.limit_predict_batches = 1
+        trainer.fit(model, loader, loader)
+        model.seen.clear()
+        outer = strategy.outer_state_dict()
+        results = [trainer.validate(model, loader, verbose=False), trainer.test(model, loader, verbose=False)]
+        trainer.predict(model, loader, return_predictions=False)
+        same = [torch.equal(values, outer[name]) for shown in model.seen for name, values in shown.items()]
+        same += [torch.equal(p, outer[name]) for name, p in model.named_parameters()]
+        return [len(model.seen) == 3, all(same), all(result[0]["rank"] == 0.5 for result in results)]
+
+    assert run_processes(run, 2) == [[True, True, True]] * 2
+
+
+def test_validation_inside_a_fit_sees_the_outer_model_and_changes_nothing() -> None:
+    def run(rank: int, world_size: int, validate: bool) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+        base = type(fits.module(inner="adamw"))
+
+        class Validated(base):  # type: ignore[misc, valid-type]
+            def validation_step(self, parts: Any, index: int) -> None:
+                seen.append({name: p.detach().clone() for name, p in self.named_parameters()})
+
+        seen: list[dict[str, Tensor]] = []
+        loader = DataLoader(fits.Batches(rank, 0, 1), batch_size=None)
+        choices = {"val_check_interval": 3, "limit_val_batches": 1} if validate else {"limit_val_batches": 0}
+        strategy = fits.strategy(**{**SHORT, "overlap_steps": 3})
+        trainer = fits.trainer(strategy=strategy, devices=2, max_steps=14, num_sanity_val_steps=0, **choices)
+        trainer.fit(Validated(), loader, loader)
+        return strategy.outer_state_dict(), seen
+
+    plain, validated = run_processes(run, 2, False), run_processes(run, 2, True)
+    for (outer, _), (expected, _) in zip(validated, plain, strict=True):
+        assert all(torch.equal(values, expected[name]) for name, values in outer.items())
+    (_, one), (_, other) = validated
+    assert len(one) == 4
+    for first, second in zip(one, other, strict=True):
+        assert all(torch.equal(values, second[name]) for name, values in first.items()), "the same in all groups"
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_landing_is_logged_and_the_progress_bar_shows_what_is_in_flight(distribution: str, tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> tuple[list[dict[str, str]], int]:
+        pl = importlib.import_module(distribution)
+        shown: list[dict[str, str]] = []
+
+        class Bar(pl.callbacks.TQDMProgressBar):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                shown.append(self.get_metrics(trainer, module))
+
+        logger = importlib.import_module(f"{distribution}.loggers").CSVLogger(tmp_path, name="", version="")
+        choices = {"callbacks": [Bar()], "enable_progress_bar": True, "logger": logger}
+        trained = fit(rank, world_size, 2, 9, SHORT, distribution, trainer_choices=choices)
+        return shown, trained["report"]["landings"]
+
+    (shown, landings), _ = run_processes(run, 2)
+    at = {step: (metrics["outer_step"], metrics["in_flight"]) for step, metrics in enumerate(shown, start=1)}
+    assert at == {
+        1: ("0", "-"),
+        2: ("0", "-"),
+        3: ("0", "-"),
+        4: ("0", "0"),
+        5: ("0", "0, 1"),
+        6: ("1", "1, 2"),
+        7: ("1", "2, 3"),
+        8: ("1", "3, 0"),
+        9: ("1", "-"),
+    }
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    for name in ("bytes_sent", "exposed_wait_ms", "outer_grad_norm", "groups_left_out"):
+        assert f"sdiloco/{name}" in header.split(",")
+    # CSVLogger joins the rows of one step; landings at 6, 7, 8 and 9 have one each.
+    assert len(rows) == 4
+    assert landings == 6
+    values = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
+    assert all(float(row["sdiloco/bytes_sent"]) > 40 for row in values)
+    assert all(float(row["sdiloco/outer_grad_norm"]) > 0 for row in values)
+
+
+def test_every_rank_sees_its_own_share_of_the_data() -> None:
+    def run(rank: int, world_size: int) -> list[int]:
+        seen: list[int] = []
+        base = type(fits.module())
+
+        class Noting(base):  # type: ignore[misc, valid-type]
+            def training_step(self, parts: list[Tensor], index: int) -> Tensor:
+                seen.extend(parts[2].tolist())
+                return super().training_step(parts[:2], index)
+
+        data = TensorDataset(torch.randn(48, 5), torch.randn(48, 3), torch.arange(48))
+        trainer = fits.trainer(strategy=fits.strategy(worker_groups=2, **SHORT), devices=4, max_epochs=1)
+        trainer.fit(Noting(), DataLoader(data, batch_size=4, shuffle=True))
+        return seen
+
+    ranks = run_processes(run, 4)
+    assert sorted(sum(ranks, [])) == list(range(48))
+
+
+def two_optimizers(distribution: str, inner: str, seed: int) -> Any:
+    base = type(fits.module(distribution, inner, seed))
+
+    class Manual(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+            for optimizer in self.optimizers():
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(parts, index))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
+
+    return Manual()
+
+
+@pytest.mark.parametrize(
+    ("make", "trainer_choices", "steps", "inner_steps"),
+    [
+        (fits.module, {"accumulate_grad_batches": 3}, 7, 7),
+        (fits.module, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 6, 6),
+        (two_optimizers, {}, 20, 10),
+        (fits.module, {"precision": "bf16-mixed"}, 9, 9),
+        (fits.module, {"precision": "bf16-true"}, 9, 9),
+        (fits.module, {"precision": "64-true"}, 9, 9),
+    ],
+)
+def test_inner_steps_are_batches_in_which_an_optimizer_stepped(
+    make: Any, trainer_choices: dict[str, Any], steps: int, inner_steps: int
+) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        def cast(distribution: str, inner: str, seed: int) -> Any:
+            base = type(make(distribution, inner, seed))
+            dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(trainer_choices.get("precision", ""))
+
+            class Cast(base):  # type: ignore[misc, valid-type]
+                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Any:
+                    return super().training_step(tuple(part.to(dtype) for part in parts), index)
+
+            return Cast()
+
+        # Each of two optimizers trains layers of its own, which DDP wants to know.
+        choices = {**SHORT, "ddp_kwargs": {"find_unused_parameters": make is two_optimizers}}
+        return fit(rank, world_size, 2, steps, choices, trainer_choices=trainer_choices, make=cast)
+
+    one, other = run_processes(run, 2)
+    assert one["report"]["inner_steps"] == inner_steps
+    for name, values in one["outer"].items():
+        assert values.dtype == torch.float32
+        assert torch.equal(values, other["outer"][name])
+        assert torch.equal(one["model"][name], other["model"][name])
+        assert torch.equal(values.to(one["model"][name].dtype), one["model"][name])
+
+
+def test_a_step_that_a_scaler_skips_counts() -> None:
+    def run(rank: int, world_size: int) -> dict[str, float]:
+        def overflowing(distribution: str, inner: str, seed: int) -> Any:
+            base = type(fits.module(distribution, inner, seed))
+
+            class Overflowing(base):  # type: ignore[misc, valid-type]
+                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+                    loss = super().training_step(parts, index)
+                    return loss * float("inf") if rank == 0 and index in (2, 5) else loss
+
+            return Overflowing()
+
+        plugins = importlib.import_module(f"{LIGHTNING}.plugins")
+        scaler = torch.amp.GradScaler("cpu")
+        precision = plugins.MixedPrecision("16-mixed", "cpu", scaler)
+        return dict(
+            fit(rank, world_size, 2, 9, SHORT, trainer_choices={"plugins": [precision]}, make=overflowing)["report"]
+        )
+
+    assert [report["inner_steps"] for report in run_processes(run, 2)] == [9, 9]
+
+
+def normalised(distribution: str, inner: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.BatchNorm1d(3, affine=False))
+    net.register_buffer("constant", torch.full((4,), float(seed)))
+    net.register_buffer("own", torch.full((4,), float(seed)), persistent=False)
+    return fits.module(distribution, inner, seed, net)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("steps", [3, 14])
+def test_buffers_are_the_same_in_all_groups_after_the_fit(steps: int, world_size: int) -> None:
+    def run(rank: int, world_size: int) -> dict[str, Tensor]:
+        def buffers(trainer: Any, module: Any) -> dict[str, Tensor]:
+            return {name: buffer.clone() for name, buffer in module.net.named_buffers()}
+
+        return dict(fit(rank, world_size, 2, steps, SHORT, inspect=buffers, make=normalised)["inspected"])
+
+    first, *others = run_processes(run, world_size)
+    assert not torch.equal(first["1.running_mean"], torch.zeros(8))
+    for other in others:
+        for name in ("1.running_mean", "1.running_var", "3.running_mean", "3.running_var", "constant"):
+            assert torch.equal(first[name], other[name]), name
+
+
+def test_a_buffer_that_never_changes_travels_once() -> None:
+    def run(rank: int, world_size: int) -> float:
+        def constant(distribution: str, inner: str, seed: int) -> Any:
+            net = mlp(seed)
+            net.register_buffer("table", torch.arange(10_000.0))
+            return fits.module(distribution, inner, seed, net)
+
+        choices = {"sync_every": 2, "overlap_steps": 0, "fragments": [["*"]]}
+        return float(fit(rank, world_size, 2, 20, choices, make=constant)["report"]["bytes_sent"])
+
+    for sent in run_processes(run, 2):
+        assert 40_000 < sent < 50_000
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_checkpoint_holds_the_outer_model_and_loads_without_the_package(distribution: str, tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        saved: list[dict[str, Tensor]] = []
+
+        class Saving(importlib.import_module(distribution).Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                if trainer.global_step == 7:  # one fragment has landed, two are in flight
+                    local = {name: p.detach().clone() for name, p in module.named_parameters()}
+                    trainer.save_checkpoint(tmp_path / "in_flight.ckpt")
+                    assert all(torch.equal(p, local[name]) for name, p in module.named_parameters())
+                    saved.append(trainer.strategy.outer_state_dict())
+
+        fit(rank, world_size, 2, 9, SHORT, distribution, trainer_choices={"callbacks": [Saving()]})
+        return saved[0]
+
+    outer, _ = run_processes(run, 2)
+    checkpoint = torch.load(tmp_path / "in_flight.ckpt", weights_only=True)
+    assert sorted(checkpoint["state_dict"]) == sorted(outer)
+    assert all(torch.equal(checkpoint["state_dict"][name], values) for name, values in outer.items())
+
+
+def test_a_second_fit_starts_where_the_first_ended_and_counts_anew() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        model = fits.module(seed=rank)
+        loader = DataLoader(fits.Batches(rank, 0, 1), batch_size=None)
+        strategy = fits.strategy(**SHORT)
+        trainer = fits.trainer(strategy=strategy, devices=2, max_steps=9)
+        trainer.fit(model, loader)
+        first = strategy.report()
+        trainer.fit_loop.epoch_loop.max_steps = 14
+        trainer.fit(model, loader)
+        return first["inner_steps"], strategy.report()["inner_steps"], strategy.outer_state_dict()
+
+    (first, second, outer), (_, _, other) = run_processes(run, 2)
+    assert (first, second) == (9, 5)
+    assert all(torch.equal(values, other[name]) for name, values in outer.items())
+
+
+def test_early_stopping_finishes_too() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        class Stop(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                trainer.should_stop = trainer.global_step == 11
+
+        trained = fit(rank, world_size, 2, 1000, SHORT, trainer_choices={"callbacks": [Stop()]})
+        return trained["outer"], trained["model"], trained["report"]
+
+    one, other = run_processes(run, 2)
+    assert one[2]["inner_steps"] == 11
+    assert one[2]["launches"] == one[2]["landings"]
+    for name, values in one[0].items():
+        assert torch.equal(values, one[1][name])
+        assert torch.equal(values, other[1][name])
+
+
+def test_tied_and_frozen_parameters() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        def tied(distribution: str, inner: str, seed: int) -> Any:
+            torch.manual_seed(seed)
+            net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+            net[2].weight = net[1].weight
+            net[0].bias.requires_grad_(False)
+            return fits.module(distribution, inner, seed, net)
+
+        return fit(rank, world_size, 2, 9, {**SHORT, "fragments": [["net.0.*"], ["net.[12].*"]]}, make=tied)
+
+    one, other = run_processes(run, 2)
+    assert sorted(one["outer"]) == ["0.weight", "1.bias", "1.weight", "2.bias"]
+    for name, values in one["model"].items():
+        assert torch.equal(values, other["model"][name])
