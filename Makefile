@@ -41,7 +41,7 @@ $(BIN)/python:
 
 # The stamps are newer than what they were made from, so nothing is installed twice.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing into $(VENV) ..."
+	@echo "Installing into $(VENV); PyTorch is large, so this can take some minutes ..."
 	$(INSTALL) .
 	@touch $@
 

@@ -25,19 +25,18 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes the inner step, logs what landed, and ends a fit with its last batch."""
-        for landing in self._strategy.end_batch():
-            _log(trainer, landing)
+        _log(trainer, self._strategy.end_batch())
         if self._strategy.agreed(Request.TIME_LIMIT):
             trainer.should_stop = True
         if self._strategy.agreed(Request.TERMINATE):
             trainer._signal_connector.received_sigterm = True
         if _is_last(trainer):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
-            self._strategy.finish()
+            _log(trainer, self._strategy.finish())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends a fit that was stopped early, before other callbacks look at the model."""
-        self._strategy.finish()
+        _log(trainer, self._strategy.finish())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Tells the strategy first, before another callback saves a checkpoint."""
@@ -52,13 +51,14 @@ def _is_last(trainer: Any) -> bool:
     return bool(limited and last_batch and trainer.current_epoch + 1 >= trainer.max_epochs)
 
 
-def _log(trainer: Any, landing: Landing) -> None:
-    metrics = {
-        "sdiloco/bytes_sent": landing.bytes_sent,
-        "sdiloco/exposed_wait_ms": 1000 * landing.exposed_wait_s,
-        "sdiloco/outer_grad_norm": landing.outer_grad_norm,
-        "sdiloco/groups_left_out": len(landing.left_out),
-    }
-    # Not through self.log: every landing counts, whatever log_every_n_steps is.
-    for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+def _log(trainer: Any, landings: list[Landing]) -> None:
+    for landing in landings:
+        metrics = {
+            "sdiloco/bytes_sent": landing.bytes_sent,
+            "sdiloco/exposed_wait_ms": 1000 * landing.exposed_wait_s,
+            "sdiloco/outer_grad_norm": landing.outer_grad_norm,
+            "sdiloco/groups_left_out": len(landing.left_out),
+        }
+        # Not through self.log: every landing counts, whatever log_every_n_steps is.
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -84,7 +84,7 @@ class StreamingDiLoCo:
         ...     model(torch.randn(2, 4)).square().mean().backward()
         ...     optimizer.step()
         ...     landings = engine.step()
-        >>> engine.finish()
+        >>> landings = engine.finish()
         >>> engine.report()["launches"], len(engine.fragments)
         (4, 2)
     """
@@ -201,21 +201,26 @@ class StreamingDiLoCo:
         self._landings += len(landed)
         return landed
 
-    def finish(self) -> None:
+    def finish(self) -> list[Landing]:
         """Ends training: lands what is in flight, takes the mean of all local progress, and leaves the outer model.
 
         With ``final_sync`` every fragment then takes the plain mean over the groups of their local parameters, through
         the same compression, without outer learning rate and momentum. The model is left with the outer parameters,
         the same bits in every group. A second call does nothing.
 
+        Returns:
+            What landed, in order, the final exchange not included.
+
         Raises:
             ExchangeError: If a worker group did not answer within ``timeout``, or went away.
             AgreementError: As for `step`.
         """
-        if self._finished is None:
-            self.land_all()
-            self.launch_final()
-            self.land_final()
+        if self._finished is not None:
+            return []
+        landed = self.land_all()
+        self.launch_final()
+        self.land_final()
+        return landed
 
     def land_all(self) -> list[Landing]:
         """The first part of `finish`: lands every fragment in flight, in the order of the launches."""

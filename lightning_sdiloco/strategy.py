@@ -1,5 +1,6 @@
 """The strategy, but for its base class: what both distributions of Lightning have in common."""
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
+
+_log = logging.getLogger(__name__)
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over the world
 # it would make every group wait for the slowest, at every step.
@@ -264,6 +267,10 @@ class StreamingDiLoCoMixin(_Base):
         require_same_model(model, self.topology.world)
         align_model(model, self.topology.world)
         self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
+        for part in model.modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                # Lightning converts for the whole world, which would couple the groups at every step.
+                part.process_group = self.topology.in_group.process_group
         return super()._setup_model(model)
 
     @override
@@ -299,10 +306,9 @@ class StreamingDiLoCoMixin(_Base):
         self._agreed = self._requests.agreed(landings)
         return landings
 
-    def finish(self) -> None:
-        """Ends a fit that ran to its end: the module is left with the outer parameters."""
-        if self._engine is not None and not self._failed:
-            self._engine.finish()
+    def finish(self) -> list[Landing]:
+        """Ends a fit that ran to its end: the module is left with the outer parameters. Returns what landed."""
+        return self._engine.finish() if self._engine is not None and not self._failed else []
 
     @override
     def on_train_end(self) -> None:
@@ -407,7 +413,13 @@ class StreamingDiLoCoMixin(_Base):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._engine is None or self._engine.is_finished or self._failed:
+        if self._engine is None or self._engine.is_finished:
+            return super().lightning_module_state_dict()
+        if self._failed and self.topology.shards > 1:
+            _log.warning(
+                "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the"
+                " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
+            )
             return super().lightning_module_state_dict()
         with self._engine.evaluate():
             state = super().lightning_module_state_dict()

@@ -212,9 +212,7 @@ def test_a_landing_is_logged_and_the_progress_bar_shows_what_is_in_flight(distri
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     for name in ("bytes_sent", "exposed_wait_ms", "outer_grad_norm", "groups_left_out"):
         assert f"sdiloco/{name}" in header.split(",")
-    # CSVLogger joins the rows of one step; landings at 6, 7, 8 and 9 have one each.
-    assert len(rows) == 4
-    assert landings == 6
+    assert len(rows) == landings == 6
     values = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
     assert all(float(row["sdiloco/bytes_sent"]) > 40 for row in values)
     assert all(float(row["sdiloco/outer_grad_norm"]) > 0 for row in values)
@@ -430,3 +428,26 @@ def test_tied_and_frozen_parameters() -> None:
     assert sorted(one["outer"]) == ["0.weight", "1.bias", "1.weight", "2.bias"]
     for name, values in one["model"].items():
         assert torch.equal(values, other["model"][name])
+
+
+def test_synchronised_batch_norm_stays_in_the_group() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        model = normalised(LIGHTNING, "sgd", 0)
+        strategy = fits.strategy(worker_groups=2)
+        seen: list[bool] = []
+        original = strategy._setup_model
+
+        def noting(model: nn.Module) -> Any:
+            try:
+                return original(model)
+            finally:
+                layers = [part for part in model.modules() if isinstance(part, nn.SyncBatchNorm)]
+                seen.extend(part.process_group is strategy.topology.in_group.process_group for part in layers)
+
+        strategy._setup_model = noting
+        trainer = fits.trainer(strategy=strategy, devices=4, max_steps=1, sync_batchnorm=True)
+        with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+            trainer.fit(model, DataLoader(fits.Batches(0, 0, 1), batch_size=None))
+        return seen
+
+    assert run_processes(run, 4) == [[True, True]] * 4

@@ -1,0 +1,228 @@
+"""Trains a byte-level GPT on the source of Python's standard library; the strategy is a line of the configuration.
+
+    python examples/pretrain_text.py fit --config examples/configs/base.yaml --config examples/configs/ddp.yaml
+
+From top to bottom: the network, the training module, what is written down at the end, the command line.
+Nothing here knows which strategy trains it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from text_data import StandardLibraryText
+from torch import Tensor, nn
+from torchmetrics.text import Perplexity
+from typing_extensions import override
+
+BYTE_VALUES = 256
+
+
+class Block(nn.Module):
+    """One layer of the transformer: causal attention, then a two-layer perceptron, each added to what comes in."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention_out(self.attention(self.attention_norm(x)))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+
+    def attention(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        query, key, value = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, time, width)
+
+
+class GPT(nn.Module):
+    """Bytes of shape ``(batch, time)`` to logits of shape ``(batch, time, 256)`` for the byte that follows each."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.byte_embedding = nn.Embedding(BYTE_VALUES, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTE_VALUES, bias=False)
+        self.initialize(layers)
+
+    @torch.no_grad()
+    def initialize(self, layers: int) -> None:
+        """Draws weights as GPT-2 does: what is added to the residual stream starts smaller the deeper the network."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                writes_to_stream = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                parameter.normal_(std=0.02 / math.sqrt(2 * layers) if writes_to_stream else 0.02)
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.byte_embedding(tokens) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class ByteGPT(LightningModule):
+    """A byte-level GPT trained with AdamW.
+
+    Args:
+        layers: Blocks of the transformer.
+        width: Size of the residual stream.
+        heads: Attention heads per block; they share ``width``.
+        context: Bytes the model sees at once.
+        lr: Learning rate after the warm-up.
+        warmup_steps: Steps over which the learning rate rises from zero.
+        schedule: After the warm-up, fall along a cosine to a tenth of ``lr``, or stay.
+        weight_decay: Decay of matrices and embeddings; norms have none.
+    """
+
+    def __init__(
+        self,
+        layers: int = 4,
+        width: int = 128,
+        heads: int = 4,
+        context: int = 128,
+        lr: float = 3e-3,
+        warmup_steps: int = 40,
+        schedule: Literal["cosine", "constant"] = "cosine",
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr, self.warmup_steps, self.schedule, self.weight_decay = lr, warmup_steps, schedule, weight_decay
+        self.net = GPT(layers, width, heads, context)
+        self.perplexity = Perplexity()
+        self.train_seconds = 0.0
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)[0]
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        loss, logits = self.loss(batch)
+        self.perplexity.update(logits, batch[1])
+        # Each of the two is a mean over all ranks, so every rank reads the same number.
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+        self.log("val_perplexity", self.perplexity)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the mean cross-entropy in nats per byte, and the logits it comes from."""
+        tokens, targets = batch
+        logits = self.net(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        vectors = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.lr_factor(step, total_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def lr_factor(self, step: int, total_steps: int) -> float:
+        """Returns the share of ``lr`` that holds at a step."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        progress = (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    @override
+    def on_train_start(self) -> None:
+        self._started = time.perf_counter()
+
+    @override
+    def on_fit_end(self) -> None:
+        self.train_seconds = time.perf_counter() - self._started
+
+
+def bytes_sent(trainer: Trainer, model: LightningModule) -> int:
+    """Returns how many bytes this rank sent to the other ranks during the fit.
+
+    Streaming DiLoCo counts them. DDP does not, so for it this is the arithmetic of a ring all-reduce: each of n ranks
+    sends 2 (n - 1) / n times the gradients in every step.
+    """
+    report = getattr(trainer.strategy, "report", None)
+    if report is not None:
+        return int(report()["bytes_sent"])
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    return 2 * (trainer.world_size - 1) * gradients * trainer.global_step // trainer.world_size
+
+
+class PretrainCLI(LightningCLI):
+    """The command line: one ``context`` for data and model, and a file of results when asked for."""
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.link_arguments("data.context", "model.context")
+        parser.add_argument("--result", type=str | None, default=None, help="JSON file to write results to after fit.")
+
+    def after_fit(self) -> None:
+        """Validates what training left in the module, and writes the numbers down if ``--result`` names a file."""
+        path = self.config.fit.result
+        if path is None:
+            return
+        metrics = self.trainer.validate(self.model, self.datamodule, verbose=False)[0]
+        if self.trainer.is_global_zero:
+            Path(path).write_text(json.dumps(self.summary(metrics), indent=2) + "\n", encoding="utf-8")
+
+    def summary(self, metrics: Any) -> dict[str, float]:
+        steps, data = self.trainer.global_step, self.datamodule
+        return {
+            **metrics,
+            "steps": steps,
+            "ranks": self.trainer.world_size,
+            "tokens": steps * self.trainer.world_size * data.batch_size * data.context,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "bytes_sent": bytes_sent(self.trainer, self.model),
+            "train_seconds": self.model.train_seconds,
+        }
+
+
+def prepare_process() -> None:
+    """Gives each rank one thread on a machine without GPU, and drops warnings that do not apply to this example."""
+    if not torch.cuda.is_available():
+        # Ranks share the cores of one machine; threads beyond that wait for each other and take many times longer.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated.*")
+    # The validation set divides evenly between the ranks, so no window is counted twice.
+    warnings.filterwarnings("ignore", message=".*it is recommended to use.*devices=1.*")
+
+
+def main() -> None:
+    """Runs the command line."""
+    prepare_process()
+    PretrainCLI(ByteGPT, StandardLibraryText, auto_configure_optimizers=False)
+
+
+if __name__ == "__main__":
+    main()
