@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from lightning_sdiloco.communicator import Communicator
-from lightning_sdiloco.digest import combined, digest
+from lightning_sdiloco.digest import digest
 from lightning_sdiloco.fragments import clean_name
 
 
@@ -54,8 +54,8 @@ def align_model(model: nn.Module, world: Communicator) -> None:
         world: All ranks.
     """
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
-    own = combined([digest(tensor, start=index) for index, tensor in enumerate(tensors)])
-    if len(set(world.gather_objects(own))) > 1:
+    own = [digest(tensor) for tensor in tensors]
+    if any(other != own for other in world.gather_objects(own)):
         for tensor in tensors:
             world.broadcast(tensor)
 

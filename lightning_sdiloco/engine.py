@@ -32,7 +32,7 @@ from lightning_sdiloco.outer import Outer
 from lightning_sdiloco.partition import Fragment, partition
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, OuterOptimizer, Settings
-from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups
+from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
 from lightning_sdiloco.transfer import Transfer
 
 _log = logging.getLogger(__name__)
@@ -129,6 +129,7 @@ class StreamingDiLoCo:
         self._left_out_in_a_row = [0] * self.topology.groups
         self._stash: list[Tensor] | None = None
         self._finished: list[Tensor] | None = None
+        self._closed = False
         self._inner_steps = self._launches = self._landings = 0
         self._exposed_wait_s = self._in_flight_s = 0.0
         # The exchange may have served an engine before this one.
@@ -190,6 +191,8 @@ class StreamingDiLoCo:
 
     def launch_due(self) -> None:
         """The first half of `step`: counts an inner step and launches what is due."""
+        if self._closed:
+            raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")
         self._inner_steps += 1
         for fragment in self.schedule.launches(self._inner_steps):
             self._launch(fragment)
@@ -246,6 +249,7 @@ class StreamingDiLoCo:
 
     def close(self) -> None:
         """Ends the background lane. What is in flight is lost; `finish` calls it when nothing is."""
+        self._closed = True
         self._lane.close()
 
     def request(self, bits: int) -> None:
@@ -445,6 +449,9 @@ def _topology(worker_groups: int | str, timeout: timedelta) -> Topology:
     initialised = dist.is_available() and dist.is_initialized()
     world_size = dist.get_world_size() if initialised else 1
     groups = checked_worker_groups(worker_groups)
+    if initialised:
+        # Before the process groups are made: ranks that make different ones would wait for each other.
+        require_same_settings({"worker_groups": str(groups)}, world())
     layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
     return Topology.of_world(layout, timeout) if initialised else Topology()
 

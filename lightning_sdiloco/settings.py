@@ -49,7 +49,11 @@ class Settings:
         _require(0 <= self.mixing <= 1, "mixing", self.mixing, "it must be between 0 and 1", "0.5 is the default")
         _require_whole("layers_per_fragment", self.layers_per_fragment, 1, "3 is the paper's choice")
         _require(
-            self.timeout > timedelta(0), "timeout", self.timeout, "it must be a positive timedelta", "give minutes"
+            isinstance(self.timeout, timedelta) and self.timeout > timedelta(0),
+            "timeout",
+            self.timeout,
+            "it must be a positive datetime.timedelta",
+            "30 minutes is the default",
         )
 
     def _check_schedule(self) -> None:

@@ -187,8 +187,8 @@ class StreamingDiLoCoMixin(_Base):
         source = self._engine or self._summary
         if source is None:
             raise RuntimeError(
-                "The fragments and what follows from them are known from the start of training. Read them in a hook"
-                " from on_train_start on, or after trainer.fit."
+                "The fragments and what follows from them are known from the first training batch on. Read them in"
+                " on_train_batch_start or a later hook, or after trainer.fit."
             )
         return source
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco import SimulatedGroups
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from tests.training import batch, inner_optimizer, mlp, train_step
 
 STEPS = 12
@@ -92,3 +92,12 @@ def test_without_final_sync_the_outer_parameters_are_those_of_the_last_landing()
     engine.finish()
     for model in models:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), mlp().parameters(), strict=True))
+
+
+def test_a_finished_engine_refuses_another_step() -> None:
+    engine = StreamingDiLoCo(mlp(), sync_every=4, overlap_steps=0)
+    engine.step()
+    assert engine.finish() == []
+    assert engine.finish() == []
+    with pytest.raises(RuntimeError, match=r"after finish\(\)"):
+        engine.step()

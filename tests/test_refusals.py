@@ -559,8 +559,12 @@ def test_the_engine_refuses_models_whose_parameters_stand_in_another_order() -> 
 
 
 @pytest.mark.parametrize("make", [named, shaped, typed], ids=["names", "shapes", "dtypes"])
-def test_the_strategy_refuses_models_that_differ_between_ranks(make: Callable[[int], nn.Module]) -> None:
-    for message in refusals_of_fits(lambda rank: (make(rank), {})):
+@pytest.mark.parametrize("worker_groups", [1, 2])
+def test_the_strategy_refuses_models_that_differ_between_ranks(
+    make: Callable[[int], nn.Module], worker_groups: int
+) -> None:
+    # With one group, both ranks belong to one DistributedDataParallel, whose own error must not come first.
+    for message in refusals_of_fits(lambda rank: (make(rank), {"worker_groups": worker_groups})):
         assert_says(message, *MODEL_ADVICE, "weight is ", "on rank 0, ", "on rank 1")
 
 

@@ -300,7 +300,7 @@ def is_described(node: ast.AST) -> bool:
     if "override" in map(ast.unparse, getattr(node, "decorator_list", [])):
         return True
     assigned = {ast.unparse(t) for child in node.body if isinstance(child, ast.Assign) for t in child.targets}  # type: ignore[attr-defined]
-    return ast.get_docstring(node) is not None or "__doc__" in assigned  # type: ignore[arg-type]
+    return bool(ast.get_docstring(node)) or "__doc__" in assigned  # type: ignore[arg-type]
 
 
 def undescribed(node: ast.AST, name: str) -> Iterator[str]:
@@ -321,7 +321,7 @@ def test_everything_public_has_a_docstring(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_the_first_line_of_a_file_says_what_it_is_about(module: str) -> None:
     docstring = ast.get_docstring(tree_of(module))
-    assert docstring is not None
+    assert docstring
     assert MODULES[module].read_text().startswith('"""')
     assert docstring.split("\n")[0].endswith(".")
 

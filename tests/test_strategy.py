@@ -118,7 +118,7 @@ class LaunchedModel(importlib.import_module(LIGHTNING).LightningModule):  # type
 
 
 def test_reading_before_a_fit_says_when_to() -> None:
-    with pytest.raises(RuntimeError, match="from on_train_start on, or after trainer.fit"):
+    with pytest.raises(RuntimeError, match="on_train_batch_start or a later hook, or after trainer.fit"):
         fits.strategy().fragments  # noqa: B018
 
 

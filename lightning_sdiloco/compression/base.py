@@ -13,6 +13,10 @@ class Compression(ABC):
     bytes gets the same bits.
     """
 
+    def __repr__(self) -> str:
+        """The class and its choices: ranks compare it to see whether they use the same compression."""
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
+
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
         """The exact size in bytes of the payload of ``numel`` values, scales and padding included."""
