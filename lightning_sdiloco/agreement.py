@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sdiloco.communicator import Communicator
 from lightning_sdiloco.digest import digest
@@ -28,7 +28,7 @@ def require_same_settings(settings: Mapping[str, str], world: Communicator) -> N
 
 
 def require_same_model(model: nn.Module, world: Communicator) -> None:
-    """Refuses models whose parameters differ in name, shape or dtype between ranks. All ranks must call it.
+    """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All ranks must call it.
 
     Args:
         model: The model of this rank.
@@ -37,7 +37,9 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
     Raises:
         ValueError: On every rank, with the first parameters that differ.
     """
-    differences = _differences(world.gather_objects(_signature(model)))
+    signatures = world.gather_objects(_signature(model))
+    # Tensors are paired by their order, so that must be the same too.
+    differences = _differences(signatures) or _differences([_places(signature) for signature in signatures])
     if differences:
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
         raise ValueError(
@@ -61,10 +63,20 @@ def align_model(model: nn.Module, world: Communicator) -> None:
 
 
 def _signature(model: nn.Module) -> dict[str, str]:
-    return {
-        clean_name(name): f"{tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' (frozen)'}"
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    """What must be the same of every parameter and buffer, in their order."""
+    parameters = {
+        clean_name(name): f"{_kind(parameter)}{'' if parameter.requires_grad else ' (frozen)'}"
+        for name, parameter in model.named_parameters()
     }
+    return parameters | {clean_name(name): _kind(buffer) for name, buffer in model.named_buffers()}
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _places(signature: dict[str, str]) -> dict[str, str]:
+    return {name: f"in place {place}" for place, name in enumerate(signature)}
 
 
 def _differences(ranks: list[dict[str, str]]) -> list[str]:

@@ -29,7 +29,7 @@ from lightning_sdiloco.fragments import (
 )
 from lightning_sdiloco.lane import Lane
 from lightning_sdiloco.outer import Outer
-from lightning_sdiloco.partition import Fragment, partition
+from lightning_sdiloco.partition import Partition, partition
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, OuterOptimizer, Settings
 from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
@@ -158,17 +158,12 @@ class StreamingDiLoCo:
     def _build(self, model: nn.Module) -> None:
         require_same_settings(self.settings.described(), self.topology.world)
         require_same_model(model, self.topology.world)
-        parameters = trainable(model)
-        _require_real(parameters)
-        cut = partition(
-            described(parameters), self.settings.fragments, self.settings.layers_per_fragment, aliases(model)
-        )
+        self.fragments, self.fell_back_to_balanced = cut(model, self.settings)
         align_model(model, self.topology.world)
-        self.fragments: tuple[Fragment, ...] = cut.fragments
-        self.fell_back_to_balanced = cut.fell_back
-        self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(cut.fragments))
-        self._layouts = [FragmentLayout(f.names, [parameters[name] for name in f.names]) for f in cut.fragments]
-        self._buffers = [BufferLayout(buffers) for buffers in buffers_of(model, cut.fragments)]
+        parameters = trainable(model)
+        self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(self.fragments))
+        self._layouts = [FragmentLayout(f.names, [parameters[name] for name in f.names]) for f in self.fragments]
+        self._buffers = [BufferLayout(buffers) for buffers in buffers_of(model, self.fragments)]
         shards = [layout.read(*self._shard(layout)) for layout in self._layouts]
         self._outer = Outer(shards, self.settings.make_outer_optimizer)
         require_same_settings({"outer_optimizer": self._outer.described()}, self.topology.world)
@@ -443,6 +438,22 @@ class StreamingDiLoCo:
     def _local_tensors(self) -> list[Tensor]:
         parameters = [parameter for layout in self._layouts for parameter in layout.parameters]
         return parameters + [buffer for layout in self._buffers for buffer in layout.buffers]
+
+
+def cut(model: nn.Module, settings: Settings) -> Partition:
+    """Cuts a model into fragments.
+
+    Args:
+        model: The model.
+        settings: How to cut it.
+
+    Raises:
+        ValueError: If the model has no trainable parameters, or some that cannot be synchronised, or if the fragments
+            that were asked for do not fit it.
+    """
+    parameters = trainable(model)
+    _require_real(parameters)
+    return partition(described(parameters), settings.fragments, settings.layers_per_fragment, aliases(model))
 
 
 def _topology(worker_groups: int | str, timeout: timedelta) -> Topology:

@@ -125,8 +125,12 @@ def mix(local: Tensor, outer: Tensor, mixing: float) -> None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module that the user wrote, inside DistributedDataParallel."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """The module that the user wrote, inside DistributedDataParallel and torch.compile."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def clean_name(name: str) -> str:

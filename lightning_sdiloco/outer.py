@@ -108,7 +108,9 @@ def _check_elementwise(make: Make, count: int) -> None:
     """Steps small vectors whole and in two halves: an optimizer that works elementwise gives the same."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator) for _ in range(count)]
-    gradients = [[torch.randn(64, generator=generator) for _ in range(count)] for _ in range(3)]
+    # At several scales: an optimizer that clips does so for large gradients only.
+    scales = (1.0, 1e3, 1e-3)
+    gradients = [[scale * torch.randn(64, generator=generator) for _ in range(count)] for scale in scales]
     try:
         whole = _tried(make, values, gradients, slice(None))
         halves = [_tried(make, values, gradients, half) for half in (slice(0, 32), slice(32, 64))]

@@ -4,13 +4,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # The most fragments of a model in which no repeated blocks are found: as many as the paper's 1B model has.
 _MOST_FRAGMENTS_WITHOUT_BLOCKS = 8
 
-# Two blocks repeat each other when they share at least this part of the names of their parameters: a stage of a ResNet
-# starts with a block that has a shortcut of its own.
+# Two blocks repeat each other when they share at least this part of the names of the smaller one: a stage of a ResNet
+# starts with a block that has a shortcut of its own, and some layers of a transformer may have experts.
 _ALIKE = 0.5
 
 
@@ -99,13 +99,9 @@ def partition(
             "The model has no trainable parameters, so there is nothing to synchronise between worker groups. Give it"
             " at least one parameter with requires_grad=True, or train it without this strategy."
         )
+    check_fragments(fragments)
     if not isinstance(fragments, str):
         return Partition(_by_patterns(parameters, fragments, aliases or {}))
-    if fragments not in ("strided", "sequential", "balanced"):
-        raise ValueError(
-            f"fragments={fragments!r} is unknown. It is 'strided', 'sequential', 'balanced', or a list of lists of"
-            " shell-style patterns such as [['net.0.*'], ['net.1.*']]. Choose one of them."
-        )
     blocks = find_blocks(parameters)
     if not blocks:
         return Partition(_balanced(parameters, _count_without_blocks(parameters)), fell_back=fragments != "balanced")
@@ -113,13 +109,42 @@ def partition(
     return Partition(_balanced(parameters, len(cut)) if fragments == "balanced" else cut)
 
 
+def check_fragments(fragments: Any) -> None:
+    """Refuses what cannot be a choice of fragments, whatever the model.
+
+    Args:
+        fragments: What a user gave.
+
+    Raises:
+        ValueError: If it is neither a known name nor a list of non-empty lists of patterns.
+    """
+    if isinstance(fragments, str) and fragments not in ("strided", "sequential", "balanced"):
+        raise ValueError(
+            f"fragments={fragments!r} is unknown. It is 'strided', 'sequential', 'balanced', or a list of lists of"
+            " shell-style patterns such as [['net.0.*'], ['net.1.*']]. Choose one of them."
+        )
+    if not isinstance(fragments, str) and not (_is_list(fragments) and all(map(_is_list_of_patterns, fragments))):
+        raise ValueError(
+            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one list of shell-style"
+            " patterns for each fragment, such as [['net.0.*'], ['net.1.*']]."
+        )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+
+
+def _is_list_of_patterns(value: Any) -> bool:
+    return _is_list(value) and all(isinstance(pattern, str) for pattern in value)
+
+
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
     """Finds the repeated blocks of a model from the names of its parameters.
 
     A stack is a module whose children are numbered, as those of ``nn.ModuleList`` and ``nn.Sequential`` are. It counts
-    when at least two of its children are alike and these hold at least half of its parameters; the outermost stacks
-    that count give the blocks. A child that holds nothing but vectors, such as a normalisation between two linear
-    layers, belongs to the block before it.
+    when at least two of its children are alike and these hold at least half of its parameters; the alike children of
+    the outermost stacks that count are the blocks. A child that holds nothing but vectors, such as a normalisation
+    between two linear layers, belongs to the block before it.
 
     Args:
         parameters: The parameters of the model in the order of ``named_parameters()``.
@@ -139,8 +164,9 @@ def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
 def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list[str]]:
     children = _children(prefix, names)
     numbered = {child: inside for child, inside in children.items() if re.fullmatch(r"\d+", child)}
-    if _is_stack(prefix, numbered):
-        return _with_vectors_joined(list(numbered.values()), vectors)
+    repeated = _repeated(prefix, numbered)
+    if repeated:
+        return _with_vectors_joined([numbered[child] for child in numbered if child in repeated], vectors)
     blocks = []
     for child, inside in children.items():
         if inside != [prefix + child]:
@@ -165,17 +191,17 @@ def _children(prefix: str, names: list[str]) -> dict[str, list[str]]:
     return children
 
 
-def _is_stack(prefix: str, numbered: dict[str, list[str]]) -> bool:
-    inner = [{name[len(prefix) + len(child) + 1 :] for name in inside} for child, inside in numbered.items()]
-    total = sum(map(len, inner))
-    return any(
-        len(alike) >= 2 and 2 * sum(map(len, alike)) >= total
-        for alike in ([other for other in inner if _similarity(block, other) >= _ALIKE] for block in inner)
-    )
+def _repeated(prefix: str, numbered: dict[str, list[str]]) -> set[str]:
+    """The children that are alike, if at least two are and they hold at least half of the parameters."""
+    inner = {child: {name[len(prefix) + len(child) + 1 :] for name in names} for child, names in numbered.items()}
+    alike = [{other for other in inner if _similarity(inner[child], inner[other]) >= _ALIKE} for child in inner]
+    most = max(alike, key=lambda children: sum(len(inner[child]) for child in children), default=set())
+    held = sum(len(inner[child]) for child in most)
+    return most if len(most) >= 2 and 2 * held >= sum(map(len, inner.values())) else set()
 
 
 def _similarity(one: set[str], other: set[str]) -> float:
-    return len(one & other) / len(one | other)
+    return len(one & other) / min(len(one), len(other))
 
 
 def _by_blocks(
@@ -226,7 +252,7 @@ def _balanced(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ..
 def _by_patterns(
     parameters: Sequence[Parameter], fragments: Sequence[Sequence[str]], aliases: Mapping[str, str]
 ) -> tuple[Fragment, ...]:
-    patterns = [(index, pattern) for index, group in enumerate(_checked(fragments)) for pattern in group]
+    patterns = [(index, pattern) for index, group in enumerate(fragments) for pattern in group]
     known = {parameter.name: parameter.name for parameter in parameters} | dict(aliases)
     claims: dict[str, tuple[int, str]] = {}
     for index, pattern in patterns:
@@ -251,19 +277,6 @@ def _by_patterns(
     for parameter in parameters:
         members[claims[parameter.name][0]].append(parameter)
     return tuple(map(_fragment, members))
-
-
-def _checked(fragments: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
-    lists = isinstance(fragments, Sequence) and all(
-        isinstance(group, Sequence) and not isinstance(group, str) and group and all(isinstance(p, str) for p in group)
-        for group in fragments
-    )
-    if not lists or not fragments:
-        raise ValueError(
-            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one list of shell-style"
-            " patterns for each fragment, such as [['net.0.*'], ['net.1.*']]."
-        )
-    return fragments
 
 
 def _claimed_twice(name: str, parameter: str, first: tuple[int, str], second: tuple[int, str]) -> str:

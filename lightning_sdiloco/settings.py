@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sdiloco.compression import Compression, resolve
+from lightning_sdiloco.partition import check_fragments
 
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
 """From the flat float32 shards, one per fragment, to a torch optimizer."""
@@ -44,15 +45,22 @@ class Settings:
 
     def __post_init__(self) -> None:
         resolve(self.compression)
+        check_fragments(self.fragments)
         self._check_schedule()
         self._check_outer_optimizer()
-        _require(0 <= self.mixing <= 1, "mixing", self.mixing, "it must be between 0 and 1", "0.5 is the default")
+        _require(
+            _number(self.mixing) and 0 <= self.mixing <= 1,
+            "mixing",
+            self.mixing,
+            "it must be between 0 and 1",
+            "0.5 is the default",
+        )
         _require_whole("layers_per_fragment", self.layers_per_fragment, 1, "3 is the paper's choice")
         _require(
             isinstance(self.timeout, timedelta) and self.timeout > timedelta(0),
             "timeout",
             self.timeout,
-            "it must be a positive datetime.timedelta",
+            "it must be a positive timedelta",
             "30 minutes is the default",
         )
 
@@ -67,9 +75,15 @@ class Settings:
         )
 
     def _check_outer_optimizer(self) -> None:
-        _require(self.outer_lr >= 0, "outer_lr", self.outer_lr, "it must not be negative", "0.4 is the paper's choice")
         _require(
-            0 <= self.outer_momentum < 1,
+            _number(self.outer_lr) and self.outer_lr >= 0,
+            "outer_lr",
+            self.outer_lr,
+            "it must not be negative",
+            "0.4 is the paper's choice",
+        )
+        _require(
+            _number(self.outer_momentum) and 0 <= self.outer_momentum < 1,
             "outer_momentum",
             self.outer_momentum,
             "it must be at least 0 and below 1",
@@ -106,6 +120,10 @@ class Settings:
         return texts
 
 
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -116,4 +134,4 @@ def _require_whole(name: str, value: Any, least: int, advice: str) -> None:
 
 def _require(holds: bool, name: str, value: Any, rule: str, advice: str) -> None:
     if not holds:
-        raise ValueError(f"{name}={value} is out of range: {rule}. Choose another {name}; {advice}.")
+        raise ValueError(f"{name}={value!r} is out of range: {rule}. Choose another {name}; {advice}.")

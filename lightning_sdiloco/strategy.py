@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.engine import StreamingDiLoCo, cut
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.requests import Request, Requests
@@ -265,6 +265,8 @@ class StreamingDiLoCoMixin(_Base):
     @override
     def _setup_model(self, model: nn.Module) -> Any:
         require_same_model(model, self.topology.world)
+        # Here already, so that our own refusals come before those of DistributedDataParallel.
+        cut(model, self._settings)
         align_model(model, self.topology.world)
         self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
         for part in model.modules():
@@ -461,10 +463,17 @@ def _require_backend(exchange_backend: str | None) -> None:
 
 
 def _checked_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
-    for name in ("process_group", "device_mesh", "module", "device_ids"):
-        if name in ddp_kwargs:
+    for name in ddp_kwargs:
+        if name in _NOT_FOR_DDP:
             raise ValueError(
                 f"ddp_kwargs contains {name!r}, which the strategy itself sets: DistributedDataParallel runs among the"
-                " ranks of a worker group. Take it out; choose the groups with worker_groups."
+                " ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with the"
+                " strategy's own arguments."
             )
     return ddp_kwargs
+
+
+# What DistributedDataParallel gets from us, and arguments of DDPStrategy that are no arguments of it.
+_NOT_FOR_DDP = frozenset(
+    {"module", "device_ids", "process_group", "device_mesh", "process_group_backend", "timeout", "start_method"}
+)

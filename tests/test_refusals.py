@@ -78,7 +78,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
     ({"outer_momentum": -0.1}, "outer_momentum=-0.1", MOMENTUM),
     ({"outer_momentum": 1.0}, "outer_momentum=1.0", MOMENTUM),
     ({"outer_momentum": 1.5}, "outer_momentum=1.5", MOMENTUM),
-    ({"timeout": timedelta(0)}, "timeout=", "it must be a positive timedelta"),
+    ({"timeout": timedelta(0)}, "timeout=", "it must be a positive "),
     ({"compression": "fp8"}, "compression='fp8'", COMPRESSIONS),
     ({"compression": "FP4"}, "compression='FP4'", COMPRESSIONS),
     ({"compression": None}, "compression=None", COMPRESSIONS),
@@ -386,18 +386,24 @@ def test_complex_values_that_are_not_trained_are_allowed() -> None:
 
 
 FRAGMENTS: list[tuple[Any, tuple[str, ...]]] = [
-    ("striped", ("fragments='striped' is unknown", "'strided', 'sequential', 'balanced'", "Choose one")),
     ([["*.5.*"], ["*"]], ("fragments", "'*.5.*' matches no trainable parameter", "Correct the pattern")),
     ([["*"], ["*.0.*"]], ("fragments", "0.weight' is claimed by two patterns", "Narrow one of them")),
     ([["*.weight"]], ("fragments", "4 of 8 trainable parameters match no pattern", "Add a pattern")),
 ]
 
 
-@pytest.mark.parametrize(("fragments", "parts"), FRAGMENTS, ids=["name", "nothing", "twice", "left out"])
+@pytest.mark.parametrize(("fragments", "parts"), FRAGMENTS, ids=["nothing", "twice", "left out"])
 def test_fragments_that_do_not_fit_the_model_are_refused(fragments: Any, parts: tuple[str, ...]) -> None:
     assert_says(refused_fit(mlp(), fragments=fragments), *parts)
     held = nn.ModuleDict({"net": mlp()})
     assert_says(refusal(StreamingDiLoCo, model=held, fragments=fragments), *parts)
+
+
+@pytest.mark.parametrize("fragments", ["striped", 3, [], [[]], ["*"], [["*"], 3]])
+@pytest.mark.parametrize("make", [StreamingDiLoCoStrategy, partial(StreamingDiLoCo, mlp())], ids=["strategy", "engine"])
+def test_what_is_no_choice_of_fragments_is_refused_at_once(fragments: Any, make: Callable[..., Any]) -> None:
+    advice = ("Choose one",) if isinstance(fragments, str) else ("Give one list of shell-style patterns",)
+    assert_says(refusal(make, fragments=fragments), f"fragments={fragments!r}", "[['net.0.*'], ['net.1.*']]", *advice)
 
 
 # Worlds
