@@ -1,14 +1,13 @@
 """The engine of Streaming DiLoCo: launches and lands the fragments of a model, in any training loop."""
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
@@ -16,26 +15,23 @@ from torch.profiler import record_function
 from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.errors import AgreementError
-from lightning_sdiloco.flight import Arrival, Cargo, Flight, Landing
+from lightning_sdiloco.flight import Arrival, Cargo, Counts, Flight, Landing
 from lightning_sdiloco.fragments import (
     BufferLayout,
     FragmentLayout,
-    aliases,
     buffers_of,
-    described,
     reset_non_finite_state,
     trainable,
     unwrapped,
 )
 from lightning_sdiloco.lane import Lane
 from lightning_sdiloco.outer import Outer
-from lightning_sdiloco.partition import Partition, partition
+from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, OuterOptimizer, Settings
-from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
+from lightning_sdiloco.start import cut, default_topology, say_what_is_unusual
+from lightning_sdiloco.topology import Topology
 from lightning_sdiloco.transfer import Transfer
-
-_log = logging.getLogger(__name__)
 
 # A group that is left out of the mean so often in a row will not recover.
 _MOST_LEFT_OUT = 3
@@ -121,7 +117,7 @@ class StreamingDiLoCo:
             final_sync=final_sync,
             timeout=timeout,
         )
-        self.topology = topology or _topology(worker_groups, timeout)
+        self.topology = topology or default_topology(worker_groups, timeout)
         self._inner_optimizers = inner_optimizers
         self._build(unwrapped(model))
         self._flights: list[Flight] = []
@@ -130,35 +126,15 @@ class StreamingDiLoCo:
         self._stash: list[Tensor] | None = None
         self._finished: list[Tensor] | None = None
         self._closed = False
-        self._inner_steps = self._launches = self._landings = 0
-        self._exposed_wait_s = self._in_flight_s = 0.0
-        # The exchange may have served an engine before this one.
-        self._sent_before = self.topology.exchange.bytes_sent
-        self._received_before = self.topology.exchange.bytes_received
-        self._say()
-
-    def _say(self) -> None:
-        """Says once, on one rank, what a user may not expect."""
-        if self.topology.group or self.topology.shard:
-            return
-        if self.topology.groups == 1:
-            _log.warning(
-                "There is one worker group: this is plain training with an outer step. Nothing travels, but compression"
-                " still applies; compression='fp32' changes no value."
-            )
-        if self.fell_back_to_balanced:
-            _log.warning(
-                "fragments=%r: no repeated blocks were found in the model, so its tensors are distributed over %d"
-                " balanced fragments. Give patterns to choose the fragments yourself.",
-                self.settings.fragments,
-                len(self.fragments),
-            )
+        self._counts = Counts()
 
     @torch.no_grad()
     def _build(self, model: nn.Module) -> None:
         require_same_settings(self.settings.described(), self.topology.world)
         require_same_model(model, self.topology.world)
-        self.fragments, self.fell_back_to_balanced = cut(model, self.settings)
+        chosen = cut(model, self.settings)
+        say_what_is_unusual(chosen, self.settings, self.topology)
+        self.fragments: tuple[Fragment, ...] = chosen.fragments
         align_model(model, self.topology.world)
         parameters = trainable(model)
         self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(self.fragments))
@@ -188,15 +164,15 @@ class StreamingDiLoCo:
         """The first half of `step`: counts an inner step and launches what is due."""
         if self._closed:
             raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")
-        self._inner_steps += 1
-        for fragment in self.schedule.launches(self._inner_steps):
+        self._counts.inner_steps += 1
+        for fragment in self.schedule.launches(self.inner_steps):
             self._launch(fragment)
-            self._launches += 1
+            self._counts.launches += 1
 
     def land_due(self) -> list[Landing]:
         """The second half of `step`: lands what is due."""
-        landed = [self._land(self._flights.pop(0)) for _ in self.schedule.landings(self._inner_steps)]
-        self._landings += len(landed)
+        landed = [self._land(self._flights.pop(0)) for _ in self.schedule.landings(self.inner_steps)]
+        self._counts.landings += len(landed)
         return landed
 
     def finish(self) -> list[Landing]:
@@ -223,7 +199,7 @@ class StreamingDiLoCo:
     def land_all(self) -> list[Landing]:
         """The first part of `finish`: lands every fragment in flight, in the order of the launches."""
         landed = [self._land(self._flights.pop(0)) for _ in list(self._flights)]
-        self._landings += len(landed)
+        self._counts.landings += len(landed)
         return landed
 
     def launch_final(self) -> None:
@@ -271,7 +247,7 @@ class StreamingDiLoCo:
     @property
     def inner_steps(self) -> int:
         """Inner steps so far."""
-        return self._inner_steps
+        return self._counts.inner_steps
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -330,15 +306,7 @@ class StreamingDiLoCo:
             this rank; ``exposed_wait_s``: seconds for which training waited for fragments; ``in_flight_s``: seconds
             that fragments were in flight, added up.
         """
-        return {
-            "inner_steps": self._inner_steps,
-            "launches": self._launches,
-            "landings": self._landings,
-            "bytes_sent": self.topology.exchange.bytes_sent - self._sent_before,
-            "bytes_received": self.topology.exchange.bytes_received - self._received_before,
-            "exposed_wait_s": self._exposed_wait_s,
-            "in_flight_s": self._in_flight_s,
-        }
+        return asdict(self._counts)
 
     @torch.no_grad()
     def _launch(self, fragment: int, final: bool = False) -> None:
@@ -347,7 +315,7 @@ class StreamingDiLoCo:
             local = layout.read(*self._shard(layout))
             cargo = Cargo(
                 fragment=fragment,
-                step=self._inner_steps,
+                step=self.inner_steps,
                 gradient=torch.sub(self._outer.values[fragment], local, out=local),
                 buffers=buffers.snapshot(),
                 travelling=buffers.travelling(),
@@ -365,8 +333,10 @@ class StreamingDiLoCo:
             started = time.perf_counter()
             arrival = flight.pending.result()
             waited = time.perf_counter() - started
-            self._exposed_wait_s += waited
-            self._in_flight_s += flight.pending.seconds
+            self._counts.exposed_wait_s += waited
+            self._counts.in_flight_s += flight.pending.seconds
+            self._counts.bytes_sent += arrival.bytes_sent
+            self._counts.bytes_received += arrival.bytes_received
             self._apply(flight.cargo, arrival)
             return Landing(
                 fragment=flight.cargo.fragment,
@@ -438,43 +408,6 @@ class StreamingDiLoCo:
     def _local_tensors(self) -> list[Tensor]:
         parameters = [parameter for layout in self._layouts for parameter in layout.parameters]
         return parameters + [buffer for layout in self._buffers for buffer in layout.buffers]
-
-
-def cut(model: nn.Module, settings: Settings) -> Partition:
-    """Cuts a model into fragments.
-
-    Args:
-        model: The model.
-        settings: How to cut it.
-
-    Raises:
-        ValueError: If the model has no trainable parameters, or some that cannot be synchronised, or if the fragments
-            that were asked for do not fit it.
-    """
-    parameters = trainable(model)
-    _require_real(parameters)
-    return partition(described(parameters), settings.fragments, settings.layers_per_fragment, aliases(model))
-
-
-def _topology(worker_groups: int | str, timeout: timedelta) -> Topology:
-    initialised = dist.is_available() and dist.is_initialized()
-    world_size = dist.get_world_size() if initialised else 1
-    groups = checked_worker_groups(worker_groups)
-    if initialised:
-        # Before the process groups are made: ranks that make different ones would wait for each other.
-        require_same_settings({"worker_groups": str(groups)}, world())
-    layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
-    return Topology.of_world(layout, timeout) if initialised else Topology()
-
-
-def _require_real(parameters: dict[str, Tensor]) -> None:
-    other = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
-    if other:
-        raise ValueError(
-            f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no float32 outer value."
-            " Only real floating-point parameters can be synchronised. Store complex values as two real parameters, or"
-            " freeze it."
-        )
 
 
 def _keep_until_done(values: Tensor) -> None:

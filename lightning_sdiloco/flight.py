@@ -46,6 +46,7 @@ class Arrival(NamedTuple):
         controls: The control vectors of all groups, in their order.
         gradient_norm: Norm of the mean outer gradient of the whole fragment.
         bytes_sent: Bytes that this rank sent to other groups for this flight.
+        bytes_received: Bytes that this rank received from other groups for this flight.
     """
 
     outer: Stepped
@@ -54,6 +55,7 @@ class Arrival(NamedTuple):
     controls: list[Control]
     gradient_norm: float
     bytes_sent: int
+    bytes_received: int
 
     @property
     def requests(self) -> int:
@@ -77,6 +79,19 @@ class Flight:
 
     cargo: Cargo
     pending: Pending[Arrival]
+
+
+@dataclass
+class Counts:
+    """What happened so far; see `StreamingDiLoCo.report`."""
+
+    inner_steps: int = 0
+    launches: int = 0
+    landings: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    exposed_wait_s: float = 0.0
+    in_flight_s: float = 0.0
 
 
 class Landing(NamedTuple):

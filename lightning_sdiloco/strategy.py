@@ -14,13 +14,14 @@ from typing_extensions import override
 from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine import StreamingDiLoCo, cut
+from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.requests import Request, Requests
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
 from lightning_sdiloco.silence import silence
+from lightning_sdiloco.start import cut
 from lightning_sdiloco.summary import Summary
 from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
 

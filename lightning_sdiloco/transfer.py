@@ -22,7 +22,6 @@ class Sent(NamedTuple):
 
     cargo: Cargo
     posted: Any
-    bytes_before: int
 
 
 class Transfer:
@@ -47,15 +46,15 @@ class Transfer:
 
     def send(self, cargo: Cargo) -> Sent:
         """Encodes the outer gradient of the shard and starts to send it, behind the control vector of the group."""
-        before = self._topology.exchange.bytes_sent
         payload = self._compression.encode(cargo.gradient)
         control = self._merged(self._control(cargo))
         message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
-        return Sent(cargo, self._topology.exchange.post(message), before)
+        return Sent(cargo, self._topology.exchange.post(message))
 
     def receive(self, sent: Sent) -> Arrival:
         """Waits for all groups, averages what they sent and makes the outer step."""
-        cargo = sent.cargo
+        cargo, exchange = sent.cargo, self._topology.exchange
+        sent_before, received_before = exchange.bytes_sent, exchange.bytes_received
         messages = self._collected(sent.posted, cargo)
         controls = [Control.unpacked(message[:CONTROL_BYTES]) for message in messages]
         self._check(controls, cargo)
@@ -69,7 +68,8 @@ class Transfer:
             buffers=self._mean_buffers([message[end:] for message in messages], controls, cargo),
             controls=controls,
             gradient_norm=self._norm(gradient),
-            bytes_sent=self._topology.exchange.bytes_sent - sent.bytes_before,
+            bytes_sent=exchange.bytes_sent - sent_before,
+            bytes_received=exchange.bytes_received - received_before,
         )
 
     def _tail(self, cargo: Cargo) -> list[Tensor]:

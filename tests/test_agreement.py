@@ -78,7 +78,7 @@ def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_group
 
 def test_groups_that_are_at_different_steps_are_an_error() -> None:
     groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=[["*"]])
-    groups.engines[0]._inner_steps = 4
+    groups.engines[0]._counts.inner_steps = 4
     told = r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"
     with pytest.raises(AgreementError, match=told):
         advance(groups, 4)

@@ -85,6 +85,17 @@ def test_with_more_groups_every_rank_sends_to_each_of_the_others() -> None:
     assert sent[2] == 3 * sent[1] > 0
 
 
+def test_every_landing_tells_its_own_bytes_also_when_several_are_in_flight() -> None:
+    simulated = SimulatedGroups([mlp(), mlp()], sync_every=8, overlap_steps=7, fragments=LAYERS)
+    landings = [landing for _ in range(40) for landing in simulated.step()[0]]
+    assert len(landings) > 8
+    codec = resolve("fp4")
+    for landing in landings:
+        numel = sum(size // 4 for size in simulated.engines[0].fragments[landing.fragment].sizes)
+        assert landing.bytes_sent == CONTROL_BYTES + codec.wire_bytes(numel)
+    assert simulated.engines[0].report()["bytes_sent"] == sum(landing.bytes_sent for landing in landings)
+
+
 def measured(rank: int, world_size: int, sites: list[str], choices: dict[str, Any]) -> dict[str, Any]:
     """Fits in the site of this rank's group, and notes the counter of its interface at every step."""
     enter(sites[2 * rank // world_size])

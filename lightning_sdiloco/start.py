@@ -1,0 +1,79 @@
+"""What an engine needs before its first step: its place among the ranks, and a model cut into fragments."""
+
+import logging
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_sdiloco.agreement import require_same_settings
+from lightning_sdiloco.fragments import aliases, described, trainable
+from lightning_sdiloco.partition import Partition, partition
+from lightning_sdiloco.settings import Settings
+from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
+
+_log = logging.getLogger(__name__)
+
+
+def default_topology(worker_groups: int | str, timeout: timedelta) -> Topology:
+    """The worker groups of the default process group; one group where there is none. All ranks must call it.
+
+    Args:
+        worker_groups: Number of worker groups, or ``"auto"`` for one per process.
+        timeout: Bound of one flight.
+
+    Raises:
+        ValueError: If it is no number of groups, differs between ranks, or does not divide the ranks.
+    """
+    initialised = dist.is_available() and dist.is_initialized()
+    world_size = dist.get_world_size() if initialised else 1
+    groups = checked_worker_groups(worker_groups)
+    if initialised:
+        # Before the process groups are made: ranks that make different ones would wait for each other.
+        require_same_settings({"worker_groups": str(groups)}, world())
+    layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
+    return Topology.of_world(layout, timeout) if initialised else Topology()
+
+
+def cut(model: nn.Module, settings: Settings) -> Partition:
+    """Cuts a model into fragments.
+
+    Args:
+        model: The model.
+        settings: How to cut it.
+
+    Raises:
+        ValueError: If the model has no trainable parameters, or some that cannot be synchronised, or if the fragments
+            that were asked for do not fit it.
+    """
+    parameters = trainable(model)
+    _require_real(parameters)
+    return partition(described(parameters), settings.fragments, settings.layers_per_fragment, aliases(model))
+
+
+def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology) -> None:
+    """Says once, on one rank, what a user may not expect."""
+    if topology.group or topology.shard:
+        return
+    if topology.groups == 1:
+        _log.warning(
+            "There is one worker group: this is plain training with an outer step. Nothing travels, but compression"
+            " still applies; compression='fp32' changes no value."
+        )
+    if partition.fell_back:
+        _log.warning(
+            "fragments=%r: no repeated blocks were found in the model, so its tensors are distributed over %d"
+            " balanced fragments. Give patterns to choose the fragments yourself.",
+            settings.fragments,
+            len(partition.fragments),
+        )
+
+
+def _require_real(parameters: dict[str, Tensor]) -> None:
+    other = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
+    if other:
+        raise ValueError(
+            f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no float32 outer value."
+            " Only real floating-point parameters can be synchronised. Store complex values as two real parameters, or"
+            " freeze it."
+        )
