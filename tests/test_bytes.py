@@ -11,7 +11,7 @@ from lightning_sdiloco.compression import COMPRESSIONS, resolve
 from lightning_sdiloco.control import CONTROL_BYTES
 from tests import fits
 from tests.fits import fit
-from tests.namespaces import bytes_on_the_wire, enter, two_sites
+from tests.namespaces import bytes_on_the_wire, enter, retransmitted, two_sites
 from tests.ranks import run_processes
 from tests.training import LAYERS, mlp
 
@@ -115,8 +115,18 @@ def measured(rank: int, world_size: int, sites: list[str], choices: dict[str, An
         return Counting()
 
     trained = fit(rank, world_size, 2, STEPS, choices, inspect=lambda trainer, module: module.counters, make=counting)
-    trained["at_the_end"] = bytes_on_the_wire()
+    trained["retransmitted"] = retransmitted()
     return trained
+
+
+def measured_without_retransmission(world_size: int, choices: dict[str, Any]) -> list[dict[str, Any]]:
+    """What TCP sends twice is on the counter and is none of ours: such a measurement is made again."""
+    for _ in range(5):
+        with two_sites() as sites:
+            ranks: list[dict[str, Any]] = run_processes(measured, world_size, sites, choices)
+        if not any(trained["retransmitted"] for trained in ranks):
+            return ranks
+    pytest.skip("TCP retransmitted in five measurements out of five: the machine is too busy to weigh bytes")
 
 
 @pytest.mark.network
@@ -124,8 +134,7 @@ def measured(rank: int, world_size: int, sites: list[str], choices: dict[str, An
 @pytest.mark.parametrize("compression", ["fp32", "fp4"])
 def test_the_counter_of_the_interface_agrees(world_size: int, compression: str) -> None:
     choices = {**CHOICES, "compression": compression, "final_sync": False, "overlap_steps": 0}
-    with two_sites() as sites:
-        ranks = run_processes(measured, world_size, sites, choices)
+    ranks = measured_without_retransmission(world_size, choices)
     ours = sum(trained["report"]["bytes_sent"] for trained in ranks[: world_size // 2])
     counters = ranks[0]["inspected"]
     # From the end of the first step, when nothing has been launched, to that of the last.
@@ -136,8 +145,7 @@ def test_the_counter_of_the_interface_agrees(world_size: int, compression: str) 
 @pytest.mark.network
 def test_no_byte_crosses_between_launches() -> None:
     choices = {**CHOICES, "compression": "fp4", "final_sync": False, "overlap_steps": 0}
-    with two_sites() as sites:
-        ranks = run_processes(measured, 2, sites, choices)
+    ranks = measured_without_retransmission(2, choices)
     sent = [counter[1] for counter in ranks[0]["inspected"]]
     per_step = {step: after - before for step, (before, after) in enumerate(zip(sent, sent[1:], strict=False), start=2)}
     launches = {6, 9, 12, 15}

@@ -196,9 +196,9 @@ def test_only_the_topology_names_the_world_and_makes_process_groups() -> None:
 
 def test_torch_distributed_is_imported_under_one_name_by_few() -> None:
     users = {module for module in MODULES if any(name.startswith("torch.distributed") for name in imports_of(module))}
-    # The engine asks only whether there is a world.
-    assert users == NETWORK | {f"{NAME}.engine"}
-    asked = {name.split(": ")[1] for name in chains([f"{NAME}.engine"]) if ": dist." in name}
+    # The engine's start asks only whether there is a world.
+    assert users == NETWORK | {f"{NAME}.start"}
+    asked = {name.split(": ")[1] for name in chains([f"{NAME}.start"]) if ": dist." in name}
     assert asked <= {"dist.is_available", "dist.is_initialized", "dist.get_world_size"}
 
 
