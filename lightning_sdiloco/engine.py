@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lightning_sdiloco.fragments import (
     BufferLayout,
     FragmentLayout,
     buffers_of,
+    on_host,
     reset_non_finite_state,
     trainable,
     unwrapped,
@@ -125,11 +127,13 @@ class StreamingDiLoCo:
         self._left_out_in_a_row = [0] * self.topology.groups
         self._stash: list[Tensor] | None = None
         self._finished: list[Tensor] | None = None
+        self._unfinished: dict[str, Any] | None = None
         self._closed = False
         self._counts = Counts()
 
     @torch.no_grad()
     def _build(self, model: nn.Module) -> None:
+        self._model = model
         require_same_settings(self.settings.described(), self.topology.world)
         require_same_model(model, self.topology.world)
         chosen = cut(model, self.settings)
@@ -143,7 +147,8 @@ class StreamingDiLoCo:
         shards = [layout.read(*self._shard(layout)) for layout in self._layouts]
         self._outer = Outer(shards, self.settings.make_outer_optimizer)
         require_same_settings({"outer_optimizer": self._outer.described()}, self.topology.world)
-        self._lane: Lane = self.topology.make_lane(shards[0].device)
+        self._device = shards[0].device
+        self._lane: Lane = self.topology.make_lane(self._device)
         self._transfer = Transfer(self.topology, self.settings.codec, self._outer, self._buffers)
 
     def step(self) -> list[Landing]:
@@ -198,6 +203,7 @@ class StreamingDiLoCo:
 
     def land_all(self) -> list[Landing]:
         """The first part of `finish`: lands every fragment in flight, in the order of the launches."""
+        self._unfinished = self._state()
         landed = [self._land(self._flights.pop(0)) for _ in list(self._flights)]
         self._counts.landings += len(landed)
         return landed
@@ -298,6 +304,43 @@ class StreamingDiLoCo:
         """The buffers that travel, each with its outer value in float32."""
         return [pair for layout in self._buffers for pair in zip(layout.buffers, layout.outer, strict=True)]
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that this rank needs to go on bit for bit: plain dicts, lists, numbers and tensors on the host.
+
+        It holds what is in flight too. After `finish` it is the state before it, so that a longer run goes on as if
+        the shorter one had not ended. Taking it changes nothing.
+        """
+        return self._unfinished if self._unfinished is not None else self._state()
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another engine with the same settings, model and rank was. All ranks must call it.
+
+        What was in flight is launched again: the same values give the same bytes.
+
+        Args:
+            state: What `state_dict` returned there.
+
+        Raises:
+            ValueError: If the state is that of other fragments.
+        """
+        names = [list(fragment.names) for fragment in self.fragments]
+        if [fragment["names"] for fragment in state["fragments"]] != names:
+            raise ValueError(
+                f"The state is that of other fragments: it has {len(state['fragments'])}, this engine has"
+                f" {len(names)}, or they hold other parameters. Resume with the same model and the same fragments."
+            )
+        for fragment, saved in enumerate(state["fragments"]):
+            self._outer.load(fragment, saved["outer"], saved["state"])
+            self._buffers[fragment].load(saved["buffers"], saved["travelling"])
+        for tensor, local in zip(self._local_tensors(), state["local"], strict=True):
+            tensor.copy_(local)
+        self._counts = Counts(**state["counts"])
+        self._left_out_in_a_row = list(state["left_out_in_a_row"])
+        self._requests = state["requests"]
+        for saved in state["flights"]:
+            self._fly(Cargo.loaded(saved, self._device, self._deadline()))
+
     def report(self) -> dict[str, float]:
         """What happened so far.
 
@@ -320,12 +363,18 @@ class StreamingDiLoCo:
                 buffers=buffers.snapshot(),
                 travelling=buffers.travelling(),
                 requests=self._requests,
-                deadline=time.monotonic() + self.settings.timeout.total_seconds(),
+                deadline=self._deadline(),
                 final=final,
             )
             self._requests = 0
-            pending = self._lane.start(partial(self._transfer.send, cargo), self._transfer.receive)
-            self._flights.append(Flight(cargo, pending))
+            self._fly(cargo)
+
+    def _fly(self, cargo: Cargo) -> None:
+        pending = self._lane.start(partial(self._transfer.send, cargo), self._transfer.receive)
+        self._flights.append(Flight(cargo, pending))
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.settings.timeout.total_seconds()
 
     @torch.no_grad()
     def _land(self, flight: Flight) -> Landing:
@@ -405,9 +454,25 @@ class StreamingDiLoCo:
             layout.write(whole)
             buffers.mix(0.0)
 
+    @torch.no_grad()
+    def _state(self) -> dict[str, Any]:
+        fragments = [
+            {"names": list(fragment.names), **self._outer.saved(index), **self._buffers[index].saved()}
+            for index, fragment in enumerate(self.fragments)
+        ]
+        local = self._local_tensors() if self._stash is None else self._stash
+        return {
+            "counts": asdict(self._counts),
+            "left_out_in_a_row": list(self._left_out_in_a_row),
+            "requests": self._requests,
+            "fragments": fragments,
+            "flights": [flight.cargo.saved() for flight in self._flights],
+            "local": on_host(local),
+        }
+
     def _local_tensors(self) -> list[Tensor]:
-        parameters = [parameter for layout in self._layouts for parameter in layout.parameters]
-        return parameters + [buffer for layout in self._buffers for buffer in layout.buffers]
+        """All that differs between groups in the model itself; buffers that do not travel are among it."""
+        return [*(p for layout in self._layouts for p in layout.parameters), *self._model.buffers()]
 
 
 def _keep_until_done(values: Tensor) -> None:

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_sdiloco.control import Control
+from lightning_sdiloco.fragments import on_host
 from lightning_sdiloco.lane import Pending
 from lightning_sdiloco.outer import Stepped
 
@@ -34,6 +36,26 @@ class Cargo(NamedTuple):
     requests: int
     deadline: float
     final: bool
+
+    def saved(self) -> dict[str, Any]:
+        """The cargo as plain values and tensors on the host; what depends on the process is left out."""
+        return {
+            "fragment": self.fragment,
+            "step": self.step,
+            "gradient": self.gradient.to("cpu", copy=True),
+            "buffers": on_host(self.buffers),
+            "travelling": self.travelling,
+            "requests": self.requests,
+        }
+
+    @staticmethod
+    def loaded(saved: dict[str, Any], device: torch.device, deadline: float) -> "Cargo":
+        """Takes back what `saved` returned."""
+        tensors = {
+            "gradient": saved["gradient"].to(device, copy=True),
+            "buffers": [buffer.to(device, copy=True) for buffer in saved["buffers"]],
+        }
+        return Cargo(**{**saved, **tensors}, deadline=deadline, final=False)
 
 
 class Arrival(NamedTuple):

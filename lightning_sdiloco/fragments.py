@@ -1,6 +1,7 @@
 """Between a model and flat float32 vectors: the one place that touches parameters and buffers."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +110,15 @@ class BufferLayout:
             self.outer[index] = values
         self._travelling = changed
 
+    def saved(self) -> dict[str, Any]:
+        """The outer buffers, and which travel with the next launch."""
+        return {"buffers": on_host(self.outer), "travelling": self._travelling}
+
+    def load(self, buffers: Sequence[Tensor], travelling: int) -> None:
+        """Takes back what `saved` returned."""
+        self.outer = [saved.to(own.device, copy=True) for saved, own in zip(buffers, self.outer, strict=True)]
+        self._travelling = travelling
+
     def mix(self, mixing: float) -> None:
         """Mixes the outer buffers into the local ones."""
         for buffer, outer in zip(self.buffers, self.outer, strict=True):
@@ -122,6 +132,11 @@ def mix(local: Tensor, outer: Tensor, mixing: float) -> None:
     elif mixing != 1:
         dtype = torch.promote_types(local.dtype, torch.float32)
         local.copy_(torch.lerp(outer.to(dtype), local.to(dtype), mixing))
+
+
+def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies of tensors in the memory of the host."""
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

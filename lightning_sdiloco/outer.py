@@ -72,6 +72,16 @@ class Outer:
         self.values[fragment] = step.values
         self.states[fragment] = step.state
 
+    def saved(self, fragment: int) -> dict[str, Any]:
+        """Outer parameters and optimizer state of a fragment, on the host."""
+        state = {key: _moved(value, torch.device("cpu")) for key, value in self.states[fragment].items()}
+        return {"outer": _moved(self.values[fragment], torch.device("cpu")), "state": state}
+
+    def load(self, fragment: int, values: Tensor, state: dict[str, Any]) -> None:
+        """Takes back what `saved` returned."""
+        device = self.values[fragment].device
+        self.commit(fragment, Stepped(_moved(values, device), {key: _moved(v, device) for key, v in state.items()}))
+
     def described(self) -> str:
         """The optimizer as text that is the same on all ranks if and only if its choices are."""
         groups = [
@@ -140,6 +150,10 @@ def _tried(make: Make, values: list[Tensor], gradients: list[list[Tensor]], part
         with torch.enable_grad():
             optimizer.step()
     return [parameter.detach() for parameter in parameters]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
 def _copied(value: Any) -> Any:

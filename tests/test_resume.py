@@ -1,0 +1,151 @@
+"""A run that is stopped anywhere and resumed goes on, bit for bit, as if it had never stopped."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.compression import COMPRESSIONS
+from tests.ranks import run_ranks
+from tests.training import LAYERS, batch, inner_optimizer, mlp
+
+STEPS = 40
+CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": [*LAYERS[:2], ["4.*", "6.*", "7.*"]]}
+
+
+def model_with_statistics(seed: int) -> nn.Sequential:
+    return nn.Sequential(*mlp(seed), nn.BatchNorm1d(3))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, group: int, step: int) -> None:
+    x, y = batch(group, step)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+class Groups:
+    """Two simulated groups that can be stopped and taken up again in new objects."""
+
+    def __init__(self, **choices: Any) -> None:
+        self.models = [model_with_statistics(seed) for seed in range(2)]
+        self.optimizers = [inner_optimizer("adamw", model) for model in self.models]
+        self.groups = SimulatedGroups(self.models, [[optimizer] for optimizer in self.optimizers], **choices)
+
+    def run(self, first: int, last: int) -> list[dict[str, Tensor]]:
+        seen = []
+        for step in range(first, last + 1):
+            for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                train_step(model, optimizer, group, step)
+            self.groups.step()
+            seen.append(self.seen())
+        return seen
+
+    def seen(self) -> dict[str, Tensor]:
+        """Everything that must be the same: local and outer values, inner state, counts."""
+        values = {f"outer {name}": tensor for name, tensor in self.groups.outer_state_dict().items()}
+        for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            values |= {f"{group} {name}": tensor.clone() for name, tensor in model.state_dict().items()}
+            for index, state in enumerate(optimizer.state.values()):
+                values |= {f"{group} {index} {key}": value.clone() for key, value in state.items()}
+            counts = self.groups.engines[group].report()
+            keys = ("inner_steps", "launches", "landings", "bytes_sent")
+            values[f"{group} counts"] = torch.tensor([counts[key] for key in keys])
+        return values
+
+    def saved(self) -> Any:
+        engines = [engine.state_dict() for engine in self.groups.engines]
+        return through_a_file([engines, [optimizer.state_dict() for optimizer in self.optimizers]])
+
+    def load(self, saved: Any) -> None:
+        for engine, state in zip(self.groups.engines, saved[0], strict=True):
+            engine.load_state_dict(state)
+        for optimizer, state in zip(self.optimizers, saved[1], strict=True):
+            optimizer.load_state_dict(state)
+
+
+def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.keys() == other.keys()
+        different = [name for name in one if not torch.equal(one[name], other[name])]
+        assert different == []
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("stopped_at", [1, 7, 8, 9, 12, 13, 14, 15, 23])
+def test_stopping_before_during_and_after_flights(stopped_at: int, compression: str) -> None:
+    never_stopped = Groups(compression=compression, **CHOICES)
+    expected = never_stopped.run(1, STEPS)
+    never_stopped.groups.finish()
+
+    first = Groups(compression=compression, **CHOICES)
+    first.run(1, stopped_at)
+    in_flight = first.groups.engines[0].in_flight
+    second = Groups(compression=compression, **CHOICES)
+    second.load(first.saved())
+    assert second.groups.engines[0].in_flight == in_flight
+    assert_same(second.run(stopped_at + 1, STEPS), expected[stopped_at:])
+    second.groups.finish()
+    assert_same([second.seen()], [never_stopped.seen()])
+    # And taking the state changed nothing in the run that was stopped.
+    assert_same(first.run(stopped_at + 1, STEPS), expected[stopped_at:])
+
+
+def test_several_fragments_were_in_flight_at_some_of_these_stops() -> None:
+    groups = Groups(**CHOICES)
+    counts = [len(groups.groups.engines[0].in_flight) for step in range(1, STEPS + 1) if groups.run(step, step)]
+    assert {0, 1, 2} <= set(counts)
+
+
+def test_a_run_that_was_finished_continues_as_if_it_had_not_been() -> None:
+    expected = Groups(**CHOICES).run(1, STEPS)
+    first = Groups(**CHOICES)
+    first.run(1, 20)
+    first.groups.finish()
+    second = Groups(**CHOICES)
+    second.load(first.saved())
+    assert_same(second.run(21, STEPS), expected[20:])
+
+
+def test_the_state_of_other_fragments_is_refused() -> None:
+    state = StreamingDiLoCo(mlp(), fragments=[["*"]]).state_dict()
+    with pytest.raises(ValueError, match="other fragments"):
+        StreamingDiLoCo(mlp(), fragments=LAYERS).load_state_dict(state)
+
+
+def test_real_processes_resume_to_the_same_bits() -> None:
+    def run(rank: int, world_size: int, stopped_at: int | None) -> list[dict[str, Tensor]]:
+        def start() -> tuple[nn.Module, torch.optim.Optimizer, StreamingDiLoCo]:
+            model = model_with_statistics(rank)
+            optimizer = inner_optimizer("adamw", model)
+            return model, optimizer, StreamingDiLoCo(model, inner_optimizers=[optimizer], **CHOICES)
+
+        model, optimizer, engine = start()
+        seen = []
+        for step in range(1, STEPS + 1):
+            train_step(model, optimizer, rank, step)
+            engine.step()
+            if step == stopped_at:
+                saved = through_a_file([engine.state_dict(), optimizer.state_dict()])
+                model, optimizer, engine = start()
+                engine.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+            seen.append({**{n: v.clone() for n, v in model.state_dict().items()}, **engine.outer_state_dict()})
+        engine.finish()
+        return [*seen, engine.outer_state_dict()]
+
+    expected = run_ranks(run, 2, None)
+    for stopped_at in (10, 12, 20):
+        for rank, actual in enumerate(run_ranks(run, 2, stopped_at)):
+            assert_same(actual, expected[rank])
