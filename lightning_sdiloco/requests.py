@@ -34,6 +34,14 @@ class Requests:
         """Asks all groups for something. Asking again before it is done changes nothing."""
         self._engine.request(bit)
 
+    def state_dict(self) -> dict[int, int]:
+        """After which inner step each request was done last."""
+        return dict(self._done_at)
+
+    def load_state_dict(self, state: dict[int, int]) -> None:
+        """Takes back what `state_dict` returned."""
+        self._done_at = dict(state)
+
     def agreed(self, landings: Iterable[Landing]) -> int:
         """What all groups do now: the bits that came with these landings, on every rank the same.
 

@@ -103,6 +103,11 @@ class Settings:
         """The compression itself, where it was given by name."""
         return resolve(self.compression)
 
+    def fixed_by_a_checkpoint(self) -> dict[str, str]:
+        """The settings without which a checkpoint cannot be resumed exactly, as text."""
+        names = ("sync_every", "overlap_steps", "fragments", "layers_per_fragment", "compression", "outer_optimizer")
+        return {name: text for name, text in self.described().items() if name in names}
+
     def make_outer_optimizer(self, shards: Sequence[torch.Tensor]) -> Optimizer:
         """Makes the outer optimizer over flat float32 shards, one per fragment."""
         if self.outer_optimizer is not None:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,13 @@ from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.requests import Request, Requests
+from lightning_sdiloco.saving import SavingMixin
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
 from lightning_sdiloco.silence import silence
 from lightning_sdiloco.start import cut
 from lightning_sdiloco.summary import Summary
 from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +46,7 @@ _PER_BATCH_HOOKS = frozenset(
 )
 
 
-class StreamingDiLoCoMixin(_Base):
+class StreamingDiLoCoMixin(SavingMixin):
     """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo (arXiv 2501.18512).
 
     Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is cut into fragments,
@@ -205,6 +201,7 @@ class StreamingDiLoCoMixin(_Base):
     @override
     def connect(self, model: Any) -> None:
         super().connect(model)
+        self._resumed = None
         callbacks = model._trainer.callbacks
         if not any(isinstance(callback, StreamingDiLoCoCallbackMixin) for callback in callbacks):
             # First, so that every other callback sees the model after the landing of its step.
@@ -234,12 +231,6 @@ class StreamingDiLoCoMixin(_Base):
             settings = {**self._settings.described(), "worker_groups": str(self._worker_groups)}
             require_same_settings(settings, world())
             self._topology = Topology.of_world(self._layout(), self._settings.timeout)
-
-    @property
-    def topology(self) -> Topology:
-        """Worker groups and the ways between them; known when processes are connected."""
-        assert self._topology is not None, "the process groups are made in setup_distributed"
-        return self._topology
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -288,6 +279,7 @@ class StreamingDiLoCoMixin(_Base):
             **vars(self._settings),
         )
         self._requests = Requests(self._engine)
+        self._resume()
 
     # Training
 

@@ -24,9 +24,9 @@ EDGE = {
     f"{NAME}.cli",
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
-    f"{NAME}.model_parallel",
     f"{NAME}.pytorch_lightning",
     f"{NAME}.requests",
+    f"{NAME}.saving",
     f"{NAME}.silence",
     f"{NAME}.strategy",
 }

@@ -1,0 +1,159 @@
+"""What differs between ranks, beside an ordinary checkpoint: a folder with one file per rank and a manifest.
+
+[Note: the order of a save] The checkpoint file names a folder of its own save. All ranks write their files, then rank
+0 writes the manifest, and last the checkpoint file takes its place in one step. Whenever a process is killed, the file
+that stands there belongs to a folder that is whole. Folders of earlier saves are removed after that.
+"""
+
+import hashlib
+import io
+import json
+import os
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import fsspec
+import torch
+
+FORMAT = 1
+"""Version of the folder; a newer one is refused."""
+
+KEY = "streaming_diloco"
+"""Where the checkpoint file says which folder belongs to it."""
+
+_SUFFIX = ".sdiloco"
+_MANIFEST = "manifest.json"
+
+
+class Entry(NamedTuple):
+    """A rank's file as the manifest knows it."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Entry:
+    """Writes the file of a rank, all of it or nothing.
+
+    Args:
+        path: The checkpoint file.
+        save: Name of the folder of this save.
+        rank: The rank.
+        state: Plain values and tensors.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    name = f"rank_{rank:05d}.pt"
+    _write(path, save, name, buffer.getvalue())
+    return Entry(name, buffer.getbuffer().nbytes, hashlib.sha256(buffer.getbuffer()).hexdigest())
+
+
+def write_manifest(path: str, save: str, entries: Sequence[Entry], about: Mapping[str, Any]) -> None:
+    """Writes the manifest, which makes a folder whole.
+
+    Args:
+        path: The checkpoint file.
+        save: Name of the folder of this save.
+        entries: The files of all ranks, in their order.
+        about: What else is worth knowing: versions and settings.
+    """
+    manifest = {"format": FORMAT, **about, "files": [entry._asdict() for entry in entries]}
+    _write(path, save, _MANIFEST, json.dumps(manifest, indent=2).encode())
+
+
+def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Reads the file of a rank and checks it against the manifest.
+
+    Args:
+        path: The checkpoint file.
+        header: What the checkpoint file says of its folder.
+        rank: The rank.
+
+    Raises:
+        ValueError: If the folder is of a newer version, or misses a file, or a file is not what was written.
+    """
+    if header["format"] > FORMAT:
+        raise ValueError(
+            f"The checkpoint {path} was written in format {header['format']} by lightning_sdiloco {header['version']};"
+            f" this version reads up to format {FORMAT}. Install that version or a newer one."
+        )
+    manifest = json.loads(_read(path, header["save"], _MANIFEST))
+    entry = Entry(**manifest["files"][rank])
+    data = _read(path, header["save"], entry.name)
+    if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise ValueError(
+            f"The file {entry.name} in {_folder(path)[1]} is not what was saved: it has {len(data)} bytes where"
+            f" {entry.size} were written, or other contents. Restore it, or resume from another checkpoint."
+        )
+    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def remove_folder(path: str) -> None:
+    """Removes what belongs to a checkpoint file, if there is anything."""
+    filesystem, folder = _folder(path)
+    if filesystem.exists(folder):
+        filesystem.rm(folder, recursive=True)
+
+
+def remove_other_saves(path: str, save: str) -> None:
+    """Removes the folders of earlier saves to the same checkpoint file."""
+    filesystem, folder = _folder(path)
+    for other in filesystem.ls(folder, detail=False):
+        if os.path.basename(other.rstrip("/")) != save:
+            filesystem.rm(other, recursive=True)
+
+
+def fingerprint(path: str) -> str:
+    """Something that changes when a file is replaced; empty if there is none."""
+    filesystem, target = fsspec.core.url_to_fs(path)
+    return repr(filesystem.info(target)) if filesystem.exists(target) else ""
+
+
+def random_state() -> dict[str, Any]:
+    """The state of the random number generators of this process, as plain values and tensors."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, keys.tolist(), *rest]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Takes back what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+
+
+def _folder(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    filesystem, target = fsspec.core.url_to_fs(path)
+    # ModelCheckpoint(save_last="link") makes a link; the folder is beside the file that it points to.
+    local = "file" in (filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,))
+    return filesystem, (os.path.realpath(target) if local else target) + _SUFFIX
+
+
+def _write(path: str, save: str, name: str, data: bytes) -> None:
+    filesystem, folder = _folder(path)
+    filesystem.makedirs(f"{folder}/{save}", exist_ok=True)
+    with filesystem.transaction, filesystem.open(f"{folder}/{save}/{name}", "wb") as file:
+        file.write(data)
+
+
+def _read(path: str, save: str, name: str) -> bytes:
+    filesystem, folder = _folder(path)
+    try:
+        return bytes(filesystem.cat_file(f"{folder}/{save}/{name}"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"The checkpoint {path} needs {folder}/{save}/{name}, which is not there. The folder {folder} belongs to"
+            " the checkpoint file: move or copy both. Without it, start a new fit from the weights of the file."
+        ) from error
