@@ -127,7 +127,7 @@ def draw_legend(axes: Axes) -> None:
 def main() -> None:
     """Writes both files."""
     plt.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "timeline"})
-    figure, axes = plt.subplots(figsize=(10, 5.4), facecolor="white")
+    figure, axes = plt.subplots(figsize=(8.4, 5.2), facecolor="white")
     axes.set_xlim(FIRST - 6.2, LAST + 0.3)
     axes.set_ylim(13.3, -0.6)
     axes.axis("off")
@@ -141,7 +141,7 @@ def main() -> None:
     figure.subplots_adjust(left=0, right=1, top=1, bottom=0)
     IMAGES.mkdir(exist_ok=True)
     figure.savefig(IMAGES / "timeline.svg", metadata={"Date": None, "Creator": None})
-    figure.savefig(IMAGES / "timeline.png", dpi=160, metadata={"Software": None})
+    figure.savefig(IMAGES / "timeline.png", dpi=190, metadata={"Software": None})
     plt.close(figure)
 
 

@@ -27,7 +27,7 @@ def schedule(
     Raises:
         ValueError: If a value is out of its range; for ``sync_every`` and ``overlap_steps`` as `Settings` says it.
 
-    Example:
+    Examples:
         >>> print(schedule(sync_every=6, overlap_steps=2, fragments=2, last=12))
         step  launches  lands
            6  0         -

@@ -27,7 +27,7 @@ class Control(NamedTuple):
         norm_squared: Squared norm of the outer gradient.
         changed: Buffers of the fragment that changed since its last landing, one bit each.
 
-    Example:
+    Examples:
         >>> control = Control(fragment=2, step=100, requests=0, finite=True, digest=-5, norm_squared=0.25, changed=0)
         >>> Control.unpacked(control.packed()) == control, control.packed().numel()
         (True, 40)

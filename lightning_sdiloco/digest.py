@@ -19,7 +19,7 @@ def digest(values: Tensor, start: int = 0) -> int:
     Returns:
         A signed 64-bit number.
 
-    Example:
+    Examples:
         >>> whole = torch.arange(10.0)
         >>> digest(whole) == combined([digest(whole[:4]), digest(whole[4:], start=4)])
         True

@@ -73,7 +73,7 @@ class StreamingDiLoCo:
         ValueError: If an argument is out of range, the model cannot be cut as asked, or models or settings differ
             between ranks.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         >>> engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, layers_per_fragment=1)

@@ -85,7 +85,7 @@ def partition(
         ValueError: If there are no parameters, the name is unknown, a pattern matches nothing, two patterns claim one
             parameter, or a parameter is left out.
 
-    Example:
+    Examples:
         >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]
         >>> cut = partition([Parameter("embedding.weight", 24), *layers], layers_per_fragment=2)
         >>> for fragment in cut.fragments:
@@ -152,7 +152,7 @@ def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
     Returns:
         The names in each block, in the order in which the blocks first appear. Empty if there are none.
 
-    Example:
+    Examples:
         >>> names = ["embedding.weight", "layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
         >>> find_blocks([Parameter(name, nbytes=4) for name in names])
         [['layers.0.weight', 'layers.0.bias'], ['layers.1.weight', 'layers.1.bias']]

@@ -32,7 +32,7 @@ class Schedule:
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper).
         fragments: Number of fragments (P in the paper).
 
-    Example:
+    Examples:
         >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=2)
         >>> schedule.launches(100), schedule.landings(105), schedule.launches(150)
         ((0,), (0,), (1,))

@@ -24,7 +24,7 @@ class Settings:
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
 
-    Example:
+    Examples:
         >>> Settings(sync_every=100, overlap_steps=100)
         Traceback (most recent call last):
         ...

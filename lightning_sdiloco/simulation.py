@@ -24,7 +24,7 @@ class SimulatedGroups:
     Raises:
         ValueError: As `StreamingDiLoCo` does, or if there are no models.
 
-    Example:
+    Examples:
         >>> import torch
         >>> models = [nn.Linear(4, 1) for _ in range(2)]
         >>> optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]

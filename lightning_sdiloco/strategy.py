@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
+from lightning_sdiloco.buckets import fix_bucket_order
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import StreamingDiLoCo
@@ -148,12 +149,12 @@ class StreamingDiLoCoMixin(SavingMixin):
 
     @property
     def schedule(self) -> Schedule:
-        """When fragments launch and land; prints as a table. Known from the start of a fit."""
+        """When fragments launch and land; prints as a table. Known from the first training batch on."""
         return self._source.schedule
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments: names and sizes in bytes of their parameters. Known from the start of a fit."""
+        """The fragments: names and sizes in bytes of their parameters. Known from the first training batch on."""
         return self._source.fragments
 
     def outer_state_dict(self) -> dict[str, Tensor]:
@@ -265,7 +266,10 @@ class StreamingDiLoCoMixin(SavingMixin):
             if isinstance(part, nn.SyncBatchNorm):
                 # Lightning converts for the whole world, which would couple the groups at every step.
                 part.process_group = self.topology.in_group.process_group
-        return super()._setup_model(model)
+        wrapped = super()._setup_model(model)
+        if self.topology.shards > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
+            fix_bucket_order(wrapped)
+        return wrapped
 
     @override
     def on_train_start(self) -> None:

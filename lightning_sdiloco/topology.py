@@ -24,7 +24,7 @@ class GroupLayout:
     Raises:
         ValueError: If the world cannot be split into that many groups of equal size.
 
-    Example:
+    Examples:
         >>> layout = GroupLayout(world_size=4, worker_groups=2)
         >>> layout.group_size, layout.group_of(3), layout.shard_of(3)
         (2, 1, 1)

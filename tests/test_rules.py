@@ -19,6 +19,7 @@ NAME = "lightning_sdiloco"
 # Everything else is engine: a new file belongs to it until it is named here.
 EDGE = {
     NAME,
+    f"{NAME}.buckets",
     f"{NAME}.callback",
     f"{NAME}.checkpoint",
     f"{NAME}.cli",

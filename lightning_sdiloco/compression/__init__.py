@@ -24,7 +24,7 @@ def resolve(compression: str | Compression) -> Compression:
     Raises:
         ValueError: If ``compression`` is neither.
 
-    Example:
+    Examples:
         >>> resolve("fp4")
         FP4()
     """

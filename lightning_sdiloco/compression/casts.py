@@ -13,7 +13,7 @@ from lightning_sdiloco.compression.base import Compression
 class Float32(Compression):
     """No compression: the bytes of the float32 values, 32 bits a value.
 
-    Example:
+    Examples:
         >>> import torch
         >>> payload, decoded = Float32().encode(torch.tensor([0.1, -2.0])), torch.empty(2)
         >>> Float32().decode(payload, decoded)
@@ -55,7 +55,7 @@ class BFloat16(Compression):
 
     A finite value beyond the largest bfloat16 (3.39e38) becomes that one, not infinity.
 
-    Example:
+    Examples:
         >>> import torch
         >>> payload, decoded = BFloat16().encode(torch.tensor([1.0, 1.001])), torch.empty(2)
         >>> BFloat16().decode(payload, decoded)

@@ -36,7 +36,7 @@ class FP4(Compression):
     Streaming DiLoCo (arXiv 2501.18512, section 2.4) sends outer gradients as E3M0 and adds them up in float32. It
     gives no rule for the scale: this one was chosen by measuring, see ``benchmarks/compression.py``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> fp4, values = FP4(), torch.tensor([1.0, -0.5, 0.3, 0.0])
         >>> payload, decoded = fp4.encode(values), torch.empty(4)

@@ -25,7 +25,7 @@ class InProcessExchange(Exchange[_Posted]):
 
     Collecting before all groups have posted is an error rather than a wait: there is nobody to wait for.
 
-    Example:
+    Examples:
         >>> import torch
         >>> one, other = InProcessExchange.connect(2)
         >>> posted = [group.post(torch.tensor([i], dtype=torch.uint8)) for i, group in enumerate((one, other))]

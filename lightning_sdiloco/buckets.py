@@ -1,0 +1,35 @@
+"""One layout of gradient buckets for every fit, so that a resumed one adds gradients in the same order."""
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def fix_bucket_order(model: DistributedDataParallel) -> None:
+    """Lets DistributedDataParallel rebuild its buckets now, before the first step.
+
+    It rebuilds them once, after the first backward, in the order in which gradients became ready. So the first step of
+    a resumed fit would add the gradients of three and more ranks in another order than the run that never stopped, and
+    round differently. A backward of zeros, in which gradients become ready from the last parameter to the first as they
+    mostly do, makes the layout the same for all steps. With two ranks the order of a sum does not matter.
+
+    Args:
+        model: A model that has not been used yet. All ranks of its process group must call this.
+    """
+    module, parameters = model.module, [p for p in model.module.parameters() if p.requires_grad]
+
+    def chain() -> Tensor:
+        total = parameters[0].sum()
+        for parameter in parameters[1:]:
+            total = total.to(parameter) + parameter.sum()
+        return total * 0
+
+    # An attribute of the instance hides the method of its class until it is deleted.
+    module.forward = chain
+    try:
+        with torch.enable_grad():
+            model().backward()
+    finally:
+        del module.forward
+    for parameter in parameters:
+        parameter.grad = None
