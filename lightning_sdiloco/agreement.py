@@ -55,11 +55,22 @@ def align_model(model: nn.Module, world: Communicator) -> None:
         model: The model of this rank, the same on all ranks but for its values.
         world: All ranks.
     """
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    if not is_aligned(model, world):
+        for tensor in (*model.parameters(), *model.buffers()):
+            world.broadcast(tensor.detach())
+
+
+def is_aligned(model: nn.Module, world: Communicator, with_buffers: bool = True) -> bool:
+    """Whether all ranks hold the same parameters and buffers, bit for bit. All ranks must call it.
+
+    Args:
+        model: The model of this rank.
+        world: All ranks.
+        with_buffers: Whether buffers count.
+    """
+    tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
     own = [digest(tensor) for tensor in tensors]
-    if any(other != own for other in world.gather_objects(own)):
-        for tensor in tensors:
-            world.broadcast(tensor)
+    return all(other == own for other in world.gather_objects(own))
 
 
 def _signature(model: nn.Module) -> dict[str, str]:

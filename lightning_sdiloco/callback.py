@@ -1,5 +1,6 @@
 """The callback that the strategy attaches: it ends every batch with an inner step, and logs what landed."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.flight import Landing
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from lightning_sdiloco.strategy import StreamingDiLoCoMixin
 else:
     _Base = object
+
+
+_log = logging.getLogger(__name__)
 
 
 class StreamingDiLoCoCallbackMixin(_Base):
@@ -25,18 +29,26 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes the inner step, logs what landed, and ends a fit with its last batch."""
-        _log(trainer, self._strategy.end_batch())
+        _write(trainer, self._strategy.end_batch())
         if self._strategy.agreed(Request.TIME_LIMIT):
             trainer.should_stop = True
         if self._strategy.agreed(Request.TERMINATE):
             trainer._signal_connector.received_sigterm = True
         if _is_last(trainer):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
-            _log(trainer, self._strategy.finish())
+            _write(trainer, self._strategy.finish())
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Says once if no batch counts as an inner step."""
+        if trainer.current_epoch == 0 and not self._strategy.made_inner_steps:
+            _log.warning(
+                "The first epoch ended without an inner step: no optimizer stepped through Lightning, so the worker"
+                " groups train apart. In manual optimization, step the optimizers of self.optimizers()."
+            )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends a fit that was stopped early, before other callbacks look at the model."""
-        _log(trainer, self._strategy.finish())
+        _write(trainer, self._strategy.finish())
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Tells the strategy first, before another callback saves a checkpoint."""
@@ -51,7 +63,7 @@ def _is_last(trainer: Any) -> bool:
     return bool(limited and last_batch and trainer.current_epoch + 1 >= trainer.max_epochs)
 
 
-def _log(trainer: Any, landings: list[Landing]) -> None:
+def _write(trainer: Any, landings: list[Landing]) -> None:
     for landing in landings:
         metrics = {
             "sdiloco/bytes_sent": landing.bytes_sent,

@@ -125,6 +125,7 @@ class StreamingDiLoCo:
         self._flights: list[Flight] = []
         self._requests = 0
         self._left_out_in_a_row = [0] * self.topology.groups
+        self._recovered_at = [0] * self.topology.groups
         self._stash: list[Tensor] | None = None
         self._finished: list[Tensor] | None = None
         self._unfinished: dict[str, Any] | None = None
@@ -170,7 +171,10 @@ class StreamingDiLoCo:
         if self._closed:
             raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")
         self._counts.inner_steps += 1
-        for fragment in self.schedule.launches(self.inner_steps):
+        due = self.schedule.launches(self.inner_steps)
+        if due:
+            self._require_coverage()
+        for fragment in due:
             self._launch(fragment)
             self._counts.launches += 1
 
@@ -203,6 +207,7 @@ class StreamingDiLoCo:
 
     def land_all(self) -> list[Landing]:
         """The first part of `finish`: lands every fragment in flight, in the order of the launches."""
+        self._require_coverage()
         self._unfinished = self._state()
         landed = [self._land(self._flights.pop(0)) for _ in list(self._flights)]
         self._counts.landings += len(landed)
@@ -244,6 +249,10 @@ class StreamingDiLoCo:
     def withdraw(self, bits: int) -> None:
         """Takes back what was requested and has not been launched yet."""
         self._requests &= ~bits
+
+    def is_training(self, model: nn.Module) -> bool:
+        """Whether this engine trains that model and has not finished, so that groups hold different local values."""
+        return self._model is model and self._finished is None
 
     @property
     def is_finished(self) -> bool:
@@ -337,6 +346,7 @@ class StreamingDiLoCo:
             tensor.copy_(local)
         self._counts = Counts(**state["counts"])
         self._left_out_in_a_row = list(state["left_out_in_a_row"])
+        self._recovered_at = list(state["recovered_at"])
         self._requests = state["requests"]
         for saved in state["flights"]:
             self._fly(Cargo.loaded(saved, self._device, self._deadline()))
@@ -356,17 +366,19 @@ class StreamingDiLoCo:
         with record_function("sdiloco::launch"):
             layout, buffers = self._layouts[fragment], self._buffers[fragment]
             local = layout.read(*self._shard(layout))
+            # A signal handler may request something at any moment: only what is taken along is taken away.
+            requests = self._requests
             cargo = Cargo(
                 fragment=fragment,
                 step=self.inner_steps,
                 gradient=torch.sub(self._outer.values[fragment], local, out=local),
                 buffers=buffers.snapshot(),
                 travelling=buffers.travelling(),
-                requests=self._requests,
+                requests=requests,
                 deadline=self._deadline(),
                 final=final,
             )
-            self._requests = 0
+            self._requests &= ~requests
             self._fly(cargo)
 
     def _fly(self, cargo: Cargo) -> None:
@@ -409,7 +421,7 @@ class StreamingDiLoCo:
         self._buffers[fragment].mix(mixing)
         if left_out:
             self._recover(fragment)
-        self._count_left_out(arrival.left_out)
+        self._count_left_out(cargo.step, arrival.left_out)
 
     def _recover(self, landed: int) -> None:
         """Takes the outer values wherever local ones are not finite.
@@ -424,15 +436,30 @@ class StreamingDiLoCo:
                     self._buffers[fragment].mix(0.0)
                 reset_non_finite_state(self._inner_optimizers, layout.keys)
 
-    def _count_left_out(self, left_out: tuple[int, ...]) -> None:
+    def _count_left_out(self, launched_at: int, left_out: tuple[int, ...]) -> None:
         for group in range(self.topology.groups):
-            self._left_out_in_a_row[group] = self._left_out_in_a_row[group] + 1 if group in left_out else 0
+            if group not in left_out:
+                self._left_out_in_a_row[group] = 0
+            elif launched_at >= self._recovered_at[group]:
+                # Fragments that were launched before the group recovered from it tell of the same event.
+                self._left_out_in_a_row[group] += 1
+                self._recovered_at[group] = self.inner_steps
         lost = [group for group, count in enumerate(self._left_out_in_a_row) if count >= _MOST_LEFT_OUT]
         if lost:
             raise AgreementError(
                 f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite {_MOST_LEFT_OUT} times"
                 " in a row, so that the other groups train without it. Look at that group's data and learning rate,"
                 " and resume from a checkpoint, for example with gradient clipping."
+            )
+
+    def _require_coverage(self) -> None:
+        known = {id(parameter) for layout in self._layouts for parameter in layout.keys}
+        new = [name for name, parameter in trainable(self._model).items() if id(parameter) not in known]
+        if new:
+            raise AgreementError(
+                f"{len(new)} parameters have become trainable since training started, such as {new[0]!r}: they are in"
+                " no fragment, and every group would train its own. Start with all parameters trainable that will be,"
+                " or train in two fits."
             )
 
     def _shard(self, layout: FragmentLayout) -> tuple[int, int]:
@@ -464,6 +491,7 @@ class StreamingDiLoCo:
         return {
             "counts": asdict(self._counts),
             "left_out_in_a_row": list(self._left_out_in_a_row),
+            "recovered_at": list(self._recovered_at),
             "requests": self._requests,
             "fragments": fragments,
             "flights": [flight.cargo.saved() for flight in self._flights],

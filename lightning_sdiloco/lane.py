@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -52,7 +53,9 @@ class ThreadLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self._work: queue.SimpleQueue[_Flight[Any, Any] | None] = queue.SimpleQueue()
         self._streams = _Streams(device) if device.type != "cpu" else None
-        threading.Thread(target=self._run, name="sdiloco-lane", daemon=True).start()
+        # The thread knows the queue and not the lane, so that it ends with a lane that nobody closes.
+        threading.Thread(target=_work_off, args=(self._work, self._streams), name="sdiloco-lane", daemon=True).start()
+        weakref.finalize(self, self._work.put, None)
 
     def start(self, send: Callable[[], Sent], receive: Callable[[Sent], Result]) -> Pending[Result]:
         """Hands a flight to the worker thread; see `Lane.start`."""
@@ -63,15 +66,6 @@ class ThreadLane(Lane):
     def close(self) -> None:
         """Lets the worker thread end after what is in its queue."""
         self._work.put(None)
-
-    def _run(self) -> None:
-        while (flight := self._work.get()) is not None:
-            with torch.no_grad():
-                if self._streams is None:
-                    flight.run()
-                else:
-                    self._streams.run(flight)
-            del flight
 
 
 class _Flight(Pending[Result], Generic[Sent, Result]):
@@ -121,6 +115,16 @@ class _Streams:
             self._side.wait_event(flight.ready)
             # Waiting here, in the worker thread, lets the training thread use the result without an event.
             flight.run(settle=self._side.synchronize)
+
+
+def _work_off(work: "queue.SimpleQueue[_Flight[Any, Any] | None]", streams: _Streams | None) -> None:
+    while (flight := work.get()) is not None:
+        with torch.no_grad():
+            if streams is None:
+                flight.run()
+            else:
+                streams.run(flight)
+        del flight
 
 
 class InlineLane(Lane):

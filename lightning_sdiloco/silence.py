@@ -11,6 +11,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
 from lightning_sdiloco.requests import MOST_CHECKPOINTS, Request
 
 if TYPE_CHECKING:
@@ -28,8 +32,10 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
         What undoes them, with ``close()``.
 
     Raises:
-        ValueError: If there are more checkpoint callbacks with a time interval than a control vector has bits.
+        ValueError: If there are more checkpoint callbacks with a time interval than a control vector has bits, or a
+            callback that averages weights.
     """
+    _refuse_averaging(trainer)
     undo = ExitStack()
     if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         _replace(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
@@ -46,10 +52,26 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
     for index, checkpoint in enumerate(checkpoints):
         hook = partial(strategy.decide_checkpoint, index, checkpoint.on_train_batch_end)
         _replace(undo, checkpoint, "on_train_batch_end", hook)
+    for saver in _those_with(trainer, "_monitor_candidates"):
+        _replace(undo, saver, "_monitor_candidates", partial(_mean_candidates, saver._monitor_candidates, strategy))
+    for metric in (part for part in trainer.lightning_module.modules() if isinstance(part, Metric)):
+        if metric.dist_sync_fn is None and metric.process_group is None:
+            _replace(undo, metric, "dist_sync_fn", _GatherMetric(strategy))
     if trainer.progress_bar_callback is not None:
         bar = trainer.progress_bar_callback
         _replace(undo, bar, "get_metrics", partial(_progress, bar.get_metrics, strategy))
     return undo
+
+
+def _refuse_averaging(trainer: Any) -> None:
+    for callback in trainer.callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__}
+        if kinds & {"StochasticWeightAveraging", "WeightAveraging"}:
+            raise ValueError(
+                f"{type(callback).__name__} averages the local weights of each worker group on its own and would leave"
+                " every group with another model. The outer optimizer averages already: take the callback out of"
+                " callbacks, or train with one worker group's strategy, such as 'ddp'."
+            )
 
 
 def _those_with(trainer: Any, name: str) -> list[Any]:
@@ -57,8 +79,11 @@ def _those_with(trainer: Any, name: str) -> list[Any]:
 
 
 def _replace(undo: ExitStack, target: Any, name: str, value: Callable[..., Any]) -> None:
+    if name in vars(target):
+        undo.callback(setattr, target, name, vars(target)[name])
+    else:
+        undo.callback(vars(target).pop, name, None)
     setattr(target, name, value)
-    undo.callback(target.__dict__.pop, name, None)
 
 
 def _on_sigterm(trainer: Any, strategy: "StreamingDiLoCoMixin", signum: int, frame: Any) -> None:
@@ -74,6 +99,35 @@ def _check_time(timer: Any, original: Callable[[Any], None], strategy: "Streamin
         original(trainer)
     elif timer.time_elapsed() >= timer._duration:
         strategy.ask(Request.TIME_LIMIT)
+
+
+def _mean_candidates(
+    original: Callable[[Any], dict[str, Any]], strategy: "StreamingDiLoCoMixin", trainer: Any
+) -> dict[str, Any]:
+    """What a checkpoint callback chooses by and puts into names: what was logged per group becomes a mean of all."""
+    candidates = original(trainer)
+    numbers = {name: float(value) for name, value in candidates.items() if isinstance(value, Tensor)}
+    means = strategy.mean_over_all(numbers)
+    return {
+        name: value.new_tensor(means[name]) if name in means and value.is_floating_point() else value
+        for name, value in candidates.items()
+    }
+
+
+class _GatherMetric:
+    """Gathers a state of a torchmetrics metric: over the worker group inside a batch, over all ranks otherwise."""
+
+    def __init__(self, strategy: "StreamingDiLoCoMixin") -> None:
+        self._strategy = strategy
+
+    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        if group is None and self._strategy.in_batch:
+            group = self._strategy.topology.in_group.process_group
+        return list(gather_all_tensors(value, group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherMetric":
+        # A copy of the module must not copy the strategy.
+        return self
 
 
 def _progress(original: Callable[..., dict[str, Any]], strategy: "StreamingDiLoCoMixin", *args: Any) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
+from lightning_sdiloco.agreement import align_model, is_aligned, require_same_model, require_same_settings
 from lightning_sdiloco.buckets import fix_bucket_order
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.requests import Request, Requests
@@ -25,7 +26,7 @@ from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
 from lightning_sdiloco.silence import silence
 from lightning_sdiloco.start import cut
 from lightning_sdiloco.summary import Summary
-from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
+from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, leave_at_exit, world
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,12 @@ _PER_BATCH_HOOKS = frozenset(
         "on_before_backward",
         "on_after_backward",
         "on_before_optimizer_step",
+        "on_before_batch_transfer",
+        "transfer_batch_to_device",
+        "on_after_batch_transfer",
+        "backward",
         "optimizer_step",
+        "optimizer_zero_grad",
         "configure_gradient_clipping",
         "lr_scheduler_step",
     }
@@ -139,6 +145,7 @@ class StreamingDiLoCoMixin(SavingMixin):
         self._engine: StreamingDiLoCo | None = None
         self._summary: Summary | None = None
         self._requests: Requests | None = None
+        self._fragments: tuple[Fragment, ...] = ()
         self._stepped = False
         self._failed = False
         self._deciding: int | None = None
@@ -149,13 +156,13 @@ class StreamingDiLoCoMixin(SavingMixin):
 
     @property
     def schedule(self) -> Schedule:
-        """When fragments launch and land; prints as a table. Known from the first training batch on."""
-        return self._source.schedule
+        """When fragments launch and land; prints as a table. Known from ``on_fit_start`` on."""
+        return Schedule(self._settings.sync_every, self._settings.overlap_steps, len(self.fragments))
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments: names and sizes in bytes of their parameters. Known from the first training batch on."""
-        return self._source.fragments
+        """The fragments: names and sizes in bytes of their parameters. Known from ``on_fit_start`` on."""
+        return self._fragments or self._source.fragments
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """The outer parameters: name -> whole float32 tensor on the host, the same on every rank.
@@ -185,8 +192,8 @@ class StreamingDiLoCoMixin(SavingMixin):
         source = self._engine or self._summary
         if source is None:
             raise RuntimeError(
-                "The fragments and what follows from them are known from the first training batch on. Read them in"
-                " on_train_batch_start or a later hook, or after trainer.fit."
+                "There is nothing to read before training: the fragments and the schedule are known from on_fit_start"
+                " on, the outer parameters and the report from on_train_batch_start on, and all after trainer.fit."
             )
         return source
 
@@ -237,6 +244,7 @@ class StreamingDiLoCoMixin(SavingMixin):
     def setup(self, trainer: Any) -> None:
         if trainer.state.fn == "fit":
             self._engine = self._summary = self._requests = None
+            self._fragments = ()
             self._failed = self._stepped = False
             self._noise.close()
             self._noise = silence(trainer, self)
@@ -251,7 +259,7 @@ class StreamingDiLoCoMixin(SavingMixin):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        if self._engine is None:
+        if self._engine is None or not self._engine.is_training(self.model):
             align_model(self.model, self.topology.world)
         self.setup_precision_plugin()
 
@@ -259,7 +267,7 @@ class StreamingDiLoCoMixin(SavingMixin):
     def _setup_model(self, model: nn.Module) -> Any:
         require_same_model(model, self.topology.world)
         # Here already, so that our own refusals come before those of DistributedDataParallel.
-        cut(model, self._settings)
+        self._fragments = cut(model, self._settings).fragments
         align_model(model, self.topology.world)
         self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
         for part in model.modules():
@@ -300,6 +308,11 @@ class StreamingDiLoCoMixin(SavingMixin):
         self._agreed = 0
         if not self._stepped or self._engine is None or self._requests is None:
             return []
+        if self._engine.is_finished:
+            raise RuntimeError(
+                "Training goes on after its last batch: max_epochs or max_steps was raised when the worker groups had"
+                " joined already. Set them before trainer.fit, or fit again."
+            )
         self._stepped = False
         landings = self._engine.step()
         self._agreed = self._requests.agreed(landings)
@@ -313,6 +326,18 @@ class StreamingDiLoCoMixin(SavingMixin):
     def on_train_end(self) -> None:
         self.finish()
         super().on_train_end()
+        # Callbacks have run: one that put another model in place did so in every rank for itself.
+        if self.model is not None and not is_aligned(self.model, self.topology.world, with_buffers=False):
+            raise AgreementError(
+                "After training the model differs between ranks: a hook or callback changed it in on_train_end, as"
+                " callbacks that average weights do. What it put there is no model that the worker groups agree on. The"
+                " outer model is in strategy.outer_state_dict() and in the last checkpoint; take the callback out."
+            )
+
+    @property
+    def made_inner_steps(self) -> bool:
+        """Whether any batch has counted as an inner step."""
+        return self._engine is not None and self._engine.inner_steps > 0
 
     @property
     def is_training(self) -> bool:
@@ -355,6 +380,7 @@ class StreamingDiLoCoMixin(SavingMixin):
             return super().broadcast(obj, src)
         # ModelCheckpoint asks at every batch whether to skip the save that its time interval may call for.
         bit = int(Request.CHECKPOINT) << self._deciding
+        self._deciding = None
         if not obj:
             self.ask(bit)
         return not self.agreed(bit)
@@ -390,11 +416,32 @@ class StreamingDiLoCoMixin(SavingMixin):
         return super().all_gather(tensor, group, sync_grads)
 
     @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks, and says what may be wrong if they do not come."""
+        try:
+            super().barrier(*args, **kwargs)
+        except RuntimeError as error:
+            in_flight = self._engine.in_flight if self._engine is not None else ()
+            raise ExchangeError(
+                f"This rank, of worker group {self.topology.group}, waited for all others at {args or 'a barrier'} and"
+                f" they did not come; fragments in flight: {list(in_flight) or 'none'}. Other groups have stopped, or"
+                " are still training because their data is longer or trainer.should_stop was set here alone."
+            ) from error
+
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decides over all ranks, whatever hook asks: who stops or saves must do so everywhere."""
         votes = self.topology.world.gather(torch.tensor([int(decision)], device=self.root_device))
         count = sum(int(vote) for vote in votes)
         return count == len(votes) if all else count > 0
+
+    def mean_over_all(self, numbers: dict[str, float]) -> dict[str, float]:
+        """The mean over all ranks of every number that all ranks have; none after an exception."""
+        if self._failed:
+            return {}
+        ranks = self.topology.world.gather_objects(numbers)
+        common = [name for name in numbers if all(name in rank for rank in ranks)]
+        return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in common}
 
     # Evaluation and checkpoints show the outer model
 
@@ -440,6 +487,8 @@ class StreamingDiLoCoMixin(SavingMixin):
         self._noise.close()
         if self._engine is not None:
             self._engine.close()
+            if self._engine.is_finished:
+                leave_at_exit()
         super().teardown()
 
     def summary(self) -> Summary | None:

@@ -1,5 +1,7 @@
 """From ranks to worker groups and shards: arithmetic first, process groups at the bottom."""
 
+import atexit
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -107,12 +109,18 @@ class Topology:
 
     @staticmethod
     def of_world(layout: GroupLayout, timeout: timedelta) -> "Topology":
-        """Makes the process groups of a rank. All ranks of the default process group must call it.
+        """The process groups of a rank, made once for each layout. All ranks of the default process group must call it.
 
         Args:
             layout: The worker groups.
             timeout: Bound of one flight.
         """
+        if (layout, timeout) not in _made or _made[layout, timeout].is_stale():
+            _made[layout, timeout] = Topology._make(layout, timeout)
+        return _made[layout, timeout]
+
+    @staticmethod
+    def _make(layout: GroupLayout, timeout: timedelta) -> "Topology":
         rank = dist.get_rank()
         # Twice the bound of a flight: in a group, a rank whose own exchange went well waits for one whose did not.
         in_group = Communicator(_own(rank, layout.ranks_of_groups(), None, timeout))
@@ -128,6 +136,16 @@ class Topology:
             lane=lane,
             exchange=InProcessExchange.connect(1)[0] if layout.worker_groups == 1 else GatherExchange(across),
         )
+
+
+# Process groups have threads and sockets, and torch keeps them until the default group is destroyed.
+_made: dict[tuple[GroupLayout, timedelta], Topology] = {}
+
+
+@functools.cache
+def leave_at_exit() -> None:
+    """Destroys the process groups when the interpreter ends: gloo's threads must not outlive it."""
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def world() -> Communicator:

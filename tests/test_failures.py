@@ -101,6 +101,28 @@ def test_momentum_and_outer_parameters_stay_finite_when_a_group_is_left_out() ->
     assert all(bool(values.isfinite().all()) for values in [*outer.values, outer.states[0]["momentum_buffer"]])
 
 
+@pytest.mark.parametrize(("sync_every", "overlap_steps"), [(8, 7), (4, 3), (3, 2)])
+def test_one_event_that_several_fragments_in_flight_tell_of_counts_once(sync_every: int, overlap_steps: int) -> None:
+    run = Run(2, sync_every=sync_every, overlap_steps=overlap_steps, fragments=LAYERS)
+    run.until(2 * sync_every - 1)
+    landings = run.step(poisoned=(1,)) + run.until(12 * sync_every)
+    assert sum(landing.left_out == (1,) for landing in landings) >= 2
+    assert run.finite()
+
+
+def test_a_parameter_that_becomes_trainable_during_training_is_an_error_that_names_it() -> None:
+    models = [mlp(), mlp()]
+    for model in models:
+        model[4].weight.requires_grad_(False)
+    groups = SimulatedGroups(models, sync_every=3, overlap_steps=0, fragments=[["0.*", "2.*"], ["4.bias", "6.*"]])
+    groups.step()
+    for model in models:
+        model[4].weight.requires_grad_(True)
+    groups.step()
+    with pytest.raises(AgreementError, match=r"1 parameters have become trainable .* such as '4.weight'"):
+        groups.step()
+
+
 def train_with_timeout(rank: int, world_size: int, groups: int, at_step_9: str) -> None:
     size = world_size // groups
     topology = Topology.of_world(GroupLayout(world_size, groups), timedelta(seconds=2))

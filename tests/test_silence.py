@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torchmetrics import MeanMetric
 
 from tests import fits
 from tests.fits import LIGHTNING, fit
@@ -240,3 +241,41 @@ def test_a_gather_in_a_training_step_stays_in_the_group() -> None:
         return seen
 
     assert run_processes(run, 4) == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]
+
+
+def test_a_metric_of_torchmetrics_that_is_computed_in_a_training_step_stays_in_the_group() -> None:
+    def run(rank: int, world_size: int) -> tuple[float, float, float]:
+        seen: list[float] = []
+
+        def measuring(distribution: str, inner: str, seed: int) -> Any:
+            base = type(fits.module(distribution, inner, seed))
+
+            class Measuring(base):  # type: ignore[misc, valid-type]
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.computed, self.logged = MeanMetric(), MeanMetric(dist_sync_on_step=True)
+
+                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+                    self.computed.update(float(rank))
+                    seen[:] = [float(self.computed.compute()), float(self.logged(float(rank)))]
+                    self.log("rank", self.logged, on_step=False, on_epoch=True)
+                    return super().training_step(parts, index)
+
+            return Measuring()
+
+        trained = fit(
+            rank,
+            world_size,
+            2,
+            3,
+            {"fragments": [["*"]]},
+            inspect=lambda trainer, module: (
+                float(trainer.callback_metrics["rank"]),
+                module.computed.dist_sync_fn is None,
+            ),
+            make=measuring,
+        )
+        assert trained["inspected"][1], "undone after the fit"
+        return seen[0], seen[1], trained["inspected"][0]
+
+    assert run_processes(run, 4) == [(0.5, 0.5, 1.5), (0.5, 0.5, 1.5), (2.5, 2.5, 1.5), (2.5, 2.5, 1.5)]

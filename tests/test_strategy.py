@@ -1,6 +1,9 @@
 """The strategy in a real Trainer: both distributions, what users read, what is counted, what is shown and saved."""
 
+import gc
 import importlib
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sdiloco import StreamingDiLoCo
 from tests import fits
 from tests.fits import LIGHTNING, fit
 from tests.ranks import run_processes
@@ -118,7 +122,10 @@ class LaunchedModel(importlib.import_module(LIGHTNING).LightningModule):  # type
 
 
 def test_reading_before_a_fit_says_when_to() -> None:
-    with pytest.raises(RuntimeError, match="on_train_batch_start or a later hook, or after trainer.fit"):
+    with pytest.raises(
+        RuntimeError,
+        match="nothing to read before training: the fragments and the schedule are known from on_fit_start on",
+    ):
         fits.strategy().fragments  # noqa: B018
 
 
@@ -451,3 +458,120 @@ def test_synchronised_batch_norm_stays_in_the_group() -> None:
         return seen
 
     assert run_processes(run, 4) == [[True, True]] * 4
+
+
+def test_fragments_and_schedule_are_known_when_training_starts() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        read: list[tuple[int, int]] = []
+
+        class Reader(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+            def on_fit_start(self, trainer: Any, module: Any) -> None:
+                read.append((len(trainer.strategy.fragments), trainer.strategy.schedule.sync_every))
+
+            on_train_start = on_fit_start
+
+        fit(rank, world_size, 2, 2, SHORT, trainer_choices={"callbacks": [Reader()]})
+        return read
+
+    assert run_processes(run, 2) == [[(4, 4), (4, 4)]] * 2
+
+
+@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+def test_callbacks_that_average_the_weights_of_a_group_are_refused(name: str) -> None:
+    def run(rank: int, world_size: int) -> None:
+        callbacks = importlib.import_module(LIGHTNING).callbacks
+        callback = callbacks.StochasticWeightAveraging(0.1) if name[0] == "S" else callbacks.EMAWeightAveraging()
+        fit(rank, world_size, 2, 4, SHORT, trainer_choices={"callbacks": [callback]})
+
+    errors = run_processes(run, 2, expect_failure=True)
+    assert all(f"ValueError: {name} averages the local weights" in error for error in errors.values())
+
+
+def test_a_callback_that_leaves_another_model_in_every_rank_is_an_error() -> None:
+    def run(rank: int, world_size: int) -> None:
+        class Spoil(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+            def on_train_end(self, trainer: Any, module: Any) -> None:
+                with torch.no_grad():
+                    module.net[0].weight += rank
+
+        fit(rank, world_size, 2, 4, SHORT, trainer_choices={"callbacks": [Spoil()]})
+
+    errors = run_processes(run, 2, expect_failure=True)
+    assert all("AgreementError: After training the model differs between ranks" in error for error in errors.values())
+
+
+def test_another_model_is_aligned_before_it_is_evaluated() -> None:
+    def run(rank: int, world_size: int) -> list[float]:
+        loader = DataLoader(fits.Batches(rank, 0, 1), batch_size=None)
+        base = type(fits.module())
+
+        class Evaluated(base):  # type: ignore[misc, valid-type]
+            def validation_step(self, parts: Any, index: int) -> None:
+                pass
+
+        trainer = fits.trainer(strategy=fits.strategy(**SHORT), devices=2, max_steps=5, limit_val_batches=0)
+        trainer.fit(fits.module(), loader)
+        torch.manual_seed(rank)
+        other = Evaluated()
+        torch.nn.init.normal_(other.net[0].weight)
+        trainer.limit_val_batches = 1
+        trainer.validate(other, loader, verbose=False)
+        return other.net[0].weight.flatten().tolist()
+
+    first, second = run_processes(run, 2)
+    assert first == second
+
+
+def test_a_checkpoint_chosen_by_what_is_logged_per_batch_is_the_same_on_every_rank(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> tuple[str, float]:
+        base = type(fits.module())
+
+        class Logging(base):  # type: ignore[misc, valid-type]
+            def training_step(self, parts: Any, index: int) -> Tensor:
+                self.log("train_loss", float(rank + index), sync_dist=True)
+                return super().training_step(parts, index)
+
+        callbacks = importlib.import_module(LIGHTNING).callbacks
+        best = callbacks.ModelCheckpoint(
+            tmp_path, monitor="train_loss", every_n_train_steps=3, filename="{step}-{train_loss:.1f}"
+        )
+        loader = DataLoader(fits.Batches(rank, 0, 1), batch_size=None)
+        trainer = fits.trainer(
+            strategy=fits.strategy(**SHORT), devices=2, max_steps=10, callbacks=[best], enable_checkpointing=True
+        )
+        trainer.fit(Logging(), loader)
+        return Path(best.best_model_path).name, float(best.best_model_score)
+
+    assert run_processes(run, 2) == [("step=3-train_loss=2.5.ckpt", 2.5)] * 2
+    assert (tmp_path / "step=3-train_loss=2.5.ckpt").exists()
+
+
+def test_several_trainers_use_the_same_process_groups() -> None:
+    def run(rank: int, world_size: int) -> list[int]:
+        threads = []
+        for _ in range(4):
+            loader = DataLoader(fits.Batches(rank, 0, 1), batch_size=None)
+            fits.trainer(strategy=fits.strategy(**SHORT), devices=2, max_steps=5).fit(fits.module(), loader)
+            time.sleep(0.2)
+            threads.append(len(list(Path("/proc/self/task").iterdir())))
+        return threads
+
+    for threads in run_processes(run, 2):
+        assert threads[1:] == [threads[1]] * 3
+
+
+def test_an_engine_that_is_dropped_takes_its_thread_along() -> None:
+    def lanes() -> int:
+        return sum(thread.name == "sdiloco-lane" for thread in threading.enumerate())
+
+    before = lanes()
+    engine = StreamingDiLoCo(mlp(), sync_every=2, overlap_steps=1, fragments=[["*"]])
+    for _ in range(6):
+        engine.step()
+    assert lanes() == before + 1
+    del engine
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while lanes() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lanes() == before
