@@ -24,12 +24,15 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
             total = total.to(parameter) + parameter.sum()
         return total * 0
 
-    # An attribute of the instance hides the method of its class until it is deleted.
+    # An attribute of the instance hides the method of its class. There may be one already, such as a compiled forward.
+    own = vars(module).copy()
     module.forward = chain
     try:
         with torch.enable_grad():
             model().backward()
     finally:
         del module.forward
+        if "forward" in own:
+            module.forward = own["forward"]
     for parameter in parameters:
         parameter.grad = None

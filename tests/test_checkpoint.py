@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sdiloco.buckets import fix_bucket_order
 from tests import fits
 from tests.fits import LIGHTNING
-from tests.ranks import run_processes
+from tests.ranks import run_processes, run_ranks
 from tests.training import batch, mlp
 
 STEPS = 26
@@ -276,3 +278,20 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_usable(tmp
         assert step >= 9
         for trained in run_processes(run_fit, 2, LIGHTNING, step + 3, [], str(tmp_path / "only.ckpt")):
             assert sorted(trained["trace"]) == [step, step + 1, step + 2]
+
+
+def test_fixing_the_order_of_buckets_leaves_the_module_as_it_was() -> None:
+    def run(rank: int, world_size: int) -> list[bool]:
+        untouched = []
+        for instance_forward in (False, True):
+            module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            if instance_forward:
+                module.forward = torch.sin
+            before = {name: values.clone() for name, values in module.state_dict().items()}
+            fix_bucket_order(DistributedDataParallel(module))
+            kept = module.forward is torch.sin if instance_forward else "forward" not in vars(module)
+            same = all(torch.equal(values, before[name]) for name, values in module.state_dict().items())
+            untouched.append(kept and same and all(p.grad is None for p in module.parameters()))
+        return untouched
+
+    assert run_ranks(run, 3) == [[True, True]] * 3
