@@ -222,6 +222,8 @@ def main() -> None:
     """Runs the command line."""
     prepare_process()
     PretrainCLI(ByteGPT, StandardLibraryText, auto_configure_optimizers=False)
+    # Threads of gloo drop the tensors of the last collective a little later, and need the interpreter for that.
+    time.sleep(0.2)
 
 
 if __name__ == "__main__":

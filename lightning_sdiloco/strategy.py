@@ -14,46 +14,24 @@ from typing_extensions import override
 from lightning_sdiloco.agreement import align_model, is_aligned, require_same_model, require_same_settings
 from lightning_sdiloco.buckets import fix_bucket_order
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
+from lightning_sdiloco.collectives import CollectivesMixin
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import StreamingDiLoCo
-from lightning_sdiloco.errors import AgreementError, ExchangeError
+from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.requests import Request, Requests
-from lightning_sdiloco.saving import SavingMixin
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
 from lightning_sdiloco.silence import silence
 from lightning_sdiloco.start import cut
 from lightning_sdiloco.summary import Summary
-from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, leave_at_exit, world
+from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
 
 _log = logging.getLogger(__name__)
 
-# Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over the world
-# it would make every group wait for the slowest, at every step.
-_PER_BATCH_HOOKS = frozenset(
-    {
-        "training_step",
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_before_batch_transfer",
-        "transfer_batch_to_device",
-        "on_after_batch_transfer",
-        "backward",
-        "optimizer_step",
-        "optimizer_zero_grad",
-        "configure_gradient_clipping",
-        "lr_scheduler_step",
-    }
-)
 
-
-class StreamingDiLoCoMixin(SavingMixin):
+class StreamingDiLoCoMixin(CollectivesMixin):
     """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo (arXiv 2501.18512).
 
     Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is cut into fragments,
@@ -385,64 +363,6 @@ class StreamingDiLoCoMixin(SavingMixin):
             self.ask(bit)
         return not self.agreed(bit)
 
-    # Collectives of Lightning and of user code
-
-    @property
-    def in_batch(self) -> bool:
-        """Whether a hook runs that runs for every training batch."""
-        module = self.lightning_module
-        return (
-            module is not None
-            and module._trainer is not None
-            and module.trainer.training
-            and module._current_fx_name in _PER_BATCH_HOOKS
-        )
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
-        if group is None and self.in_batch:
-            if self.topology.in_group.size == 1:
-                return tensor
-            group = self.topology.in_group.process_group
-        return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
-        # LightningModule.all_gather passes the world where the user gave no group.
-        if group in (None, self.topology.world.process_group) and self.in_batch:
-            group = self.topology.in_group.process_group
-        return super().all_gather(tensor, group, sync_grads)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, and says what may be wrong if they do not come."""
-        try:
-            super().barrier(*args, **kwargs)
-        except RuntimeError as error:
-            in_flight = self._engine.in_flight if self._engine is not None else ()
-            raise ExchangeError(
-                f"This rank, of worker group {self.topology.group}, waited for all others at {args or 'a barrier'} and"
-                f" they did not come; fragments in flight: {list(in_flight) or 'none'}. Other groups have stopped, or"
-                " are still training because their data is longer or trainer.should_stop was set here alone."
-            ) from error
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decides over all ranks, whatever hook asks: who stops or saves must do so everywhere."""
-        votes = self.topology.world.gather(torch.tensor([int(decision)], device=self.root_device))
-        count = sum(int(vote) for vote in votes)
-        return count == len(votes) if all else count > 0
-
-    def mean_over_all(self, numbers: dict[str, float]) -> dict[str, float]:
-        """The mean over all ranks of every number that all ranks have; none after an exception."""
-        if self._failed:
-            return {}
-        ranks = self.topology.world.gather_objects(numbers)
-        common = [name for name in numbers if all(name in rank for rank in ranks)]
-        return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in common}
-
     # Evaluation and checkpoints show the outer model
 
     @override
@@ -487,8 +407,6 @@ class StreamingDiLoCoMixin(SavingMixin):
         self._noise.close()
         if self._engine is not None:
             self._engine.close()
-            if self._engine.is_finished:
-                leave_at_exit()
         super().teardown()
 
     def summary(self) -> Summary | None:

@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -117,6 +118,7 @@ class Topology:
         """
         if (layout, timeout) not in _made or _made[layout, timeout].is_stale():
             _made[layout, timeout] = Topology._make(layout, timeout)
+            _settle_at_exit()
         return _made[layout, timeout]
 
     @staticmethod
@@ -143,9 +145,13 @@ _made: dict[tuple[GroupLayout, timedelta], Topology] = {}
 
 
 @functools.cache
-def leave_at_exit() -> None:
-    """Destroys the process groups when the interpreter ends: gloo's threads must not outlive it."""
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+def _settle_at_exit() -> None:
+    """Gives gloo's threads a moment when the interpreter ends.
+
+    A thread of gloo drops the tensors of a collective a little after the collective has returned. If that is the last
+    one of the process and the interpreter is gone by then, the process aborts, after everything else went well.
+    """
+    atexit.register(time.sleep, 0.2)
 
 
 def world() -> Communicator:

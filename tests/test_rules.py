@@ -23,6 +23,7 @@ EDGE = {
     f"{NAME}.callback",
     f"{NAME}.checkpoint",
     f"{NAME}.cli",
+    f"{NAME}.collectives",
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
     f"{NAME}.pytorch_lightning",
