@@ -309,15 +309,12 @@ class StreamingDiLoCo:
             for name, values in zip(layout.names, layout.split(whole), strict=True)
         }
 
-    def outer_buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """The buffers that travel, each with its outer value in float32."""
-        return [pair for layout in self._buffers for pair in zip(layout.buffers, layout.outer, strict=True)]
-
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on bit for bit: plain dicts, lists, numbers and tensors on the host.
 
         It holds what is in flight too. After `finish` it is the state before it, so that a longer run goes on as if
-        the shorter one had not ended. Taking it changes nothing.
+        the shorter one had not ended. Taking it changes nothing. On the CPU its tensors may be the engine's own: do not
+        write to them.
         """
         return self._unfinished if self._unfinished is not None else self._state()
 
@@ -373,7 +370,7 @@ class StreamingDiLoCo:
                 step=self.inner_steps,
                 gradient=torch.sub(self._outer.values[fragment], local, out=local),
                 buffers=buffers.snapshot(),
-                travelling=buffers.travelling(),
+                travelling=buffers.all() if final else buffers.travelling(),
                 requests=requests,
                 deadline=self._deadline(),
                 final=final,
@@ -418,7 +415,7 @@ class StreamingDiLoCo:
         mixing = 0.0 if cargo.final or left_out else self.settings.mixing
         _keep_until_done(arrival.whole)
         self._layouts[fragment].write(arrival.whole, mixing)
-        self._buffers[fragment].mix(mixing)
+        self._buffers[fragment].mix(mixing, arrival.buffers)
         if left_out:
             self._recover(fragment)
         self._count_left_out(cargo.step, arrival.left_out)
@@ -433,7 +430,7 @@ class StreamingDiLoCo:
             if fragment == landed or not layout.is_finite():
                 if fragment != landed:
                     layout.write(self._whole_fragment(fragment))
-                    self._buffers[fragment].mix(0.0)
+                self._buffers[fragment].mix(0.0, self._buffers[fragment].all())
                 reset_non_finite_state(self._inner_optimizers, layout.keys)
 
     def _count_left_out(self, launched_at: int, left_out: tuple[int, ...]) -> None:
@@ -479,7 +476,7 @@ class StreamingDiLoCo:
     def _write_outer(self, wholes: Sequence[Tensor]) -> None:
         for layout, buffers, whole in zip(self._layouts, self._buffers, wholes, strict=True):
             layout.write(whole)
-            buffers.mix(0.0)
+            buffers.mix(0.0, buffers.all())
 
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.control import Control
-from lightning_sdiloco.fragments import on_host
 from lightning_sdiloco.lane import Pending
 from lightning_sdiloco.outer import Stepped
 
@@ -42,8 +41,8 @@ class Cargo(NamedTuple):
         return {
             "fragment": self.fragment,
             "step": self.step,
-            "gradient": self.gradient.to("cpu", copy=True),
-            "buffers": on_host(self.buffers),
+            "gradient": self.gradient.to("cpu"),
+            "buffers": [buffer.to("cpu") for buffer in self.buffers],
             "travelling": self.travelling,
             "requests": self.requests,
         }

@@ -74,7 +74,8 @@ class BufferLayout:
     """The persistent floating-point buffers that belong to a fragment, such as the statistics of BatchNorm.
 
     Those that changed in some group by the last launch travel with the next one; at the first launch, when nothing is
-    known yet, all do. So all groups know the size of a message before they get it.
+    known yet, and in the last exchange, which none follows, all do. So all groups know the size of a message before they
+    get it.
 
     Args:
         buffers: The buffers. They are read and written in place.
@@ -100,6 +101,10 @@ class BufferLayout:
                 bits |= 1 << min(index, self._BITS - 1)
         return bits
 
+    def all(self) -> list[int]:
+        """Indices of all buffers."""
+        return list(range(len(self.buffers)))
+
     def travelling(self) -> list[int]:
         """Indices of the buffers that travel with the next launch."""
         return [i for i in range(len(self.buffers)) if self._travelling >> min(i, self._BITS - 1) & 1]
@@ -112,17 +117,20 @@ class BufferLayout:
 
     def saved(self) -> dict[str, Any]:
         """The outer buffers, and which travel with the next launch."""
-        return {"buffers": on_host(self.outer), "travelling": self._travelling}
+        return {"buffers": [buffer.to("cpu") for buffer in self.outer], "travelling": self._travelling}
 
     def load(self, buffers: Sequence[Tensor], travelling: int) -> None:
         """Takes back what `saved` returned."""
         self.outer = [saved.to(own.device, copy=True) for saved, own in zip(buffers, self.outer, strict=True)]
         self._travelling = travelling
 
-    def mix(self, mixing: float) -> None:
-        """Mixes the outer buffers into the local ones."""
-        for buffer, outer in zip(self.buffers, self.outer, strict=True):
-            mix(buffer, outer, mixing)
+    def mix(self, mixing: float, indices: Iterable[int]) -> None:
+        """Mixes some outer buffers into the local ones.
+
+        A buffer that did not travel keeps its local value: it may have changed, and travel next time.
+        """
+        for index in indices:
+            mix(self.buffers[index], self.outer[index], mixing)
 
 
 def mix(local: Tensor, outer: Tensor, mixing: float) -> None:

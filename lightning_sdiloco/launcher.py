@@ -8,7 +8,6 @@ import torch
 from typing_extensions import override
 
 from lightning_sdiloco.partition import Fragment
-from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.summary import Summary
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ class SummaryMixin(_Base):
 def summary_to_bytes(summary: Summary) -> bytes:
     """Writes a summary as bytes: tensors must not travel as handles to shared memory."""
     plain = {
-        "schedule": asdict(summary.schedule),
         "fragments": [asdict(fragment) for fragment in summary.fragments],
         "outer": summary.outer,
         "counts": summary.counts,
@@ -52,7 +50,6 @@ def summary_from_bytes(data: bytes) -> Summary:
     """Reads a summary back."""
     plain = torch.load(io.BytesIO(data), weights_only=True)
     return Summary(
-        schedule=Schedule(**plain["schedule"]),
         fragments=tuple(Fragment(tuple(f["names"]), tuple(f["sizes"])) for f in plain["fragments"]),
         outer=plain["outer"],
         counts=plain["counts"],

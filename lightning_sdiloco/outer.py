@@ -73,9 +73,9 @@ class Outer:
         self.states[fragment] = step.state
 
     def saved(self, fragment: int) -> dict[str, Any]:
-        """Outer parameters and optimizer state of a fragment, on the host."""
-        state = {key: _moved(value, torch.device("cpu")) for key, value in self.states[fragment].items()}
-        return {"outer": _moved(self.values[fragment], torch.device("cpu")), "state": state}
+        """Outer parameters and optimizer state of a fragment, on the host. They are never written to, so not copied."""
+        state = {k: v.to("cpu") if isinstance(v, Tensor) else v for k, v in self.states[fragment].items()}
+        return {"outer": self.values[fragment].to("cpu"), "state": state}
 
     def load(self, fragment: int, values: Tensor, state: dict[str, Any]) -> None:
         """Takes back what `saved` returned."""

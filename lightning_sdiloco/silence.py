@@ -36,6 +36,7 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
             callback that averages weights.
     """
     _refuse_averaging(trainer)
+    checkpoints = _checkpoints_by_time(trainer)
     undo = ExitStack()
     if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         _replace(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
@@ -43,12 +44,6 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
     for timer in _those_with(trainer, "_check_time_remaining"):
         original = timer._check_time_remaining
         _replace(undo, timer, "_check_time_remaining", partial(_check_time, timer, original, strategy))
-    checkpoints = [c for c in _those_with(trainer, "_train_time_interval") if c._train_time_interval is not None]
-    if len(checkpoints) > MOST_CHECKPOINTS:
-        raise ValueError(
-            f"{len(checkpoints)} ModelCheckpoint callbacks have a train_time_interval; worker groups can agree on at"
-            f" most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
-        )
     for index, checkpoint in enumerate(checkpoints):
         hook = partial(strategy.decide_checkpoint, index, checkpoint.on_train_batch_end)
         _replace(undo, checkpoint, "on_train_batch_end", hook)
@@ -72,6 +67,16 @@ def _refuse_averaging(trainer: Any) -> None:
                 " every group with another model. The outer optimizer averages already: take the callback out of"
                 " callbacks, or train with one worker group's strategy, such as 'ddp'."
             )
+
+
+def _checkpoints_by_time(trainer: Any) -> list[Any]:
+    checkpoints = [c for c in _those_with(trainer, "_train_time_interval") if c._train_time_interval is not None]
+    if len(checkpoints) > MOST_CHECKPOINTS:
+        raise ValueError(
+            f"{len(checkpoints)} ModelCheckpoint callbacks have a train_time_interval; worker groups can agree on at"
+            f" most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
+        )
+    return checkpoints
 
 
 def _those_with(trainer: Any, name: str) -> list[Any]:

@@ -6,20 +6,17 @@ from torch import Tensor
 
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.partition import Fragment
-from lightning_sdiloco.schedule import Schedule
 
 
 class Summary(NamedTuple):
     """The readable side of a finished engine.
 
     Attributes:
-        schedule: See `StreamingDiLoCo`.
         fragments: See `StreamingDiLoCo`.
         outer: What ``outer_state_dict()`` returns.
         counts: What ``report()`` returns.
     """
 
-    schedule: Schedule
     fragments: tuple[Fragment, ...]
     outer: dict[str, Tensor]
     counts: dict[str, float]
@@ -27,7 +24,7 @@ class Summary(NamedTuple):
     @staticmethod
     def of(engine: StreamingDiLoCo) -> "Summary":
         """Reads a finished engine."""
-        return Summary(engine.schedule, engine.fragments, engine.outer_state_dict(), engine.report())
+        return Summary(engine.fragments, engine.outer_state_dict(), engine.report())
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """See `StreamingDiLoCo.outer_state_dict`."""

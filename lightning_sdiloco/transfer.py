@@ -79,7 +79,6 @@ class Transfer:
         return [cargo.buffers[index].reshape(-1).view(torch.uint8) for index in cargo.travelling]
 
     def _control(self, cargo: Cargo) -> Control:
-        norm_squared = float(cargo.gradient.to(torch.float64).square().sum())
         values = self._outer.values[cargo.fragment]
         return Control(
             fragment=cargo.fragment,
@@ -88,7 +87,7 @@ class Transfer:
             # Not the norm: it may overflow where every value is finite, and must not decide.
             finite=bool(cargo.gradient.isfinite().all()),
             digest=digest(values, start=self._topology.shard * values.numel()),
-            norm_squared=norm_squared,
+            norm_squared=float(torch.linalg.vector_norm(cargo.gradient)) ** 2,
             changed=self._buffers[cargo.fragment].changed(cargo.buffers),
         )
 
@@ -154,5 +153,5 @@ class Transfer:
         return {index: part.view_as(cargo.buffers[index]) for index, part in zip(cargo.travelling, parts, strict=True)}
 
     def _norm(self, gradient: Tensor) -> float:
-        squared = gradient.to(torch.float64).square().sum().reshape(1)
-        return float(torch.cat(self._topology.lane.gather(squared)).sum().sqrt())
+        norm = torch.linalg.vector_norm(gradient).reshape(1)
+        return float(torch.linalg.vector_norm(torch.cat(self._topology.lane.gather(norm))))

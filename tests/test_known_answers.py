@@ -101,3 +101,26 @@ def test_a_finished_engine_refuses_another_step() -> None:
     assert engine.finish() == []
     with pytest.raises(RuntimeError, match=r"after finish\(\)"):
         engine.step()
+
+
+class Remembering(nn.Sequential):
+    """A model with a persistent buffer that is written to now and then, not at every step."""
+
+    def __init__(self) -> None:
+        super().__init__(*mlp())
+        self.register_buffer("memory", torch.zeros(3))
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+@pytest.mark.parametrize("written_at", [7, 11, 22])
+def test_a_buffer_that_changes_once_late_becomes_the_mean_of_all_groups(written_at: int, mixing: float) -> None:
+    models = [Remembering(), Remembering()]
+    groups = SimulatedGroups(models, sync_every=4, overlap_steps=2, fragments=[["*"]], mixing=mixing)
+    for step in range(1, 23):
+        if step == written_at:
+            for group, model in enumerate(models):
+                model.memory += 1.0 + 2 * group
+        groups.step()
+    groups.finish()
+    for model in models:
+        assert model.memory.tolist() == [2.0, 2.0, 2.0]
