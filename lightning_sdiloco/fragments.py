@@ -74,8 +74,8 @@ class BufferLayout:
     """The persistent floating-point buffers that belong to a fragment, such as the statistics of BatchNorm.
 
     Those that changed in some group by the last launch travel with the next one; at the first launch, when nothing is
-    known yet, and in the last exchange, which none follows, all do. So all groups know the size of a message before they
-    get it.
+    known yet, and in the last exchange, which none follows, all do. So all groups know the size of a message before
+    they get it.
 
     Args:
         buffers: The buffers. They are read and written in place.
