@@ -51,17 +51,16 @@ def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Ent
     return Entry(name, buffer.getbuffer().nbytes, hashlib.sha256(buffer.getbuffer()).hexdigest())
 
 
-def write_manifest(path: str, save: str, entries: Sequence[Entry], about: Mapping[str, Any]) -> None:
+def write_manifest(path: str, header: Mapping[str, Any], entries: Sequence[Entry]) -> None:
     """Writes the manifest, which makes a folder whole.
 
     Args:
         path: The checkpoint file.
-        save: Name of the folder of this save.
+        header: What the checkpoint file says of its folder: format, name of the save, versions and settings.
         entries: The files of all ranks, in their order.
-        about: What else is worth knowing: versions and settings.
     """
-    manifest = {"format": FORMAT, **about, "files": [entry._asdict() for entry in entries]}
-    _write(path, save, _MANIFEST, json.dumps(manifest, indent=2).encode())
+    manifest = {**header, "files": [entry._asdict() for entry in entries]}
+    _write(path, header["save"], _MANIFEST, json.dumps(manifest, indent=2).encode())
 
 
 def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]:

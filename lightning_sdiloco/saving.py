@@ -70,7 +70,7 @@ class SavingMixin(_Base):
         }
         before = files.fingerprint(path) if self.is_global_zero else ""
         if self.is_global_zero:
-            files.write_manifest(path, save, entries, header)
+            files.write_manifest(path, header, entries)
         super().save_checkpoint({**checkpoint, files.KEY: header}, path, storage_options)
         if self.is_global_zero and files.fingerprint(path) != before:
             # An asynchronous writer may not have replaced the file yet; the next save then removes its old folder.
