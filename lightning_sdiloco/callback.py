@@ -27,6 +27,10 @@ class StreamingDiLoCoCallbackMixin(_Base):
     def __init__(self, strategy: "StreamingDiLoCoMixin") -> None:
         self._strategy = strategy
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Tells the strategy, which may have to cut the model anew."""
+        self._strategy.begin_epoch()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes the inner step, logs what landed, and ends a fit with its last batch."""
         _write(trainer, self._strategy.end_batch())

@@ -46,7 +46,7 @@ def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Ent
     """
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
-    name = f"rank_{rank:05d}.pt"
+    name = _rank_file(rank)
     _write(path, save, name, buffer.getvalue())
     return Entry(name, buffer.getbuffer().nbytes, hashlib.sha256(buffer.getbuffer()).hexdigest())
 
@@ -90,6 +90,31 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
     return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
+def read_groups(path: str, header: Mapping[str, Any], keys: Sequence[str]) -> list[list[dict[str, Any] | None]]:
+    """Reads the engine's state from the files of all ranks of all groups; None where a file is missing.
+
+    Args:
+        path: The checkpoint file.
+        header: What the checkpoint file says of its folder.
+        keys: What of the state is kept.
+
+    Raises:
+        ValueError: As `read_rank`, but for missing files.
+    """
+    layout = header["layout"]
+    states = []
+    for rank in range(layout["worker_groups"] * layout["group_size"]):
+        engine = read_rank(path, header, rank)["engine"] if has_rank(path, header, rank) else None
+        states.append(engine and {key: engine[key] for key in keys})
+    return [states[first : first + layout["group_size"]] for first in range(0, len(states), layout["group_size"])]
+
+
+def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
+    """Whether the file of a rank is there."""
+    filesystem, folder = _folder(path)
+    return bool(filesystem.exists(f"{folder}/{header['save']}/{_rank_file(rank)}"))
+
+
 def remove_folder(path: str) -> None:
     """Removes what belongs to a checkpoint file, if there is anything."""
     filesystem, folder = _folder(path)
@@ -131,6 +156,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
 
 
 def _folder(path: str) -> tuple[fsspec.AbstractFileSystem, str]:

@@ -1,7 +1,7 @@
 """The engine of Streaming DiLoCo: launches and lands the fragments of a model, in any training loop."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -27,8 +27,10 @@ from lightning_sdiloco.fragments import (
     unwrapped,
 )
 from lightning_sdiloco.lane import Lane
-from lightning_sdiloco.outer import Outer
+from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.partition import Fragment
+from lightning_sdiloco.portable import OuterParameter, put_together, taken_apart
+from lightning_sdiloco.restart import Restart
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, OuterOptimizer, Settings
 from lightning_sdiloco.start import cut, default_topology, say_what_is_unusual
@@ -123,6 +125,7 @@ class StreamingDiLoCo:
         self._inner_optimizers = inner_optimizers
         self._build(unwrapped(model))
         self._flights: list[Flight] = []
+        self._rounds_began_at = 0
         self._requests = 0
         self._left_out_in_a_row = [0] * self.topology.groups
         self._recovered_at = [0] * self.topology.groups
@@ -139,17 +142,21 @@ class StreamingDiLoCo:
         require_same_model(model, self.topology.world)
         chosen = cut(model, self.settings)
         say_what_is_unusual(chosen, self.settings, self.topology)
-        self.fragments: tuple[Fragment, ...] = chosen.fragments
         align_model(model, self.topology.world)
-        parameters = trainable(model)
-        self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(self.fragments))
-        self._layouts = [FragmentLayout(f.names, [parameters[name] for name in f.names]) for f in self.fragments]
-        self._buffers = [BufferLayout(buffers) for buffers in buffers_of(model, self.fragments)]
+        self._divide(chosen.fragments)
+        require_same_settings({"outer_optimizer": self._outer.described()}, self.topology.world)
+        self._device = self._outer.values[0].device
+        self._lane: Lane = self.topology.make_lane(self._device)
+
+    def _divide(self, fragments: tuple[Fragment, ...]) -> None:
+        """Takes the model as it is for the outer one, cut into these fragments."""
+        self.fragments = fragments
+        parameters = trainable(self._model)
+        self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(fragments))
+        self._layouts = [FragmentLayout(f.names, [parameters[name] for name in f.names]) for f in fragments]
+        self._buffers = [BufferLayout(buffers) for buffers in buffers_of(self._model, fragments)]
         shards = [layout.read(*self._shard(layout)) for layout in self._layouts]
         self._outer = Outer(shards, self.settings.make_outer_optimizer)
-        require_same_settings({"outer_optimizer": self._outer.described()}, self.topology.world)
-        self._device = shards[0].device
-        self._lane: Lane = self.topology.make_lane(self._device)
         self._transfer = Transfer(self.topology, self.settings.codec, self._outer, self._buffers)
 
     def step(self) -> list[Landing]:
@@ -171,7 +178,7 @@ class StreamingDiLoCo:
         if self._closed:
             raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")
         self._counts.inner_steps += 1
-        due = self.schedule.launches(self.inner_steps)
+        due = self.schedule.launches(self.steps_in_rounds)
         if due:
             self._require_coverage()
         for fragment in due:
@@ -180,7 +187,7 @@ class StreamingDiLoCo:
 
     def land_due(self) -> list[Landing]:
         """The second half of `step`: lands what is due."""
-        landed = [self._land(self._flights.pop(0)) for _ in self.schedule.landings(self.inner_steps)]
+        landed = [self._land(self._flights.pop(0)) for _ in self.schedule.landings(self.steps_in_rounds)]
         self._counts.landings += len(landed)
         return landed
 
@@ -209,6 +216,9 @@ class StreamingDiLoCo:
         """The first part of `finish`: lands every fragment in flight, in the order of the launches."""
         self._require_coverage()
         self._unfinished = self._state()
+        return self._land_in_flight()
+
+    def _land_in_flight(self) -> list[Landing]:
         landed = [self._land(self._flights.pop(0)) for _ in list(self._flights)]
         self._counts.landings += len(landed)
         return landed
@@ -263,6 +273,11 @@ class StreamingDiLoCo:
     def inner_steps(self) -> int:
         """Inner steps so far."""
         return self._counts.inner_steps
+
+    @property
+    def steps_in_rounds(self) -> int:
+        """Inner steps since the rounds began: what the schedule counts. Rounds begin anew with other fragments."""
+        return self.inner_steps - self._rounds_began_at
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -342,19 +357,78 @@ class StreamingDiLoCo:
         for tensor, local in zip(self._local_tensors(), state["local"], strict=True):
             tensor.copy_(local)
         self._counts = Counts(**state["counts"])
+        self._rounds_began_at = state["rounds_began_at"]
         self._left_out_in_a_row = list(state["left_out_in_a_row"])
         self._recovered_at = list(state["recovered_at"])
         self._requests = state["requests"]
         for saved in state["flights"]:
             self._fly(Cargo.loaded(saved, self._device, self._deadline()))
 
+    @torch.no_grad()
+    def restart(self, restart: Restart) -> None:
+        """Starts the rounds anew where an earlier run was, whatever its groups and fragments. All ranks must call it.
+
+        Every group takes the outer parameters. Those that the earlier run did not train keep their values, and start
+        without momentum.
+
+        Args:
+            restart: What the earlier run left, the same on all ranks.
+        """
+        self._counts = Counts(**restart.counts)
+        self._start_rounds(restart.parameters, restart.buffers)
+        self._write_outer(self._whole())
+
+    def has_other_parameters(self) -> bool:
+        """Whether parameters were frozen or became trainable since the model was cut."""
+        return set(trainable(self._model)) != {name for layout in self._layouts for name in layout.names}
+
+    @torch.no_grad()
+    def recut(self) -> list[Landing]:
+        """Cuts the model anew after parameters were frozen or became trainable. All ranks must call it.
+
+        What is in flight lands first. A parameter that was frozen takes its outer value, one that became trainable
+        starts from its value without momentum, and rounds begin anew.
+
+        Returns:
+            What landed, in order.
+
+        Raises:
+            ValueError: If other parameters are trainable in other ranks, or the fragments that were asked for do not
+                fit the model any more.
+        """
+        require_same_model(self._model, self.topology.world)
+        chosen = cut(self._model, self.settings)
+        landed = self._land_in_flight()
+        parameters = self._outer_parameters()
+        buffers = {name: values for layout in self._buffers for name, values in layout.by_name().items()}
+        now = trainable(self._model)
+        for layout in self._layouts:
+            layout.write_some({name: parameters[name].values for name in layout.names if name not in now})
+        for name, parameter in now.items():
+            if name not in parameters:
+                self.topology.world.broadcast(parameter.detach())
+        self._divide(chosen.fragments)
+        self._start_rounds(parameters, buffers)
+        return landed
+
+    def _start_rounds(self, parameters: Mapping[str, OuterParameter], buffers: Mapping[str, Tensor]) -> None:
+        for fragment, layout in enumerate(self._layouts):
+            known = [
+                parameters.get(name) or OuterParameter(own.flatten().to("cpu", torch.float32, copy=True), {})
+                for name, own in zip(layout.names, layout.parameters, strict=True)
+            ]
+            self._outer.load(fragment, *put_together(known, *self._shard(layout)))
+            self._buffers[fragment].start_from(buffers)
+        self._rounds_began_at = self.inner_steps
+
     def report(self) -> dict[str, float]:
         """What happened so far.
 
         Returns:
-            ``inner_steps``, ``launches``, ``landings``: counts; ``bytes_sent``, ``bytes_received``: between groups, by
-            this rank; ``exposed_wait_s``: seconds for which training waited for fragments; ``in_flight_s``: seconds
-            that fragments were in flight, added up.
+            ``inner_steps``, ``launches``, ``landings``: counts; ``flights_dropped``: flights that were lost when a run
+            went on with other groups or settings; ``bytes_sent``, ``bytes_received``: between groups, by this rank;
+            ``exposed_wait_s``: seconds for which training waited for fragments; ``in_flight_s``: seconds that fragments
+            were in flight, added up.
         """
         return asdict(self._counts)
 
@@ -454,9 +528,9 @@ class StreamingDiLoCo:
         new = [name for name, parameter in trainable(self._model).items() if id(parameter) not in known]
         if new:
             raise AgreementError(
-                f"{len(new)} parameters have become trainable since training started, such as {new[0]!r}: they are in"
-                " no fragment, and every group would train its own. Start with all parameters trainable that will be,"
-                " or train in two fits."
+                f"{len(new)} parameters have become trainable, such as {new[0]!r}: they are in no fragment, and every"
+                " group would train its own. With Lightning, change what is trainable between epochs, at the latest in"
+                " on_train_epoch_start; in a loop of your own call recut() after it, in all ranks."
             )
 
     def _shard(self, layout: FragmentLayout) -> tuple[int, int]:
@@ -472,6 +546,15 @@ class StreamingDiLoCo:
         shards = self.topology.in_group.gather(self._outer.values[fragment])
         return shards[0] if len(shards) == 1 else torch.cat(shards)
 
+    def _outer_parameters(self) -> dict[str, OuterParameter]:
+        """Outer parameters and outer optimizer state by name, whole. In-group collective."""
+        parameters: dict[str, OuterParameter] = {}
+        for fragment, layout in enumerate(self._layouts):
+            saved = self.topology.in_group.gather_objects(self._outer.saved(fragment))
+            shards = [Stepped(shard["outer"], shard["state"]) for shard in saved]
+            parameters |= taken_apart(layout.sizes, shards)
+        return parameters
+
     @torch.no_grad()
     def _write_outer(self, wholes: Sequence[Tensor]) -> None:
         for layout, buffers, whole in zip(self._layouts, self._buffers, wholes, strict=True):
@@ -481,12 +564,18 @@ class StreamingDiLoCo:
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
         fragments = [
-            {"names": list(fragment.names), **self._outer.saved(index), **self._buffers[index].saved()}
-            for index, fragment in enumerate(self.fragments)
+            {
+                "names": list(layout.names),
+                "sizes": list(layout.sizes.values()),
+                **self._outer.saved(index),
+                **self._buffers[index].saved(),
+            }
+            for index, layout in enumerate(self._layouts)
         ]
         local = self._local_tensors() if self._stash is None else self._stash
         return {
             "counts": asdict(self._counts),
+            "rounds_began_at": self._rounds_began_at,
             "left_out_in_a_row": list(self._left_out_in_a_row),
             "recovered_at": list(self._recovered_at),
             "requests": self._requests,

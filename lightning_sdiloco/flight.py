@@ -109,6 +109,7 @@ class Counts:
     inner_steps: int = 0
     launches: int = 0
     landings: int = 0
+    flights_dropped: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     exposed_wait_s: float = 0.0

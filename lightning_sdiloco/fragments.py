@@ -1,6 +1,6 @@
 """Between a model and flat float32 vectors: the one place that touches parameters and buffers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,11 @@ class FragmentLayout:
         self.names = tuple(names)
         self.keys = list(parameters)
         self.numel = sum(parameter.numel() for parameter in parameters)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of values of each parameter, by name."""
+        return {name: parameter.numel() for name, parameter in zip(self.names, self.keys, strict=True)}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -65,6 +70,12 @@ class FragmentLayout:
         for parameter, values in zip(self.parameters, self.split(flat), strict=True):
             mix(parameter, values, mixing)
 
+    def write_some(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrites some parameters by name with flat vectors of their own."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if name in values:
+                parameter.copy_(values[name].view(parameter.shape))
+
     def is_finite(self) -> bool:
         """Whether all local parameters are finite."""
         return all(bool(parameter.isfinite().all()) for parameter in self.parameters)
@@ -78,14 +89,15 @@ class BufferLayout:
     they get it.
 
     Args:
-        buffers: The buffers. They are read and written in place.
+        buffers: The buffers by name. They are read and written in place.
     """
 
     # One bit for each buffer says whether it changed; further ones share the last bit.
     _BITS = 64
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self.buffers = list(buffers)
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self.names = tuple(buffers)
+        self.buffers = list(buffers.values())
         self.outer = self.snapshot()
         self._travelling = -1
 
@@ -117,12 +129,24 @@ class BufferLayout:
 
     def saved(self) -> dict[str, Any]:
         """The outer buffers, and which travel with the next launch."""
-        return {"buffers": [buffer.to("cpu") for buffer in self.outer], "travelling": self._travelling}
+        return {
+            "buffer_names": list(self.names),
+            "buffers": [buffer.to("cpu") for buffer in self.outer],
+            "travelling": self._travelling,
+        }
 
     def load(self, buffers: Sequence[Tensor], travelling: int) -> None:
         """Takes back what `saved` returned."""
         self.outer = [saved.to(own.device, copy=True) for saved, own in zip(buffers, self.outer, strict=True)]
         self._travelling = travelling
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The outer buffers by name."""
+        return dict(zip(self.names, self.outer, strict=True))
+
+    def start_from(self, outer: Mapping[str, Tensor]) -> None:
+        """Takes outer values by name; a buffer without one keeps what it has. All travel with the next launch."""
+        self.load([outer.get(name, own) for name, own in self.by_name().items()], travelling=-1)
 
     def mix(self, mixing: float, indices: Iterable[int]) -> None:
         """Mixes some outer buffers into the local ones.
@@ -182,13 +206,13 @@ def aliases(model: nn.Module) -> dict[str, str]:
     return further
 
 
-def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[list[Tensor]]:
+def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[dict[str, Tensor]]:
     """The buffers that travel with each fragment: those of modules whose parameters it holds, or the nearest ones."""
     fragment_of = {name: index for index, fragment in enumerate(fragments) for name in fragment.names}
-    chosen: list[list[Tensor]] = [[] for _ in fragments]
+    chosen: list[dict[str, Tensor]] = [{} for _ in fragments]
     for name, buffer in _persistent_floating_buffers(model):
         nearest = max(fragment_of, key=lambda parameter: _common_depth(name, parameter))
-        chosen[fragment_of[nearest]].append(buffer)
+        chosen[fragment_of[nearest]][name] = buffer
     return chosen
 
 

@@ -63,6 +63,7 @@ def partition(
     fragments: str | Sequence[Sequence[str]] = "strided",
     layers_per_fragment: int = 3,
     aliases: Mapping[str, str] | None = None,
+    frozen: Sequence[str] = (),
 ) -> Partition:
     """Cuts a model into fragments.
 
@@ -77,6 +78,8 @@ def partition(
             for each fragment.
         layers_per_fragment: Repeated blocks in a fragment, at most; of no effect on patterns.
         aliases: Further names of tied parameters, each with the name under which the parameter is in ``parameters``.
+        frozen: Names of the parameters that are not trainable. A pattern may match them only, for the time when they
+            are; what then has no parameters is no fragment.
 
     Returns:
         The fragments. Every parameter is in exactly one of them.
@@ -101,7 +104,7 @@ def partition(
         )
     check_fragments(fragments)
     if not isinstance(fragments, str):
-        return Partition(_by_patterns(parameters, fragments, aliases or {}))
+        return Partition(_by_patterns(parameters, fragments, aliases or {}, frozen))
     blocks = find_blocks(parameters)
     if not blocks:
         return Partition(_balanced(parameters, _count_without_blocks(parameters)), fell_back=fragments != "balanced")
@@ -250,16 +253,19 @@ def _balanced(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ..
 
 
 def _by_patterns(
-    parameters: Sequence[Parameter], fragments: Sequence[Sequence[str]], aliases: Mapping[str, str]
+    parameters: Sequence[Parameter],
+    fragments: Sequence[Sequence[str]],
+    aliases: Mapping[str, str],
+    frozen: Sequence[str],
 ) -> tuple[Fragment, ...]:
     patterns = [(index, pattern) for index, group in enumerate(fragments) for pattern in group]
     known = {parameter.name: parameter.name for parameter in parameters} | dict(aliases)
     claims: dict[str, tuple[int, str]] = {}
     for index, pattern in patterns:
         matched = [name for name in known if fnmatchcase(name, pattern)]
-        if not matched:
+        if not matched and not any(fnmatchcase(name, pattern) for name in frozen):
             raise ValueError(
-                f"fragments: the pattern {pattern!r} matches no trainable parameter. The names are those of"
+                f"fragments: the pattern {pattern!r} matches no parameter. The names are those of"
                 f" named_parameters(), such as {_some(known)}. Correct the pattern or take it out."
             )
         for name in matched:
@@ -276,7 +282,7 @@ def _by_patterns(
     members: list[list[Parameter]] = [[] for _ in fragments]
     for parameter in parameters:
         members[claims[parameter.name][0]].append(parameter)
-    return tuple(map(_fragment, members))
+    return tuple(_fragment(member) for member in members if member)
 
 
 def _claimed_twice(name: str, parameter: str, first: tuple[int, str], second: tuple[int, str]) -> str:

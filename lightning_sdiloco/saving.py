@@ -5,11 +5,14 @@ import uuid
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from typing_extensions import override
 
 from lightning_sdiloco import checkpoint as files
 from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.fragments import clean_name
 from lightning_sdiloco.requests import Requests
+from lightning_sdiloco.restart import Restart, restart_from
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import Topology
 
@@ -29,7 +32,10 @@ class SavingMixin(_Base):
     _engine: StreamingDiLoCo | None
     _requests: Requests | None
     _failed: bool
+    _on_resume: str
     _resumed: dict[str, Any] | None = None
+    _restart: Restart | None = None
+    _random_state: dict[str, Any] | None = None
     _last_saved: str | None = None
 
     @property
@@ -40,11 +46,27 @@ class SavingMixin(_Base):
 
     def _resume(self) -> None:
         """Goes on where the loaded checkpoint was saved, if one was loaded."""
-        if self._resumed is not None and self._engine is not None and self._requests is not None:
+        assert self._engine is not None
+        assert self._requests is not None
+        if self._restart is not None:
+            self._engine.restart(self._restart)
+        if self._resumed is not None:
             self._engine.load_state_dict(self._resumed["engine"])
             self._requests.load_state_dict(self._resumed["requests"])
-            files.set_random_state(self._resumed["random"])
-            self._resumed = None
+            self._random_state = self._resumed["random"]
+        if self._random_state is not None:
+            files.set_random_state(self._random_state)
+        self._forget_loaded()
+
+    def _take_up_what_was_trainable(self, model: nn.Module) -> None:
+        """Freezes and unfreezes as it was when the checkpoint was saved, which callbacks do not do on their own."""
+        if self._resumed is not None:
+            trainable = {name for fragment in self._resumed["engine"]["fragments"] for name in fragment["names"]}
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(clean_name(name) in trainable)
+
+    def _forget_loaded(self) -> None:
+        self._resumed = self._restart = self._random_state = None
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -107,43 +129,104 @@ class SavingMixin(_Base):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        checkpoint = dict(super().load_checkpoint(checkpoint_path, *args, **kwargs))
         header = checkpoint.get(files.KEY)
         assert self.lightning_module is not None
-        if header is not None and self.lightning_module.trainer.state.fn == "fit" and self._fits(header):
-            own = files.read_rank(str(checkpoint_path), header, self.global_rank)
-            self._resumed = own
-            checkpoint["optimizer_states"] = own["optimizer_states"]
-            if own["loader"] is not None:
-                checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loader"]
-            if own["precision"] is not None:
-                checkpoint[type(self.precision_plugin).__qualname__] = own["precision"]
-        return dict(checkpoint)
+        if header is None or self.lightning_module.trainer.state.fn != "fit":
+            return checkpoint
+        if self._on_resume == "restart" or header["layout"] != self._layout_and_settings()["layout"]:
+            self._load_for_restart(checkpoint, str(checkpoint_path), header)
+        else:
+            self._require_the_settings_of(header)
+            self._resumed = files.read_rank(str(checkpoint_path), header, self.global_rank)
+            _overlay(checkpoint, self._resumed, type(self.precision_plugin).__qualname__)
+        return checkpoint
 
-    def _fits(self, header: dict[str, Any]) -> bool:
-        """Whether a checkpoint can be resumed exactly here. Refuses other settings."""
-        here = self._layout_and_settings()
-        other = [
-            f"{name} was {header['settings'].get(name)}, now it is {text}"
-            for name, text in here["settings"].items()
-            if header["settings"].get(name) != text
-        ]
-        if other:
+    def _require_the_settings_of(self, header: dict[str, Any]) -> None:
+        if other := self._other_settings(header):
             raise ValueError(
                 f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"
-                " it was saved with, or start a new fit from its weights with LightningModule.load_from_checkpoint."
+                " it was saved with, or start the rounds anew from its outer parameters with on_resume='restart'."
             )
-        if header["layout"] != here["layout"] and self.is_global_zero:
+
+    def _other_settings(self, header: dict[str, Any]) -> list[str]:
+        return [
+            f"{name} was {header['settings'].get(name)}, now it is {text}"
+            for name, text in self._layout_and_settings()["settings"].items()
+            if header["settings"].get(name) != text
+        ]
+
+    def _load_for_restart(self, checkpoint: dict[str, Any], path: str, header: dict[str, Any]) -> None:
+        """Outer parameters and momentum for all groups; inner optimizer and random state for those that have a file."""
+        if self._on_resume == "exact":
+            self._require_the_settings_of(header)
+        self._restart = self._as_rank_zero_reads(path, header)
+        rank = self._rank_before(header)
+        own = files.read_rank(path, header, rank) if rank is not None and files.has_rank(path, header, rank) else None
+        if own is None:
+            # Without its state an optimizer keeps the learning rate at which the schedulers go on.
+            checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
+        else:
+            same_data = header["layout"] == self._layout_and_settings()["layout"]
+            _overlay(
+                checkpoint, own if same_data else {**own, "loader": None}, type(self.precision_plugin).__qualname__
+            )
+        if own is not None and self.topology.shard < header["layout"]["group_size"]:
+            self._random_state = own["random"]
+        self._say_what_restarts(header, own is not None)
+
+    def _rank_before(self, header: dict[str, Any]) -> int | None:
+        """The rank whose file this one takes up: that of its group and shard, or of the first of its group."""
+        groups, size = header["layout"]["worker_groups"], header["layout"]["group_size"]
+        shard = self.topology.shard if self.topology.shard < size else 0
+        return self.topology.group * size + shard if self.topology.group < groups else None
+
+    def _as_rank_zero_reads(self, path: str, header: dict[str, Any]) -> Restart:
+        """Ranks may see different files, so one reads for all; what it cannot read is an error of all."""
+        restart: Restart | ValueError | None = None
+        if self.is_global_zero:
+            same_optimizer = header["settings"].get("outer_optimizer") == self._settings.described()["outer_optimizer"]
+            try:
+                states = files.read_groups(path, header, ("counts", "fragments", "flights"))
+                make = self._settings.make_outer_optimizer if same_optimizer else None
+                restart = restart_from(states, self._settings.codec, make)
+            except ValueError as error:
+                restart = error
+        restart = super().broadcast(restart)
+        if isinstance(restart, ValueError):
+            raise restart
+        assert restart is not None
+        return restart
+
+    def _say_what_restarts(self, header: dict[str, Any], has_file: bool) -> None:
+        found = self.topology.world.gather_objects(has_file)
+        size = self.topology.shards
+        fresh = sorted({rank // size for rank, there in enumerate(found) if not there})
+        if self.is_global_zero:
+            assert self._restart is not None
+            dropped = self._restart.counts["flights_dropped"]
             _log.warning(
-                "The checkpoint was saved with %s, now there are %s. All groups start from its outer parameters; outer"
-                " momentum and what was in flight are lost, and every rank takes rank 0's inner optimizer state.",
+                "The checkpoint is not resumed exactly: it was saved with %s, now there are %s%s. Every group starts"
+                " from its outer parameters and outer momentum, and the rounds begin anew. Flights lost so far: %d."
+                " Worker groups that begin with a fresh inner optimizer: %s.",
                 header["layout"],
-                here["layout"],
+                self._layout_and_settings()["layout"],
+                "".join(f"; {other}" for other in self._other_settings(header)),
+                dropped,
+                ", ".join(map(str, fresh)) or "none",
             )
-        return bool(header["layout"] == here["layout"])
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             files.remove_folder(str(filepath))
+
+
+def _overlay(checkpoint: dict[str, Any], own: dict[str, Any], precision: str) -> None:
+    """Puts what this rank saved in place of what rank 0 saved."""
+    checkpoint["optimizer_states"] = own["optimizer_states"]
+    if own["loader"] is not None:
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loader"]
+    if own["precision"] is not None:
+        checkpoint[precision] = own["precision"]

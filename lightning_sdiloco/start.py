@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdiloco.agreement import require_same_settings
-from lightning_sdiloco.fragments import aliases, described, trainable
+from lightning_sdiloco.fragments import aliases, clean_name, described, trainable
 from lightning_sdiloco.partition import Partition, partition
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
@@ -48,7 +48,8 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
     """
     parameters = trainable(model)
     _require_real(parameters)
-    return partition(described(parameters), settings.fragments, settings.layers_per_fragment, aliases(model))
+    frozen = [clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return partition(described(parameters), settings.fragments, settings.layers_per_fragment, aliases(model), frozen)
 
 
 def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology) -> None:

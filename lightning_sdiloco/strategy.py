@@ -1,5 +1,6 @@
 """The strategy, but for its base class: what both distributions of Lightning have in common."""
 
+import gc
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -56,6 +57,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
         exchange_backend: Backend of the process groups that join the worker groups. By default gloo.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
+        on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
+            outer parameters and outer momentum of any checkpoint.
         start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
         accelerator: As for every Lightning strategy.
@@ -86,6 +89,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         final_sync: bool = True,
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        on_resume: Literal["exact", "restart"] = "exact",
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_kwargs: dict[str, Any] | None = None,
         accelerator: Any = None,
@@ -109,6 +113,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         )
         self._worker_groups = checked_worker_groups(worker_groups)
         _require_backend(exchange_backend)
+        self._on_resume = _checked_on_resume(on_resume)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -125,6 +130,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._requests: Requests | None = None
         self._fragments: tuple[Fragment, ...] = ()
         self._stepped = False
+        self._epoch_begins = False
         self._failed = False
         self._deciding: int | None = None
         self._agreed = 0
@@ -154,9 +160,10 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         """What happened in the fit.
 
         Returns:
-            ``inner_steps``, ``launches``, ``landings``: counts; ``bytes_sent``, ``bytes_received``: between groups, by
-            this rank; ``exposed_wait_s``: seconds for which training waited for fragments; ``in_flight_s``: seconds
-            that fragments were in flight, added up.
+            ``inner_steps``, ``launches``, ``landings``: counts; ``flights_dropped``: flights that were lost when a run
+            went on with other groups or settings; ``bytes_sent``, ``bytes_received``: between groups, by this rank;
+            ``exposed_wait_s``: seconds for which training waited for fragments; ``in_flight_s``: seconds that fragments
+            were in flight, added up.
         """
         return self._source.report()
 
@@ -187,7 +194,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     @override
     def connect(self, model: Any) -> None:
         super().connect(model)
-        self._resumed = None
+        self._forget_loaded()
         callbacks = model._trainer.callbacks
         if not any(isinstance(callback, StreamingDiLoCoCallbackMixin) for callback in callbacks):
             # First, so that every other callback sees the model after the landing of its step.
@@ -243,6 +250,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
+        self._take_up_what_was_trainable(model)
         require_same_model(model, self.topology.world)
         # Here already, so that our own refusals come before those of DistributedDataParallel.
         self._fragments = cut(model, self._settings).fragments
@@ -252,6 +260,9 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             if isinstance(part, nn.SyncBatchNorm):
                 # Lightning converts for the whole world, which would couple the groups at every step.
                 part.process_group = self.topology.in_group.process_group
+        return self._wrapped(model)
+
+    def _wrapped(self, model: nn.Module) -> Any:
         wrapped = super()._setup_model(model)
         if self.topology.shards > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
@@ -272,6 +283,41 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._resume()
 
     # Training
+
+    def begin_epoch(self) -> None:
+        """Looks at the first batch of the epoch whether other parameters are trainable now."""
+        self._epoch_begins = True
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        # Here all hooks have run that may freeze or unfreeze something at the start of an epoch.
+        if self._epoch_begins and self._engine is not None and self._engine.has_other_parameters():
+            self._recut(self._engine)
+        self._epoch_begins = False
+
+    def _recut(self, engine: StreamingDiLoCo) -> None:
+        before = {name for fragment in engine.fragments for name in fragment.names}
+        engine.recut()
+        self._fragments = engine.fragments
+        now = {name for fragment in engine.fragments for name in fragment.names}
+        if self.is_global_zero:
+            _log.warning(
+                "%d parameters became trainable and %d were frozen since the last epoch: the model is cut into %d"
+                " fragments anew, and the rounds begin again.",
+                len(now - before),
+                len(before - now),
+                len(engine.fragments),
+            )
+        self._wrap_anew()
+
+    def _wrap_anew(self) -> None:
+        """DistributedDataParallel only knows the parameters that were trainable when it was made."""
+        assert self.lightning_module is not None
+        # Its hooks on the parameters go with it, and it is part of a reference cycle.
+        self.model = None
+        gc.collect()
+        self.model = self._wrapped(self.lightning_module)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -424,6 +470,15 @@ def _require_backend(exchange_backend: str | None) -> None:
             f"exchange_backend={exchange_backend!r} is not available: worker groups exchange over 'gloo', on every"
             " device. Leave exchange_backend out."
         )
+
+
+def _checked_on_resume(on_resume: Any) -> str:
+    if on_resume not in ("exact", "restart"):
+        raise ValueError(
+            f"on_resume={on_resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other settings, or"
+            " 'restart', which starts the rounds anew from its outer parameters. Choose one of them."
+        )
+    return str(on_resume)
 
 
 def _checked_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> dict[str, Any]:

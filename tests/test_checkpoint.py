@@ -230,16 +230,6 @@ def test_other_settings_are_refused_by_name(changed: dict[str, Any], told: str, 
     assert all(told in error for error in errors.values())
 
 
-def test_another_number_of_groups_starts_the_rounds_anew_from_the_outer_parameters(checkpoint: Path) -> None:
-    outer = torch.load(checkpoint, weights_only=True)["state_dict"]
-    ranks = run_processes(run_fit, 3, LIGHTNING, 12, [], str(checkpoint), 3)
-    for trained in ranks:
-        for name, values in trained["trace"][9].items():
-            if name.startswith("outer "):
-                assert torch.equal(values, outer[name.removeprefix("outer ")])
-        assert_same(trained["outer"], ranks[0]["outer"])
-
-
 def test_a_checkpoint_of_plain_ddp_is_where_all_groups_start(tmp_path: Path) -> None:
     def with_ddp(rank: int, world_size: int) -> None:
         model = fits.module()

@@ -96,6 +96,7 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "final_sync": True,
         "exchange_backend": None,
         "timeout": "0:30:00",
+        "on_resume": "exact",
         "start_method": "popen",
         "ddp_kwargs": None,
         "accelerator": None,

@@ -386,7 +386,7 @@ def test_complex_values_that_are_not_trained_are_allowed() -> None:
 
 
 FRAGMENTS: list[tuple[Any, tuple[str, ...]]] = [
-    ([["*.5.*"], ["*"]], ("fragments", "'*.5.*' matches no trainable parameter", "Correct the pattern")),
+    ([["*.5.*"], ["*"]], ("fragments", "'*.5.*' matches no parameter", "Correct the pattern")),
     ([["*"], ["*.0.*"]], ("fragments", "0.weight' is claimed by two patterns", "Narrow one of them")),
     ([["*.weight"]], ("fragments", "4 of 8 trainable parameters match no pattern", "Add a pattern")),
 ]

@@ -20,7 +20,16 @@ from tests.training import mlp
 
 DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
-REPORT = {"inner_steps", "launches", "landings", "bytes_sent", "bytes_received", "exposed_wait_s", "in_flight_s"}
+REPORT = {
+    "inner_steps",
+    "launches",
+    "landings",
+    "flights_dropped",
+    "bytes_sent",
+    "bytes_received",
+    "exposed_wait_s",
+    "in_flight_s",
+}
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
