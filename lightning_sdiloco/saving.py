@@ -190,8 +190,9 @@ class SavingMixin(_Base):
                 states = files.read_groups(path, header, ("counts", "fragments", "flights"))
                 make = self._settings.make_outer_optimizer if same_optimizer else None
                 restart = restart_from(states, self._settings.codec, make)
-            except ValueError as error:
-                restart = error
+            except Exception as error:
+                # Whatever it is, the other ranks are waiting to hear of it.
+                restart = error if isinstance(error, ValueError) else ValueError(f"{path} cannot be read: {error!r}")
         restart = super().broadcast(restart)
         if isinstance(restart, ValueError):
             raise restart

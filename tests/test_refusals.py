@@ -179,6 +179,12 @@ def test_an_unknown_argument_is_refused(make: Make) -> None:
 
 
 @STRATEGIES
+def test_an_unknown_way_to_resume_is_refused(make: Make) -> None:
+    message = refusal(make, on_resume="anyhow")
+    assert_says(message, "on_resume='anyhow' is unknown", "'exact'", "'restart'", "Choose one of them")
+
+
+@STRATEGIES
 def test_an_exchange_backend_that_is_not_there_is_refused(make: Make) -> None:
     message = refusal(make, exchange_backend="mpi")
     assert_says(message, "exchange_backend='mpi' is not available", "'gloo'", "Leave exchange_backend out")
