@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_sdiloco.buckets import fix_bucket_order
 from tests import fits
@@ -220,6 +221,10 @@ def test_a_folder_of_a_newer_version_is_refused(checkpoint: Path) -> None:
         ({"sync_every": 9}, "sync_every was 8, now it is 9"),
         ({"compression": "fp32"}, "compression was 'fp4', now it is 'fp32'"),
         ({"fragments": "balanced"}, "fragments was 'strided', now it is 'balanced'"),
+        ({"mixing": 0.25}, "mixing was 0.5, now it is 0.25"),
+        ({"outer_lr": 0.7, "outer_momentum": 0.8}, "outer_lr was 0.4, now it is 0.7; outer_momentum was 0.9, now it"),
+        ({"outlier_guard": 5.0, "outer_clip_norm": 2.0}, "outer_clip_norm was None, now it is 2.0; outlier_guard was"),
+        ({"outer_lr_schedule": ExponentialLR}, "outer_lr_schedule was None, now it is ExponentialLR"),
     ],
 )
 def test_other_settings_are_refused_by_name(changed: dict[str, Any], told: str, checkpoint: Path) -> None:
