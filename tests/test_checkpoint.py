@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 from lightning_sdiloco.buckets import fix_bucket_order
 from tests import fits
 from tests.fits import LIGHTNING
-from tests.ranks import run_processes, run_ranks
+from tests.ranks import RankError, run_processes, run_ranks
 from tests.training import batch, mlp
 
 STEPS = 26
@@ -132,6 +133,24 @@ def test_a_fit_resumed_from_any_step_gives_the_same_bits(
             assert_same(one["outer"], other["outer"])
             counted = ("inner_steps", "launches", "landings", "bytes_sent")
             assert all(one["report"][key] == other["report"][key] for key in counted)
+
+
+def test_a_fit_resumed_with_a_schedule_a_guard_and_clipping_gives_the_same_bits(tmp_path: Path) -> None:
+    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "outer_clip_norm": 0.05, "outlier_guard": 1.02}
+
+    def fit(callbacks: list[Any], resume: str | None = None, rounds: int = 5) -> list[dict[str, Any]]:
+        schedule = partial(CosineAnnealingLR, T_max=rounds)
+        made = partial(run_fit, outer_lr_schedule=schedule, **choices)
+        return list(run_processes(made, 4, LIGHTNING, STEPS, callbacks, resume))
+
+    plain = fit(saving(LIGHTNING, tmp_path, every_n_train_steps=1))
+    for step in (9, 21):
+        for one, other in zip(fit([], str(tmp_path / f"step={step}.ckpt")), plain, strict=True):
+            for at, values in one["trace"].items():
+                assert_same(values, other["trace"][at])
+            assert_same(one["outer"], other["outer"])
+    with pytest.raises(RankError, match="another outer_lr_schedule: it was CosineAnnealingLR"):
+        fit([], str(tmp_path / "step=9.ckpt"), rounds=6)
 
 
 def test_a_longer_fit_continues_a_finished_one_exactly(tmp_path: Path) -> None:

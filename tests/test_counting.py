@@ -129,6 +129,17 @@ def test_a_group_that_never_moved_is_not_compared_with_that() -> None:
     assert guarded.count([said(norm=1e-3), said()]).outlying == ()
 
 
+def test_only_norms_of_training_are_remembered() -> None:
+    guarded = counting(2, guard=5.0)
+    for _ in range(4):
+        guarded.commit([said(), said()])
+    for _ in range(8):
+        guarded.commit([said(norm=30.0, weight=0), said(norm=30.0, finite=False)])
+    assert guarded.count([said(norm=30.0), said()]).outlying == (0,)
+    assert guarded.count([said(), said(norm=30.0)]).outlying == (1,)
+    assert guarded.saved(0) == [[1.0] * 4] * 2
+
+
 def test_the_norms_of_every_fragment_are_remembered_apart() -> None:
     guarded = Counting(2, 2, None, 5.0)
     other = said()._replace(fragment=1)
