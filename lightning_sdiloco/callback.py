@@ -73,7 +73,9 @@ def _write(trainer: Any, landings: list[Landing]) -> None:
             "sdiloco/bytes_sent": landing.bytes_sent,
             "sdiloco/exposed_wait_ms": 1000 * landing.exposed_wait_s,
             "sdiloco/outer_grad_norm": landing.outer_grad_norm,
+            "sdiloco/outer_lr": landing.outer_lr,
             "sdiloco/groups_left_out": len(landing.left_out),
+            "sdiloco/groups_outlying": len(landing.outlying),
         }
         # Not through self.log: every landing counts, whatever log_every_n_steps is.
         for logger in trainer.loggers:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sdiloco.digest import combined
 
 # Padded to 40 bytes so that what follows it in a message is aligned.
-_FORMAT = struct.Struct("<IIHB5xqdQ")
+_FORMAT = struct.Struct("<IIHBxIqdQ")
 
 
 class Control(NamedTuple):
@@ -23,12 +23,13 @@ class Control(NamedTuple):
         step: The inner step of the launch.
         requests: What the rank asks of all groups, one bit each, such as to stop.
         finite: Whether the outer gradient is finite.
+        weight: Inner steps in which the group trained since its own last launch of the fragment.
         digest: Digest of the outer parameters of the fragment.
         norm_squared: Squared norm of the outer gradient.
         changed: Buffers of the fragment that changed since its last landing, one bit each.
 
     Examples:
-        >>> control = Control(fragment=2, step=100, requests=0, finite=True, digest=-5, norm_squared=0.25, changed=0)
+        >>> control = Control(2, 100, requests=0, finite=True, weight=50, digest=-5, norm_squared=0.25, changed=0)
         >>> Control.unpacked(control.packed()) == control, control.packed().numel()
         (True, 40)
     """
@@ -37,6 +38,7 @@ class Control(NamedTuple):
     step: int
     requests: int
     finite: bool
+    weight: int
     digest: int
     norm_squared: float
     changed: int
@@ -48,8 +50,8 @@ class Control(NamedTuple):
     @staticmethod
     def unpacked(data: Tensor) -> "Control":
         """Reads a control vector back from its bytes."""
-        fragment, step, requests, finite, digest, norm_squared, changed = _FORMAT.unpack(bytes(data.tolist()))
-        return Control(fragment, step, requests, bool(finite), digest, norm_squared, changed)
+        fragment, step, requests, finite, *rest = _FORMAT.unpack(bytes(data.tolist()))
+        return Control(fragment, step, requests, bool(finite), *rest)
 
     @staticmethod
     def merged(ranks: Sequence["Control"]) -> "Control":
@@ -60,6 +62,7 @@ class Control(NamedTuple):
         return ranks[0]._replace(
             requests=reduce(or_, (rank.requests for rank in ranks)),
             finite=all(rank.finite for rank in ranks),
+            weight=min(rank.weight for rank in ranks),
             digest=combined([rank.digest for rank in ranks]),
             norm_squared=sum(rank.norm_squared for rank in ranks),
         )

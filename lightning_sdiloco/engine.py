@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.counting import Count
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.flight import Arrival, Cargo, Counts, Flight, Landing
 from lightning_sdiloco.fragments import (
@@ -32,7 +33,7 @@ from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.portable import OuterParameter, put_together, taken_apart
 from lightning_sdiloco.restart import Restart
 from lightning_sdiloco.schedule import Schedule
-from lightning_sdiloco.settings import DEFAULT_TIMEOUT, OuterOptimizer, Settings
+from lightning_sdiloco.settings import DEFAULT_TIMEOUT, OuterLRSchedule, OuterOptimizer, Settings
 from lightning_sdiloco.start import cut, default_topology, say_what_is_unusual
 from lightning_sdiloco.topology import Topology
 from lightning_sdiloco.transfer import Transfer
@@ -65,6 +66,11 @@ class StreamingDiLoCo:
         outer_momentum: Momentum of the outer Nesterov SGD.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
             replaces the Nesterov SGD.
+        outer_lr_schedule: From the outer optimizer to a torch scheduler, which counts the rounds of each fragment; None
+            keeps the rate.
+        outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm; None clips nothing.
+        outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
+            is left out of the mean; None leaves out none.
         final_sync: Whether `finish` ends with a plain mean of the groups' local parameters.
         timeout: How long a fragment may be in flight.
         inner_optimizers: The optimizers of the training loop; their state is reset where it is not finite after the
@@ -103,6 +109,9 @@ class StreamingDiLoCo:
         outer_lr: float = 0.4,
         outer_momentum: float = 0.9,
         outer_optimizer: OuterOptimizer | None = None,
+        outer_lr_schedule: OuterLRSchedule | None = None,
+        outer_clip_norm: float | None = None,
+        outlier_guard: float | None = None,
         final_sync: bool = True,
         timeout: timedelta = DEFAULT_TIMEOUT,
         inner_optimizers: Sequence[Optimizer] = (),
@@ -118,6 +127,9 @@ class StreamingDiLoCo:
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             outer_optimizer=outer_optimizer,
+            outer_lr_schedule=outer_lr_schedule,
+            outer_clip_norm=outer_clip_norm,
+            outlier_guard=outlier_guard,
             final_sync=final_sync,
             timeout=timeout,
         )
@@ -144,7 +156,7 @@ class StreamingDiLoCo:
         say_what_is_unusual(chosen, self.settings, self.topology)
         align_model(model, self.topology.world)
         self._divide(chosen.fragments)
-        require_same_settings({"outer_optimizer": self._outer.described()}, self.topology.world)
+        require_same_settings(self._outer.described(), self.topology.world)
         self._device = self._outer.values[0].device
         self._lane: Lane = self.topology.make_lane(self._device)
 
@@ -156,11 +168,17 @@ class StreamingDiLoCo:
         self._layouts = [FragmentLayout(f.names, [parameters[name] for name in f.names]) for f in fragments]
         self._buffers = [BufferLayout(buffers) for buffers in buffers_of(self._model, fragments)]
         shards = [layout.read(*self._shard(layout)) for layout in self._layouts]
-        self._outer = Outer(shards, self.settings.make_outer_optimizer)
-        self._transfer = Transfer(self.topology, self.settings.codec, self._outer, self._buffers)
+        self._outer = Outer(shards, self.settings.make_outer_optimizer, self.settings.outer_lr_schedule)
+        self._counting = self.settings.make_counting(self.topology.groups, len(fragments))
+        self._trained = [0] * len(fragments)
+        self._transfer = Transfer(self.topology, self.settings.codec, self._outer, self._buffers, self._counting)
 
-    def step(self) -> list[Landing]:
+    def step(self, *, idle: bool = False) -> list[Landing]:
         """Counts an inner step, launches what is due and lands what is due.
+
+        Args:
+            idle: Whether this group did not train in this inner step, because it has no data left: it then counts less
+                in the next mean of every fragment. All ranks of a group say the same.
 
         Returns:
             What landed, in order.
@@ -170,14 +188,16 @@ class StreamingDiLoCo:
             AgreementError: If the groups no longer hold the same outer parameters, or do not recover from values that
                 are not finite.
         """
-        self.launch_due()
+        self.launch_due(idle=idle)
         return self.land_due()
 
-    def launch_due(self) -> None:
+    def launch_due(self, *, idle: bool = False) -> None:
         """The first half of `step`: counts an inner step and launches what is due."""
         if self._closed:
             raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")
         self._counts.inner_steps += 1
+        if not idle:
+            self._trained = [steps + 1 for steps in self._trained]
         due = self.schedule.launches(self.steps_in_rounds)
         if due:
             self._require_coverage()
@@ -343,7 +363,7 @@ class StreamingDiLoCo:
             state: What `state_dict` returned there.
 
         Raises:
-            ValueError: If the state is that of other fragments.
+            ValueError: If the state is that of other fragments, or of another outer optimizer or schedule of its rate.
         """
         names = [list(fragment.names) for fragment in self.fragments]
         if [fragment["names"] for fragment in state["fragments"]] != names:
@@ -351,9 +371,17 @@ class StreamingDiLoCo:
                 f"The state is that of other fragments: it has {len(state['fragments'])}, this engine has"
                 f" {len(names)}, or they hold other parameters. Resume with the same model and the same fragments."
             )
+        for what, now in self._outer.described().items():
+            if state["described"][what] != now:
+                raise ValueError(
+                    f"The state is that of another {what}: it was {state['described'][what]}, now it is {now}. Resume"
+                    " with the one that it was saved with."
+                )
         for fragment, saved in enumerate(state["fragments"]):
-            self._outer.load(fragment, saved["outer"], saved["state"])
+            self._outer.load(fragment, saved["outer"], saved["state"], saved["rounds"])
             self._buffers[fragment].load(saved["buffers"], saved["travelling"])
+            self._counting.load(fragment, saved["norms"])
+            self._trained[fragment] = saved["trained"]
         for tensor, local in zip(self._local_tensors(), state["local"], strict=True):
             tensor.copy_(local)
         self._counts = Counts(**state["counts"])
@@ -412,12 +440,15 @@ class StreamingDiLoCo:
         return landed
 
     def _start_rounds(self, parameters: Mapping[str, OuterParameter], buffers: Mapping[str, Tensor]) -> None:
+        # All fragments of a round see the same learning rate, also those that are new.
+        rounds = max((parameter.rounds for parameter in parameters.values()), default=0)
         for fragment, layout in enumerate(self._layouts):
             known = [
-                parameters.get(name) or OuterParameter(own.flatten().to("cpu", torch.float32, copy=True), {})
+                parameters.get(name) or OuterParameter(own.flatten().to("cpu", torch.float32, copy=True), {}, rounds)
                 for name, own in zip(layout.names, layout.parameters, strict=True)
             ]
-            self._outer.load(fragment, *put_together(known, *self._shard(layout)))
+            shard = put_together(known, *self._shard(layout))
+            self._outer.load(fragment, shard.values, shard.state, shard.rounds)
             self._buffers[fragment].start_from(buffers)
         self._rounds_began_at = self.inner_steps
 
@@ -446,10 +477,12 @@ class StreamingDiLoCo:
                 buffers=buffers.snapshot(),
                 travelling=buffers.all() if final else buffers.travelling(),
                 requests=requests,
+                weight=self._trained[fragment],
                 deadline=self._deadline(),
                 final=final,
             )
             self._requests &= ~requests
+            self._trained[fragment] = 0
             self._fly(cargo)
 
     def _fly(self, cargo: Cargo) -> None:
@@ -475,6 +508,8 @@ class StreamingDiLoCo:
                 launched_at=flight.cargo.step,
                 requests=arrival.requests,
                 left_out=arrival.left_out,
+                outlying=arrival.counted.outlying,
+                outer_lr=arrival.outer.lr,
                 outer_grad_norm=arrival.gradient_norm,
                 bytes_sent=arrival.bytes_sent,
                 exposed_wait_s=waited,
@@ -485,14 +520,23 @@ class StreamingDiLoCo:
         fragment = cargo.fragment
         self._outer.commit(fragment, arrival.outer)
         self._buffers[fragment].commit(arrival.buffers, arrival.changed)
+        if not cargo.final:
+            self._counting.commit(arrival.controls)
         left_out = self.topology.group in arrival.left_out
-        mixing = 0.0 if cargo.final or left_out else self.settings.mixing
+        mixing = 0.0 if cargo.final or left_out else self._mixing(arrival.counted)
         _keep_until_done(arrival.whole)
         self._layouts[fragment].write(arrival.whole, mixing)
         self._buffers[fragment].mix(mixing, arrival.buffers)
         if left_out:
             self._recover(fragment)
         self._count_left_out(cargo.step, arrival.left_out)
+
+    def _mixing(self, counted: Count) -> float:
+        """Share of the local parameters that this group keeps, if its values are finite."""
+        if self.topology.group in counted.outlying:
+            return 0.0
+        # Where no group has trained, nothing moves.
+        return self.settings.mixing if counted.factors else 1.0
 
     def _recover(self, landed: int) -> None:
         """Takes the outer values wherever local ones are not finite.
@@ -551,7 +595,7 @@ class StreamingDiLoCo:
         parameters: dict[str, OuterParameter] = {}
         for fragment, layout in enumerate(self._layouts):
             saved = self.topology.in_group.gather_objects(self._outer.saved(fragment))
-            shards = [Stepped(shard["outer"], shard["state"]) for shard in saved]
+            shards = [Stepped(shard["outer"], shard["state"], shard["rounds"]) for shard in saved]
             parameters |= taken_apart(layout.sizes, shards)
         return parameters
 
@@ -569,6 +613,8 @@ class StreamingDiLoCo:
                 "sizes": list(layout.sizes.values()),
                 **self._outer.saved(index),
                 **self._buffers[index].saved(),
+                "norms": self._counting.saved(index),
+                "trained": self._trained[index],
             }
             for index, layout in enumerate(self._layouts)
         ]
@@ -579,6 +625,7 @@ class StreamingDiLoCo:
             "left_out_in_a_row": list(self._left_out_in_a_row),
             "recovered_at": list(self._recovered_at),
             "requests": self._requests,
+            "described": self._outer.described(),
             "fragments": fragments,
             "flights": [flight.cargo.saved() for flight in self._flights],
             "local": on_host(local),

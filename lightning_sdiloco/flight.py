@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.control import Control
+from lightning_sdiloco.counting import Count
 from lightning_sdiloco.lane import Pending
 from lightning_sdiloco.outer import Stepped
 
@@ -23,6 +24,7 @@ class Cargo(NamedTuple):
         buffers: Copies of the buffers that belong to the fragment.
         travelling: Indices of those that travel this time.
         requests: What this rank asks of all groups, one bit each.
+        weight: Inner steps in which this group trained since its own last launch of the fragment.
         deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
         final: Whether this is the exchange at the end, without outer learning rate and momentum.
     """
@@ -33,6 +35,7 @@ class Cargo(NamedTuple):
     buffers: list[Tensor]
     travelling: list[int]
     requests: int
+    weight: int
     deadline: float
     final: bool
 
@@ -45,6 +48,7 @@ class Cargo(NamedTuple):
             "buffers": [buffer.to("cpu") for buffer in self.buffers],
             "travelling": self.travelling,
             "requests": self.requests,
+            "weight": self.weight,
         }
 
     @staticmethod
@@ -65,6 +69,7 @@ class Arrival(NamedTuple):
         whole: Outer parameters of the whole fragment after the outer step, flat, float32.
         buffers: The new outer buffers by their index.
         controls: The control vectors of all groups, in their order.
+        counted: How much each group counted in the mean.
         gradient_norm: Norm of the mean outer gradient of the whole fragment.
         bytes_sent: Bytes that this rank sent to other groups for this flight.
         bytes_received: Bytes that this rank received from other groups for this flight.
@@ -74,6 +79,7 @@ class Arrival(NamedTuple):
     whole: Tensor
     buffers: dict[int, Tensor]
     controls: list[Control]
+    counted: Count
     gradient_norm: float
     bytes_sent: int
     bytes_received: int
@@ -124,6 +130,8 @@ class Landing(NamedTuple):
         launched_at: Inner step after which it was launched.
         requests: What the groups asked of all groups at the launch, one bit each.
         left_out: The groups whose outer gradient was not finite, and that were left out of the mean.
+        outlying: The groups that ``outlier_guard`` left out of the mean.
+        outer_lr: Learning rate of the outer step; 0 if there was none, because no group had trained.
         outer_grad_norm: Norm of the mean outer gradient of the whole fragment.
         bytes_sent: Bytes that this rank sent to other groups for this flight.
         exposed_wait_s: Seconds for which the training thread waited for the flight.
@@ -134,6 +142,8 @@ class Landing(NamedTuple):
     launched_at: int
     requests: int
     left_out: tuple[int, ...]
+    outlying: tuple[int, ...]
+    outer_lr: float
     outer_grad_norm: float
     bytes_sent: int
     exposed_wait_s: float

@@ -2,12 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from lightning_sdiloco.rates import Make as MakeSchedule
+from lightning_sdiloco.rates import Rates
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
 
@@ -18,35 +22,42 @@ class Stepped(NamedTuple):
     Attributes:
         values: Outer parameters of the shard, shape ``(numel,)``, float32.
         state: The optimizer's state of the shard, such as its momentum.
+        rounds: Outer steps of the fragment so far.
+        lr: Learning rate of the outer step; 0 if there was none.
     """
 
     values: Tensor
     state: dict[str, Any]
+    rounds: int
+    lr: float = 0.0
 
 
 class Outer:
     """Outer parameters and outer optimizer state of one rank's shards.
 
-    Both change only when a step is committed. A step works on copies, so that whoever reads in the meantime, from
+    They change only when a step is committed. A step works on copies, so that whoever reads in the meantime, from
     another thread or for a checkpoint, sees the values before it.
 
     Args:
         values: The shards, one per fragment, each a float32 tensor of shape ``(numel,)``. They are never written to.
         make: From the shards to a torch optimizer that works elementwise.
+        make_schedule: From that optimizer to a torch scheduler that counts the rounds of a fragment, if there is one.
 
     Raises:
         ValueError: If ``make`` gives something that is not an optimizer over all shards, or one that does not work
-            elementwise.
+            elementwise; if ``make_schedule`` gives something that is no scheduler, or one that needs a metric.
     """
 
-    def __init__(self, values: Sequence[Tensor], make: Make) -> None:
+    def __init__(self, values: Sequence[Tensor], make: Make, make_schedule: MakeSchedule | None = None) -> None:
         _check_elementwise(make, len(values))
         self.values = list(values)
         parameters = [Parameter(value) for value in values]
         self._optimizer = make(parameters)
         self._group_of = _groups_of(self._optimizer, parameters)
         self.states: list[dict[str, Any]] = [dict(self._optimizer.state.get(p, {})) for p in parameters]
+        self.rounds = [0] * len(values)
         self._release_parameters()
+        self._rates = Rates(self._optimizer, make_schedule)
 
     def stepped(self, fragment: int, gradient: Tensor) -> Stepped:
         """What an outer step makes of a fragment. Changes nothing.
@@ -58,36 +69,47 @@ class Outer:
         parameter = Parameter(self.values[fragment].clone())
         parameter.grad = gradient
         state = {key: _copied(value) for key, value in self.states[fragment].items()}
-        twin = self._twin(self._optimizer.param_groups[self._group_of[fragment]], parameter, state)
+        group = self._rates.of(self.rounds[fragment])[self._group_of[fragment]]
+        twin = self._twin(group, parameter, state)
         with torch.enable_grad():
             twin.step()
-        return Stepped(parameter.detach(), dict(twin.state[parameter]))
+        lr = float(group.get("lr", nan))
+        return Stepped(parameter.detach(), dict(twin.state[parameter]), self.rounds[fragment] + 1, lr)
 
     def moved(self, fragment: int, gradient: Tensor) -> Stepped:
         """What a fragment becomes without learning rate and momentum: ``outer - gradient``. Changes nothing."""
-        return Stepped(self.values[fragment] - gradient, self.states[fragment])
+        return self.kept(fragment)._replace(values=self.values[fragment] - gradient)
+
+    def kept(self, fragment: int) -> Stepped:
+        """A fragment as it is, without an outer step."""
+        return Stepped(self.values[fragment], self.states[fragment], self.rounds[fragment])
 
     def commit(self, fragment: int, step: Stepped) -> None:
         """Makes a step the one that everybody sees."""
         self.values[fragment] = step.values
         self.states[fragment] = step.state
+        self.rounds[fragment] = step.rounds
 
     def saved(self, fragment: int) -> dict[str, Any]:
-        """Outer parameters and optimizer state of a fragment, on the host. They are never written to, so not copied."""
+        """Outer values, optimizer state and rounds of a fragment, on the host. Never written to, so not copied."""
         state = {k: v.to("cpu") if isinstance(v, Tensor) else v for k, v in self.states[fragment].items()}
-        return {"outer": self.values[fragment].to("cpu"), "state": state}
+        return {"outer": self.values[fragment].to("cpu"), "state": state, "rounds": self.rounds[fragment]}
 
-    def load(self, fragment: int, values: Tensor, state: dict[str, Any]) -> None:
+    def load(self, fragment: int, values: Tensor, state: dict[str, Any], rounds: int) -> None:
         """Takes back what `saved` returned."""
         device = self.values[fragment].device
-        self.commit(fragment, Stepped(_moved(values, device), {key: _moved(v, device) for key, v in state.items()}))
+        moved = {key: _moved(value, device) for key, value in state.items()}
+        self.commit(fragment, Stepped(_moved(values, device), moved, rounds))
 
-    def described(self) -> str:
-        """The optimizer as text that is the same on all ranks if and only if its choices are."""
+    def described(self) -> dict[str, str]:
+        """Optimizer and schedule, each as text that is the same on all ranks if and only if its choices are."""
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
         ]
-        return f"{type(self._optimizer).__name__}({groups})"
+        return {
+            "outer_optimizer": f"{type(self._optimizer).__name__}({groups})",
+            "outer_lr_schedule": self._rates.described(),
+        }
 
     def _twin(self, group: dict[str, Any], parameter: Parameter, state: dict[str, Any]) -> Optimizer:
         """The same optimizer over one parameter and its state; made without calling the user's code again."""

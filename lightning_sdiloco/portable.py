@@ -16,10 +16,13 @@ class OuterParameter(NamedTuple):
         values: The values, flat, float32, shape ``(numel,)``.
         state: State of the outer optimizer. Tensors of the shape of the values belong to single values, such as a
             momentum; everything else, such as a count of steps, belongs to the whole parameter.
+        rounds: Outer steps so far.
+        rounds: Outer steps so far.
     """
 
     values: Tensor
     state: dict[str, Any]
+    rounds: int
 
 
 def taken_apart(sizes: Mapping[str, int], shards: Sequence[Stepped]) -> dict[str, OuterParameter]:
@@ -30,7 +33,7 @@ def taken_apart(sizes: Mapping[str, int], shards: Sequence[Stepped]) -> dict[str
         shards: All shards of the fragment, in their order.
 
     Examples:
-        >>> shards = [Stepped(torch.tensor([1.0, 2.0]), {"step": 3}), Stepped(torch.tensor([4.0, 0.0]), {"step": 3})]
+        >>> shards = [Stepped(torch.tensor(part), {}, rounds=3) for part in ([1.0, 2.0], [4.0, 0.0])]
         >>> {name: p.values.tolist() for name, p in taken_apart({"weight": 2, "bias": 1}, shards).items()}
         {'weight': [1.0, 2.0], 'bias': [4.0]}
     """
@@ -46,7 +49,7 @@ def taken_apart(sizes: Mapping[str, int], shards: Sequence[Stepped]) -> dict[str
             key: value[stretch].clone() if _is_of_values(first.state[key], first.values) else value
             for key, value in whole.items()
         }
-        parts[name] = OuterParameter(values[stretch].clone(), state)
+        parts[name] = OuterParameter(values[stretch].clone(), state, first.rounds)
         start += size
     return parts
 
@@ -70,7 +73,8 @@ def put_together(parameters: Sequence[OuterParameter], start: int, length: int) 
             state[key] = _stretch(whole, start, length)
         else:
             state[key] = max(known, key=float) if None not in known else known[0]
-    return Stepped(_stretch(torch.cat([p.values for p in parameters]), start, length), state)
+    values = _stretch(torch.cat([p.values for p in parameters]), start, length)
+    return Stepped(values, state, max(parameter.rounds for parameter in parameters))
 
 
 def _is_of_values(value: Any, values: Tensor) -> bool:

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.outer import Make, Outer, Stepped
+from lightning_sdiloco.control import Control
+from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.portable import OuterParameter, taken_apart
+from lightning_sdiloco.settings import Settings
+from lightning_sdiloco.transfer import mean, norm_squared
 
 State = dict[str, Any]
 """What `StreamingDiLoCo.state_dict` returned on one rank."""
@@ -28,18 +30,15 @@ class Restart(NamedTuple):
     counts: dict[str, int]
 
 
-def restart_from(
-    groups: Sequence[Sequence[State | None]], compression: Compression, make_outer: Make | None
-) -> Restart:
+def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
     """Joins the states of the ranks of an earlier run.
 
     Flights are landed if all groups' payloads are there. Otherwise they are dropped, and counted.
 
     Args:
         groups: The states of every rank of every worker group, None where one is missing.
-        compression: How outer gradients are encoded.
-        make_outer: Makes the outer optimizer; None if it is another one than that of the states, which are then of no
-            use to it, so that it starts without a state and flights are dropped.
+        settings: How flights land; None if the outer optimizer is another one than that of the states, so that these
+            are of no use to it, and flights are dropped.
 
     Raises:
         ValueError: If no worker group is complete.
@@ -51,16 +50,17 @@ def restart_from(
             " the missing files, or start a new fit from the weights of the checkpoint."
         )
     ranks = whole[0]
-    outers = [_outer(state, make_outer) for state in ranks]
-    buffers = [dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in ranks[0]["fragments"]]
     flights, landed = len(ranks[0]["flights"]), 0
-    if make_outer is not None and len(whole) == len(groups):
-        landed = sum(_land(index, whole, outers, buffers, compression) for index in range(flights))
+    shards = [[_shard(fragment, settings is not None) for fragment in state["fragments"]] for state in ranks]
+    buffers = [dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in ranks[0]["fragments"]]
+    if settings is not None and len(whole) == len(groups):
+        landing = _Landing(whole, shards, buffers, settings)
+        landed = sum(landing.land(index) for index in range(flights))
+        shards = landing.shards
     parameters: dict[str, OuterParameter] = {}
     for index, fragment in enumerate(ranks[0]["fragments"]):
         sizes = dict(zip(fragment["names"], fragment["sizes"], strict=True))
-        shards = [Stepped(outer.values[index], outer.states[index]) for outer in outers]
-        parameters |= taken_apart(sizes, shards)
+        parameters |= taken_apart(sizes, [shard[index] for shard in shards])
     counts = ranks[0]["counts"]
     return Restart(
         parameters=parameters,
@@ -74,45 +74,67 @@ def restart_from(
     )
 
 
-def _outer(state: State, make: Make | None) -> Outer:
-    """The outer state of one rank's shards."""
-    outer = Outer([fragment["outer"] for fragment in state["fragments"]], make or torch.optim.SGD)
-    for index, fragment in enumerate(state["fragments"]):
-        outer.load(index, fragment["outer"], fragment["state"] if make is not None else {})
-    return outer
+def _shard(fragment: dict[str, Any], with_state: bool) -> Stepped:
+    return Stepped(fragment["outer"], fragment["state"] if with_state else {}, fragment["rounds"])
 
 
-def _land(
-    index: int,
-    groups: Sequence[Sequence[State]],
-    outers: Sequence[Outer],
-    buffers: Sequence[dict[str, Tensor]],
-    compression: Compression,
-) -> bool:
-    """Lands a flight as its groups would have; False where no group is finite."""
-    cargos = [[state["flights"][index] for state in group] for group in groups]
-    counted = [group for group in cargos if all(bool(cargo["gradient"].isfinite().all()) for cargo in group)]
-    if not counted:
-        return False
-    fragment = counted[0][0]["fragment"]
-    for shard, outer in enumerate(outers):
-        gradients = [_received(group[shard]["gradient"], compression) for group in counted]
-        outer.commit(fragment, outer.stepped(fragment, _mean(gradients)))
-    for position in counted[0][0]["travelling"]:
-        name = list(buffers[fragment])[position]
-        buffers[fragment][name] = torch.stack([group[0]["buffers"][position] for group in counted]).mean(dim=0)
-    return True
+class _Landing:
+    """Lands the flights of complete groups as they would have landed them."""
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[State]],
+        shards: Sequence[Sequence[Stepped]],
+        buffers: Sequence[dict[str, Tensor]],
+        settings: Settings,
+    ) -> None:
+        self._groups = groups
+        self._buffers = buffers
+        self._codec = settings.codec
+        self._counting = settings.make_counting(len(groups), len(buffers))
+        for index, fragment in enumerate(groups[0][0]["fragments"]):
+            self._counting.load(index, fragment["norms"])
+        self._outers = [
+            Outer([part.values for part in shard], settings.make_outer_optimizer, settings.outer_lr_schedule)
+            for shard in shards
+        ]
+        for outer, shard in zip(self._outers, shards, strict=True):
+            for index, part in enumerate(shard):
+                outer.load(index, part.values, part.state, part.rounds)
+
+    @property
+    def shards(self) -> list[list[Stepped]]:
+        """The shards of every rank of a group, by fragment."""
+        return [[outer.kept(fragment) for fragment in range(len(self._buffers))] for outer in self._outers]
+
+    def land(self, index: int) -> bool:
+        """Lands a flight; False where no group is finite, so that there is nothing to land."""
+        cargos = [[state["flights"][index] for state in group] for group in self._groups]
+        controls = [Control.merged([_control(cargo) for cargo in group]) for group in cargos]
+        count = self._counting.count(controls)
+        fragment = controls[0].fragment
+        if count.factors:
+            for shard, outer in enumerate(self._outers):
+                payloads = [self._codec.encode(group[shard]["gradient"]) for group in cargos]
+                gradient = mean(payloads, count, self._codec, like=cargos[0][shard]["gradient"])
+                outer.commit(fragment, outer.stepped(fragment, gradient))
+            names = list(self._buffers[fragment])
+            for position in cargos[0][0]["travelling"]:
+                sent = [cargos[group][0]["buffers"][position] for group in count.factors]
+                self._buffers[fragment][names[position]] = torch.stack(sent).mean(dim=0)
+        return any(control.finite for control in controls)
 
 
-def _received(gradient: Tensor, compression: Compression) -> Tensor:
-    """What the groups get of an outer gradient."""
-    received = torch.empty_like(gradient)
-    compression.decode(compression.encode(gradient), received)
-    return received
-
-
-def _mean(gradients: Sequence[Tensor]) -> Tensor:
-    total = torch.zeros_like(gradients[0])
-    for gradient in gradients:
-        total += gradient
-    return total.div_(len(gradients))
+def _control(cargo: dict[str, Any]) -> Control:
+    """What a rank said of a flight, as far as it decides how the flight lands."""
+    gradient = cargo["gradient"]
+    return Control(
+        fragment=cargo["fragment"],
+        step=cargo["step"],
+        requests=0,
+        finite=bool(gradient.isfinite().all()),
+        weight=cargo["weight"],
+        digest=0,
+        norm_squared=norm_squared(gradient),
+        changed=0,
+    )

@@ -188,8 +188,7 @@ class SavingMixin(_Base):
             same_optimizer = header["settings"].get("outer_optimizer") == self._settings.described()["outer_optimizer"]
             try:
                 states = files.read_groups(path, header, ("counts", "fragments", "flights"))
-                make = self._settings.make_outer_optimizer if same_optimizer else None
-                restart = restart_from(states, self._settings.codec, make)
+                restart = restart_from(states, self._settings if same_optimizer else None)
             except Exception as error:
                 # Whatever it is, the other ranks are waiting to hear of it.
                 restart = error if isinstance(error, ValueError) else ValueError(f"{path} cannot be read: {error!r}")

@@ -7,14 +7,22 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sdiloco.compression import Compression, resolve
+from lightning_sdiloco.counting import Counting
 from lightning_sdiloco.partition import check_fragments
 
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
 """From the flat float32 shards, one per fragment, to a torch optimizer."""
 
+OuterLRSchedule = Callable[[Optimizer], LRScheduler]
+"""From the outer optimizer to a torch scheduler that is stepped once a round."""
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+# A run that is resumed with others of these goes on as it was until it ends.
+_MAY_CHANGE = ("final_sync", "timeout")
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,9 @@ class Settings:
     outer_lr: float = 0.4
     outer_momentum: float = 0.9
     outer_optimizer: OuterOptimizer | None = None
+    outer_lr_schedule: OuterLRSchedule | None = None
+    outer_clip_norm: float | None = None
+    outlier_guard: float | None = None
     final_sync: bool = True
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
 
@@ -48,6 +59,7 @@ class Settings:
         check_fragments(self.fragments)
         self._check_schedule()
         self._check_outer_optimizer()
+        self._check_counting()
         _require(
             _number(self.mixing) and 0 <= self.mixing <= 1,
             "mixing",
@@ -89,6 +101,13 @@ class Settings:
             "it must be at least 0 and below 1",
             "0.9 is the default",
         )
+        _require(
+            self.outer_lr_schedule is None or callable(self.outer_lr_schedule),
+            "outer_lr_schedule",
+            self.outer_lr_schedule,
+            "it must be a callable from an optimizer to a torch scheduler, or None",
+            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one",
+        )
         defaults = {item.name: item.default for item in fields(Settings)}
         both = [name for name in ("outer_lr", "outer_momentum") if getattr(self, name) != defaults[name]]
         if self.outer_optimizer is not None and both:
@@ -98,6 +117,22 @@ class Settings:
                 f" outer_optimizer replaces. Leave out {' and '.join(both)}, and set the values in outer_optimizer."
             )
 
+    def _check_counting(self) -> None:
+        _require(
+            self.outer_clip_norm is None or (_number(self.outer_clip_norm) and self.outer_clip_norm > 0),
+            "outer_clip_norm",
+            self.outer_clip_norm,
+            "it must be a number above 0, or None",
+            "the norms that are logged as sdiloco/outer_grad_norm tell what is usual",
+        )
+        _require(
+            self.outlier_guard is None or (_number(self.outlier_guard) and self.outlier_guard > 1),
+            "outlier_guard",
+            self.outlier_guard,
+            "it must be a number above 1, or None",
+            "5.0 leaves out what is five times as long as usual",
+        )
+
     @property
     def codec(self) -> Compression:
         """The compression itself, where it was given by name."""
@@ -105,8 +140,7 @@ class Settings:
 
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
         """The settings without which a checkpoint cannot be resumed exactly, as text."""
-        names = ("sync_every", "overlap_steps", "fragments", "layers_per_fragment", "compression", "outer_optimizer")
-        return {name: text for name, text in self.described().items() if name in names}
+        return {name: text for name, text in self.described().items() if name not in _MAY_CHANGE}
 
     def make_outer_optimizer(self, shards: Sequence[torch.Tensor]) -> Optimizer:
         """Makes the outer optimizer over flat float32 shards, one per fragment."""
@@ -114,14 +148,18 @@ class Settings:
             return self.outer_optimizer(shards)
         return torch.optim.SGD(shards, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
 
+    def make_counting(self, groups: int, fragments: int) -> Counting:
+        """Makes what decides how much each group counts in a mean."""
+        return Counting(groups, fragments, self.outer_clip_norm, self.outlier_guard)
+
     def described(self) -> dict[str, str]:
         """Every setting as text that is the same on all ranks if and only if the setting is."""
         texts = {item.name: repr(getattr(self, item.name)) for item in fields(self)}
-        if self.outer_optimizer is not None:
-            # The repr of a callable holds an address. What it makes is compared when the shards are known.
-            texts["outer_optimizer"] = getattr(
-                self.outer_optimizer, "__qualname__", type(self.outer_optimizer).__name__
-            )
+        for name in ("outer_optimizer", "outer_lr_schedule"):
+            made_by = getattr(self, name)
+            if made_by is not None:
+                # The repr of a callable holds an address. What it makes is compared when the shards are known.
+                texts[name] = getattr(made_by, "__qualname__", type(made_by).__name__)
         return texts
 
 

@@ -1,6 +1,6 @@
 """Several worker groups in one process, with the same engine and no sockets: for research on one machine, and tests."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,14 +54,17 @@ class SimulatedGroups:
             for model, own, topology in zip(models, optimizers, Topology.simulated(len(models)), strict=True)
         ]
 
-    def step(self) -> list[list[Landing]]:
+    def step(self, *, idle: Collection[int] = ()) -> list[list[Landing]]:
         """One inner step of every group has been made: launches all that is due, then lands all that is due.
+
+        Args:
+            idle: The groups that did not train in this inner step.
 
         Returns:
             What landed in each group.
         """
-        for engine in self.engines:
-            engine.launch_due()
+        for group, engine in enumerate(self.engines):
+            engine.launch_due(idle=group in idle)
         return [engine.land_due() for engine in self.engines]
 
     def finish(self) -> None:

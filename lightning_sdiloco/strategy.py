@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_sdiloco.agreement import align_model, is_aligned, require_same_model, require_same_settings
@@ -54,6 +55,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
             replaces the Nesterov SGD.
+        outer_lr_schedule: From the outer optimizer to a torch scheduler, which counts the rounds of each fragment:
+            its own outer steps. None keeps the rate.
+        outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm. None clips nothing.
+        outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
+            is left out of the mean. None leaves out none.
         final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
         exchange_backend: Backend of the process groups that join the worker groups. By default gloo.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
@@ -86,6 +92,9 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         outer_lr: float = 0.4,
         outer_momentum: float = 0.9,
         outer_optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
+        outer_lr_schedule: Callable[[Optimizer], LRScheduler] | None = None,
+        outer_clip_norm: float | None = None,
+        outlier_guard: float | None = None,
         final_sync: bool = True,
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -108,6 +117,9 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             outer_optimizer=outer_optimizer,
+            outer_lr_schedule=outer_lr_schedule,
+            outer_clip_norm=outer_clip_norm,
+            outlier_guard=outlier_guard,
             final_sync=final_sync,
             timeout=timeout,
         )

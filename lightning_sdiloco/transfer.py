@@ -8,12 +8,13 @@ from torch import Tensor
 
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.control import CONTROL_BYTES, Control
+from lightning_sdiloco.counting import Count, Counting, plain
 from lightning_sdiloco.digest import digest
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.exchange import Unanswered
 from lightning_sdiloco.flight import Arrival, Cargo
 from lightning_sdiloco.fragments import BufferLayout
-from lightning_sdiloco.outer import Outer
+from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.topology import Topology
 
 
@@ -34,15 +35,22 @@ class Transfer:
         compression: How outer gradients are encoded.
         outer: Outer parameters and outer optimizer of this rank's shards.
         buffers: The buffers of every fragment.
+        counting: How much each group counts in a mean.
     """
 
     def __init__(
-        self, topology: Topology, compression: Compression, outer: Outer, buffers: Sequence[BufferLayout]
+        self,
+        topology: Topology,
+        compression: Compression,
+        outer: Outer,
+        buffers: Sequence[BufferLayout],
+        counting: Counting,
     ) -> None:
         self._topology = topology
         self._compression = compression
         self._outer = outer
         self._buffers = buffers
+        self._counting = counting
 
     def send(self, cargo: Cargo) -> Sent:
         """Encodes the outer gradient of the shard and starts to send it, behind the control vector of the group."""
@@ -59,14 +67,16 @@ class Transfer:
         controls = [Control.unpacked(message[:CONTROL_BYTES]) for message in messages]
         self._check(controls, cargo)
         end = CONTROL_BYTES + self._compression.wire_bytes(cargo.gradient.numel())
-        gradient = self._mean([message[CONTROL_BYTES:end] for message in messages], controls, cargo.gradient)
-        step = self._outer.moved if cargo.final else self._outer.stepped
-        outer = step(cargo.fragment, gradient)
+        count = plain(controls) if cargo.final else self._counting.count(controls)
+        payloads = [message[CONTROL_BYTES:end] for message in messages]
+        gradient = mean(payloads, count, self._compression, like=cargo.gradient)
+        outer = self._step(cargo, gradient, count)
         return Arrival(
             outer=outer,
             whole=torch.cat(self._topology.lane.gather(outer.values)) if self._topology.shards > 1 else outer.values,
-            buffers=self._mean_buffers([message[end:] for message in messages], controls, cargo),
+            buffers=self._mean_buffers([message[end:] for message in messages], count, cargo),
             controls=controls,
+            counted=count,
             gradient_norm=self._norm(gradient),
             bytes_sent=exchange.bytes_sent - sent_before,
             bytes_received=exchange.bytes_received - received_before,
@@ -86,8 +96,9 @@ class Transfer:
             requests=cargo.requests,
             # Not the norm: it may overflow where every value is finite, and must not decide.
             finite=bool(cargo.gradient.isfinite().all()),
+            weight=cargo.weight,
             digest=digest(values, start=self._topology.shard * values.numel()),
-            norm_squared=float(torch.linalg.vector_norm(cargo.gradient)) ** 2,
+            norm_squared=norm_squared(cargo.gradient),
             changed=self._buffers[cargo.fragment].changed(cargo.buffers),
         )
 
@@ -131,23 +142,20 @@ class Transfer:
                 " diverged: resume from an earlier checkpoint with a lower learning rate or with gradient clipping."
             )
 
-    def _mean(self, payloads: Sequence[Tensor], controls: Sequence[Control], like: Tensor) -> Tensor:
-        """The float32 mean of the finite groups, added up in the order of the groups so that all get the same bits."""
-        total, decoded = torch.zeros_like(like), torch.empty_like(like)
-        for payload, control in zip(payloads, controls, strict=True):
-            if control.finite:
-                self._compression.decode(payload, decoded)
-                total += decoded
-        return total.div_(sum(control.finite for control in controls))
+    def _step(self, cargo: Cargo, gradient: Tensor, count: Count) -> Stepped:
+        if cargo.final:
+            return self._outer.moved(cargo.fragment, gradient)
+        if not count.factors:
+            return self._outer.kept(cargo.fragment)
+        return self._outer.stepped(cargo.fragment, gradient)
 
-    def _mean_buffers(self, tails: Sequence[Tensor], controls: Sequence[Control], cargo: Cargo) -> dict[int, Tensor]:
+    def _mean_buffers(self, tails: Sequence[Tensor], count: Count, cargo: Cargo) -> dict[int, Tensor]:
         """The plain mean of the buffers that travel, over the groups that count; rank 0 of a group speaks for it."""
-        if not cargo.travelling:
+        if not cargo.travelling or not count.factors:
             return {}
         flat = torch.cat([cargo.buffers[index].reshape(-1) for index in cargo.travelling])
         if self._topology.shard == 0:
-            counted = [tail for tail, control in zip(tails, controls, strict=True) if control.finite]
-            flat = torch.stack([tail.clone().view(torch.float32) for tail in counted]).mean(dim=0)
+            flat = torch.stack([tails[group].clone().view(torch.float32) for group in count.factors]).mean(dim=0)
         self._topology.lane.broadcast(flat)
         parts = flat.split([cargo.buffers[index].numel() for index in cargo.travelling])
         return {index: part.view_as(cargo.buffers[index]) for index, part in zip(cargo.travelling, parts, strict=True)}
@@ -155,3 +163,25 @@ class Transfer:
     def _norm(self, gradient: Tensor) -> float:
         norm = torch.linalg.vector_norm(gradient).reshape(1)
         return float(torch.linalg.vector_norm(torch.cat(self._topology.lane.gather(norm))))
+
+
+def mean(payloads: Sequence[Tensor], count: Count, compression: Compression, like: Tensor) -> Tensor:
+    """The float32 mean of the groups that count, added up in their order so that all get the same bits.
+
+    Args:
+        payloads: What every group sent.
+        count: The groups that count, and how much.
+        compression: How the payloads are encoded.
+        like: A tensor of the shape and on the device of the outer gradient.
+    """
+    total, decoded = torch.zeros_like(like), torch.empty_like(like)
+    for group, factor in count.factors.items():
+        compression.decode(payloads[group], decoded)
+        # Two roundings, one after the other: whether a fused product and sum is there depends on the processor.
+        total += decoded if factor == 1 else decoded.mul_(factor)
+    return total.div_(len(count.factors)) if count.factors else total
+
+
+def norm_squared(gradient: Tensor) -> float:
+    """The squared norm of a shard of an outer gradient, as control vectors carry it."""
+    return float(torch.linalg.vector_norm(gradient)) ** 2

@@ -37,6 +37,15 @@ def mean(tensors: Sequence[Tensor]) -> Tensor:
     return total / len(tensors)
 
 
+def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
+    """Each group by the inner steps that it trained; the plain mean where all trained as many."""
+    if len(set(weights)) == 1:
+        return mean(tensors)
+    total = sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))
+    assert isinstance(total, Tensor)
+    return total / sum(weights)
+
+
 def outer_step(outer: Tensor, buffer: Tensor | None, gradient: Tensor, lr: float, mu: float) -> tuple[Tensor, Tensor]:
     """One step of Nesterov SGD (`torch.optim.SGD(nesterov=True)`): the new outer parameter and momentum buffer."""
     buffer = gradient if buffer is None else mu * buffer + gradient
@@ -54,9 +63,10 @@ def run(
     sync_every: int,
     overlap_steps: int,
     mixing: float,
-    outer_lr: float,
+    outer_lr: float | Callable[[int], float],
     outer_momentum: float,
     final_sync: bool = True,
+    idle: Callable[[int, int], bool] = lambda group, step: False,
 ) -> Result:
     """Trains the models, one per group and equal at first, in place.
 
@@ -70,9 +80,10 @@ def run(
         sync_every: H.
         overlap_steps: tau, less than H; 0 lands in the step of the launch.
         mixing: alpha, the share of the local parameters kept on landing.
-        outer_lr: learning rate of the outer optimizer.
+        outer_lr: learning rate of the outer optimizer, or its rate by the outer steps of the fragment before.
         outer_momentum: its Nesterov momentum; 0 is plain SGD.
         final_sync: whether the run ends with the plain mean of the local parameters.
+        idle: `(group, step)` to whether the group does not train in that step.
     """
     local = [{name: p for name, p in model.named_parameters() if p.requires_grad} for model in models]
     assert sorted(local[0]) == sorted(name for fragment in fragments for name in fragment), "each name in one fragment"
@@ -80,19 +91,28 @@ def run(
     outer = {name: p.detach().float().clone() for name, p in local[0].items()}
     momentum: dict[str, Tensor | None] = dict.fromkeys(outer)
     in_flight: dict[int, tuple[int, dict[str, list[Tensor]]]] = {}  # fragment -> launch step, name -> delta per group
+    rate = outer_lr if callable(outer_lr) else lambda number: outer_lr
+    outer_steps = [0 for _ in fragments]
+    trained = [[0 for _ in models] for _ in fragments]  # [fragment][group]: inner steps since the last launch
+    weights: dict[int, list[int]] = {}  # of the launch in flight, by group
     result = Result(outer=outer)
 
     def land(step: int, p: int) -> None:  # lines 10 to 12
         deltas = in_flight.pop(p)[1]
-        for name in fragments[p]:
-            delta = mean(deltas[name])  # line 8
-            outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, outer_lr, outer_momentum)
+        for name in fragments[p] if any(weights[p]) else ():
+            delta, lr = weighted_mean(deltas[name], weights[p]), rate(outer_steps[p])  # line 8
+            outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, lr, outer_momentum)
             for group in local:
                 group[name].copy_(mixing * group[name].float() + (1 - mixing) * outer[name])
+        outer_steps[p] += any(weights[p])
         result.landings.append((step, p))
 
     for step in range(1, steps + 1):  # line 2
         for m in range(len(models)):  # line 1
+            if idle(m, step):
+                continue
+            for counts in trained:
+                counts[m] += 1
             x, y = batch(m, step)  # line 3
             optimizers[m].zero_grad()
             loss(models[m](x), y).backward()  # line 4
@@ -101,6 +121,7 @@ def run(
             for p in range(len(fragments)):
                 if is_launched(step, p, len(fragments), sync_every):  # lines 6 and 7
                     in_flight[p] = step, {n: [outer[n] - g[n].float() for g in local] for n in fragments[p]}
+                    weights[p], trained[p] = trained[p], [0 for _ in models]
                     result.launches.append((step, p))
             for p in list(in_flight):
                 if in_flight[p][0] + overlap_steps == step:  # line 9

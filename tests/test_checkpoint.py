@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 from lightning_sdiloco.buckets import fix_bucket_order
 from tests import fits
 from tests.fits import LIGHTNING
-from tests.ranks import run_processes, run_ranks
+from tests.ranks import RankError, run_processes, run_ranks
 from tests.training import batch, mlp
 
 STEPS = 26
@@ -133,6 +135,24 @@ def test_a_fit_resumed_from_any_step_gives_the_same_bits(
             assert all(one["report"][key] == other["report"][key] for key in counted)
 
 
+def test_a_fit_resumed_with_a_schedule_a_guard_and_clipping_gives_the_same_bits(tmp_path: Path) -> None:
+    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "outer_clip_norm": 0.05, "outlier_guard": 1.02}
+
+    def fit(callbacks: list[Any], resume: str | None = None, rounds: int = 5) -> list[dict[str, Any]]:
+        schedule = partial(CosineAnnealingLR, T_max=rounds)
+        made = partial(run_fit, outer_lr_schedule=schedule, **choices)
+        return list(run_processes(made, 4, LIGHTNING, STEPS, callbacks, resume))
+
+    plain = fit(saving(LIGHTNING, tmp_path, every_n_train_steps=1))
+    for step in (9, 21):
+        for one, other in zip(fit([], str(tmp_path / f"step={step}.ckpt")), plain, strict=True):
+            for at, values in one["trace"].items():
+                assert_same(values, other["trace"][at])
+            assert_same(one["outer"], other["outer"])
+    with pytest.raises(RankError, match="another outer_lr_schedule: it was CosineAnnealingLR"):
+        fit([], str(tmp_path / "step=9.ckpt"), rounds=6)
+
+
 def test_a_longer_fit_continues_a_finished_one_exactly(tmp_path: Path) -> None:
     plain = run_processes(run_fit, 2, LIGHTNING, STEPS, [])
     finished = run_processes(run_fit, 2, LIGHTNING, 14, saving(LIGHTNING, tmp_path, every_n_train_steps=14))
@@ -220,6 +240,10 @@ def test_a_folder_of_a_newer_version_is_refused(checkpoint: Path) -> None:
         ({"sync_every": 9}, "sync_every was 8, now it is 9"),
         ({"compression": "fp32"}, "compression was 'fp4', now it is 'fp32'"),
         ({"fragments": "balanced"}, "fragments was 'strided', now it is 'balanced'"),
+        ({"mixing": 0.25}, "mixing was 0.5, now it is 0.25"),
+        ({"outer_lr": 0.7, "outer_momentum": 0.8}, "outer_lr was 0.4, now it is 0.7; outer_momentum was 0.9, now it"),
+        ({"outlier_guard": 5.0, "outer_clip_norm": 2.0}, "outer_clip_norm was None, now it is 2.0; outlier_guard was"),
+        ({"outer_lr_schedule": ExponentialLR}, "outer_lr_schedule was None, now it is ExponentialLR"),
     ],
 )
 def test_other_settings_are_refused_by_name(changed: dict[str, Any], told: str, checkpoint: Path) -> None:

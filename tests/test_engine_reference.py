@@ -1,5 +1,7 @@
 """The engine against the plain-loop reference of Algorithm 2, over many settings, simulated and with real processes."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from tests.fits import LIGHTNING, fit
@@ -34,17 +37,23 @@ def reference(inner: str, groups: int, steps: int, fragments: list[list[str]], *
     )
 
 
+def never(group: int, step: int) -> bool:
+    return False
+
+
 def simulate(
-    inner: str, groups: int, steps: int, **choices: Any
+    inner: str, groups: int, steps: int, idle: Callable[[int, int], bool] = never, **choices: Any
 ) -> tuple[list[dict[str, Tensor]], list[nn.Sequential]]:
     models = [mlp(seed) for seed in range(groups)]
     optimizers = [inner_optimizer(inner, model) for model in models]
     simulated = SimulatedGroups(models, compression="fp32", **choices)
     trajectory = []
     for step in range(1, steps + 1):
+        resting = [group for group in range(groups) if idle(group, step)]
         for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            train_step(model, optimizer, group, step)
-        simulated.step()
+            if group not in resting:
+                train_step(model, optimizer, group, step)
+        simulated.step(idle=resting)
         trajectory.append(simulated.outer_state_dict())
     simulated.finish()
     return [*trajectory, simulated.outer_state_dict()], models
@@ -75,6 +84,35 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 def test_simulated_groups_follow_the_reference(choices: dict[str, Any], groups: int, inner: str) -> None:
     expected = reference(inner, groups, steps=25, **choices)
     trajectory, models = simulate(inner, groups, steps=25, **choices)
+    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
+        assert_same(actual, outer)
+    for model in models:
+        assert_same(dict(model.named_parameters()), expected.outer)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    choices=choices(),
+    batches=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    warm_up=st.integers(0, 5),
+    inner=st.sampled_from(["sgd", "adamw"]),
+)
+def test_groups_that_run_dry_and_a_schedule_follow_the_reference(
+    choices: dict[str, Any], batches: list[int], warm_up: int, inner: str
+) -> None:
+    """Epochs of as many inner steps as the group with the most batches; the others are idle at the end of each."""
+
+    def idle(group: int, step: int) -> bool:
+        return (step - 1) % max(1, *batches) >= batches[group]
+
+    def rate(number: int) -> float:
+        return min(1.0, (number + 1) / (warm_up + 1))
+
+    base = choices.pop("outer_lr")
+    expected = reference(inner, len(batches), 25, outer_lr=lambda number: base * rate(number), idle=idle, **choices)
+    schedule = partial(LambdaLR, lr_lambda=rate)
+    own = {**choices, "outer_lr": base, "outer_lr_schedule": schedule}
+    trajectory, models = simulate(inner, len(batches), 25, idle, **own)
     for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
         assert_same(actual, outer)
     for model in models:

@@ -28,6 +28,7 @@ class Model(LightningModule):
         if strategy.global_rank == 0:
             optimizer = type(strategy.engine._outer._optimizer).__name__
             print("RESULT", strategy.report()["launches"], strategy.schedule.overlap_steps, optimizer)
+            print("SCHEDULE", strategy.engine._outer.described()["outer_lr_schedule"])
 
 if __name__ == "__main__":
     LightningCLI(Model, trainer_defaults=dict(accelerator="cpu", devices=2, max_epochs=1, logger=False,
@@ -79,6 +80,31 @@ def test_arguments_override_the_yaml_file_and_an_outer_optimizer_comes_by_its_cl
     assert "RESULT 4 0 AdamW" in output
 
 
+SCHEDULED = """
+trainer:
+  strategy:
+    class_path: {class_path}
+    init_args:
+      sync_every: 2
+      overlap_steps: 1
+      layers_per_fragment: 1
+      start_method: fork
+      outer_clip_norm: 1.0
+      outer_lr_schedule:
+        class_path: torch.optim.lr_scheduler.CosineAnnealingLR
+        init_args: {{T_max: 4}}
+"""
+
+
+@pytest.mark.parametrize("distribution", OURS)
+def test_a_schedule_of_the_outer_learning_rate_comes_by_its_class_path(distribution: str, tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(SCHEDULED.format(class_path=OURS[distribution]))
+    output = run(tmp_path, distribution, "fit", "--config", "settings.yaml")
+    assert "RESULT 4 1 SGD" in output
+    # 0.4 * (1 + cos(pi * round / 4)) / 2
+    assert "SCHEDULE CosineAnnealingLR (0.4, 0.341" in output
+
+
 def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> None:
     chosen = f"--trainer.strategy.class_path={OURS['lightning.pytorch']}"
     printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", chosen, "--print_config"))
@@ -93,6 +119,9 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "outer_lr": 0.4,
         "outer_momentum": 0.9,
         "outer_optimizer": None,
+        "outer_lr_schedule": None,
+        "outer_clip_norm": None,
+        "outlier_guard": None,
         "final_sync": True,
         "exchange_backend": None,
         "timeout": "0:30:00",

@@ -78,6 +78,13 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
     ({"outer_momentum": -0.1}, "outer_momentum=-0.1", MOMENTUM),
     ({"outer_momentum": 1.0}, "outer_momentum=1.0", MOMENTUM),
     ({"outer_momentum": 1.5}, "outer_momentum=1.5", MOMENTUM),
+    ({"outer_clip_norm": 0}, "outer_clip_norm=0", "it must be a number above 0, or None"),
+    ({"outer_clip_norm": -1.0}, "outer_clip_norm=-1.0", "it must be a number above 0, or None"),
+    ({"outer_clip_norm": NAN}, "outer_clip_norm=nan", "it must be a number above 0, or None"),
+    ({"outlier_guard": 1}, "outlier_guard=1", "it must be a number above 1, or None"),
+    ({"outlier_guard": 0.5}, "outlier_guard=0.5", "it must be a number above 1, or None"),
+    ({"outlier_guard": True}, "outlier_guard=True", "it must be a number above 1, or None"),
+    ({"outer_lr_schedule": "cosine"}, "outer_lr_schedule='cosine'", "a callable from an optimizer to a torch schedul"),
     ({"timeout": timedelta(0)}, "timeout=", "it must be a positive "),
     ({"compression": "fp8"}, "compression='fp8'", COMPRESSIONS),
     ({"compression": "FP4"}, "compression='FP4'", COMPRESSIONS),
@@ -99,6 +106,8 @@ OF_ANOTHER_TYPE: list[tuple[dict[str, Any], str]] = [
     ({"mixing": "0.5"}, "mixing='0.5'"),
     ({"outer_lr": None}, "outer_lr=None"),
     ({"outer_momentum": "0.9"}, "outer_momentum='0.9'"),
+    ({"outer_clip_norm": "1"}, "outer_clip_norm='1'"),
+    ({"outlier_guard": "5"}, "outlier_guard='5'"),
     ({"sync_every": "100"}, "sync_every='100'"),
     ({"overlap_steps": None}, "overlap_steps=None"),
 ]
@@ -121,6 +130,8 @@ IN_RANGE: list[dict[str, Any]] = [
     {"layers_per_fragment": 1},
     {"outer_lr": 0},
     {"outer_momentum": 0},
+    {"outer_clip_norm": 1e-9},
+    {"outlier_guard": 1.001},
 ]
 
 
@@ -608,6 +619,8 @@ DIFFERENT_SETTINGS: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     (lambda rank: {"layers_per_fragment": 1 + rank}, "layers_per_fragment is 1 on rank 0, 2 on rank 1"),
     (lambda rank: {"outer_lr": 0.1 + rank}, "outer_lr is 0.1 on rank 0, 1.1 on rank 1"),
     (lambda rank: {"outer_momentum": 0.5 * rank}, "outer_momentum is 0.0 on rank 0, 0.5 on rank 1"),
+    (lambda rank: {"outer_clip_norm": [None, 2.0][rank]}, "outer_clip_norm is None on rank 0, 2.0 on rank 1"),
+    (lambda rank: {"outlier_guard": 2.0 + rank}, "outlier_guard is 2.0 on rank 0, 3.0 on rank 1"),
     (lambda rank: {"final_sync": bool(rank)}, "final_sync is False on rank 0, True on rank 1"),
     (lambda rank: {"outer_optimizer": [None, outer_sgd(0.1)][rank]}, "outer_optimizer is None on rank 0"),
     (lambda rank: {"outer_optimizer": outer_sgd(0.1 + rank)}, "outer_optimizer is SGD"),
@@ -631,7 +644,7 @@ def test_the_engine_refuses_settings_that_differ_between_ranks(
         assert_says(message, *SETTINGS_ADVICE, difference)
 
 
-@pytest.mark.parametrize("index", [0, 3, 4, 11], ids=lambda index: DIFFERENT_SETTINGS[index][1].split()[0])
+@pytest.mark.parametrize("index", [0, 3, 4, 13], ids=lambda index: DIFFERENT_SETTINGS[index][1].split()[0])
 def test_the_strategy_refuses_settings_that_differ_between_ranks(index: int) -> None:
     choices, difference = DIFFERENT_SETTINGS[index]
     for message in refusals_of_fits(lambda rank: (mlp(), choices(rank))):

@@ -1,13 +1,16 @@
 """A run that is stopped anywhere and resumed goes on, bit for bit, as if it had never stopped."""
 
 import io
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
 
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.compression import COMPRESSIONS
 from tests.ranks import run_ranks
 from tests.training import LAYERS, batch, inner_optimizer, mlp
@@ -37,17 +40,21 @@ def through_a_file(value: Any) -> Any:
 class Groups:
     """Two simulated groups that can be stopped and taken up again in new objects."""
 
-    def __init__(self, **choices: Any) -> None:
+    def __init__(self, idle: Callable[[int, int], bool] = lambda group, step: False, **choices: Any) -> None:
+        self.idle = idle
         self.models = [model_with_statistics(seed) for seed in range(2)]
         self.optimizers = [inner_optimizer("adamw", model) for model in self.models]
+        self.landings: list[Landing] = []
         self.groups = SimulatedGroups(self.models, [[optimizer] for optimizer in self.optimizers], **choices)
 
     def run(self, first: int, last: int) -> list[dict[str, Tensor]]:
         seen = []
         for step in range(first, last + 1):
+            idle = [group for group in range(len(self.models)) if self.idle(group, step)]
             for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-                train_step(model, optimizer, group, step)
-            self.groups.step()
+                if group not in idle:
+                    train_step(model, optimizer, group, step)
+            self.landings += self.groups.step(idle=idle)[0]
             seen.append(self.seen())
         return seen
 
@@ -102,6 +109,32 @@ def test_stopping_before_during_and_after_flights(stopped_at: int, compression: 
     assert_same(first.run(stopped_at + 1, STEPS), expected[stopped_at:])
 
 
+def runs_dry(group: int, step: int) -> bool:
+    return group == 1 and step % 13 > 7
+
+
+COUNTING: dict[str, Any] = {
+    "idle": runs_dry,
+    "outer_lr_schedule": partial(LinearLR, start_factor=0.1, total_iters=7),
+    "outer_clip_norm": 0.5,
+    "outlier_guard": 1.05,
+}
+
+
+@pytest.mark.parametrize("stopped_at", [9, 12, 20, 29, 34, 35, 37, 44, 59])
+def test_stopping_with_a_schedule_a_guard_and_groups_that_run_dry(stopped_at: int) -> None:
+    choices = {**CHOICES, **COUNTING, "sync_every": 6}
+    never_stopped = Groups(**choices)
+    expected = never_stopped.run(1, 70)
+    first, second = Groups(**choices), Groups(**choices)
+    first.run(1, stopped_at)
+    second.load(first.saved())
+    assert_same(second.run(stopped_at + 1, 70), expected[stopped_at:])
+    for one, other in zip(second.landings, never_stopped.landings[len(first.landings) :], strict=True):
+        assert (one.fragment, one.outer_lr, one.outlying) == (other.fragment, other.outer_lr, other.outlying)
+    assert any(landing.outlying for landing in never_stopped.landings), "the guard acted"
+
+
 def test_several_fragments_were_in_flight_at_some_of_these_stops() -> None:
     groups = Groups(**CHOICES)
     counts = [len(groups.groups.engines[0].in_flight) for step in range(1, STEPS + 1) if groups.run(step, step)]
@@ -122,6 +155,13 @@ def test_the_state_of_other_fragments_is_refused() -> None:
     state = StreamingDiLoCo(mlp(), fragments=[["*"]]).state_dict()
     with pytest.raises(ValueError, match="other fragments"):
         StreamingDiLoCo(mlp(), fragments=LAYERS).load_state_dict(state)
+
+
+def test_the_state_of_another_outer_optimizer_is_refused_also_where_its_name_is_the_same() -> None:
+    state = StreamingDiLoCo(mlp(), outer_optimizer=partial(torch.optim.SGD, lr=0.1)).state_dict()
+    other = StreamingDiLoCo(mlp(), outer_optimizer=partial(torch.optim.SGD, lr=0.2))
+    with pytest.raises(ValueError, match="another outer_optimizer: it was SGD.*'lr': 0.1.*now it is SGD.*'lr': 0.2"):
+        other.load_state_dict(state)
 
 
 def test_real_processes_resume_to_the_same_bits() -> None:

@@ -34,7 +34,7 @@ EDGE = {
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # Arithmetic on numbers and names.
-WITHOUT_TENSORS = {f"{NAME}.schedule", f"{NAME}.partition", f"{NAME}.errors"}
+WITHOUT_TENSORS = {f"{NAME}.counting", f"{NAME}.errors", f"{NAME}.partition", f"{NAME}.schedule"}
 NETWORK = {f"{NAME}.communicator", f"{NAME}.exchange.gather", f"{NAME}.topology"}
 
 

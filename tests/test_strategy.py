@@ -226,12 +226,13 @@ def test_a_landing_is_logged_and_the_progress_bar_shows_what_is_in_flight(distri
         9: ("1", "-"),
     }
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
-    for name in ("bytes_sent", "exposed_wait_ms", "outer_grad_norm", "groups_left_out"):
-        assert f"sdiloco/{name}" in header.split(",")
+    logged = {"bytes_sent", "exposed_wait_ms", "outer_grad_norm", "outer_lr", "groups_left_out", "groups_outlying"}
+    assert {f"sdiloco/{name}" for name in logged} < set(header.split(","))
     assert len(rows) == landings == 6
     values = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
     assert all(float(row["sdiloco/bytes_sent"]) > 40 for row in values)
     assert all(float(row["sdiloco/outer_grad_norm"]) > 0 for row in values)
+    assert {(row["sdiloco/outer_lr"], row["sdiloco/groups_outlying"]) for row in values} == {("0.4", "0")}
 
 
 def test_every_rank_sees_its_own_share_of_the_data() -> None:
