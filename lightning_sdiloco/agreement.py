@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_sdiloco.communicator import Communicator
 from lightning_sdiloco.digest import digest
@@ -83,7 +84,7 @@ def _signature(model: nn.Module) -> dict[str, str]:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
+    return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def _places(signature: dict[str, str]) -> dict[str, str]:

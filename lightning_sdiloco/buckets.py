@@ -1,7 +1,8 @@
 """One layout of gradient buckets for every fit, so that a resumed one adds gradients in the same order."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -17,11 +18,17 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
         model: A model that has not been used yet. All ranks of its process group must call this.
     """
     module, parameters = model.module, [p for p in model.module.parameters() if p.requires_grad]
+    sparse = {id(part.weight) for part in module.modules() if _has_sparse_gradient(part)}
+
+    def read(parameter: Tensor) -> Tensor:
+        if id(parameter) in sparse:
+            parameter = embedding(torch.zeros(1, dtype=torch.long, device=parameter.device), parameter, sparse=True)
+        return parameter.sum()
 
     def chain() -> Tensor:
-        total = parameters[0].sum()
+        total = read(parameters[0])
         for parameter in parameters[1:]:
-            total = total.to(parameter) + parameter.sum()
+            total = total.to(parameter) + read(parameter)
         return total * 0
 
     # An attribute of the instance hides the method of its class. There may be one already, such as a compiled forward.
@@ -36,3 +43,7 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
             module.forward = own["forward"]
     for parameter in parameters:
         parameter.grad = None
+
+
+def _has_sparse_gradient(part: nn.Module) -> bool:
+    return isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 FORMAT = 1
 """Version of the folder; a newer one is refused."""
@@ -84,8 +85,8 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
     data = _read(path, header["save"], entry.name)
     if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
         raise ValueError(
-            f"The file {entry.name} in {_folder(path)[1]} is not what was saved: it has {len(data)} bytes where"
-            f" {entry.size} were written, or other contents. Restore it, or resume from another checkpoint."
+            f"The file {entry.name} in {_folder(path, follow=True)[1]} is not what was saved: it has {len(data)} bytes"
+            f" where {entry.size} were written, or other contents. Restore it, or resume from another checkpoint."
         )
     return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
@@ -111,7 +112,7 @@ def read_groups(path: str, header: Mapping[str, Any], keys: Sequence[str]) -> li
 
 def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
     """Whether the file of a rank is there."""
-    filesystem, folder = _folder(path)
+    filesystem, folder = _folder(path, follow=True)
     return bool(filesystem.exists(f"{folder}/{header['save']}/{_rank_file(rank)}"))
 
 
@@ -122,18 +123,42 @@ def remove_folder(path: str) -> None:
         filesystem.rm(folder, recursive=True)
 
 
-def remove_other_saves(path: str, save: str) -> None:
-    """Removes the folders of earlier saves to the same checkpoint file."""
+def saves(path: str) -> list[str]:
+    """Names of the saves in the folder of a checkpoint file, whole or not."""
     filesystem, folder = _folder(path)
-    for other in filesystem.ls(folder, detail=False):
-        if os.path.basename(other.rstrip("/")) != save:
-            filesystem.rm(other, recursive=True)
+    found = filesystem.ls(folder, detail=False) if filesystem.exists(folder) else []
+    return [os.path.basename(save.rstrip("/")) for save in found]
+
+
+def remove_saves(path: str, names: Sequence[str]) -> None:
+    """Removes some of the saves in the folder of a checkpoint file."""
+    filesystem, folder = _folder(path)
+    for name in names:
+        if filesystem.exists(f"{folder}/{name}"):
+            filesystem.rm(f"{folder}/{name}", recursive=True)
+
+
+def is_whole(path: str, save: str) -> bool:
+    """Whether the folder of a save has its manifest."""
+    filesystem, folder = _folder(path)
+    return bool(filesystem.exists(f"{folder}/{save}/{_MANIFEST}"))
 
 
 def fingerprint(path: str) -> str:
     """Something that changes when a file is replaced; empty if there is none."""
-    filesystem, target = fsspec.core.url_to_fs(path)
+    filesystem, target = _filesystem(path)
     return repr(filesystem.info(target)) if filesystem.exists(target) else ""
+
+
+def beside(path: str, save: str) -> str | None:
+    """Where the checkpoint file of a save can be written before it takes its place; None where files do not move."""
+    filesystem, folder = _folder(path)
+    return f"{folder}/{save}/checkpoint" if _is_local(filesystem) else None
+
+
+def take_place(part: str, path: str) -> None:
+    """Lets a local file take the place of a checkpoint file, in one step."""
+    os.replace(part, _filesystem(path)[1])
 
 
 def random_state() -> dict[str, Any]:
@@ -162,22 +187,38 @@ def _rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def _folder(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    filesystem, target = fsspec.core.url_to_fs(path)
-    # ModelCheckpoint(save_last="link") makes a link; the folder is beside the file that it points to.
-    local = "file" in (filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,))
-    return filesystem, (os.path.realpath(target) if local else target) + _SUFFIX
+def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    # An instance of our own. In the shared one a thread that writes a checkpoint may be in a transaction, which takes
+    # in what others write meanwhile, and listings may be older than the files of other ranks.
+    filesystem, target = fsspec.core.url_to_fs(path, skip_instance_cache=True)
+    return filesystem, target
+
+
+def _folder(path: str, follow: bool = False) -> tuple[fsspec.AbstractFileSystem, str]:
+    filesystem, target = _filesystem(path)
+    # ModelCheckpoint(save_last="link") makes a link, which has no folder: it is beside the file that it points to.
+    return filesystem, (os.path.realpath(target) if follow and _is_local(filesystem) else target) + _SUFFIX
+
+
+def _is_local(filesystem: fsspec.AbstractFileSystem) -> bool:
+    return type(filesystem) is LocalFileSystem
 
 
 def _write(path: str, save: str, name: str, data: bytes) -> None:
     filesystem, folder = _folder(path)
     filesystem.makedirs(f"{folder}/{save}", exist_ok=True)
-    with filesystem.transaction, filesystem.open(f"{folder}/{save}/{name}", "wb") as file:
-        file.write(data)
+    if _is_local(filesystem):
+        # Not in a transaction, which would write to the system's temporary folder first.
+        part = f"{folder}/{save}/{name}.part"
+        filesystem.pipe_file(part, data)
+        os.replace(part, f"{folder}/{save}/{name}")
+    else:
+        with filesystem.transaction, filesystem.open(f"{folder}/{save}/{name}", "wb") as file:
+            file.write(data)
 
 
 def _read(path: str, save: str, name: str) -> bytes:
-    filesystem, folder = _folder(path)
+    filesystem, folder = _folder(path, follow=True)
     try:
         return bytes(filesystem.cat_file(f"{folder}/{save}/{name}"))
     except FileNotFoundError as error:

@@ -65,7 +65,9 @@ class CollectivesMixin(SavingMixin):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, and says what may be wrong if they do not come."""
+        """Waits for all ranks, and says what may be wrong if they do not come. Not after an exception."""
+        if self.is_alone:
+            return
         try:
             super().barrier(*args, **kwargs)
         except RuntimeError as error:
@@ -79,13 +81,15 @@ class CollectivesMixin(SavingMixin):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decides over all ranks, whatever hook asks: who stops or saves must do so everywhere."""
+        if self.is_alone:
+            return decision
         votes = self.topology.world.gather(torch.tensor([int(decision)], device=self.root_device))
         count = sum(int(vote) for vote in votes)
         return count == len(votes) if all else count > 0
 
     def mean_over_all(self, numbers: dict[str, float]) -> dict[str, float]:
         """The mean over all ranks of every number that all ranks have; none after an exception."""
-        if self._failed:
+        if self.is_alone:
             return {}
         ranks = self.topology.world.gather_objects(numbers)
         common = [name for name in numbers if all(name in rank for rank in ranks)]

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from lightning_sdiloco.partition import Fragment
@@ -20,6 +21,18 @@ _KEY = "streaming_diloco"
 
 class SummaryMixin(_Base):
     """A launcher that starts processes by spawn or fork, and returns the summary of rank 0 to the main process."""
+
+    @override
+    def _wrapping_function(
+        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any
+    ) -> None:
+        if self._start_method == "forkserver":
+            # Tensors that are sent to a process share their memory, and ranks on one host would train the same
+            # parameters. Lightning itself does this for spawn only.
+            for module in (part for part in (*args, *kwargs.values()) if isinstance(part, nn.Module)):
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.data = tensor.data.clone()
+        super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
 
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_sdiloco import checkpoint as files
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.fragments import clean_name
+from lightning_sdiloco.placing import Placing
 from lightning_sdiloco.requests import Requests
 from lightning_sdiloco.restart import Restart, restart_from
 from lightning_sdiloco.settings import Settings
@@ -37,12 +38,18 @@ class SavingMixin(_Base):
     _restart: Restart | None = None
     _random_state: dict[str, Any] | None = None
     _last_saved: str | None = None
+    _placing: Placing | None = None
 
     @property
     def topology(self) -> Topology:
         """Worker groups and the ways between them; known when processes are connected."""
         assert self._topology is not None, "the process groups are made in setup_distributed"
         return self._topology
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank ends with an exception and must not wait for others, which may be gone or elsewhere."""
+        return self._failed and self._topology is not None and self._topology.world.size > 1
 
     def _resume(self) -> None:
         """Goes on where the loaded checkpoint was saved, if one was loaded."""
@@ -72,7 +79,7 @@ class SavingMixin(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._engine is None or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif self._failed and self.topology.world.size > 1:
+        elif self.is_alone:
             self._save_alone(checkpoint, str(filepath))
         else:
             self._save_with_all(checkpoint, filepath, storage_options)
@@ -81,6 +88,7 @@ class SavingMixin(_Base):
         """See [Note: the order of a save]."""
         # Ranks may have made up different paths: requeued SLURM jobs count the files that they see.
         path, save = super().broadcast((str(filepath), uuid.uuid4().hex))
+        older = files.saves(path) if self.is_global_zero else []
         entry = files.write_rank(path, save, self.global_rank, self._rank_state(checkpoint))
         # Gathering waits until all files are there.
         entries = self.topology.world.gather_objects(entry)
@@ -90,13 +98,11 @@ class SavingMixin(_Base):
             "version": version("lightning-sdiloco"),
             **self._layout_and_settings(),
         }
-        before = files.fingerprint(path) if self.is_global_zero else ""
         if self.is_global_zero:
             files.write_manifest(path, header, entries)
+            self._placing = self._placing or Placing(self.checkpoint_io)
+            self._placing.announce(save, [name for name in older if name != save])
         super().save_checkpoint({**checkpoint, files.KEY: header}, path, storage_options)
-        if self.is_global_zero and files.fingerprint(path) != before:
-            # An asynchronous writer may not have replaced the file yet; the next save then removes its old folder.
-            files.remove_other_saves(path, save)
         self._last_saved = path
 
     def _save_alone(self, checkpoint: dict[str, Any], path: str) -> None:
@@ -218,9 +224,23 @@ class SavingMixin(_Base):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero:
+        if not self.is_global_zero:
+            return
+        if self._placing is not None:
+            self._placing.remove(str(filepath), super().remove_checkpoint)
+        else:
+            super().remove_checkpoint(filepath)
             files.remove_folder(str(filepath))
+
+    @override
+    def teardown(self) -> None:
+        try:
+            # Waits for a thread that still writes.
+            super().teardown()
+        finally:
+            if self._placing is not None:
+                self._placing.close()
+                self._placing = None
 
 
 def _overlay(checkpoint: dict[str, Any], own: dict[str, Any], precision: str) -> None:

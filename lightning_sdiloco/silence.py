@@ -49,6 +49,8 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
         _replace(undo, checkpoint, "on_train_batch_end", hook)
     for saver in _those_with(trainer, "_monitor_candidates"):
         _replace(undo, saver, "_monitor_candidates", partial(_mean_candidates, saver._monitor_candidates, strategy))
+    for saver in _those_with(trainer, "_save_last_checkpoint"):
+        _replace(undo, saver, "_save_last_checkpoint", partial(_save_last, saver._save_last_checkpoint, strategy))
     for metric in (part for part in trainer.lightning_module.modules() if isinstance(part, Metric)):
         if metric.dist_sync_fn is None and metric.process_group is None:
             _replace(undo, metric, "dist_sync_fn", _GatherMetric(strategy))
@@ -117,6 +119,12 @@ def _mean_candidates(
         name: value.new_tensor(means[name]) if name in means and value.is_floating_point() else value
         for name, value in candidates.items()
     }
+
+
+def _save_last(original: Callable[..., None], strategy: "StreamingDiLoCoMixin", *args: Any) -> None:
+    # After an exception no checkpoint was written that the last one could be a link to.
+    if not strategy.is_alone:
+        original(*args)
 
 
 class _GatherMetric:

@@ -2,9 +2,11 @@
 
 import logging
 from datetime import timedelta
+from itertools import chain
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_sdiloco.agreement import require_same_settings
 from lightning_sdiloco.fragments import aliases, clean_name, described, trainable
@@ -46,6 +48,7 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
         ValueError: If the model has no trainable parameters, or some that cannot be synchronised, or if the fragments
             that were asked for do not fit it.
     """
+    _require_initialised(model)
     parameters = trainable(model)
     _require_real(parameters)
     frozen = [clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -67,6 +70,17 @@ def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topo
             " balanced fragments. Give patterns to choose the fragments yourself.",
             settings.fragments,
             len(partition.fragments),
+        )
+
+
+def _require_initialised(model: nn.Module) -> None:
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    lazy = [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch, and the model is cut"
+            " into fragments before it. Run a batch through the model before trainer.fit, for example at the end of"
+            " its __init__."
         )
 
 

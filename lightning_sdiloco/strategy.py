@@ -207,6 +207,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     def connect(self, model: Any) -> None:
         super().connect(model)
         self._forget_loaded()
+        self._failed = False
         callbacks = model._trainer.callbacks
         if not any(isinstance(callback, StreamingDiLoCoCallbackMixin) for callback in callbacks):
             # First, so that every other callback sees the model after the landing of its step.
@@ -242,7 +243,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         if trainer.state.fn == "fit":
             self._engine = self._summary = self._requests = None
             self._fragments = ()
-            self._failed = self._stepped = False
+            self._stepped = False
             self._noise.close()
             self._noise = silence(trainer, self)
             super().setup(trainer)
@@ -412,6 +413,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.is_alone:
+            return obj
         if self._deciding is None or not isinstance(obj, bool):
             return super().broadcast(obj, src)
         # ModelCheckpoint asks at every batch whether to skip the save that its time interval may call for.

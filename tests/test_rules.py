@@ -26,6 +26,7 @@ EDGE = {
     f"{NAME}.collectives",
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
+    f"{NAME}.placing",
     f"{NAME}.pytorch_lightning",
     f"{NAME}.requests",
     f"{NAME}.saving",
