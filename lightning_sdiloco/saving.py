@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_sdiloco import checkpoint as files
+from lightning_sdiloco.averaging import Averaging
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.requests import Requests
 from lightning_sdiloco.settings import Settings
@@ -28,6 +29,7 @@ class SavingMixin(_Base):
     _topology: Topology | None
     _engine: StreamingDiLoCo | None
     _requests: Requests | None
+    _averaging: Averaging | None
     _failed: bool
     _resumed: dict[str, Any] | None = None
     _last_saved: str | None = None
@@ -44,6 +46,8 @@ class SavingMixin(_Base):
             self._engine.load_state_dict(self._resumed["engine"])
             self._requests.load_state_dict(self._resumed["requests"])
             files.set_random_state(self._resumed["random"])
+            if self._averaging is not None:
+                self._averaging.load_state_dict(self._resumed["averaging"])
             self._resumed = None
 
     @override
@@ -94,6 +98,7 @@ class SavingMixin(_Base):
         return {
             "engine": self._engine.state_dict(),
             "requests": self._requests.state_dict(),
+            "averaging": self._averaging.state_dict() if self._averaging is not None else None,
             "random": files.random_state(),
             "optimizer_states": checkpoint["optimizer_states"],
             "precision": checkpoint.get(type(self.precision_plugin).__qualname__),

@@ -94,6 +94,7 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "outer_momentum": 0.9,
         "outer_optimizer": None,
         "final_sync": True,
+        "evaluate": "outer",
         "exchange_backend": None,
         "timeout": "0:30:00",
         "start_method": "popen",

@@ -19,6 +19,7 @@ NAME = "lightning_sdiloco"
 # Everything else is engine: a new file belongs to it until it is named here.
 EDGE = {
     NAME,
+    f"{NAME}.averaging",
     f"{NAME}.buckets",
     f"{NAME}.callback",
     f"{NAME}.checkpoint",
@@ -27,6 +28,8 @@ EDGE = {
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
     f"{NAME}.pytorch_lightning",
+    f"{NAME}.refused",
+    f"{NAME}.replacing",
     f"{NAME}.requests",
     f"{NAME}.saving",
     f"{NAME}.silence",
