@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -114,6 +115,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         )
         self._worker_groups = checked_worker_groups(worker_groups)
         _require_backend(exchange_backend)
+        self._buffers_are_due = False
         self._evaluate = _checked_model_to_evaluate(evaluate)
         super().__init__(
             accelerator=accelerator,
@@ -389,11 +391,17 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         super().on_validation_start()
         if self._engine is not None and self._evaluate == "outer":
             self._engine.show_outer()
+            # The forward of validation would let DistributedDataParallel believe that the buffers of the next training
+            # step, which are put back, have been synchronised already.
+            if isinstance(self.model, DistributedDataParallel):
+                self._buffers_are_due = self.model.require_forward_param_sync
 
     @override
     def on_validation_end(self) -> None:
         if self._engine is not None and self._evaluate == "outer":
             self._engine.show_local()
+            if isinstance(self.model, DistributedDataParallel):
+                self.model.require_forward_param_sync = self._buffers_are_due
         super().on_validation_end()
 
     @override
