@@ -9,6 +9,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_sdiloco import checkpoint as files
+from lightning_sdiloco.averaging import Averaging
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.fragments import clean_name
 from lightning_sdiloco.placing import Placing
@@ -32,6 +33,7 @@ class SavingMixin(_Base):
     _topology: Topology | None
     _engine: StreamingDiLoCo | None
     _requests: Requests | None
+    _averaging: Averaging | None
     _failed: bool
     _on_resume: str
     _resumed: dict[str, Any] | None = None
@@ -61,6 +63,8 @@ class SavingMixin(_Base):
             self._engine.load_state_dict(self._resumed["engine"])
             self._requests.load_state_dict(self._resumed["requests"])
             self._random_state = self._resumed["random"]
+            if self._averaging is not None:
+                self._averaging.load_state_dict(self._resumed["averaging"])
         if self._random_state is not None:
             files.set_random_state(self._random_state)
         self._forget_loaded()
@@ -122,6 +126,7 @@ class SavingMixin(_Base):
         return {
             "engine": self._engine.state_dict(),
             "requests": self._requests.state_dict(),
+            "averaging": self._averaging.state_dict() if self._averaging is not None else None,
             "random": files.random_state(),
             "optimizer_states": checkpoint["optimizer_states"],
             "precision": checkpoint.get(type(self.precision_plugin).__qualname__),

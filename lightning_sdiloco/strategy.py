@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_sdiloco.agreement import align_model, is_aligned, require_same_model, require_same_settings
+from lightning_sdiloco.averaging import Averaging
 from lightning_sdiloco.buckets import fix_bucket_order
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.collectives import CollectivesMixin
@@ -22,6 +24,7 @@ from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
+from lightning_sdiloco.refused import refuse_callbacks
 from lightning_sdiloco.requests import Request, Requests
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
@@ -61,6 +64,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
             is left out of the mean. None leaves out none.
         final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
+        evaluate: Which model validation inside a fit sees: ``"outer"``, the same in all groups, or ``"local"``, that of
+            each group. Checkpoints hold the outer one.
         exchange_backend: Backend of the process groups that join the worker groups. By default gloo.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
@@ -96,6 +101,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         outer_clip_norm: float | None = None,
         outlier_guard: float | None = None,
         final_sync: bool = True,
+        evaluate: Literal["outer", "local"] = "outer",
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_resume: Literal["exact", "restart"] = "exact",
@@ -126,6 +132,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._worker_groups = checked_worker_groups(worker_groups)
         _require_backend(exchange_backend)
         self._on_resume = _checked_on_resume(on_resume)
+        self._buffers_are_due = False
+        self._evaluate = _checked_model_to_evaluate(evaluate)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -141,8 +149,10 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._summary: Summary | None = None
         self._requests: Requests | None = None
         self._fragments: tuple[Fragment, ...] = ()
+        self._averaging: Averaging | None = None
         self._stepped = False
         self._epoch_begins = False
+        self.landed = False
         self._failed = False
         self._deciding: int | None = None
         self._agreed = 0
@@ -234,7 +244,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         super().setup_distributed()
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
-            settings = {**self._settings.described(), "worker_groups": str(self._worker_groups)}
+            choices = {"worker_groups": str(self._worker_groups), "evaluate": self._evaluate}
+            settings = {**self._settings.described(), **choices}
             require_same_settings(settings, world())
             self._topology = Topology.of_world(self._layout(), self._settings.timeout)
 
@@ -245,8 +256,10 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             self._fragments = ()
             self._stepped = False
             self._noise.close()
+            refuse_callbacks(trainer)
             self._noise = silence(trainer, self)
             super().setup(trainer)
+            self._averaging = Averaging(trainer, self, self._noise)
         else:
             self._setup_without_fit(trainer)
 
@@ -293,6 +306,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             **vars(self._settings),
         )
         self._requests = Requests(self._engine)
+        self._stepped = self.landed = False
         self._resume()
 
     # Training
@@ -343,6 +357,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     def end_batch(self) -> list[Landing]:
         """Makes the inner step of a batch in which an optimizer stepped. Returns what landed."""
         self._agreed = 0
+        self.landed = False
         if not self._stepped or self._engine is None or self._requests is None:
             return []
         if self._engine.is_finished:
@@ -352,6 +367,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             )
         self._stepped = False
         landings = self._engine.step()
+        self.landed = bool(landings)
         self._agreed = self._requests.agreed(landings)
         return landings
 
@@ -366,9 +382,9 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         # Callbacks have run: one that put another model in place did so in every rank for itself.
         if self.model is not None and not is_aligned(self.model, self.topology.world, with_buffers=False):
             raise AgreementError(
-                "After training the model differs between ranks: a hook or callback changed it in on_train_end, as"
-                " callbacks that average weights do. What it put there is no model that the worker groups agree on. The"
-                " outer model is in strategy.outer_state_dict() and in the last checkpoint; take the callback out."
+                "After training the model differs between ranks: a hook or callback changed it in on_train_end. What it"
+                " put there is no model that the worker groups agree on. The outer model is in"
+                " strategy.outer_state_dict() and in the last checkpoint; take the callback out."
             )
 
     @property
@@ -380,6 +396,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     def is_training(self) -> bool:
         """Whether a fit has started and not finished."""
         return self._engine is not None and not self._engine.is_finished
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a fit has finished: the outer parameters change no more."""
+        return self._engine is not None and self._engine.is_finished
 
     def progress(self) -> dict[str, str]:
         """What a progress bar shows."""
@@ -429,13 +450,19 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._engine is not None:
+        if self._engine is not None and self._evaluate == "outer":
             self._engine.show_outer()
+            # The forward of validation would let DistributedDataParallel believe that the buffers of the next training
+            # step, which are put back, have been synchronised already.
+            if isinstance(self.model, DistributedDataParallel):
+                self._buffers_are_due = self.model.require_forward_param_sync
 
     @override
     def on_validation_end(self) -> None:
-        if self._engine is not None:
+        if self._engine is not None and self._evaluate == "outer":
             self._engine.show_local()
+            if isinstance(self.model, DistributedDataParallel):
+                self.model.require_forward_param_sync = self._buffers_are_due
         super().on_validation_end()
 
     @override
@@ -494,6 +521,15 @@ def _checked_on_resume(on_resume: Any) -> str:
             " 'restart', which starts the rounds anew from its outer parameters. Choose one of them."
         )
     return str(on_resume)
+
+
+def _checked_model_to_evaluate(evaluate: str) -> str:
+    if evaluate not in ("outer", "local"):
+        raise ValueError(
+            f"evaluate={evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the default,"
+            " or the 'local' one of each worker group. Choose one of them."
+        )
+    return evaluate
 
 
 def _checked_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,19 @@ class Batches(IterableDataset):  # type: ignore[type-arg]
             yield x.chunk(shards)[shard], y.chunk(shards)[shard]
 
 
+class SomeBatches:
+    """The same few batches of a group in every epoch."""
+
+    def __init__(self, group: int, length: int) -> None:
+        self.batches = [batch(group, step) for step in range(length)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.batches)
+
+
 def module(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, net: nn.Module | None = None) -> Any:
     """A LightningModule of one distribution that trains a small model."""
     base = importlib.import_module(distribution).LightningModule

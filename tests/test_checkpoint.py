@@ -93,7 +93,8 @@ def run_fit(
     )
     torch.manual_seed(100 + rank)
     trainer.fit(model, loader, ckpt_path=resume)
-    return {"trace": model.trace, "outer": strategy.outer_state_dict(), "report": strategy.report()}
+    held = {name: values.clone() for name, values in model.state_dict().items()}
+    return {"trace": model.trace, "outer": strategy.outer_state_dict(), "report": strategy.report(), "model": held}
 
 
 def saving(distribution: str, folder: Path, **choices: Any) -> list[Any]:

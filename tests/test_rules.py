@@ -1,6 +1,7 @@
 """The rules of the code as tests: who may import what, no Lightning in the engine, one door to the network, docs."""
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ NAME = "lightning_sdiloco"
 # Everything else is engine: a new file belongs to it until it is named here.
 EDGE = {
     NAME,
+    f"{NAME}.averaging",
     f"{NAME}.buckets",
     f"{NAME}.callback",
     f"{NAME}.checkpoint",
@@ -28,6 +30,8 @@ EDGE = {
     f"{NAME}.lightning_pytorch",
     f"{NAME}.placing",
     f"{NAME}.pytorch_lightning",
+    f"{NAME}.refused",
+    f"{NAME}.replacing",
     f"{NAME}.requests",
     f"{NAME}.saving",
     f"{NAME}.silence",
@@ -327,6 +331,22 @@ def test_the_first_line_of_a_file_says_what_it_is_about(module: str) -> None:
     assert docstring
     assert MODULES[module].read_text().startswith('"""')
     assert docstring.split("\n")[0].endswith(".")
+
+
+def tests_named_on(page: Path) -> list[str]:
+    """The tests that a page names, as ``file::test``."""
+    return re.findall(r"`(test_\w+\.py::\w+)`", page.read_text())
+
+
+def test_every_row_of_what_works_with_what_names_a_test_that_exists() -> None:
+    page = ROOT / "docs" / "works-with.md"
+    named = tests_named_on(page)
+    assert named
+    for name in named:
+        file, test = name.split("::")
+        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), name
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ") and not line.startswith("| what ")]
+    assert [row for row in rows if "::test_" not in row] == []
 
 
 def test_public_names_exist_and_appear_once() -> None:

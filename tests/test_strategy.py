@@ -489,17 +489,6 @@ def test_fragments_and_schedule_are_known_when_training_starts() -> None:
     assert run_processes(run, 2) == [[(4, 4), (4, 4)]] * 2
 
 
-@pytest.mark.parametrize("name", ["StochasticWeightAveraging", "EMAWeightAveraging"])
-def test_callbacks_that_average_the_weights_of_a_group_are_refused(name: str) -> None:
-    def run(rank: int, world_size: int) -> None:
-        callbacks = importlib.import_module(LIGHTNING).callbacks
-        callback = callbacks.StochasticWeightAveraging(0.1) if name[0] == "S" else callbacks.EMAWeightAveraging()
-        fit(rank, world_size, 2, 4, SHORT, trainer_choices={"callbacks": [callback]})
-
-    errors = run_processes(run, 2, expect_failure=True)
-    assert all(f"ValueError: {name} averages the local weights" in error for error in errors.values())
-
-
 def test_a_callback_that_leaves_another_model_in_every_rank_is_an_error() -> None:
     def run(rank: int, world_size: int) -> None:
         class Spoil(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]

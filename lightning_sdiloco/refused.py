@@ -1,0 +1,54 @@
+"""Refuses callbacks that would leave every worker group with another model, or make them wait at every step."""
+
+from typing import Any
+
+_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+
+
+def refuse_callbacks(trainer: Any) -> None:
+    """Refuses what cannot work, before training.
+
+    Args:
+        trainer: The trainer that is about to fit.
+
+    Raises:
+        ValueError: If there is a callback that prunes or looks for spikes, several that average weights, or one whose
+            average needs an epoch of its own for the statistics of BatchNorm.
+    """
+    averaging = [callback for callback in trainer.callbacks if _kinds(callback) & _AVERAGING]
+    if len(averaging) > 1:
+        raise ValueError(
+            f"There are several callbacks that average weights: {', '.join(_name(each) for each in averaging)}. A"
+            " checkpoint has room for one average, and the module for one at the end. Keep one of them."
+        )
+    for callback in trainer.callbacks:
+        if "StochasticWeightAveraging" in _kinds(callback):
+            _refuse_epoch_for_statistics(trainer, callback)
+        if "ModelPruning" in _kinds(callback):
+            raise ValueError(
+                f"{_name(callback)} chooses what to prune from the local weights of each worker group, so that every"
+                " group would prune something else. Prune the outer model after training, with torch.nn.utils.prune."
+            )
+        if "SpikeDetection" in _kinds(callback):
+            raise ValueError(
+                f"{_name(callback)} asks all ranks after every batch whether there was a spike, so that every worker"
+                " group would wait for the slowest at every step. Leave it out; a group whose values are not finite is"
+                " left out of the mean anyway."
+            )
+
+
+def _refuse_epoch_for_statistics(trainer: Any, callback: Any) -> None:
+    if trainer.max_epochs != -1 and callback.pl_module_contains_batch_norm(trainer.lightning_module):
+        raise ValueError(
+            f"{_name(callback)} is used with a model that has BatchNorm: it adds an epoch that recomputes the"
+            " statistics, in every worker group from its own data and without an exchange, so that every group would"
+            " end with another model. Use WeightAveraging or EMAWeightAveraging, which average the statistics too."
+        )
+
+
+def _kinds(callback: Any) -> set[str]:
+    return {kind.__name__ for kind in type(callback).__mro__}
+
+
+def _name(callback: Any) -> str:
+    return type(callback).__name__
