@@ -242,10 +242,6 @@ class StreamingDiLoCo:
         """
         self._requests |= bits
 
-    def is_requested(self, bits: int) -> bool:
-        """Whether something was requested and has not been launched yet."""
-        return bool(self._requests & bits)
-
     def withdraw(self, bits: int) -> None:
         """Takes back what was requested and has not been launched yet."""
         self._requests &= ~bits

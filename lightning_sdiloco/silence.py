@@ -16,6 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sdiloco.requests import MOST_CHECKPOINTS, Request
+from lightning_sdiloco.signals import listen_without_fit
 
 if TYPE_CHECKING:
     from lightning_sdiloco.strategy import StreamingDiLoCoMixin
@@ -38,9 +39,9 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
     _refuse_averaging(trainer)
     checkpoints = _checkpoints_by_time(trainer)
     undo = ExitStack()
+    strategy.signals.listen(partial(_replace, undo))
     if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         _replace(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-    _replace(undo, trainer._signal_connector, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, strategy))
     for timer in _those_with(trainer, "_check_time_remaining"):
         original = timer._check_time_remaining
         _replace(undo, timer, "_check_time_remaining", partial(_check_time, timer, original, strategy))
@@ -55,6 +56,20 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
     if trainer.progress_bar_callback is not None:
         bar = trainer.progress_bar_callback
         _replace(undo, bar, "get_metrics", partial(_progress, bar.get_metrics, strategy))
+    return undo
+
+
+def silence_without_fit(trainer: Any) -> ExitStack:
+    """Makes the one replacement that validation, testing and prediction need: that of the signal handlers.
+
+    Args:
+        trainer: The trainer that is about to validate, test or predict.
+
+    Returns:
+        What undoes it, with ``close()``.
+    """
+    undo = ExitStack()
+    listen_without_fit(trainer, partial(_replace, undo))
     return undo
 
 
@@ -89,14 +104,6 @@ def _replace(undo: ExitStack, target: Any, name: str, value: Callable[..., Any])
     else:
         undo.callback(vars(target).pop, name, None)
     setattr(target, name, value)
-
-
-def _on_sigterm(trainer: Any, strategy: "StreamingDiLoCoMixin", signum: int, frame: Any) -> None:
-    if not strategy.is_training:
-        trainer._signal_connector.received_sigterm = True
-    elif strategy.launcher is not None and not strategy.asked(Request.TERMINATE):
-        strategy.launcher.kill(signum)
-    strategy.ask(Request.TERMINATE)
 
 
 def _check_time(timer: Any, original: Callable[[Any], None], strategy: "StreamingDiLoCoMixin", trainer: Any) -> None:

@@ -23,7 +23,8 @@ from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.requests import Request, Requests
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
-from lightning_sdiloco.silence import silence
+from lightning_sdiloco.signals import Signals
+from lightning_sdiloco.silence import silence, silence_without_fit
 from lightning_sdiloco.start import cut
 from lightning_sdiloco.summary import Summary
 from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
@@ -70,6 +71,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     strategy_name = "streaming_diloco"
     callback_type: type[StreamingDiLoCoCallbackMixin]
+    termination: type[BaseException]
 
     def __init__(
         self,
@@ -123,6 +125,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._engine: StreamingDiLoCo | None = None
         self._summary: Summary | None = None
         self._requests: Requests | None = None
+        self._signals: Signals | None = None
         self._fragments: tuple[Fragment, ...] = ()
         self._stepped = False
         self._failed = False
@@ -224,10 +227,14 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             self._engine = self._summary = self._requests = None
             self._fragments = ()
             self._failed = self._stepped = False
+            self._agreed = 0
+            self._signals = Signals(trainer, self)
             self._noise.close()
             self._noise = silence(trainer, self)
             super().setup(trainer)
         else:
+            self._noise.close()
+            self._noise = silence_without_fit(trainer)
             self._setup_without_fit(trainer)
 
     def _setup_without_fit(self, trainer: Any) -> None:
@@ -292,6 +299,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
                 " joined already. Set them before trainer.fit, or fit again."
             )
         self._stepped = False
+        self._requests.ask(self.signals.received)
         landings = self._engine.step()
         self._agreed = self._requests.agreed(landings)
         return landings
@@ -311,6 +319,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
                 " callbacks that average weights do. What it put there is no model that the worker groups agree on. The"
                 " outer model is in strategy.outer_state_dict() and in the last checkpoint; take the callback out."
             )
+        self.signals.end_if_any_received()
 
     @property
     def made_inner_steps(self) -> bool:
@@ -336,9 +345,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         if self._requests is not None:
             self._requests.ask(request)
 
-    def asked(self, request: int) -> bool:
-        """Whether this rank has asked for something that no launch has carried yet."""
-        return self._engine is not None and self._engine.is_requested(request)
+    @property
+    def signals(self) -> Signals:
+        """The signals that this rank gets in the fit that runs."""
+        assert self._signals is not None, "signals are listened to from setup on"
+        return self._signals
 
     def agreed(self, request: int) -> bool:
         """Whether all ranks do what was asked after this inner step."""
@@ -393,13 +404,16 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     # Ends
 
-    def fail(self) -> None:
+    def fail(self, exception: BaseException) -> None:
         """Tells that this rank ends with an exception: from now on it must not wait for others."""
+        if isinstance(exception, self.termination) and self._signals is not None and self._signals.ended:
+            # All ranks end with it, after the same inner step.
+            return
         self._failed = True
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.fail()
+        self.fail(exception)
         super().on_exception(exception)
 
     @override

@@ -29,6 +29,7 @@ EDGE = {
     f"{NAME}.pytorch_lightning",
     f"{NAME}.requests",
     f"{NAME}.saving",
+    f"{NAME}.signals",
     f"{NAME}.silence",
     f"{NAME}.strategy",
 }
