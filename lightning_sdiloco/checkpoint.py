@@ -137,7 +137,12 @@ def _folder(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
     filesystem, target = fsspec.core.url_to_fs(path)
     # ModelCheckpoint(save_last="link") makes a link; the folder is beside the file that it points to.
     local = "file" in (filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,))
-    return filesystem, (os.path.realpath(target) if local else target) + _SUFFIX
+    head, name = os.path.split(os.path.realpath(target) if local else target)
+    if name.startswith("hpc_ckpt_"):
+        # Lightning resumes a requeued job from the last of these names, and must not take a folder for a file that a
+        # crash left unwritten.
+        name = name.replace("_", "-")
+    return filesystem, os.path.join(head, name + _SUFFIX)
 
 
 def _write(path: str, save: str, name: str, data: bytes) -> None:

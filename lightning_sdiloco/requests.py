@@ -16,6 +16,9 @@ class Request(IntFlag):
     CHECKPOINT = 8
 
 
+SIGNALLED = (Request.TERMINATE, Request.REQUEUE)
+"""What signals ask."""
+
 _BITS = 16  # of the control vector
 
 # Those that are left.
@@ -47,7 +50,7 @@ class Requests:
         A signal was meant for the process that got it: what it asked, and what is on its way for it, is void.
         """
         self._done_at = dict(state)
-        for bit in (Request.TERMINATE, Request.REQUEUE):
+        for bit in SIGNALLED:
             self._done_at[int(bit)] = self._engine.inner_steps
             self._engine.withdraw(bit)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_sdiloco.requests import Request
+from lightning_sdiloco.requests import SIGNALLED, Request
 
 if TYPE_CHECKING:
     from lightning_sdiloco.strategy import StreamingDiLoCoMixin
@@ -91,7 +91,7 @@ class Signals:
 
     def _agreed(self) -> int:
         # A fit that finished with this very step goes on to its end.
-        return self._strategy.agreed(Request.TERMINATE | Request.REQUEUE) if self._strategy.is_training else 0
+        return sum(bit for bit in SIGNALLED if self._strategy.is_training and self._strategy.agreed(bit))
 
     def _end(self, agreed: int) -> NoReturn:
         if agreed & Request.REQUEUE:
