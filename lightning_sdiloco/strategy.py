@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from lightning_sdiloco.collectives import CollectivesMixin
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.requests import Request, Requests
@@ -27,7 +28,7 @@ from lightning_sdiloco.signals import Signals
 from lightning_sdiloco.silence import silence, silence_without_fit
 from lightning_sdiloco.start import cut
 from lightning_sdiloco.summary import Summary
-from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
+from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, store, world
 
 _log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._summary: Summary | None = None
         self._requests: Requests | None = None
         self._signals: Signals | None = None
+        self._failures: Failures | None = None
         self._fragments: tuple[Fragment, ...] = ()
         self._stepped = False
         self._failed = False
@@ -215,11 +217,13 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     @override
     def setup_distributed(self) -> None:
         super().setup_distributed()
+        layout = self._layout()
+        self._failures = Failures(store(), self.global_rank, layout.group_of(self.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
             settings = {**self._settings.described(), "worker_groups": str(self._worker_groups)}
             require_same_settings(settings, world())
-            self._topology = Topology.of_world(self._layout(), self._settings.timeout)
+            self._topology = Topology.of_world(layout, self._settings.timeout)
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -410,6 +414,10 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             # All ranks end with it, after the same inner step.
             return
         self._failed = True
+        failures, self._failures = self._failures, None
+        if failures is not None:
+            with suppress(Exception):
+                failures.leave(exception)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

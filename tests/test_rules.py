@@ -24,6 +24,7 @@ EDGE = {
     f"{NAME}.checkpoint",
     f"{NAME}.cli",
     f"{NAME}.collectives",
+    f"{NAME}.failures",
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
     f"{NAME}.pytorch_lightning",
