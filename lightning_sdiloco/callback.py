@@ -36,8 +36,6 @@ class StreamingDiLoCoCallbackMixin(_Base):
         _write(trainer, self._strategy.end_batch())
         if self._strategy.agreed(Request.TIME_LIMIT):
             trainer.should_stop = True
-        if self._strategy.agreed(Request.TERMINATE):
-            trainer._signal_connector.received_sigterm = True
         if _is_last(trainer):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
             _write(trainer, self._strategy.finish())
@@ -56,7 +54,7 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Tells the strategy first, before another callback saves a checkpoint."""
-        self._strategy.fail()
+        self._strategy.fail(exception)
 
 
 def _is_last(trainer: Any) -> bool:

@@ -197,7 +197,12 @@ def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
 def _folder(path: str, follow: bool = False) -> tuple[fsspec.AbstractFileSystem, str]:
     filesystem, target = _filesystem(path)
     # ModelCheckpoint(save_last="link") makes a link, which has no folder: it is beside the file that it points to.
-    return filesystem, (os.path.realpath(target) if follow and _is_local(filesystem) else target) + _SUFFIX
+    head, name = os.path.split(os.path.realpath(target) if follow and _is_local(filesystem) else target)
+    if name.startswith("hpc_ckpt_"):
+        # Lightning resumes a requeued job from the last of these names, and must not take a folder for a file that a
+        # crash left unwritten.
+        name = name.replace("_", "-")
+    return filesystem, os.path.join(head, name + _SUFFIX)
 
 
 def _is_local(filesystem: fsspec.AbstractFileSystem) -> bool:

@@ -270,15 +270,12 @@ class StreamingDiLoCo:
         Args:
             bits: Up to 16 bits whose meaning is the caller's.
         """
-        self._requests |= bits
-
-    def is_requested(self, bits: int) -> bool:
-        """Whether something was requested and has not been launched yet."""
-        return bool(self._requests & bits)
+        # A plain number, whatever flags are given: it is saved in checkpoints.
+        self._requests |= int(bits)
 
     def withdraw(self, bits: int) -> None:
         """Takes back what was requested and has not been launched yet."""
-        self._requests &= ~bits
+        self._requests &= ~int(bits)
 
     def is_training(self, model: nn.Module) -> bool:
         """Whether this engine trains that model and has not finished, so that groups hold different local values."""

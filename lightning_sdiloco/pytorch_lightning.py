@@ -5,6 +5,7 @@ from typing import Any
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
@@ -24,6 +25,7 @@ class StreamingDiLoCoStrategy(StreamingDiLoCoMixin, DDPStrategy):  # noqa: D101
     __doc__ = StreamingDiLoCoMixin.__doc__
 
     callback_type = StreamingDiLoCoCallback
+    termination = SIGTERMException
 
     @override
     def _make_launcher(self, start_method: Any) -> Any:

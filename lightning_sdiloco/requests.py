@@ -12,11 +12,17 @@ class Request(IntFlag):
 
     TERMINATE = 1
     TIME_LIMIT = 2
-    CHECKPOINT = 4
+    REQUEUE = 4
+    CHECKPOINT = 8
 
 
-# The control vector has 16 bits; two are taken.
-MOST_CHECKPOINTS = 14
+SIGNALLED = (Request.TERMINATE, Request.REQUEUE)
+"""What signals ask."""
+
+_BITS = 16  # of the control vector
+
+# Those that are left.
+MOST_CHECKPOINTS = _BITS - int(Request.CHECKPOINT).bit_length() + 1
 
 
 class Requests:
@@ -39,20 +45,26 @@ class Requests:
         return dict(self._done_at)
 
     def load_state_dict(self, state: dict[int, int]) -> None:
-        """Takes back what `state_dict` returned."""
+        """Takes back what `state_dict` returned.
+
+        A signal was meant for the process that got it: what it asked, and what is on its way for it, is void.
+        """
         self._done_at = dict(state)
+        for bit in SIGNALLED:
+            self._done_at[int(bit)] = self._engine.inner_steps
+            self._engine.withdraw(bit)
 
     def agreed(self, landings: Iterable[Landing]) -> int:
         """What all groups do now: the bits that came with these landings, on every rank the same.
 
-        A request that was launched before the same thing was last done has been met already.
+        A request that was launched before the same thing was last done, or just then, has been met already.
         """
         agreed = 0
         for landing in landings:
-            for bit in (1 << index for index in range(16)):
-                if landing.requests & bit and landing.launched_at >= self._done_at.get(bit, 0):
+            for bit in (1 << index for index in range(_BITS)):
+                if landing.requests & bit and landing.launched_at > self._done_at.get(bit, 0):
                     agreed |= bit
-        for bit in (1 << index for index in range(16)):
+        for bit in (1 << index for index in range(_BITS)):
             if agreed & bit:
                 self._done_at[bit] = self._engine.inner_steps
         self._engine.withdraw(agreed)

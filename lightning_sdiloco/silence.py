@@ -17,6 +17,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sdiloco.replacing import replace
 from lightning_sdiloco.requests import MOST_CHECKPOINTS, Request
+from lightning_sdiloco.signals import listen_without_fit
 
 if TYPE_CHECKING:
     from lightning_sdiloco.strategy import StreamingDiLoCoMixin
@@ -37,9 +38,9 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
     """
     checkpoints = _checkpoints_by_time(trainer)
     undo = ExitStack()
+    strategy.signals.listen(partial(replace, undo))
     if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
         replace(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-    replace(undo, trainer._signal_connector, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, strategy))
     for timer in _those_with(trainer, "_check_time_remaining"):
         original = timer._check_time_remaining
         replace(undo, timer, "_check_time_remaining", partial(_check_time, timer, original, strategy))
@@ -59,6 +60,20 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
     return undo
 
 
+def silence_without_fit(trainer: Any) -> ExitStack:
+    """Makes the one replacement that validation, testing and prediction need: that of the signal handlers.
+
+    Args:
+        trainer: The trainer that is about to validate, test or predict.
+
+    Returns:
+        What undoes it, with ``close()``.
+    """
+    undo = ExitStack()
+    listen_without_fit(trainer, partial(replace, undo))
+    return undo
+
+
 def _checkpoints_by_time(trainer: Any) -> list[Any]:
     checkpoints = [c for c in _those_with(trainer, "_train_time_interval") if c._train_time_interval is not None]
     if len(checkpoints) > MOST_CHECKPOINTS:
@@ -71,14 +86,6 @@ def _checkpoints_by_time(trainer: Any) -> list[Any]:
 
 def _those_with(trainer: Any, name: str) -> list[Any]:
     return [callback for callback in trainer.callbacks if hasattr(callback, name)]
-
-
-def _on_sigterm(trainer: Any, strategy: "StreamingDiLoCoMixin", signum: int, frame: Any) -> None:
-    if not strategy.is_training:
-        trainer._signal_connector.received_sigterm = True
-    elif strategy.launcher is not None and not strategy.asked(Request.TERMINATE):
-        strategy.launcher.kill(signum)
-    strategy.ask(Request.TERMINATE)
 
 
 def _check_time(timer: Any, original: Callable[[Any], None], strategy: "StreamingDiLoCoMixin", trainer: Any) -> None:

@@ -3,7 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,16 +22,18 @@ from lightning_sdiloco.collectives import CollectivesMixin
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.refused import refuse_callbacks
 from lightning_sdiloco.requests import Request, Requests
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
-from lightning_sdiloco.silence import silence
+from lightning_sdiloco.signals import Signals
+from lightning_sdiloco.silence import silence, silence_without_fit
 from lightning_sdiloco.start import cut
 from lightning_sdiloco.summary import Summary
-from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
+from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, store, world
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     strategy_name = "streaming_diloco"
     callback_type: type[StreamingDiLoCoCallbackMixin]
+    termination: type[BaseException]
 
     def __init__(
         self,
@@ -148,6 +151,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._engine: StreamingDiLoCo | None = None
         self._summary: Summary | None = None
         self._requests: Requests | None = None
+        self._signals: Signals | None = None
+        self._failures: Failures | None = None
         self._fragments: tuple[Fragment, ...] = ()
         self._averaging: Averaging | None = None
         self._stepped = False
@@ -242,12 +247,14 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     @override
     def setup_distributed(self) -> None:
         super().setup_distributed()
+        layout = self._layout()
+        self._failures = Failures(store(), self.global_rank, layout.group_of(self.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
             choices = {"worker_groups": str(self._worker_groups), "evaluate": self._evaluate}
             settings = {**self._settings.described(), **choices}
             require_same_settings(settings, world())
-            self._topology = Topology.of_world(self._layout(), self._settings.timeout)
+            self._topology = Topology.of_world(layout, self._settings.timeout)
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -255,12 +262,16 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             self._engine = self._summary = self._requests = None
             self._fragments = ()
             self._stepped = False
+            self._agreed = 0
+            self._signals = Signals(trainer, self)
             self._noise.close()
             refuse_callbacks(trainer)
             self._noise = silence(trainer, self)
             super().setup(trainer)
             self._averaging = Averaging(trainer, self, self._noise)
         else:
+            self._noise.close()
+            self._noise = silence_without_fit(trainer)
             self._setup_without_fit(trainer)
 
     def _setup_without_fit(self, trainer: Any) -> None:
@@ -366,6 +377,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
                 " joined already. Set them before trainer.fit, or fit again."
             )
         self._stepped = False
+        self._requests.ask(self.signals.received)
         landings = self._engine.step()
         self.landed = bool(landings)
         self._agreed = self._requests.agreed(landings)
@@ -386,6 +398,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
                 " put there is no model that the worker groups agree on. The outer model is in"
                 " strategy.outer_state_dict() and in the last checkpoint; take the callback out."
             )
+        self.signals.end_if_any_received()
 
     @property
     def made_inner_steps(self) -> bool:
@@ -416,9 +429,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         if self._requests is not None:
             self._requests.ask(request)
 
-    def asked(self, request: int) -> bool:
-        """Whether this rank has asked for something that no launch has carried yet."""
-        return self._engine is not None and self._engine.is_requested(request)
+    @property
+    def signals(self) -> Signals:
+        """The signals that this rank gets in the fit that runs."""
+        assert self._signals is not None, "signals are listened to from setup on"
+        return self._signals
 
     def agreed(self, request: int) -> bool:
         """Whether all ranks do what was asked after this inner step."""
@@ -481,13 +496,20 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     # Ends
 
-    def fail(self) -> None:
+    def fail(self, exception: BaseException) -> None:
         """Tells that this rank ends with an exception: from now on it must not wait for others."""
+        if isinstance(exception, self.termination) and self._signals is not None and self._signals.ended:
+            # All ranks end with it, after the same inner step.
+            return
         self._failed = True
+        failures, self._failures = self._failures, None
+        if failures is not None:
+            with suppress(Exception):
+                failures.leave(exception)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.fail()
+        self.fail(exception)
         super().on_exception(exception)
 
     @override

@@ -159,6 +159,11 @@ def world() -> Communicator:
     return Communicator(dist.group.WORLD)
 
 
+def store() -> Any:
+    """The store of the default process group, for the word of a rank that fails; None if there is none."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
 def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
     """A number of worker groups, or ``"auto"``.
 

@@ -114,7 +114,9 @@ class Transfer:
         groups = torch.tensor([-1 if missing is None else missing.group])
         reported = [int(group) for group in self._topology.lane.gather(groups)]
         if missing is None and max(reported) >= 0:
-            missing = Unanswered(max(reported), f"did not answer rank {reported.index(max(reported))} of this group")
+            group, shard = max(reported), reported.index(max(reported))
+            own, other = (self._topology.shards * of + shard for of in (self._topology.group, group))
+            missing = Unanswered(group, f"did not answer rank {own} of this group (rank {other} should have)")
         if missing is not None:
             raise ExchangeError(
                 f"{missing} while fragment {cargo.fragment}, launched after inner step {cargo.step}, was in flight."

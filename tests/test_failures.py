@@ -1,19 +1,29 @@
 """Groups whose values are not finite, that do not answer, or that go away."""
 
+import logging
 import os
 import re
+import signal
+import sys
 import time
+import traceback
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_sdiloco import AgreementError, Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import AgreementError, ExchangeError, Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.topology import GroupLayout, Topology
-from tests.ranks import run_ranks
-from tests.training import LAYERS, inner_optimizer, mlp, train_step
+from tests import fits
+from tests.fits import LIGHTNING
+from tests.ranks import run_processes, run_ranks
+from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
 
 
 def poison(model: nn.Module) -> None:
@@ -166,3 +176,174 @@ def test_a_group_that_dies_ends_the_run_everywhere_and_is_named(groups: int, wor
     for rank in range(world_size - 1):
         told = rf"worker group {groups - 1} went away .* while fragment [01], launched after inner step (8|12), was in"
         assert re.search(told, errors[rank])
+
+
+# In real trainers: what the other ranks say of a rank whose code raised an exception
+
+
+def raising(distribution: str, where: str, is_failing: bool) -> Any:
+    """A module that fails in one place, in one rank."""
+    base = type(fits.module(distribution))
+
+    class Raising(base):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self._fail("configure_optimizers")
+            return super().configure_optimizers()
+
+        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            if index == 5:
+                self._fail("training_step")
+            return super().training_step(parts, index)
+
+        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+            if not self.trainer.sanity_checking:
+                self._fail("validation_step")
+            self.log("loss", super().training_step(parts, index), sync_dist=True)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self._fail("on_save_checkpoint")
+
+        def _fail(self, place: str) -> None:
+            if is_failing and place == where:
+                raise ArithmeticError(f"boom in {where}")
+            if is_failing and place == "training_step" and where == "a kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Raising()
+
+
+class RaisingData(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Batches of a group, of which one cannot be loaded."""
+
+    def __init__(self, group: int, is_failing: bool) -> None:
+        self.group, self.is_failing = group, is_failing
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for step in range(1000):
+            if self.is_failing and step == 5:
+                raise ArithmeticError("boom in the data")
+            yield batch(self.group, step)
+
+
+def fit_that_fails(
+    rank: int, world_size: int, folder: Path, where: str, failing: int, distribution: str
+) -> tuple[str, list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_sdiloco").addHandler(handler)
+    strategy = fits.strategy(
+        distribution,
+        worker_groups=2,
+        sync_every=8,
+        overlap_steps=2,
+        fragments=[["*"]],
+        timeout=timedelta(seconds=20),
+    )
+    trainer = fits.trainer(
+        distribution,
+        strategy=strategy,
+        devices=world_size,
+        max_steps=40,
+        enable_checkpointing=where == "on_save_checkpoint",
+        val_check_interval=4,
+        limit_val_batches=2,
+        default_root_dir=folder,
+    )
+    group = rank // (world_size // 2)
+    data = RaisingData(group, where == "the data" and rank == failing)
+    loader = DataLoader(data, batch_size=None, num_workers=int(where == "the data"))
+    error = ""
+    try:
+        trainer.fit(
+            raising(distribution, where, rank == failing), loader, DataLoader(RaisingData(0, False), batch_size=None)
+        )
+    except Exception as caught:
+        error = "".join(traceback.format_exception_only(caught))
+    return error, said
+
+
+def failures(tmp_path: Path, world_size: int, where: str, failing: int, distribution: str) -> Any:
+    def run(rank: int, world_size: int) -> tuple[str, list[str]]:
+        return fit_that_fails(rank, world_size, tmp_path, where, failing, distribution)
+
+    started = time.monotonic()
+    ranks = run_processes(run, world_size)
+    assert time.monotonic() - started < 30
+    return ranks
+
+
+GONE = "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
+
+
+@pytest.mark.parametrize(
+    ("world_size", "failing", "where", "distribution"),
+    [
+        (2, 1, "training_step", LIGHTNING),
+        (2, 1, "training_step", "pytorch_lightning"),
+        (4, 3, "training_step", LIGHTNING),
+        (4, 1, "training_step", LIGHTNING),
+        (4, 2, "validation_step", LIGHTNING),
+        (2, 1, "on_save_checkpoint", LIGHTNING),
+        (2, 1, "configure_optimizers", LIGHTNING),
+        (2, 1, "the data", LIGHTNING),
+    ],
+)
+def test_an_exception_in_one_rank_ends_all_and_its_rank_is_named(
+    world_size: int, failing: int, where: str, distribution: str, tmp_path: Path
+) -> None:
+    ranks = failures(tmp_path, world_size, where, failing, distribution)
+    error, said = ranks[failing]
+    assert f"boom in {where}" in error
+    assert said == []
+    told = f"Rank {failing} (worker group {failing // (world_size // 2)}) failed first: ArithmeticError: "
+    for rank, (error, said) in enumerate(ranks):
+        if rank != failing:
+            named = [words for words in said if words.startswith(told) and f"boom in {where}" in words]
+            # Some notice only when rank 0 has ended, and with it what it keeps.
+            assert named or (rank != 0 and GONE in said)
+            assert sys.version_info < (3, 11) or (named + [GONE])[0] in error
+
+
+def test_an_exception_in_rank_0_ends_all_and_they_are_sent_to_its_output(tmp_path: Path) -> None:
+    ranks = failures(tmp_path, 4, "training_step", 0, LIGHTNING)
+    told = "Rank 0 (worker group 0) failed first: ArithmeticError: boom in training_step"
+    assert [{told, GONE} & set(said) for _, said in ranks[1:]].count(set()) == 0
+
+
+@pytest.mark.parametrize(("world_size", "killed"), [(2, 1), (4, 3)])
+def test_a_rank_that_was_killed_ends_all_and_nobody_is_blamed(world_size: int, killed: int, tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> None:
+        error, said = fit_that_fails(rank, world_size, tmp_path, "a kill", killed, LIGHTNING)
+        raise RuntimeError(f"{error}\n{said}")
+
+    errors = run_processes(run, world_size, expect_failure=True)
+    for rank in set(range(world_size)) - {killed}:
+        assert "failed first" not in errors[rank]
+        assert re.search("lost contact|" + GONE, errors[rank])
+
+
+def test_word_of_an_earlier_run_is_not_taken_for_that_of_a_later_one() -> None:
+    store = torch.distributed.HashStore()
+    earlier, later = ([Failures(store, rank, rank, 2) for rank in range(2)] for _ in range(2))
+    earlier[1].leave(ValueError("boom"))
+    # The ranks count their runs, each for itself; here they share one count.
+    later[0]._key = later[1]._key = "later"
+    error = ExchangeError("worker group 1 went away")
+    later[0].leave(error)
+    assert sys.version_info < (3, 11) or "none has left word of a failure" in error.__notes__[0]
+
+
+class SilentStore:
+    """A store whose host does not answer any more."""
+
+    def compare_set(self, *args: Any) -> bytes:
+        time.sleep(60)
+        return b""
+
+
+def test_a_store_that_does_not_answer_keeps_no_rank_from_ending() -> None:
+    error, started = ExchangeError("worker group 0 went away"), time.monotonic()
+    Failures(SilentStore(), 1, 1, 2).leave(error)
+    assert time.monotonic() - started < 10
+    assert sys.version_info < (3, 11) or error.__notes__ == [GONE]

@@ -26,6 +26,7 @@ EDGE = {
     f"{NAME}.checkpoint",
     f"{NAME}.cli",
     f"{NAME}.collectives",
+    f"{NAME}.failures",
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
     f"{NAME}.placing",
@@ -34,6 +35,7 @@ EDGE = {
     f"{NAME}.replacing",
     f"{NAME}.requests",
     f"{NAME}.saving",
+    f"{NAME}.signals",
     f"{NAME}.silence",
     f"{NAME}.strategy",
 }

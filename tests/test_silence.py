@@ -1,8 +1,6 @@
 """Between launches no group waits for another, and decisions on time are made by all at the same inner step."""
 
 import importlib
-import os
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -174,43 +172,13 @@ def test_checkpoints_by_time_are_saved_by_all_ranks_after_the_same_inner_step(
     assert len(list(tmp_path.glob("*.ckpt"))) == len(first)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("signalled", [0, 1])
-def test_a_termination_signal_to_one_rank_stops_all_after_the_same_inner_step(
-    signalled: int, distribution: str, tmp_path: Path
-) -> None:
-    def run(rank: int, world_size: int) -> None:
-        def terminated(distribution: str, inner: str, seed: int) -> Any:
-            base = type(slow(distribution, inner, seed))
-
-            class Terminated(base):  # type: ignore[misc, valid-type]
-                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-                    if index == 14 and rank == signalled:
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    return super().training_step(parts, index)
-
-                def on_exception(self, exception: BaseException) -> None:
-                    (tmp_path / str(rank)).write_text(f"{type(exception).__name__} {self.trainer.global_step}")
-
-            return Terminated()
-
-        class Telling(importlib.import_module(distribution).Callback):  # type: ignore[misc]
-            def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
-                module.on_exception(exception)
-
-        choices = {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]}
-        chosen = {"callbacks": [Telling()]}
-        fit(rank, world_size, 2, 1000, choices, distribution, trainer_choices=chosen, make=terminated)
-
-    run_processes(run, 2, expect_failure=True)
-    assert {(tmp_path / str(rank)).read_text() for rank in range(2)} == {"SIGTERMException 23"}
-
-
 def test_the_replacements_are_undone_after_the_fit() -> None:
     def run(rank: int, world_size: int) -> bool:
         def undone(trainer: Any, module: Any) -> bool:
             targets = [trainer.fit_loop.epoch_loop, trainer._signal_connector, *trainer.callbacks]
+            targets.append(trainer.fit_loop)
             names = {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_check_time_remaining", "get_metrics"}
+            names |= {"_slurm_sigusr_handler_fn", "on_advance_end"}
             return not any(names & set(vars(target)) for target in targets)
 
         choices = {"sync_every": 4, "overlap_steps": 1, "fragments": [["*"]]}

@@ -40,6 +40,7 @@ class GatherExchange(Exchange[_Posted]):
         super().__init__(dist.get_world_size(process_group))
         self._process_group = process_group
         self._group = dist.get_rank(process_group)
+        self._ranks = dist.get_process_group_ranks(process_group)
 
     def post(self, message: Tensor) -> _Posted:
         """Starts to send; see `Exchange.post`. A message on another device is copied to the host first."""
@@ -51,7 +52,7 @@ class GatherExchange(Exchange[_Posted]):
                 transfers.append(self._transfer(group, sent, received[group]))
             except RuntimeError as error:
                 # Told when the message is collected, so that all ranks of this group hear of it at the same point.
-                failure = failure or _gone(group, error)
+                failure = failure or self._gone(group, error)
         return _Posted(message, received, transfers, failure)
 
     def collect(self, posted: _Posted, deadline: float) -> list[Tensor]:
@@ -59,9 +60,9 @@ class GatherExchange(Exchange[_Posted]):
         if posted.failure is not None:
             raise posted.failure
         for transfer in posted.transfers:
-            _wait(transfer.receiving, transfer.group, deadline)
+            self._wait(transfer.receiving, transfer.group, deadline)
         for transfer in posted.transfers:
-            _wait(transfer.sending, transfer.group, deadline)
+            self._wait(transfer.sending, transfer.group, deadline)
         self._count(posted.message)
         return [part.to(posted.message.device) for part in posted.received]
 
@@ -73,17 +74,15 @@ class GatherExchange(Exchange[_Posted]):
         assert sending is not None, "this rank belongs to the process group"
         return _Transfer(group, receiving, sending)
 
+    def _wait(self, work: dist.Work, group: int, deadline: float) -> None:
+        # A timeout of zero means no timeout to gloo.
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:
+            if time.monotonic() >= deadline:
+                raise Unanswered(group, f"did not answer in time (rank {self._ranks[group]})") from error
+            raise self._gone(group, error) from error
 
-def _wait(work: dist.Work, group: int, deadline: float) -> None:
-    # A timeout of zero means no timeout to gloo.
-    left = max(deadline - time.monotonic(), 0.001)
-    try:
-        work.wait(timedelta(seconds=left))
-    except RuntimeError as error:
-        if time.monotonic() >= deadline:
-            raise Unanswered(group, "did not answer in time") from error
-        raise _gone(group, error) from error
-
-
-def _gone(group: int, error: RuntimeError) -> Unanswered:
-    return Unanswered(group, f"went away ({str(error).splitlines()[0]})")
+    def _gone(self, group: int, error: RuntimeError) -> Unanswered:
+        return Unanswered(group, f"went away (rank {self._ranks[group]}: {str(error).splitlines()[0]})")

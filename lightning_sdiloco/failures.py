@@ -1,0 +1,116 @@
+"""Which rank failed first: a rank that fails leaves word, and one that has lost contact says what it finds.
+
+[Note: word of a failure] When a process ends, those that wait for it learn that a connection broke, and no more. So a
+rank that fails writes its number and its error into the store of the default process group before it ends, unless
+another one has. Nothing here waits for long, and nothing here may hide the error itself.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_sdiloco.errors import ExchangeError
+
+_log = logging.getLogger(__name__)
+
+# What one look into the store may take.
+_SECONDS = 3.0
+
+# How long rank 0 waits for the others to look. Longer would not help: some notice only when rank 0 itself ends.
+_READING_SECONDS = 2.0
+
+# All ranks of a program run the same fits one after the other; each has an entry of its own.
+_runs = itertools.count()
+
+
+class Failures:
+    """The first failure among the ranks of a run.
+
+    Args:
+        store: The store of the default process group; None if there is none.
+        rank: This rank.
+        group: Its worker group.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, group: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._group = group
+        self._world_size = world_size
+        self._key = f"streaming_diloco/failure/{next(_runs)}"
+
+    def leave(self, exception: BaseException) -> None:
+        """Leaves word of this rank's failure, and says which rank failed first if it was another one.
+
+        It says so in the log and, from Python 3.11 on, in a note of the exception.
+        """
+        if self._store is None:
+            return
+        error = f"{type(exception).__name__}: {exception}".removesuffix(": ")
+        lost = _lost_contact(exception)
+        word = f"Rank {self._rank} (worker group {self._group}) {'lost contact' if lost else 'failed'} first: {error}"
+        first = _within(_SECONDS, lambda: self._first(word))
+        if isinstance(exception, KeyboardInterrupt):
+            return
+        told = self._told(first, word, lost)
+        if told:
+            _log.error(told)
+            if hasattr(exception, "add_note"):
+                exception.add_note(told)
+        if self._rank == 0 and lost and first not in (None, word):
+            _within(_READING_SECONDS, self._wait_for_readers)
+
+    def _told(self, first: str | None, word: str, lost: bool) -> str:
+        if lost and first is None and self._rank != 0:
+            return "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
+        if lost and first == word:
+            return (
+                f"Rank {self._rank} (worker group {self._group}) has lost contact with another rank, and none has left"
+                " word of a failure: a process was killed, or a machine or the network failed."
+            )
+        return first if lost and first is not None else ""
+
+    def _first(self, word: str) -> str:
+        """The first word that any rank left."""
+        first = self._store.compare_set(self._key, "", word).decode()
+        self._store.add(f"{self._key}/readers", 1)
+        return str(first)
+
+    def _wait_for_readers(self) -> None:
+        """The store often ends with rank 0: the others may look before."""
+        deadline = time.monotonic() + _READING_SECONDS
+        while time.monotonic() < deadline and self._store.add(f"{self._key}/readers", 0) < self._world_size:
+            time.sleep(0.05)
+
+
+def _lost_contact(error: BaseException | None) -> bool:
+    """Whether an error only tells that another rank is gone or late."""
+    while error is not None:
+        texts = ("gloo", "NCCL", "Connection", "connection", "Timed out", "timed out")
+        if isinstance(error, ExchangeError) or (
+            isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What a call returns, or None if it fails or takes longer."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:
+            # The store ends with the process that keeps it.
+            _log.debug("The store of the default process group did not answer: %s", error)
+
+    thread = threading.Thread(target=run, name="sdiloco-failure", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
