@@ -12,11 +12,12 @@ class Request(IntFlag):
 
     TERMINATE = 1
     TIME_LIMIT = 2
-    CHECKPOINT = 4
+    END_EPOCH = 4
+    CHECKPOINT = 8
 
 
-# The control vector has 16 bits; two are taken.
-MOST_CHECKPOINTS = 14
+# The control vector has 16 bits; three are taken.
+MOST_CHECKPOINTS = 13
 
 
 class Requests:
@@ -34,6 +35,11 @@ class Requests:
         """Asks all groups for something. Asking again before it is done changes nothing."""
         self._engine.request(bit)
 
+    def settle(self, bit: int) -> None:
+        """Takes what was asked up to now as done. All ranks do so after the same inner step."""
+        self._done_at[bit] = self._engine.inner_steps
+        self._engine.withdraw(bit)
+
     def state_dict(self) -> dict[int, int]:
         """After which inner step each request was done last."""
         return dict(self._done_at)
@@ -45,15 +51,15 @@ class Requests:
     def agreed(self, landings: Iterable[Landing]) -> int:
         """What all groups do now: the bits that came with these landings, on every rank the same.
 
-        A request that was launched before the same thing was last done has been met already.
+        A request that was launched before the same thing was last done has been met already, and so has one of the same
+        inner step, in which launches come before landings.
         """
         agreed = 0
         for landing in landings:
             for bit in (1 << index for index in range(16)):
-                if landing.requests & bit and landing.launched_at >= self._done_at.get(bit, 0):
+                if landing.requests & bit and landing.launched_at > self._done_at.get(bit, 0):
                     agreed |= bit
         for bit in (1 << index for index in range(16)):
             if agreed & bit:
-                self._done_at[bit] = self._engine.inner_steps
-        self._engine.withdraw(agreed)
+                self.settle(bit)
         return agreed

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_sdiloco.replacing import replace
 from lightning_sdiloco.requests import MOST_CHECKPOINTS, Request
 
 if TYPE_CHECKING:
@@ -39,22 +40,22 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
     checkpoints = _checkpoints_by_time(trainer)
     undo = ExitStack()
     if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
-        _replace(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-    _replace(undo, trainer._signal_connector, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, strategy))
+        replace(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+    replace(undo, trainer._signal_connector, "_sigterm_notifier_fn", partial(_on_sigterm, trainer, strategy))
     for timer in _those_with(trainer, "_check_time_remaining"):
         original = timer._check_time_remaining
-        _replace(undo, timer, "_check_time_remaining", partial(_check_time, timer, original, strategy))
+        replace(undo, timer, "_check_time_remaining", partial(_check_time, timer, original, strategy))
     for index, checkpoint in enumerate(checkpoints):
         hook = partial(strategy.decide_checkpoint, index, checkpoint.on_train_batch_end)
-        _replace(undo, checkpoint, "on_train_batch_end", hook)
+        replace(undo, checkpoint, "on_train_batch_end", hook)
     for saver in _those_with(trainer, "_monitor_candidates"):
-        _replace(undo, saver, "_monitor_candidates", partial(_mean_candidates, saver._monitor_candidates, strategy))
+        replace(undo, saver, "_monitor_candidates", partial(_mean_candidates, saver._monitor_candidates, strategy))
     for metric in (part for part in trainer.lightning_module.modules() if isinstance(part, Metric)):
         if metric.dist_sync_fn is None and metric.process_group is None:
-            _replace(undo, metric, "dist_sync_fn", _GatherMetric(strategy))
+            replace(undo, metric, "dist_sync_fn", _GatherMetric(strategy))
     if trainer.progress_bar_callback is not None:
         bar = trainer.progress_bar_callback
-        _replace(undo, bar, "get_metrics", partial(_progress, bar.get_metrics, strategy))
+        replace(undo, bar, "get_metrics", partial(_progress, bar.get_metrics, strategy))
     return undo
 
 
@@ -81,14 +82,6 @@ def _checkpoints_by_time(trainer: Any) -> list[Any]:
 
 def _those_with(trainer: Any, name: str) -> list[Any]:
     return [callback for callback in trainer.callbacks if hasattr(callback, name)]
-
-
-def _replace(undo: ExitStack, target: Any, name: str, value: Callable[..., Any]) -> None:
-    if name in vars(target):
-        undo.callback(setattr, target, name, vars(target)[name])
-    else:
-        undo.callback(vars(target).pop, name, None)
-    setattr(target, name, value)
 
 
 def _on_sigterm(trainer: Any, strategy: "StreamingDiLoCoMixin", signum: int, frame: Any) -> None:

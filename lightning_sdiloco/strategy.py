@@ -27,6 +27,7 @@ from lightning_sdiloco.silence import silence
 from lightning_sdiloco.start import cut
 from lightning_sdiloco.summary import Summary
 from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
+from lightning_sdiloco.uneven import end_epochs_together
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._summary: Summary | None = None
         self._requests: Requests | None = None
         self._fragments: tuple[Fragment, ...] = ()
-        self._stepped = False
+        self._optimizer_steps = self._steps_per_batch = 0
         self._failed = False
         self._deciding: int | None = None
         self._agreed = 0
@@ -223,9 +224,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         if trainer.state.fn == "fit":
             self._engine = self._summary = self._requests = None
             self._fragments = ()
-            self._failed = self._stepped = False
+            self._failed = False
+            self._optimizer_steps = self._steps_per_batch = 0
             self._noise.close()
             self._noise = silence(trainer, self)
+            self._noise.enter_context(end_epochs_together(trainer, self))
             super().setup(trainer)
         else:
             self._setup_without_fit(trainer)
@@ -274,25 +277,45 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     # Training
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # The user's hooks that move a batch need not know of idle ones.
+        return None if batch is None else super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         # Inner steps are batches in which an optimizer stepped, however many there are; one that a GradScaler skipped
         # counts, because a skip happens in one group alone.
-        self._stepped = True
+        self._optimizer_steps += 1
         return output
 
-    def end_batch(self) -> list[Landing]:
-        """Makes the inner step of a batch in which an optimizer stepped. Returns what landed."""
+    @property
+    def optimizer_steps(self) -> int:
+        """How often optimizers have stepped in this batch."""
+        return self._optimizer_steps
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        """How often they did in the last batch in which one did; before, once each."""
+        return self._steps_per_batch or len(self.optimizers)
+
+    def end_batch(self, idle: bool = False) -> list[Landing]:
+        """Makes the inner step of a batch in which an optimizer stepped, or would have. Returns what landed.
+
+        Args:
+            idle: Whether the other groups make an inner step in this batch while this one has nothing to train on.
+        """
         self._agreed = 0
-        if not self._stepped or self._engine is None or self._requests is None:
+        if not (self._optimizer_steps or idle) or self._engine is None or self._requests is None:
             return []
         if self._engine.is_finished:
             raise RuntimeError(
                 "Training goes on after its last batch: max_epochs or max_steps was raised when the worker groups had"
                 " joined already. Set them before trainer.fit, or fit again."
             )
-        self._stepped = False
-        landings = self._engine.step()
+        self._steps_per_batch = self._optimizer_steps or self._steps_per_batch
+        self._optimizer_steps = 0
+        landings = self._engine.step(idle)
         self._agreed = self._requests.agreed(landings)
         return landings
 
@@ -343,6 +366,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     def agreed(self, request: int) -> bool:
         """Whether all ranks do what was asked after this inner step."""
         return bool(self._agreed & request)
+
+    def start_epoch(self) -> None:
+        """Forgets who wanted the epoch before to end."""
+        if self._requests is not None:
+            self._requests.settle(Request.END_EPOCH)
 
     def decide_checkpoint(self, index: int, hook: Callable[..., None], *args: Any) -> None:
         """Runs a hook of a checkpoint callback whose time interval all ranks decide together."""

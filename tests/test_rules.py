@@ -27,10 +27,12 @@ EDGE = {
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
     f"{NAME}.pytorch_lightning",
+    f"{NAME}.replacing",
     f"{NAME}.requests",
     f"{NAME}.saving",
     f"{NAME}.silence",
     f"{NAME}.strategy",
+    f"{NAME}.uneven",
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # Arithmetic on numbers and names.
