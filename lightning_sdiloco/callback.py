@@ -28,10 +28,6 @@ class StreamingDiLoCoCallbackMixin(_Base):
     def __init__(self, strategy: "StreamingDiLoCoMixin") -> None:
         self._strategy = strategy
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Starts the epoch."""
-        self._strategy.start_epoch()
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes the inner step, logs what landed, and ends a fit with its last batch."""
         _write(trainer, self._strategy.end_batch(self._is_idle_step(trainer, batch)))
@@ -41,6 +37,9 @@ class StreamingDiLoCoCallbackMixin(_Base):
             trainer._signal_connector.received_sigterm = True
         if self._strategy.agreed(Request.END_EPOCH):
             end_epoch(trainer)
+        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            # What is still on its way was asked for this epoch, not for the next.
+            self._strategy.settle(Request.END_EPOCH)
         if _is_last(trainer):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
             _write(trainer, self._strategy.finish())

@@ -33,12 +33,13 @@ class Requests:
 
     def ask(self, bit: int) -> None:
         """Asks all groups for something. Asking again before it is done changes nothing."""
-        self._engine.request(bit)
+        # A plain number: it is saved with the engine.
+        self._engine.request(int(bit))
 
     def settle(self, bit: int) -> None:
         """Takes what was asked up to now as done. All ranks do so after the same inner step."""
-        self._done_at[bit] = self._engine.inner_steps
-        self._engine.withdraw(bit)
+        self._done_at[int(bit)] = self._engine.inner_steps
+        self._engine.withdraw(int(bit))
 
     def state_dict(self) -> dict[int, int]:
         """After which inner step each request was done last."""

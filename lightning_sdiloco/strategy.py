@@ -367,10 +367,10 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         """Whether all ranks do what was asked after this inner step."""
         return bool(self._agreed & request)
 
-    def start_epoch(self) -> None:
-        """Forgets who wanted the epoch before to end."""
+    def settle(self, request: int) -> None:
+        """Takes what was asked up to now as done. All ranks do so after the same inner step."""
         if self._requests is not None:
-            self._requests.settle(Request.END_EPOCH)
+            self._requests.settle(request)
 
     def decide_checkpoint(self, index: int, hook: Callable[..., None], *args: Any) -> None:
         """Runs a hook of a checkpoint callback whose time interval all ranks decide together."""

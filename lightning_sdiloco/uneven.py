@@ -41,8 +41,10 @@ def end_epochs_together(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitS
     if strategy.topology.groups > 1:
         loop = trainer.fit_loop
         replace(undo, loop, "setup_data", partial(_setup_data, trainer, strategy, loop.setup_data))
-        check = loop.epoch_loop._should_check_val_fx
-        replace(undo, loop.epoch_loop, "_should_check_val_fx", partial(_should_validate, trainer, check))
+        epoch_loop = loop.epoch_loop
+        should_validate = partial(_should_validate, trainer, epoch_loop._should_check_val_fx)
+        replace(undo, epoch_loop, "_should_check_val_fx", should_validate)
+        replace(undo, epoch_loop, "reset", partial(_reset, trainer, epoch_loop.reset))
     return undo
 
 
@@ -105,6 +107,18 @@ def _should_validate(trainer: Any, original: Callable[[Any], bool], fetcher: Any
     return original(fetcher) or (early and _validates_by_share(trainer) and loop._should_check_val_epoch())
 
 
+def _reset(trainer: Any, original: Callable[[], None]) -> None:
+    """As Lightning does, which does not start an epoch anew if the one before ended with no number of batches."""
+    loop = trainer.fit_loop.epoch_loop
+    ended = loop.restarted_on_train_batch_end and loop.batch_progress.is_last_batch
+    original()
+    if ended and loop.batch_progress.is_last_batch:
+        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            progress.reset_on_run()
+        loop.val_loop.batch_progress.total.reset()
+        iter(trainer.fit_loop._data_fetcher)
+
+
 def _validates_by_share(trainer: Any) -> bool:
     by_time = getattr(trainer, "_val_check_time_interval", None) is not None
     return isinstance(trainer.val_check_interval, float) and not by_time
@@ -124,6 +138,9 @@ class _Fetcher:
 
     def __init__(self, fetcher: Any, length: int | None, trainer: Any, strategy: "StreamingDiLoCoMixin") -> None:
         self._fetcher = fetcher
+        # Fetched ahead, so that Lightning knows the last batch. Here nobody asks, and the state of a loader that is
+        # saved would be one batch ahead of training.
+        self._ahead, fetcher.batches, fetcher.prefetch_batches = fetcher.batches, [], 0
         self._length = length
         self._trainer = trainer
         self._strategy = strategy
@@ -134,30 +151,27 @@ class _Fetcher:
 
     def __iter__(self) -> "_Fetcher":
         iter(self._fetcher)
+        self._ahead = []
         self.fetched = 0
         self.done = False
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
         self._fetcher._start_profiler, self._fetcher._stop_profiler = self._start_profiler, self._stop_profiler
-        if not self._is_counted():
-            item = next(self._fetcher)
-            self.done = self._fetcher.done
-            return item  # type: ignore[no-any-return]
-        item = next(self._fetcher, None)
-        idle = item is None
+        item = self._ahead.pop() if self._ahead else next(self._fetcher, None)
+        if item is None:
+            item = self._idle()
         self.fetched += 1
         self.done = self._length is not None and self.fetched >= self._length
-        if self._fetcher.done and not self.done:
-            # With its last batch already, so that a launch of this inner step takes the request along.
-            self._strategy.ask(Request.END_EPOCH)
-        if idle:
-            _say_that_it_waits(self._trainer, self._strategy, self.fetched - 1)
-        return (None, self.fetched - 1, 0) if idle else item
+        return item
 
-    def _is_counted(self) -> bool:
-        """Whether our callback counts batches: where a tuner took it away, each rank trains for itself."""
-        return any(isinstance(callback, self._strategy.callback_type) for callback in self._trainer.callbacks)
+    def _idle(self) -> tuple[None, int, int]:
+        if not any(isinstance(callback, self._strategy.callback_type) for callback in self._trainer.callbacks):
+            # A tuner took away the callback that counts batches: each rank trains for itself.
+            raise StopIteration
+        self._strategy.ask(Request.END_EPOCH)
+        _say_that_it_waits(self._trainer, self._strategy, self.fetched)
+        return None, self.fetched, 0
 
     def teardown(self) -> None:
         """Ends the workers of the loaders."""
