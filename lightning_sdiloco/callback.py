@@ -45,8 +45,8 @@ class StreamingDiLoCoCallbackMixin(_Base):
             _write(trainer, self._strategy.finish())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Says once if no batch counts as an inner step."""
-        if self._strategy.agreed(Request.END_EPOCH):
+        """Drops what cannot be reduced, and says once if no batch counts as an inner step."""
+        if self._strategy.topology.groups > 1:
             drop_what_not_all_logged(trainer, self._strategy)
         if trainer.current_epoch == 0 and not self._strategy.made_inner_steps:
             _log.warning(

@@ -152,7 +152,7 @@ class StreamingDiLoCo:
         self._lane: Lane = self.topology.make_lane(self._device)
         self._transfer = Transfer(self.topology, self.settings.codec, self._outer, self._buffers)
 
-    def step(self, idle: bool = False) -> list[Landing]:
+    def step(self, *, idle: bool = False) -> list[Landing]:
         """Counts an inner step, launches what is due and lands what is due.
 
         Args:
@@ -166,10 +166,10 @@ class StreamingDiLoCo:
             AgreementError: If the groups no longer hold the same outer parameters, or do not recover from values that
                 are not finite.
         """
-        self.launch_due(idle)
+        self.launch_due(idle=idle)
         return self.land_due()
 
-    def launch_due(self, idle: bool = False) -> None:
+    def launch_due(self, *, idle: bool = False) -> None:
         """The first half of `step`: counts an inner step and launches what is due."""
         if self._closed:
             raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")

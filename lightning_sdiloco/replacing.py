@@ -1,17 +1,18 @@
-"""Replaces attributes of Lightning's objects for a time."""
+"""Replaces methods of Lightning's objects for a time, and puts them back."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 
-def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
-    """Replaces an attribute of one object.
+def replace(undo: ExitStack, target: Any, name: str, value: Callable[..., Any]) -> None:
+    """Replaces a method of one object.
 
     Args:
-        undo: What puts the object back as it was, with ``close()``.
+        undo: Takes up what puts the method back.
         target: The object.
-        name: The attribute; it may be one of the class.
-        value: What it is from now on.
+        name: Name of the method.
+        value: What is called instead.
     """
     if name in vars(target):
         undo.callback(setattr, target, name, vars(target)[name])

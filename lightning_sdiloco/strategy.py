@@ -315,7 +315,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             )
         self._steps_per_batch = self._optimizer_steps or self._steps_per_batch
         self._optimizer_steps = 0
-        landings = self._engine.step(idle)
+        landings = self._engine.step(idle=idle)
         self._agreed = self._requests.agreed(landings)
         return landings
 

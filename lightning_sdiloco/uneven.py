@@ -85,14 +85,19 @@ def end_epoch(trainer: Any) -> None:
 
 
 def drop_what_not_all_logged(trainer: Any, strategy: "StreamingDiLoCoMixin") -> None:
-    """Drops metrics of the epoch that some ranks do not have, because they had no batch: a reduction would hang."""
+    """Drops metrics of the epoch that some ranks do not have, because they had no batch: a reduction would hang.
+
+    Only where it may be so, for it is collective: if a group ran dry, or the epoch was resumed in the middle.
+    """
+    if not strategy.agreed(Request.END_EPOCH) and not getattr(trainer.fit_loop, "restarted_mid_epoch", False):
+        return
     results = trainer.fit_loop.epoch_loop._results
     logged = [key for key, metric in results.items() if metric.meta.on_epoch and not metric.has_reset]
     common = set.intersection(*map(set, strategy.topology.world.gather_objects(logged)))
     dropped = [key for key in logged if key not in common]
     for key in dropped:
         del results[key]
-    if dropped:
+    if dropped and strategy.topology.shard == 0:
         _log.warning(
             "A worker group had no batch in epoch %d, so what the others logged for the epoch is dropped: %s.",
             trainer.current_epoch,
@@ -108,9 +113,12 @@ def _should_validate(trainer: Any, original: Callable[[Any], bool], fetcher: Any
 
 
 def _reset(trainer: Any, original: Callable[[], None]) -> None:
-    """As Lightning does, which does not start an epoch anew if the one before ended with no number of batches."""
+    """As Lightning does, and starts the next epoch where a checkpoint of the last batch of one is resumed.
+
+    Lightning does so only if that batch was the last by its number.
+    """
     loop = trainer.fit_loop.epoch_loop
-    ended = loop.restarted_on_train_batch_end and loop.batch_progress.is_last_batch
+    ended = getattr(loop, "restarted_on_train_batch_end", False) and loop.batch_progress.is_last_batch
     original()
     if ended and loop.batch_progress.is_last_batch:
         for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
@@ -165,12 +173,17 @@ class _Fetcher:
         self.done = self._length is not None and self.fetched >= self._length
         return item
 
-    def _idle(self) -> tuple[None, int, int]:
+    def _idle(self) -> tuple[Any, int, int]:
         if not any(isinstance(callback, self._strategy.callback_type) for callback in self._trainer.callbacks):
-            # A tuner took away the callback that counts batches: each rank trains for itself.
-            raise StopIteration
+            # A tuner took away the callback that counts, and trains so many steps in each rank: data starts again.
+            iter(self._fetcher)
+            ahead: tuple[Any, int, int] = next(self._fetcher)
+            return ahead
         self._strategy.ask(Request.END_EPOCH)
         _say_that_it_waits(self._trainer, self._strategy, self.fetched)
+        for logged in self._trainer.fit_loop.epoch_loop._results.values():
+            # Or what the last batch logged would be logged again for this one.
+            logged._forward_cache = None
         return None, self.fetched, 0
 
     def teardown(self) -> None:
@@ -244,7 +257,8 @@ def _compare_no_lengths(undo: ExitStack, strategy: "StreamingDiLoCoMixin") -> li
 def _agree(trainer: Any, strategy: "StreamingDiLoCoMixin", failure: Exception | None) -> None:
     """Agrees with all ranks how many batches an epoch has. Raises on all of them if one has none, or could not load."""
     topology = strategy.topology
-    own = _Announced(topology.group, _batches(trainer.fit_loop), repr(failure) if failure else "")
+    batches = _batches(trainer.fit_loop) if failure is None else None
+    own = _Announced(topology.group, batches, "" if failure is None else repr(failure))
     ranks = topology.world.gather_objects(own)
     if failure is not None:
         raise failure

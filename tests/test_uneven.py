@@ -1,9 +1,11 @@
 """Worker groups whose loaders end at different steps end every epoch together, and never hang."""
 
+import csv
 import importlib
 import logging
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,11 @@ def stream(place: Place, batches: int) -> Any:
     return DataLoader(Stream(place, batches), batch_size=None)
 
 
+def uneven_streams(first: int, second: int, place: Place) -> Any:
+    """For two groups."""
+    return stream(place, (first, second)[place[0]])
+
+
 # Fits
 
 
@@ -85,7 +92,8 @@ def noting(distribution: str, inner: str = "sgd", seed: int = 0) -> Any:
     base = type(fits.module(distribution, inner, seed))
 
     class Noting(base):  # type: ignore[misc, valid-type]
-        def on_fit_start(self) -> None:
+        def __init__(self) -> None:
+            super().__init__()
             self.batches: list[tuple[int, int, int]] = []
             self.idle: list[int] = []
             self.validated: list[tuple[int, int]] = []
@@ -236,6 +244,13 @@ def test_limits_come_before_the_agreement(limit: float, expected: int) -> None:
     assert epochs(assert_together(ranks)) == [expected, expected]
 
 
+def test_a_number_of_batches_is_a_length_for_loaders_that_have_none() -> None:
+    """What the warning about idle batches advises."""
+    ranks = fit(2, partial(uneven_streams, 7, 10), limit_train_batches=5)
+    assert epochs(assert_together(ranks)) == [5, 5]
+    assert [rank["idle"] + rank["warned"] for rank in ranks] == [[], []]
+
+
 def test_a_known_length_holds_for_groups_that_have_none() -> None:
     """Lightning adds up lengths over all ranks only where a loader has one, so these must not meet in a collective."""
 
@@ -261,8 +276,15 @@ def test_a_known_length_holds_for_groups_that_have_none() -> None:
             {"val_check_interval": 0.5},
             "val_check_interval",
         ),
+        (lambda place: Announced(place, 5 + 20 * place[0]), {"limit_train_batches": 0.1}, "limit_train_batches"),
     ],
-    ids=["no batches", "an empty stream", "validation after the end", "a share of an unknown length"],
+    ids=[
+        "no batches",
+        "an empty stream",
+        "validation after the end",
+        "a share of an unknown length",
+        "too small a share",
+    ],
 )
 def test_data_that_cannot_work_is_refused_by_all_ranks(
     loader: Callable[[Place], Any], choices: dict[str, Any], expected: str
@@ -328,7 +350,7 @@ def test_the_number_of_steps_that_a_module_asks_for_is_the_agreed_one() -> None:
 def test_of_unknown_lengths_all_end_where_the_launch_lands_that_says_so(
     lengths: tuple[int, int], world_size: int, distribution: str
 ) -> None:
-    ranks = fit(world_size, lambda place: stream(place, lengths[place[0]]), distribution)
+    ranks = fit(world_size, partial(uneven_streams, *lengths), distribution)
     common = assert_together(ranks)
     # No 8th batch; launches are due after 8, 12, 16, 20 and land 2 later. In the second epoch it is inner step 18.
     assert epochs(common) == [10, 12]
@@ -407,7 +429,7 @@ def test_epochs_shorter_than_a_round_still_exchange() -> None:
 def test_several_fragments_carry_the_request_with_the_next_launch_of_any() -> None:
     ranks = fit(
         2,
-        lambda place: stream(place, 9 + 20 * place[0]),
+        partial(uneven_streams, 9, 29),
         choices={"sync_every": 8, "overlap_steps": 3, "layers_per_fragment": 1},
         max_epochs=3,
     )
@@ -461,7 +483,7 @@ def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(distribu
         result = run_fit(
             rank,
             world_size,
-            lambda place: stream(place, 5 + 20 * place[0]),
+            partial(uneven_streams, 5, 25),
             distribution,
             make=scheduled,
             inspect=lambda trainer, module: (
@@ -495,17 +517,15 @@ def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(distribu
 
 @pytest.mark.parametrize("max_steps", [6, 8, 9, 10, 11])
 def test_a_limit_of_steps_is_reached_by_all_in_idle_batches_too(max_steps: int) -> None:
-    ranks = fit(2, lambda place: stream(place, 5 + 20 * place[0]), max_steps=max_steps, max_epochs=-1)
+    ranks = fit(2, partial(uneven_streams, 5, 25), max_steps=max_steps, max_epochs=-1)
     common = assert_together(ranks)
     assert common["inner_steps"] == common["global_step"] == max_steps
 
 
 @pytest.mark.parametrize("lengths", [(5, 30), (6, 30), (30, 7)])
 def test_accumulated_batches_count_as_in_groups_that_train(lengths: tuple[int, int]) -> None:
-    ranks = fit(2, lambda place: stream(place, lengths[place[0]]), accumulate_grad_batches=3, max_epochs=3)
+    ranks = fit(2, partial(uneven_streams, *lengths), accumulate_grad_batches=3, max_epochs=3)
     common = assert_together(ranks)
-    # An inner step in every third batch; the launch after 8 inner steps, at batch 24, would be too late for 30: the
-    # first launch is due after 4 inner steps... and sync_every = 4 lets the first one fly after inner step 4.
     assert common["inner_steps"] == common["global_step"]
     assert all(length % 3 == 0 for length in epochs(common)), "an epoch ends with a whole step"
     assert common["global_step"] == sum(epochs(common)) // 3
@@ -543,10 +563,63 @@ def gan(distribution: str, seed: int) -> Any:
 
 
 def test_idle_batches_in_manual_optimization_count_as_many_steps_as_others() -> None:
-    ranks = fit(2, lambda place: stream(place, 5 + 20 * place[0]), make=gan)
+    ranks = fit(2, partial(uneven_streams, 5, 25), make=gan)
     common = assert_together(ranks)
     assert epochs(common) == [10, 8]
     assert common["global_step"] == 2 * common["inner_steps"] == 36
+
+
+def test_nothing_is_logged_again_for_an_idle_batch(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> dict[str, Any]:
+        logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank), "", "")
+        loader = partial(uneven_streams, 5, 25)
+        return run_fit(rank, world_size, loader, logger=logger, log_every_n_steps=1, max_epochs=1)
+
+    assert_together(run_processes(run, 2))
+    with (tmp_path / "0" / "metrics.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]] == [0, 1, 2, 3, 4]
+
+
+def test_a_tuner_trains_each_rank_for_itself_and_the_fit_after_it_ends_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes all callbacks away, so nobody counts idle batches; losses per epoch are reduced over all ranks."""
+    monkeypatch.chdir(tmp_path)
+
+    def tuned(distribution: str, seed: int) -> Any:
+        base = type(noting(distribution, seed=seed))
+
+        class Tuned(base):  # type: ignore[misc, valid-type]
+            lr = 0.05
+
+            def on_train_start(self) -> None:
+                self.batches.clear()
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+        return Tuned()
+
+    def run(rank: int, world_size: int) -> dict[str, Any]:
+        finder = importlib.import_module(f"{LIGHTNING}.callbacks").LearningRateFinder(num_training_steps=20)
+        return run_fit(rank, world_size, partial(uneven_streams, 7, 10), make=tuned, callbacks=[finder])
+
+    assert epochs(assert_together(run_processes(run, 2))) == [10, 12]
+
+
+def test_a_fit_leaves_nothing_behind_and_the_next_agrees_anew() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        model, strategy = noting(LIGHTNING), fits.strategy(worker_groups=2, **CHOICES)
+        trainer = fits.trainer(strategy=strategy, devices=2, max_epochs=1)
+        before = set(vars(trainer.fit_loop)), set(vars(trainer.fit_loop.epoch_loop))
+        trainer.fit(model, uneven_streams(5, 8, (rank, 0, 1)))
+        steps = trainer.global_step
+        assert (set(vars(trainer.fit_loop)), set(vars(trainer.fit_loop.epoch_loop))) == before
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, Announced((rank, 0, 1), 5 + rank))
+        return steps, trainer.global_step
+
+    assert run_processes(run, 2) == [(10, 15), (10, 15)]
 
 
 # What hooks and loaders see
@@ -576,7 +649,7 @@ def test_hooks_that_move_batches_do_not_see_idle_ones() -> None:
 
         return Moving()
 
-    ranks = fit(2, lambda place: stream(place, 5 + 20 * place[0]), make=moving, max_epochs=1)
+    ranks = fit(2, partial(uneven_streams, 5, 25), make=moving, max_epochs=1)
     assert assert_together(ranks)["inner_steps"] == 10
     assert len(ranks[0]["idle"]) == 5
 
@@ -620,13 +693,43 @@ def test_known_lengths_hold_for_a_training_step_that_takes_its_batches_itself() 
 def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_with_an_error() -> None:
     def run(rank: int, world_size: int) -> dict[str, Any]:
         choices = {**CHOICES, "timeout": timedelta(seconds=3)}
-        return run_fit(rank, world_size, lambda place: stream(place, 7 + 3 * place[0]), make=taking, choices=choices)
+        return run_fit(rank, world_size, partial(uneven_streams, 7, 10), make=taking, choices=choices)
 
     errors = run_processes(run, 2, expect_failure=True)
     assert sorted(errors) == [0, 1]
 
 
 # Checkpoints
+
+
+@pytest.mark.parametrize("loader", [Stateful, Announced])
+def test_a_fit_resumed_from_the_end_of_an_epoch_gives_the_same_bits(loader: Any, tmp_path: Path) -> None:
+    def fit_saving(resume: str | None = None) -> list[dict[str, Any]]:
+        def run(rank: int, world_size: int) -> dict[str, Any]:
+            pl = importlib.import_module(LIGHTNING)
+            saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+            return run_fit(
+                rank,
+                world_size,
+                lambda place: loader(place, 5 + 20 * place[0]),
+                resume=resume,
+                callbacks=[] if resume else [saving],
+                enable_checkpointing=resume is None,
+                max_epochs=3,
+            )
+
+        ranks = run_processes(run, 2)
+        assert_together(ranks)
+        return list(ranks)
+
+    plain = fit_saving()
+    for epoch in (0, 1):
+        resumed = fit_saving(str(tmp_path / f"epoch={epoch}.ckpt"))
+        for one, other in zip(resumed, plain, strict=True):
+            assert one["common"]["batches"] == [noted for noted in other["common"]["batches"] if noted[0] > epoch]
+            assert one["common"]["validated"] == other["common"]["validated"][epoch + 1 :]
+            for name, values in other["outer"].items():
+                assert torch.equal(one["outer"][name], values), name
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -653,13 +756,45 @@ def test_a_fit_resumed_while_a_group_is_idle_gives_the_same_bits(distribution: s
     plain = fit_saving(tmp_path / "plain")
     assert epochs(plain[0]["common"]) == [10, 8, 8]
     # 5: the last batch; 7: idle; 9: idle, the request in flight; 11: in the next epoch; 16: idle, just launched.
-    for step in (4, 5, 7, 9, 10, 11, 16, 17, 18):
+    for step in (4, 5, 7, 9, 10, 11, 16, 17, 18, 26):
         resumed = fit_saving(tmp_path / str(step), str(tmp_path / "plain" / f"step={step}.ckpt"))
         for one, other in zip(resumed, plain, strict=True):
             assert one["common"]["batches"] == [noted for noted in other["common"]["batches"] if noted[2] > step], step
             assert one["idle"] == [at for at in other["idle"] if at > step]
             for name, values in other["outer"].items():
                 assert torch.equal(one["outer"][name], values), (step, name)
+
+
+def test_a_group_that_is_idle_since_a_resume_makes_nobody_wait_at_the_end_of_the_epoch(tmp_path: Path) -> None:
+    """It logged nothing in training_step since then, and no launch tells of it before the agreed length is reached."""
+
+    class Both(Stateful):
+        def __len__(self) -> int:
+            return 9
+
+    def fit_saving(resume: str | None = None) -> list[dict[str, Any]]:
+        def run(rank: int, world_size: int) -> dict[str, Any]:
+            pl = importlib.import_module(LIGHTNING)
+            saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+            return run_fit(
+                rank,
+                world_size,
+                lambda place: Both(place, 5 + 4 * place[0]),
+                resume=resume,
+                callbacks=[] if resume else [saving],
+                enable_checkpointing=resume is None,
+                choices={**CHOICES, "sync_every": 20},
+            )
+
+        ranks = run_processes(run, 2)
+        assert_together(ranks)
+        return list(ranks)
+
+    plain = fit_saving()
+    resumed = fit_saving(str(tmp_path / "step=7.ckpt"))
+    assert [rank["idle"] for rank in resumed] == [[8, 9, 15, 16, 17, 18], []]
+    for name, values in plain[0]["outer"].items():
+        assert torch.equal(resumed[0]["outer"][name], values), name
 
 
 # Requests
