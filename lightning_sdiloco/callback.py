@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.requests import Request
+from lightning_sdiloco.uneven import count_idle_batch, drop_what_not_all_logged, end_epoch
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -33,20 +34,32 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes the inner step, logs what landed, and ends a fit with its last batch."""
-        _write(trainer, self._strategy.end_batch())
+        _write(trainer, self._strategy.end_batch(self._is_idle_step(trainer, batch)))
         if self._strategy.agreed(Request.TIME_LIMIT):
             trainer.should_stop = True
+        if self._strategy.agreed(Request.END_EPOCH):
+            end_epoch(trainer)
+        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            # What is still on its way was asked for this epoch, not for the next.
+            self._strategy.settle(Request.END_EPOCH)
         if _is_last(trainer):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
             _write(trainer, self._strategy.finish())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Says once if no batch counts as an inner step."""
+        """Drops what cannot be reduced, and says once if no batch counts as an inner step."""
+        if self._strategy.topology.groups > 1:
+            drop_what_not_all_logged(trainer, self._strategy)
         if trainer.current_epoch == 0 and not self._strategy.made_inner_steps:
             _log.warning(
                 "The first epoch ended without an inner step: no optimizer stepped through Lightning, so the worker"
                 " groups train apart. In manual optimization, step the optimizers of self.optimizers()."
             )
+
+    def _is_idle_step(self, trainer: Any, batch: Any) -> bool:
+        """Whether the other groups make an inner step in this batch, while this one had None to train on."""
+        idle = batch is None and not self._strategy.optimizer_steps and self._strategy.topology.groups > 1
+        return idle and count_idle_batch(trainer, self._strategy.optimizer_steps_per_batch)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends a fit that was stopped early, before other callbacks look at the model."""

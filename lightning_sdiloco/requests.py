@@ -13,7 +13,8 @@ class Request(IntFlag):
     TERMINATE = 1
     TIME_LIMIT = 2
     REQUEUE = 4
-    CHECKPOINT = 8
+    END_EPOCH = 8
+    CHECKPOINT = 16
 
 
 SIGNALLED = (Request.TERMINATE, Request.REQUEUE)
@@ -38,7 +39,13 @@ class Requests:
 
     def ask(self, bit: int) -> None:
         """Asks all groups for something. Asking again before it is done changes nothing."""
-        self._engine.request(bit)
+        # A plain number: it is saved with the engine.
+        self._engine.request(int(bit))
+
+    def settle(self, bit: int) -> None:
+        """Takes what was asked up to now as done. All ranks do so after the same inner step."""
+        self._done_at[int(bit)] = self._engine.inner_steps
+        self._engine.withdraw(int(bit))
 
     def state_dict(self) -> dict[int, int]:
         """After which inner step each request was done last."""
@@ -57,7 +64,8 @@ class Requests:
     def agreed(self, landings: Iterable[Landing]) -> int:
         """What all groups do now: the bits that came with these landings, on every rank the same.
 
-        A request that was launched before the same thing was last done, or just then, has been met already.
+        A request that was launched before the same thing was last done, or just then, has been met already:
+        launches come before landings.
         """
         agreed = 0
         for landing in landings:
@@ -66,6 +74,5 @@ class Requests:
                     agreed |= bit
         for bit in (1 << index for index in range(_BITS)):
             if agreed & bit:
-                self._done_at[bit] = self._engine.inner_steps
-        self._engine.withdraw(agreed)
+                self.settle(bit)
         return agreed

@@ -34,6 +34,7 @@ from lightning_sdiloco.silence import silence, silence_without_fit
 from lightning_sdiloco.start import cut
 from lightning_sdiloco.summary import Summary
 from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, store, world
+from lightning_sdiloco.uneven import end_epochs_together
 
 _log = logging.getLogger(__name__)
 
@@ -155,9 +156,10 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._failures: Failures | None = None
         self._fragments: tuple[Fragment, ...] = ()
         self._averaging: Averaging | None = None
-        self._stepped = False
+        self._early: list[Landing] = []
         self._epoch_begins = False
         self.landed = False
+        self._optimizer_steps = self._steps_per_batch = 0
         self._failed = False
         self._deciding: int | None = None
         self._agreed = 0
@@ -261,12 +263,14 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         if trainer.state.fn == "fit":
             self._engine = self._summary = self._requests = None
             self._fragments = ()
-            self._stepped = False
+            self._early = []
             self._agreed = 0
             self._signals = Signals(trainer, self)
+            self._optimizer_steps = self._steps_per_batch = 0
             self._noise.close()
             refuse_callbacks(trainer)
             self._noise = silence(trainer, self)
+            self._noise.enter_context(end_epochs_together(trainer, self))
             super().setup(trainer)
             self._averaging = Averaging(trainer, self, self._noise)
         else:
@@ -336,7 +340,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     def _recut(self, engine: StreamingDiLoCo) -> None:
         before = {name for fragment in engine.fragments for name in fragment.names}
-        engine.recut()
+        # What other groups asked with these launches is decided, and logged, with the next inner step.
+        self._early += engine.recut()
         self._fragments = engine.fragments
         now = {name for fragment in engine.fragments for name in fragment.names}
         if self.is_global_zero:
@@ -358,27 +363,48 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self.model = self._wrapped(self.lightning_module)
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        # The user's hooks that move a batch need not know of idle ones.
+        return None if batch is None else super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
         # Inner steps are batches in which an optimizer stepped, however many there are; one that a GradScaler skipped
         # counts, because a skip happens in one group alone.
-        self._stepped = True
+        self._optimizer_steps += 1
         return output
 
-    def end_batch(self) -> list[Landing]:
-        """Makes the inner step of a batch in which an optimizer stepped. Returns what landed."""
+    @property
+    def optimizer_steps(self) -> int:
+        """How often optimizers have stepped in this batch."""
+        return self._optimizer_steps
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        """How often they did in the last batch in which one did; before, once each."""
+        return self._steps_per_batch or len(self.optimizers)
+
+    def end_batch(self, idle: bool = False) -> list[Landing]:
+        """Makes the inner step of a batch in which an optimizer stepped, or would have. Returns what landed.
+
+        Args:
+            idle: Whether the other groups make an inner step in this batch while this one has nothing to train on.
+        """
         self._agreed = 0
         self.landed = False
-        if not self._stepped or self._engine is None or self._requests is None:
+        if not (self._optimizer_steps or idle) or self._engine is None or self._requests is None:
             return []
         if self._engine.is_finished:
             raise RuntimeError(
                 "Training goes on after its last batch: max_epochs or max_steps was raised when the worker groups had"
                 " joined already. Set them before trainer.fit, or fit again."
             )
-        self._stepped = False
+        self._steps_per_batch = self._optimizer_steps or self._steps_per_batch
+        self._optimizer_steps = 0
         self._requests.ask(self.signals.received)
-        landings = self._engine.step()
+        landings = [*self._early, *self._engine.step(idle=idle)]
+        self._early = []
         self.landed = bool(landings)
         self._agreed = self._requests.agreed(landings)
         return landings
@@ -438,6 +464,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     def agreed(self, request: int) -> bool:
         """Whether all ranks do what was asked after this inner step."""
         return bool(self._agreed & request)
+
+    def settle(self, request: int) -> None:
+        """Takes what was asked up to now as done. All ranks do so after the same inner step."""
+        if self._requests is not None:
+            self._requests.settle(request)
 
     def decide_checkpoint(self, index: int, hook: Callable[..., None], *args: Any) -> None:
         """Runs a hook of a checkpoint callback whose time interval all ranks decide together."""

@@ -38,6 +38,7 @@ EDGE = {
     f"{NAME}.signals",
     f"{NAME}.silence",
     f"{NAME}.strategy",
+    f"{NAME}.uneven",
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # Arithmetic on numbers and names.
