@@ -21,6 +21,7 @@ from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
+from lightning_sdiloco.promptness import Promptness
 from lightning_sdiloco.requests import Request, Requests
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
@@ -128,6 +129,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._requests: Requests | None = None
         self._signals: Signals | None = None
         self._failures: Failures | None = None
+        self._promptness: Promptness | None = None
         self._fragments: tuple[Fragment, ...] = ()
         self._stepped = False
         self._failed = False
@@ -280,6 +282,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             **vars(self._settings),
         )
         self._requests = Requests(self._engine)
+        self._promptness = Promptness(self._engine.schedule) if self.is_global_zero else None
         self._resume()
 
     # Training
@@ -306,6 +309,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._requests.ask(self.signals.received)
         landings = self._engine.step()
         self._agreed = self._requests.agreed(landings)
+        if self._promptness is not None:
+            self._promptness.step(self._engine.inner_steps)
         return landings
 
     def finish(self) -> list[Landing]:

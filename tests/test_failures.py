@@ -173,9 +173,11 @@ def test_a_group_that_does_not_answer_ends_the_run_everywhere_and_is_named(group
 @pytest.mark.parametrize(("groups", "world_size"), [(2, 2), (3, 3)])
 def test_a_group_that_dies_ends_the_run_everywhere_and_is_named(groups: int, world_size: int) -> None:
     errors = run_ranks(train_with_timeout, world_size, groups, "die", expect_failure=True, timeout=40)
-    for rank in range(world_size - 1):
-        told = rf"worker group {groups - 1} went away .* while fragment [01], launched after inner step (8|12), was in"
-        assert re.search(told, errors[rank])
+    told = r"worker group (\d) went away \(rank \1: .* while fragment [01], launched after inner step (8|12), was in"
+    named = [re.search(told, errors[rank]) for rank in range(world_size - 1)]
+    # A rank that learns of it late may find another one gone for the same reason first.
+    assert str(groups - 1) in [match and match[1] for match in named]
+    assert None not in named
 
 
 # In real trainers: what the other ranks say of a rank whose code raised an exception

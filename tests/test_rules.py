@@ -27,6 +27,7 @@ EDGE = {
     f"{NAME}.failures",
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
+    f"{NAME}.promptness",
     f"{NAME}.pytorch_lightning",
     f"{NAME}.requests",
     f"{NAME}.saving",
