@@ -9,7 +9,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
-from lightning_sdiloco.launcher import SummaryMixin
+from lightning_sdiloco.launcher import LauncherMixin
 from lightning_sdiloco.strategy import StreamingDiLoCoMixin
 
 
@@ -17,7 +17,7 @@ class StreamingDiLoCoCallback(StreamingDiLoCoCallbackMixin, Callback):
     """See `StreamingDiLoCoCallbackMixin`."""
 
 
-class _Launcher(SummaryMixin, _MultiProcessingLauncher):
+class _Launcher(LauncherMixin, _MultiProcessingLauncher):
     pass
 
 

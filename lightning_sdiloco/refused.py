@@ -1,11 +1,11 @@
-"""Refuses callbacks that would leave every worker group with another model, or make them wait at every step."""
+"""Refuses what would leave every worker group with another model, or make them wait for each other in vain."""
 
 from typing import Any
 
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 
 
-def refuse_callbacks(trainer: Any) -> None:
+def refuse_what_cannot_work(trainer: Any) -> None:
     """Refuses what cannot work, before training.
 
     Args:
@@ -13,8 +13,14 @@ def refuse_callbacks(trainer: Any) -> None:
 
     Raises:
         ValueError: If there is a callback that prunes or looks for spikes, several that average weights, or one whose
-            average needs an epoch of its own for the statistics of BatchNorm.
+            average needs an epoch of its own for the statistics of BatchNorm; or if validation goes by the clock.
     """
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        raise ValueError(
+            f"val_check_interval={trainer.val_check_interval!r} is a time: each rank would go by its own clock and"
+            " validate after another batch, where it waits for the others. Give it as a number of batches, or as a"
+            " share of the epoch."
+        )
     averaging = [callback for callback in trainer.callbacks if _kinds(callback) & _AVERAGING]
     if len(averaging) > 1:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -65,6 +66,21 @@ class Schedule:
     def round(self, step: int) -> int:
         """How many launches of fragment 0 have landed by inner step ``step``: the outer step that users see."""
         return max(0, (step - self.overlap_steps) // self.sync_every)
+
+    def longest_wait(self, since: int = 0) -> int:
+        """How many inner steps pass at most until what is asked has travelled with the next launch and landed.
+
+        Args:
+            since: The inner step after which it may be asked, and from then on after any.
+
+        Examples:
+            >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=4)
+            >>> schedule.longest_wait(), schedule.longest_wait(since=80), schedule.longest_wait(since=100)
+            (105, 30, 30)
+        """
+        rounds = range(max(1, since // self.sync_every), max(1, since // self.sync_every) + 3)
+        launches = {self.sync_every * r + self.offset(p) for r in rounds for p in range(self.fragments)}
+        return max(b - a for a, b in pairwise([since, *sorted(t for t in launches if t > since)])) + self.overlap_steps
 
     def events(self, first: int, last: int) -> Iterator[Event]:
         """The inner steps from ``first`` to ``last``, both included, after which something launches or lands."""

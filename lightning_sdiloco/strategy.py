@@ -25,7 +25,8 @@ from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.partition import Fragment
-from lightning_sdiloco.refused import refuse_callbacks
+from lightning_sdiloco.promptness import Promptness
+from lightning_sdiloco.refused import refuse_what_cannot_work
 from lightning_sdiloco.requests import Request, Requests
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
@@ -154,6 +155,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._requests: Requests | None = None
         self._signals: Signals | None = None
         self._failures: Failures | None = None
+        self._promptness: Promptness | None = None
         self._fragments: tuple[Fragment, ...] = ()
         self._averaging: Averaging | None = None
         self._early: list[Landing] = []
@@ -268,7 +270,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             self._signals = Signals(trainer, self)
             self._optimizer_steps = self._steps_per_batch = 0
             self._noise.close()
-            refuse_callbacks(trainer)
+            refuse_what_cannot_work(trainer)
             self._noise = silence(trainer, self)
             self._noise.enter_context(end_epochs_together(trainer, self))
             super().setup(trainer)
@@ -321,7 +323,9 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             **vars(self._settings),
         )
         self._requests = Requests(self._engine)
-        self._stepped = self.landed = False
+        self.landed = False
+        self._optimizer_steps = 0
+        self._promptness = Promptness(self._engine.schedule) if self.is_global_zero else None
         self._resume()
 
     # Training
@@ -407,6 +411,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._early = []
         self.landed = bool(landings)
         self._agreed = self._requests.agreed(landings)
+        if self._promptness is not None:
+            self._promptness.step(self._engine.inner_steps)
         return landings
 
     def finish(self) -> list[Landing]:

@@ -30,6 +30,7 @@ EDGE = {
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
     f"{NAME}.placing",
+    f"{NAME}.promptness",
     f"{NAME}.pytorch_lightning",
     f"{NAME}.refused",
     f"{NAME}.replacing",

@@ -196,3 +196,12 @@ def test_schedules_compare_by_value_and_cannot_change(one: Schedule, other: Sche
     assert dataclasses.replace(one) == one
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.sync_every = other.sync_every  # type: ignore[misc]
+
+
+@MANY
+@given(schedules(), st.integers(0, 200))
+def test_the_longest_wait_is_that_of_the_worst_step_to_ask_at(schedule: Schedule, since: int) -> None:
+    last = since + 3 * schedule.sync_every
+    launches = sorted(launches_until(schedule, last + 2 * schedule.sync_every))
+    waits = [min(t for t in launches if t > asked) + schedule.overlap_steps - asked for asked in range(since, last)]
+    assert schedule.longest_wait(since) == max(waits)

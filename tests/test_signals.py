@@ -1,16 +1,23 @@
 """Signals end all ranks after the same inner step, with a checkpoint that goes on as if nothing had happened."""
 
 import importlib
+import itertools
+import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_sdiloco import promptness
+from lightning_sdiloco.requests import Request, Requests
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
@@ -256,11 +263,34 @@ def test_a_checkpoint_that_was_saved_while_a_signal_waited_does_not_end_the_fit_
     assert [(rank["ended"], rank["step"]) for rank in resumed] == [("", STEPS)] * 2
 
 
+def test_what_was_launched_just_when_it_was_done_is_not_done_again() -> None:
+    engine = SimpleNamespace(inner_steps=16, withdraw=lambda bits: None)
+    requests = Requests(engine)  # type: ignore[arg-type]
+    landing = partial(SimpleNamespace, requests=int(Request.TERMINATE))
+    assert requests.agreed([landing(launched_at=12)]) == Request.TERMINATE
+    assert requests.agreed([landing(launched_at=14), landing(launched_at=16)]) == 0
+    assert requests.agreed([landing(launched_at=18)]) == Request.TERMINATE
+
+
+def test_a_callback_that_saves_on_exceptions_saves_a_terminated_fit_on_all_ranks(tmp_path: Path) -> None:
+    def saving(rank: int, world_size: int) -> dict[str, Any]:
+        callbacks = importlib.import_module(LIGHTNING).callbacks
+        saver = callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True)
+        return run(rank, world_size, tmp_path, {1: TERMINATED}, callbacks=[saver])
+
+    assert [rank["ended"] for rank in run_processes(saving, 2)] == ["SIGTERMException"] * 2
+    names = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+    assert names == [f"step={ENDED}.ckpt", f"terminated-step={ENDED}.ckpt"]
+    for name in names:
+        for rank in run_processes(run, 2, tmp_path, {}, str(tmp_path / name)):
+            assert sorted(rank["trace"]) == list(range(ENDED, STEPS))
+
+
 # SLURM
 
 
-def in_job(rank: int, world_size: int, folder: Path, signalled: dict[int, Signalled], **choices: Any) -> dict[str, Any]:
-    """As `run`, in a job of SLURM. Its `scontrol` notes what it is told, and signals its caller as requeueing does."""
+def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]) -> Any:
+    """Calls a function in a job of SLURM, whose `scontrol` notes what it is told and signals its caller in turn."""
     scontrol = folder / "bin" / "scontrol"
     scontrol.parent.mkdir(exist_ok=True)
     if not scontrol.exists():
@@ -279,7 +309,7 @@ def in_job(rank: int, world_size: int, folder: Path, signalled: dict[int, Signal
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
     }
-    return run(rank, world_size, folder / "run", signalled, **choices)
+    return function()
 
 
 @pytest.mark.parametrize(("distribution", "world_size"), [(LIGHTNING, 2), (LIGHTNING, 4), ("pytorch_lightning", 2)])
@@ -287,7 +317,8 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(
     distribution: str, world_size: int, tmp_path: Path
 ) -> None:
     def job(rank: int, world_size: int, signalled: dict[int, Signalled]) -> dict[str, Any]:
-        return in_job(rank, world_size, tmp_path, signalled, distribution=distribution)
+        fit = partial(run, rank, world_size, tmp_path / "run", signalled, distribution=distribution)
+        return dict(as_job(rank, world_size, tmp_path, fit))
 
     plain = run_processes(run, world_size, tmp_path / "plain", {}, None, distribution)
     requeued: Signalled = {"training_step": {SIGNALLED: [signal.SIGUSR1], SIGNALLED + 3: [signal.SIGUSR1]}}
@@ -313,3 +344,51 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(
     (tmp_path / "run" / "hpc_ckpt_2.ckpt").unlink()
     for rank in run_processes(job, world_size, {}):
         assert sorted(rank["trace"]) == list(range(ENDED, STEPS))
+
+
+# How long a signal waits
+
+
+@pytest.mark.parametrize("step_seconds", [0.1, 8.5, 10.0])
+def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(step_seconds: float, tmp_path: Path) -> None:
+    def slow(rank: int, world_size: int) -> tuple[list[str], float]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightning_sdiloco.promptness").addHandler(handler)
+        clock = itertools.count(step=step_seconds)
+        promptness.time = SimpleNamespace(monotonic=lambda: next(clock))  # type: ignore[assignment]
+        run(rank, world_size, tmp_path, {})
+        return said, next(clock) / step_seconds
+
+    (first, looks), second = run_processes(slow, 2)
+    # Launches are two steps apart, and land five steps later.
+    told = "up to 7 inner steps, which take about 70 s (10 s each)", "--signal=USR1@130"
+    assert [all(part in words for part in told) for words in first] == [True] * (step_seconds == 10.0)
+    assert round(looks) == 9, "only the first steps are measured"
+    assert second == ([], 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_outside_a_fit_signals_hang_no_rank(number: signal.Signals, tmp_path: Path) -> None:
+    def validate(rank: int, world_size: int) -> str:
+        strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
+        signalled: Signalled = {"validation_step": {0: [number]}} if rank == 1 else {}
+        trainer = fits.trainer(strategy=strategy, devices=world_size, default_root_dir=tmp_path)
+        ended = "validated"
+        try:
+            trainer.validate(listening(LIGHTNING, rank, signalled, []), Epochs(rank, 0, 1, 3))
+        except BaseException as error:
+            ended = type(error).__name__
+        return ended
+
+    def in_slurm(rank: int, world_size: int) -> str:
+        return str(as_job(rank, world_size, tmp_path, lambda: validate(rank, world_size)))
+
+    ended = run_processes(in_slurm, 2)
+    if number == signal.SIGTERM:
+        assert ended[1] == "SIGTERMException"
+    else:
+        assert ended == ["validated"] * 2
+    assert not (tmp_path / "told").exists()
+    assert list(tmp_path.glob("*.ckpt")) == []
