@@ -101,10 +101,11 @@ def test_a_fit_that_averages_resumes_to_the_same_bits(distribution: str, world_s
             assert_same(one["outer"], other["outer"])
 
     plain = run_processes(run, world_size, STEPS, 1, None)
-    for step in (12, 16, 17):
+    few = world_size > 2 or distribution != LIGHTNING
+    for step in (16,) if few else (12, 16, 17):
         check(step)
-    # 15: something landed and no update was wanted; 16: one was wanted and nothing landed; 17: both.
-    for step in (15, 16, 17):
+    # 15: something landed and no update was wanted; 16: one was wanted and nothing landed; 13: both.
+    for step in (13,) if few else (13, 15, 16):
         (tmp_path / f"step={step}.ckpt").unlink()
         run_processes(run, world_size, step, step, None)
         check(step)
