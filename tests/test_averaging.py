@@ -235,7 +235,7 @@ def test_a_fit_that_is_stopped_early_ends_with_the_average() -> None:
 def test_groups_that_are_resumed_in_another_number_start_from_the_outer_parameters(tmp_path: Path) -> None:
     def run(rank: int, world_size: int, steps: int, resume: str | None) -> Any:
         callbacks = [averaging(LIGHTNING), *saving(LIGHTNING, tmp_path, every_n_train_steps=16)]
-        return run_fit(rank, world_size, LIGHTNING, steps, callbacks, resume, groups=world_size)
+        return run_fit(rank, world_size, LIGHTNING, steps, callbacks, resume, groups=world_size, overlap_steps=0)
 
     run_processes(run, 2, 18, None)
     path = tmp_path / "step=16.ckpt"
