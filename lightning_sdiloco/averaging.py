@@ -87,7 +87,7 @@ class _OuterAverage:
         if trainer.global_step > self._callback._latest_update_step:
             self._wanted = bool(self._should_update(step_idx=trainer.global_step - 1)) or self._wanted
         if self._strategy.is_finished:
-            self._keep_unfinished(trainer, landed=self._strategy.landed)
+            self._keep_unfinished(landed=self._strategy.landed)
         if self._wanted and (self._strategy.landed or self._strategy.is_finished):
             _in_outer(self._strategy, self._on_train_batch_end, trainer, module, *args)
             self._wanted = False
@@ -101,7 +101,7 @@ class _OuterAverage:
 
     def _end_fit(self, trainer: Any, module: Any) -> None:
         # A fit that was stopped early has just been finished.
-        self._keep_unfinished(trainer, landed=False)
+        self._keep_unfinished(landed=False)
         if self._wanted:
             self._on_train_batch_end(trainer, module, None, None, 0)
             self._wanted = False
@@ -113,14 +113,12 @@ class _OuterAverage:
         assert isinstance(count, Tensor)
         return int(count)
 
-    def _keep_unfinished(self, trainer: Any, landed: bool) -> None:
+    def _keep_unfinished(self, landed: bool) -> None:
         if self._unfinished is None:
-            due = self._wanted and landed
             self._unfinished = {
                 "average": {key: value.to("cpu", copy=True) for key, value in self._average.state_dict().items()},
-                "latest_update_step": trainer.global_step if due else self._callback._latest_update_step,
                 "wanted": self._wanted and not landed,
-                "updates": int(due),
+                "updates": int(self._wanted and landed),
             }
 
     def state_dict(self) -> State:
@@ -131,7 +129,6 @@ class _OuterAverage:
         unfinished = state["unfinished"]
         if unfinished is not None:
             self._wanted = unfinished["wanted"]
-            self._callback._latest_update_step = unfinished["latest_update_step"]
             self._average.load_state_dict(unfinished["average"])
             for _ in range(unfinished["updates"]):
                 average = self._callback._average_model

@@ -47,6 +47,8 @@ def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
     for index, checkpoint in enumerate(checkpoints):
         hook = partial(strategy.decide_checkpoint, index, checkpoint.on_train_batch_end)
         replace(undo, checkpoint, "on_train_batch_end", hook)
+    loop = trainer.fit_loop.epoch_loop
+    replace(undo, loop, "_get_monitor_value", partial(_mean_monitored, loop._get_monitor_value, strategy, trainer))
     for saver in _those_with(trainer, "_monitor_candidates"):
         replace(undo, saver, "_monitor_candidates", partial(_mean_candidates, saver._monitor_candidates, strategy))
     for saver in _those_with(trainer, "_save_last_checkpoint"):
@@ -93,6 +95,15 @@ def _check_time(timer: Any, original: Callable[[Any], None], strategy: "Streamin
         original(trainer)
     elif timer.time_elapsed() >= timer._duration:
         strategy.ask(Request.TIME_LIMIT)
+
+
+def _mean_monitored(original: Callable[[str], Any], strategy: "StreamingDiLoCoMixin", trainer: Any, key: str) -> Any:
+    """What reduces a learning rate on a plateau at the end of an epoch: what is not the same becomes a mean of all."""
+    value = original(key)
+    if any(config.monitor == key and config.interval == "step" for config in trainer.lr_scheduler_configs):
+        return value
+    mean = strategy.mean_over_all({key: float(value)} if value is not None else {})
+    return mean.get(key, value)
 
 
 def _mean_candidates(

@@ -12,6 +12,7 @@ from tests import fits
 from tests.fits import LIGHTNING, SomeBatches
 from tests.ranks import run_processes
 from tests.test_checkpoint import STEPS, StatefulBatches, assert_same, run_fit, saving
+from tests.test_strategy import LaunchedModel
 
 DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
 DECAY = 0.6
@@ -101,10 +102,11 @@ def test_a_fit_that_averages_resumes_to_the_same_bits(distribution: str, world_s
             assert_same(one["outer"], other["outer"])
 
     plain = run_processes(run, world_size, STEPS, 1, None)
-    for step in (12, 16, 17):
+    few = world_size > 2 or distribution != LIGHTNING
+    for step in (16,) if few else (12, 16, 17):
         check(step)
-    # 15: something landed and no update was wanted; 16: one was wanted and nothing landed; 17: both.
-    for step in (15, 16, 17):
+    # 15: something landed and no update was wanted; 16: one was wanted and nothing landed; 13: both.
+    for step in (13,) if few else (13, 15, 16):
         (tmp_path / f"step={step}.ckpt").unlink()
         run_processes(run, world_size, step, step, None)
         check(step)
@@ -231,10 +233,81 @@ def test_a_fit_that_is_stopped_early_ends_with_the_average() -> None:
             assert torch.equal(model[name], values)
 
 
+def plain_fit(rank: int, callbacks: list[Any], dtype: torch.dtype = torch.float32, **choices: Any) -> Any:
+    """A fit of two groups with validation; what the module then holds, the outer parameters, and the trainer."""
+    base = type(fits.module())
+
+    class Validated(base):  # type: ignore[misc, valid-type]
+        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return super().training_step(tuple(part.to(dtype) for part in parts), index)
+
+        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+            self.net(parts[0].to(dtype))
+
+    torch.manual_seed(rank)
+    model = Validated()
+    strategy = fits.strategy(**CHOICES)
+    trainer = fits.trainer(
+        strategy=strategy, devices=2, callbacks=callbacks, **{"max_steps": 20, "val_check_interval": 5, **choices}
+    )
+    trainer.fit(model, SomeBatches(rank, 30), SomeBatches(rank, 1))
+    return model, strategy.outer_state_dict(), trainer
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32)]
+)
+def test_an_average_in_another_precision_is_equal_in_all_groups(precision: str, dtype: torch.dtype) -> None:
+    def run(rank: int, world_size: int, average: bool) -> Any:
+        callbacks = [averaging(LIGHTNING)] if average else []
+        model, outer, _ = plain_fit(rank, callbacks, dtype, precision=precision)
+        return model.state_dict(), outer
+
+    (model, outer), (other, _) = run_processes(run, 2, True)
+    assert_same(model, other)
+    assert_same(outer, run_processes(run, 2, False)[0][1])
+
+
+def test_a_second_fit_averages_anew() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        average = averaging(LIGHTNING)
+        model, _, trainer = plain_fit(rank, [average])
+        first = {name: values.clone() for name, values in model.state_dict().items()}
+        trainer.fit_loop.epoch_loop.max_steps = 40
+        recorded = recorder(LIGHTNING, average)
+        trainer.callbacks.append(recorded)
+        trainer.fit(model, SomeBatches(rank, 30), SomeBatches(rank, 1))
+        return first, model.state_dict(), list(recorded.outer.values())
+
+    for first, second, outer in run_processes(run, 2):
+        assert_same(second, expected_average(outer))
+        assert not same(first, second)
+
+
+def test_the_main_process_gets_the_average_of_a_fit_that_ran_in_others() -> None:
+    model = LaunchedModel()
+    strategy = fits.strategy(start_method="fork", **CHOICES)
+    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=20, callbacks=[averaging(LIGHTNING)])
+    trainer.fit(model)
+    outer = strategy.outer_state_dict()
+    assert not any(torch.equal(model.get_parameter(name), values) for name, values in outer.items())
+
+
+def test_stochastic_weight_averaging_without_a_last_epoch_ends_with_the_average() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        callback = importlib.import_module(LIGHTNING).callbacks.StochasticWeightAveraging(0.2, swa_epoch_start=2)
+        model, outer, _ = plain_fit(rank, [callback], max_epochs=-1, max_steps=100)
+        return model.state_dict(), outer
+
+    (model, outer), (other, _) = run_processes(run, 2)
+    assert_same(model, other)
+    assert not same(model, outer)
+
+
 def test_groups_that_are_resumed_in_another_number_start_from_the_outer_parameters(tmp_path: Path) -> None:
     def run(rank: int, world_size: int, steps: int, resume: str | None) -> Any:
         callbacks = [averaging(LIGHTNING), *saving(LIGHTNING, tmp_path, every_n_train_steps=16)]
-        return run_fit(rank, world_size, LIGHTNING, steps, callbacks, resume, groups=world_size)
+        return run_fit(rank, world_size, LIGHTNING, steps, callbacks, resume, groups=world_size, overlap_steps=0)
 
     run_processes(run, 2, 18, None)
     path = tmp_path / "step=16.ckpt"
@@ -293,9 +366,7 @@ def test_hooks_are_put_back_after_the_fit() -> None:
     def run(rank: int, world_size: int) -> bool:
         average, other = averaging(LIGHTNING), stochastic(LIGHTNING)
         for callback in (average, other):
-            run_fit(rank, world_size, LIGHTNING, 3, [callback]) if callback is average else fits.fit(
-                rank, world_size, 2, 3, CHOICES, trainer_choices={"callbacks": [callback]}
-            )
+            fits.fit(rank, world_size, 2, 3, CHOICES, trainer_choices={"callbacks": [callback]})
         hooks = {"should_update", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_train_epoch_start"}
         return not (set(vars(average)) | set(vars(other))) & hooks
 

@@ -89,7 +89,7 @@ def run_fit(
         devices=world_size,
         max_steps=steps,
         callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=any("Checkpoint" in type(callback).__name__ for callback in callbacks),
     )
     torch.manual_seed(100 + rank)
     trainer.fit(model, loader, ckpt_path=resume)

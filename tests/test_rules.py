@@ -337,14 +337,14 @@ def test_the_first_line_of_a_file_says_what_it_is_about(module: str) -> None:
     assert docstring.split("\n")[0].endswith(".")
 
 
-def tests_named_on(page: Path) -> list[str]:
+def named_by(page: Path) -> list[str]:
     """The tests that a page names, as ``file::test``."""
     return re.findall(r"`(test_\w+\.py::\w+)`", page.read_text())
 
 
 def test_every_row_of_what_works_with_what_names_a_test_that_exists() -> None:
     page = ROOT / "docs" / "works-with.md"
-    named = tests_named_on(page)
+    named = named_by(page)
     assert named
     for name in named:
         file, test = name.split("::")
