@@ -42,8 +42,8 @@ class StreamingDiLoCoCallbackMixin(_Base):
         """Says once if no batch counts as an inner step."""
         if trainer.current_epoch == 0 and not self._strategy.made_inner_steps:
             _log.warning(
-                "The first epoch ended without an inner step: no optimizer stepped through Lightning, so the worker"
-                " groups train apart. In manual optimization, step the optimizers of self.optimizers()."
+                "The first epoch ended without an inner step: no optimizer of configure_optimizers stepped, so the"
+                " worker groups train apart. Return the optimizers there, and step those of self.optimizers()."
             )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -256,6 +256,13 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         wrapped = super()._setup_model(model)
         if self.topology.shards > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
+        elif self.topology.shards > 2 and wrapped.static_graph and self._resumed is not None and self.is_global_zero:
+            _log.warning(
+                "With static_graph=True DistributedDataParallel adds the gradients of the first step in another order"
+                " than those of later steps. In a worker group of %d ranks the resumed run may round differently from"
+                " one that was not interrupted; without static_graph it gives the same bits.",
+                self.topology.shards,
+            )
         return wrapped
 
     @override
@@ -270,6 +277,9 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             **vars(self._settings),
         )
         self._requests = Requests(self._engine)
+        for optimizer in self.optimizers:
+            # In manual optimization they may be stepped without Lightning's wrapper.
+            optimizer.register_step_post_hook(self._note_step)
         self._resume()
 
     # Training
@@ -279,8 +289,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         output = super().optimizer_step(*args, **kwargs)
         # Inner steps are batches in which an optimizer stepped, however many there are; one that a GradScaler skipped
         # counts, because a skip happens in one group alone.
-        self._stepped = True
+        self._note_step()
         return output
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
 
     def end_batch(self) -> list[Landing]:
         """Makes the inner step of a batch in which an optimizer stepped. Returns what landed."""

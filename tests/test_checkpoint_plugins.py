@@ -559,6 +559,32 @@ def test_state_dict_has_the_dtypes_of_the_parameters_and_resuming_the_float32_va
     assert_continues(path, expected, make=half, precision="bf16-true")
 
 
+@pytest.mark.parametrize("ddp_kwargs", [{"find_unused_parameters": True}, {"bucket_cap_mb": 0.0005}])
+def test_a_group_of_three_ranks_resumes_to_the_same_bits_whatever_ddp_does(
+    ddp_kwargs: dict[str, Any], tmp_path: Path
+) -> None:
+    choices = {**CHOICES, "ddp_kwargs": ddp_kwargs}
+
+    def run(rank: int, world_size: int) -> Any:
+        return run_fit(rank, world_size, STEPS, [saving(tmp_path, every_n_train_steps=11)], groups=1, choices=choices)
+
+    expected = run_processes(run, 3)
+    assert_continues(tmp_path / "step=11.ckpt", expected, groups=1, choices=choices)
+
+
+def test_a_static_graph_in_a_group_of_three_is_said_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    choices = {**CHOICES, "ddp_kwargs": {"static_graph": True}}
+
+    def run(rank: int, world_size: int, resume: str | None = None) -> int:
+        caplog.clear()
+        callbacks = [saving(tmp_path, every_n_train_steps=11)] if resume is None else []
+        run_fit(rank, world_size, STEPS, callbacks, resume, groups=1, choices=choices)
+        return sum("may round differently" in record.getMessage() for record in caplog.records)
+
+    assert run_processes(run, 3) == [0, 0, 0]
+    assert run_processes(run, 3, str(tmp_path / "step=11.ckpt")) == [1, 0, 0]
+
+
 def test_resuming_without_the_restriction_to_weights(tmp_path: Path, uninterrupted: Any) -> None:
     """With ``weights_only=False``, which checkpoints with objects of the user need."""
 
