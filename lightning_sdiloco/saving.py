@@ -31,7 +31,7 @@ class SavingMixin(_Base):
     _requests: Requests | None
     _failed: bool
     _resumed: dict[str, Any] | None = None
-    _last_saved: str | None = None
+    _standing: tuple[str, ...] = ()
     _placing: Placing | None = None
 
     @property
@@ -81,7 +81,7 @@ class SavingMixin(_Base):
             self._placing = self._placing or Placing(self.checkpoint_io)
             self._placing.announce(save, [name for name in older if name != save])
         super().save_checkpoint({**checkpoint, files.KEY: header}, path, storage_options)
-        self._last_saved = path
+        self._note_standing(path)
 
     def _save_alone(self, checkpoint: dict[str, Any], path: str) -> None:
         """After an exception no rank waits for another: what this one holds is kept, but is no checkpoint."""
@@ -91,8 +91,11 @@ class SavingMixin(_Base):
             " be at another step. Resume from %s.",
             entry.name,
             path,
-            self._last_saved or "an earlier run's checkpoint: this run had saved none",
+            self._standing[-1] if self._standing else "an earlier run's checkpoint: this run had saved none",
         )
+
+    def _note_standing(self, path: str) -> None:
+        self._standing = (*(other for other in self._standing if other != path), path)
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         assert self._engine is not None
@@ -118,6 +121,7 @@ class SavingMixin(_Base):
         assert self.lightning_module is not None
         if header is not None and self.lightning_module.trainer.state.fn == "fit" and self._fits(header):
             own = files.read_rank(str(checkpoint_path), header, self.global_rank)
+            self._note_standing(str(checkpoint_path))
             self._resumed = own
             checkpoint["optimizer_states"] = own["optimizer_states"]
             if own["loader"] is not None:
@@ -150,6 +154,7 @@ class SavingMixin(_Base):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
+        self._standing = tuple(other for other in self._standing if other != str(filepath))
         if not self.is_global_zero:
             return
         if self._placing is not None:

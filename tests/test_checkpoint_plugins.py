@@ -131,6 +131,28 @@ def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(
         assert_whole(tmp_path / name, world_size)
 
 
+def test_what_is_named_after_an_exception_still_stands(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(rank: int, world_size: int, resume: str | None = None) -> None:
+        def save(name: str) -> Any:
+            return lambda trainer: trainer.save_checkpoint(f"{tmp_path}/{name}.ckpt")
+
+        def remove(trainer: Any) -> None:
+            trainer.strategy.remove_checkpoint(f"{tmp_path}/b.ckpt")
+
+        scenes = Scenes(after_5=save("a"), after_6=save("b"), after_7=remove)
+        caplog.clear()
+        try:
+            run_fit(rank, world_size, STEPS, [scenes, pl.callbacks.OnExceptionCheckpoint(tmp_path), Fail(rank)], resume)
+        except ArithmeticError:
+            (tmp_path / f"{rank}.log").write_text(caplog.text)
+            raise
+
+    # A run that has saved one that stands, and a run that was resumed and has saved none.
+    for resume in (None, f"{tmp_path}/a.ckpt"):
+        run_processes(run, 2, resume, expect_failure=True)
+        assert all(f"Resume from {tmp_path}/a.ckpt." in (tmp_path / f"{rank}.log").read_text() for rank in range(2))
+
+
 def test_a_callback_that_saves_on_exceptions_only_does_not_wait_either(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> None:
         run_fit(rank, world_size, STEPS, [pl.callbacks.OnExceptionCheckpoint(tmp_path), Fail(1)])
