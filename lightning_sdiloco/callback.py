@@ -52,8 +52,8 @@ class StreamingDiLoCoCallbackMixin(_Base):
             drop_what_not_all_logged(trainer, self._strategy)
         if trainer.current_epoch == 0 and not self._strategy.made_inner_steps:
             _log.warning(
-                "The first epoch ended without an inner step: no optimizer stepped through Lightning, so the worker"
-                " groups train apart. In manual optimization, step the optimizers of self.optimizers()."
+                "The first epoch ended without an inner step: no optimizer of configure_optimizers stepped, so the"
+                " worker groups train apart. Return the optimizers there, and step those of self.optimizers()."
             )
 
     def _is_idle_step(self, trainer: Any, batch: Any) -> bool:

@@ -39,7 +39,7 @@ class SavingMixin(_Base):
     _resumed: dict[str, Any] | None = None
     _restart: Restart | None = None
     _random_state: dict[str, Any] | None = None
-    _last_saved: str | None = None
+    _standing: tuple[str, ...] = ()
     _placing: Placing | None = None
 
     @property
@@ -107,7 +107,7 @@ class SavingMixin(_Base):
             self._placing = self._placing or Placing(self.checkpoint_io)
             self._placing.announce(save, [name for name in older if name != save])
         super().save_checkpoint({**checkpoint, files.KEY: header}, path, storage_options)
-        self._last_saved = path
+        self._note_standing(path)
 
     def _save_alone(self, checkpoint: dict[str, Any], path: str) -> None:
         """After an exception no rank waits for another: what this one holds is kept, but is no checkpoint."""
@@ -117,8 +117,11 @@ class SavingMixin(_Base):
             " be at another step. Resume from %s.",
             entry.name,
             path,
-            self._last_saved or "an earlier run's checkpoint: this run had saved none",
+            self._standing[-1] if self._standing else "an earlier run's checkpoint: this run had saved none",
         )
+
+    def _note_standing(self, path: str) -> None:
+        self._standing = (*(other for other in self._standing if other != path), path)
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         assert self._engine is not None
@@ -150,6 +153,7 @@ class SavingMixin(_Base):
         else:
             self._require_the_settings_of(header)
             self._resumed = files.read_rank(str(checkpoint_path), header, self.global_rank)
+            self._note_standing(str(checkpoint_path))
             _overlay(checkpoint, self._resumed, type(self.precision_plugin).__qualname__)
         return checkpoint
 
@@ -229,6 +233,7 @@ class SavingMixin(_Base):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
+        self._standing = tuple(other for other in self._standing if other != str(filepath))
         if not self.is_global_zero:
             return
         if self._placing is not None:

@@ -161,6 +161,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._early: list[Landing] = []
         self._epoch_begins = False
         self.landed = False
+        self._stepped = False
         self._optimizer_steps = self._steps_per_batch = 0
         self._failed = False
         self._deciding: int | None = None
@@ -309,6 +310,13 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         wrapped = super()._setup_model(model)
         if self.topology.shards > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
+        elif self.topology.shards > 2 and wrapped.static_graph and self._resumed is not None and self.is_global_zero:
+            _log.warning(
+                "With static_graph=True DistributedDataParallel adds the gradients of the first step in another order"
+                " than those of later steps. In a worker group of %d ranks the resumed run may round differently from"
+                " one that was not interrupted; without static_graph it gives the same bits.",
+                self.topology.shards,
+            )
         return wrapped
 
     @override
@@ -323,9 +331,12 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             **vars(self._settings),
         )
         self._requests = Requests(self._engine)
-        self.landed = False
+        self._stepped = self.landed = False
         self._optimizer_steps = 0
         self._promptness = Promptness(self._engine.schedule) if self.is_global_zero else None
+        for optimizer in self.optimizers:
+            # In manual optimization they may be stepped without Lightning's wrapper.
+            optimizer.register_step_post_hook(self._note_step)
         self._resume()
 
     # Training
@@ -377,7 +388,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         # Inner steps are batches in which an optimizer stepped, however many there are; one that a GradScaler skipped
         # counts, because a skip happens in one group alone.
         self._optimizer_steps += 1
+        self._note_step()
         return output
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
 
     @property
     def optimizer_steps(self) -> int:
@@ -397,7 +412,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         """
         self._agreed = 0
         self.landed = False
-        if not (self._optimizer_steps or idle) or self._engine is None or self._requests is None:
+        if not (self._stepped or idle) or self._engine is None or self._requests is None:
             return []
         if self._engine.is_finished:
             raise RuntimeError(
@@ -406,6 +421,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             )
         self._steps_per_batch = self._optimizer_steps or self._steps_per_batch
         self._optimizer_steps = 0
+        self._stepped = False
         self._requests.ask(self.signals.received)
         landings = [*self._early, *self._engine.step(idle=idle)]
         self._early = []

@@ -131,6 +131,28 @@ def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(
         assert_whole(tmp_path / name, world_size)
 
 
+def test_what_is_named_after_an_exception_still_stands(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(rank: int, world_size: int, resume: str | None = None) -> None:
+        def save(name: str) -> Any:
+            return lambda trainer: trainer.save_checkpoint(f"{tmp_path}/{name}.ckpt")
+
+        def remove(trainer: Any) -> None:
+            trainer.strategy.remove_checkpoint(f"{tmp_path}/b.ckpt")
+
+        scenes = Scenes(after_5=save("a"), after_6=save("b"), after_7=remove)
+        caplog.clear()
+        try:
+            run_fit(rank, world_size, STEPS, [scenes, pl.callbacks.OnExceptionCheckpoint(tmp_path), Fail(rank)], resume)
+        except ArithmeticError:
+            (tmp_path / f"{rank}.log").write_text(caplog.text)
+            raise
+
+    # A run that has saved one that stands, and a run that was resumed and has saved none.
+    for resume in (None, f"{tmp_path}/a.ckpt"):
+        run_processes(run, 2, resume, expect_failure=True)
+        assert all(f"Resume from {tmp_path}/a.ckpt." in (tmp_path / f"{rank}.log").read_text() for rank in range(2))
+
+
 def test_a_callback_that_saves_on_exceptions_only_does_not_wait_either(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> None:
         run_fit(rank, world_size, STEPS, [pl.callbacks.OnExceptionCheckpoint(tmp_path), Fail(1)])
@@ -557,6 +579,32 @@ def test_state_dict_has_the_dtypes_of_the_parameters_and_resuming_the_float32_va
         assert torch.equal(checkpoint["state_dict"][name], values.bfloat16())
     assert any(not torch.equal(checkpoint["state_dict"][name].float(), values) for name, values in outer.items())
     assert_continues(path, expected, make=half, precision="bf16-true")
+
+
+@pytest.mark.parametrize("ddp_kwargs", [{"find_unused_parameters": True}, {"bucket_cap_mb": 0.0005}])
+def test_a_group_of_three_ranks_resumes_to_the_same_bits_whatever_ddp_does(
+    ddp_kwargs: dict[str, Any], tmp_path: Path
+) -> None:
+    choices = {**CHOICES, "ddp_kwargs": ddp_kwargs}
+
+    def run(rank: int, world_size: int) -> Any:
+        return run_fit(rank, world_size, STEPS, [saving(tmp_path, every_n_train_steps=11)], groups=1, choices=choices)
+
+    expected = run_processes(run, 3)
+    assert_continues(tmp_path / "step=11.ckpt", expected, groups=1, choices=choices)
+
+
+def test_a_static_graph_in_a_group_of_three_is_said_on_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    choices = {**CHOICES, "ddp_kwargs": {"static_graph": True}}
+
+    def run(rank: int, world_size: int, resume: str | None = None) -> int:
+        caplog.clear()
+        callbacks = [saving(tmp_path, every_n_train_steps=11)] if resume is None else []
+        run_fit(rank, world_size, STEPS, callbacks, resume, groups=1, choices=choices)
+        return sum("may round differently" in record.getMessage() for record in caplog.records)
+
+    assert run_processes(run, 3) == [0, 0, 0]
+    assert run_processes(run, 3, str(tmp_path / "step=11.ckpt")) == [1, 0, 0]
 
 
 def test_resuming_without_the_restriction_to_weights(tmp_path: Path, uninterrupted: Any) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
+from tests.test_checkpoint import StatefulBatches
 from tests.training import batch, mlp
 
 BATCHES = 13
@@ -90,6 +92,16 @@ class Manual(pl.LightningModule):  # type: ignore[misc, name-defined]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Unwrapped(Manual):
+    """Steps the optimizer itself, and not Lightning's wrapper around it."""
+
+    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.mse_loss(self.net(parts[0]), parts[1]))
+        optimizer.step()
 
 
 class Gan(pl.LightningModule):  # type: ignore[misc, name-defined]
@@ -184,6 +196,16 @@ class Looking(Regression):
         return torch.optim.SparseAdam(list(self.parameters()), lr=0.01)
 
 
+class Sparing(Regression):
+    """Overrides ``optimizer_step``, and steps in every other batch."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+        if index % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
 class ResultWithoutLoss(Manual):
     """Manual optimization whose ``training_step`` returns a dictionary."""
 
@@ -273,6 +295,7 @@ LOOPS = {
     "manual": Loop(Manual),
     "manual, not in every batch": Loop(lambda: Manual(every=3), inner_steps=BATCHES // 3),
     "manual, no loss returned": Loop(ResultWithoutLoss),
+    "manual, unwrapped": Loop(Unwrapped),
     "gan": Loop(Gan, ddp_kwargs={"find_unused_parameters": True}),
     "accumulation": Loop(Regression, {"accumulate_grad_batches": 3}, inner_steps=5),
     "accumulation by scheduler": Loop(Regression, EPOCHS, inner_steps=5 + 2 + 3, callbacks=accumulating),
@@ -290,6 +313,7 @@ LOOPS = {
     "parametrized": Loop(with_net(parametrized)),
     "gradient checkpointing": Loop(Recomputing),
     "hooks overridden": Loop(Overriding),
+    "hooks overridden, not in every batch": Loop(Sparing, inner_steps=BATCHES // 2),
     "scheduler per step": Loop(optimized(scheduled("step")), EPOCHS, inner_steps=15),
     "scheduler per epoch": Loop(optimized(scheduled("epoch")), EPOCHS, inner_steps=15),
     "fused": Loop(optimized(lambda p: torch.optim.AdamW(p, lr=0.01, fused=True))),
@@ -416,13 +440,57 @@ def test_a_single_group_of_three_ranks_trains_as_ddp_does(name: str) -> None:
                 torch.testing.assert_close(other[key], values, **loose)
 
 
+class Overflowing(Regression):
+    """Gradients that are not finite in two batches of the second group."""
+
+    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = super().training_step(parts, index)
+        return loss * float("inf") if self.global_rank == 1 and index in (4, 5) else loss
+
+
+RESUMED = {"16-mixed, overflowing": Loop(Overflowing, {"plugins": [by_scaler()]})}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulation",
+        "batch norm",
+        "compiled",
+        "compiled inside",
+        "gan",
+        "lbfgs",
+        "manual, not in every batch",
+        "16-true",
+    ]
+    + ["configure_model", "parametrized", "scheduler per step", "sparse gradients", *RESUMED],
+)
+def test_a_loop_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    loop = RESUMED[name] if name in RESUMED else LOOPS[name]
+
+    class Saving(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if index == 8:
+                trainer.save_checkpoint(tmp_path / "8.ckpt")
+
+    def run(rank: int, world_size: int, resume: str | None = None) -> Any:
+        torch.manual_seed(0)
+        model, trace = loop.make(), Trace()
+        callbacks = [*loop.callbacks(), trace, *([Saving()] if resume is None else [])]
+        chosen = {**loop.trainer, "max_epochs": 1, "limit_train_batches": 1.0, "callbacks": callbacks}
+        trainer = fits.trainer(strategy=of_ours(loop, {**SHORT, "overlap_steps": 3}), devices=2, **chosen)
+        trainer.fit(model, StatefulBatches(rank, 0, 1, BATCHES), ckpt_path=resume)
+        return trace.batches
+
+    expected = run_processes(run, 2)
+    for whole, rest in zip(expected, run_processes(run, 2, str(tmp_path / "8.ckpt")), strict=True):
+        assert len(whole) == BATCHES
+        assert len(rest) == BATCHES - 9
+        assert differing(rest, whole[9:]) == []
+
+
 def test_a_step_that_a_scaler_skips_in_one_group_keeps_the_groups_together() -> None:
     def run(rank: int, world_size: int) -> Any:
-        class Overflowing(Regression):
-            def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-                loss = super().training_step(parts, index)
-                return loss * float("inf") if rank == 1 and index in (4, 5) else loss
-
         loop = Loop(Overflowing, {"plugins": [by_scaler()]})
         trainer, _, trace = run_loop(loop, of_ours(loop, ALONE), world_size, group=rank)
         skipped = [i for i in range(1, BATCHES - 1) if torch.equal(trace[i]["net.0.bias"], trace[i - 1]["net.0.bias"])]
@@ -522,3 +590,38 @@ def test_lazy_modules_are_refused_until_they_have_seen_a_batch() -> None:
         assert "ValueError: 'net.0.weight' has no shape yet" in error
         assert "before trainer.fit" in error
     assert len(run_processes(run, 2, True)[0]) == BATCHES
+
+
+def test_groups_that_do_not_step_in_as_many_batches_end_with_an_error() -> None:
+    def run(rank: int, world_size: int) -> None:
+        class Uneven(Manual):
+            def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+                self.every = 20 if index == 5 and self.global_rank == 1 else 1
+                super().training_step(parts, index)
+
+        run_loop(Loop(Uneven), of_ours(LOOPS["manual"], SHORT), world_size, group=rank)
+
+    errors = run_processes(run, 2, expect_failure=True)
+    assert sorted(errors) == [0, 1]
+    assert all("AgreementError" in error and "inner step" in error for error in errors.values())
+
+
+def test_training_without_an_optimizer_that_lightning_knows_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        class Private(Manual):
+            def configure_optimizers(self) -> None:
+                self.private = super().configure_optimizers()
+
+            def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+                self.private.zero_grad()
+                self.manual_backward(nn.functional.mse_loss(self.net(parts[0]), parts[1]))
+                self.private.step()
+
+        caplog.clear()
+        trainer = run_loop(Loop(Private), of_ours(LOOPS["manual"], SHORT), world_size, group=rank)[0]
+        said = [record.getMessage() for record in caplog.records if "without an inner step" in record.getMessage()]
+        return len(said), trainer.strategy.outer_state_dict()
+
+    (one, outer), (two, other) = run_processes(run, 2)
+    assert one == two == 1
+    assert all(torch.equal(values, other[name]) for name, values in outer.items()), "joined at the end all the same"
