@@ -403,3 +403,14 @@ def test_callbacks_that_cannot_work_are_refused(make: Any, told: str) -> None:
 
     errors = run_processes(run, 2, expect_failure=True)
     assert all("ValueError: " in error and told in error for error in errors.values())
+
+
+@pytest.mark.parametrize("distribution", [LIGHTNING, "pytorch_lightning"])
+def test_validation_by_the_clock_is_refused(distribution: str) -> None:
+    def run(rank: int, world_size: int) -> None:
+        strategy = fits.strategy(distribution, **CHOICES)
+        trainer = fits.trainer(distribution, strategy=strategy, devices=2, val_check_interval="00:00:10:00")
+        trainer.fit(fits.module(distribution), StatefulBatches(rank, 0, 1, 4))
+
+    errors = run_processes(run, 2, expect_failure=True)
+    assert all("val_check_interval" in error and "is a time" in error for error in errors.values())
