@@ -13,33 +13,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from lightning_sdiloco.absences import Absences
 from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.counting import Count
-from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.cut_model import CutModel
 from lightning_sdiloco.flight import Arrival, Cargo, Counts, Flight, Landing
 from lightning_sdiloco.fragments import (
-    BufferLayout,
-    FragmentLayout,
-    buffers_of,
     on_host,
-    reset_non_finite_state,
     trainable,
     unwrapped,
 )
 from lightning_sdiloco.lane import Lane
-from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.partition import Fragment
-from lightning_sdiloco.portable import OuterParameter, put_together, taken_apart
+from lightning_sdiloco.portable import OuterParameter
 from lightning_sdiloco.restart import Restart
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, OuterLRSchedule, OuterOptimizer, Settings
 from lightning_sdiloco.start import cut, default_topology, say_what_is_unusual
 from lightning_sdiloco.topology import Topology
 from lightning_sdiloco.transfer import Transfer
-
-# A group that is left out of the mean so often in a row will not recover.
-_MOST_LEFT_OUT = 3
 
 
 class StreamingDiLoCo:
@@ -139,8 +132,7 @@ class StreamingDiLoCo:
         self._flights: list[Flight] = []
         self._rounds_began_at = 0
         self._requests = 0
-        self._left_out_in_a_row = [0] * self.topology.groups
-        self._recovered_at = [0] * self.topology.groups
+        self._absences = Absences(self.topology.groups)
         self._stash: list[Tensor] | None = None
         self._finished: list[Tensor] | None = None
         self._unfinished: dict[str, Any] | None = None
@@ -149,29 +141,25 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def _build(self, model: nn.Module) -> None:
-        self._model = model
         require_same_settings(self.settings.described(), self.topology.world)
         require_same_model(model, self.topology.world)
         chosen = cut(model, self.settings)
         say_what_is_unusual(chosen, self.settings, self.topology)
         align_model(model, self.topology.world)
-        self._divide(chosen.fragments)
-        require_same_settings(self._outer.described(), self.topology.world)
-        self._device = self._outer.values[0].device
+        self._divide(model, chosen.fragments)
+        require_same_settings(self._cut.outer.described(), self.topology.world)
+        self._device = self._cut.outer.values[0].device
         self._lane: Lane = self.topology.make_lane(self._device)
 
-    def _divide(self, fragments: tuple[Fragment, ...]) -> None:
+    def _divide(self, model: nn.Module, fragments: tuple[Fragment, ...]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
-        self.fragments = fragments
-        parameters = trainable(self._model)
+        self._cut = CutModel(model, fragments, self.settings, self.topology)
         self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(fragments))
-        self._layouts = [FragmentLayout(f.names, [parameters[name] for name in f.names]) for f in fragments]
-        self._buffers = [BufferLayout(buffers) for buffers in buffers_of(self._model, fragments)]
-        shards = [layout.read(*self._shard(layout)) for layout in self._layouts]
-        self._outer = Outer(shards, self.settings.make_outer_optimizer, self.settings.outer_lr_schedule)
         self._counting = self.settings.make_counting(self.topology.groups, len(fragments))
         self._trained = [0] * len(fragments)
-        self._transfer = Transfer(self.topology, self.settings.codec, self._outer, self._buffers, self._counting)
+        self._transfer = Transfer(
+            self.topology, self.settings.codec, self._cut.outer, self._cut.buffers, self._counting
+        )
 
     def step(self, *, idle: bool = False) -> list[Landing]:
         """Counts an inner step, launches what is due and lands what is due.
@@ -200,7 +188,7 @@ class StreamingDiLoCo:
             self._trained = [steps + 1 for steps in self._trained]
         due = self.schedule.launches(self.steps_in_rounds)
         if due:
-            self._require_coverage()
+            self._cut.require_coverage()
         for fragment in due:
             self._launch(fragment)
             self._counts.launches += 1
@@ -234,7 +222,7 @@ class StreamingDiLoCo:
 
     def land_all(self) -> list[Landing]:
         """The first part of `finish`: lands every fragment in flight, in the order of the launches."""
-        self._require_coverage()
+        self._cut.require_coverage()
         self._unfinished = self._state()
         return self._land_in_flight()
 
@@ -253,8 +241,8 @@ class StreamingDiLoCo:
         """The last part of `finish`: lands the means, and leaves the outer parameters in the model."""
         while self._flights:
             self._land(self._flights.pop(0))
-        wholes = self._whole()
-        self._write_outer(wholes)
+        wholes = self._cut.wholes()
+        self._cut.write_outer(wholes)
         # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
         self._finished = wholes if self.topology.shards == 1 else [whole.cpu() for whole in wholes]
         self.close()
@@ -279,12 +267,17 @@ class StreamingDiLoCo:
 
     def is_training(self, model: nn.Module) -> bool:
         """Whether this engine trains that model and has not finished, so that groups hold different local values."""
-        return self._model is model and self._finished is None
+        return self._cut.model is model and self._finished is None
 
     @property
     def is_finished(self) -> bool:
         """Whether `finish` was called: the model holds the outer parameters."""
         return self._finished is not None
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments: names and sizes in bytes of their parameters."""
+        return self._cut.fragments
 
     @property
     def inner_steps(self) -> int:
@@ -318,14 +311,14 @@ class StreamingDiLoCo:
     def show_outer(self) -> None:
         """Puts the outer parameters and buffers into the model, and the local ones aside. In-group collective."""
         if self._stash is None and self._finished is None:
-            self._stash = [tensor.clone() for tensor in self._local_tensors()]
-            self._write_outer(self._whole())
+            self._stash = [tensor.clone() for tensor in self._cut.local_tensors()]
+            self._cut.write_outer(self._cut.wholes())
 
     @torch.no_grad()
     def show_local(self) -> None:
         """Puts the local parameters and buffers back."""
         if self._stash is not None:
-            for tensor, local in zip(self._local_tensors(), self._stash, strict=True):
+            for tensor, local in zip(self._cut.local_tensors(), self._stash, strict=True):
                 tensor.copy_(local)
             self._stash = None
 
@@ -334,12 +327,7 @@ class StreamingDiLoCo:
 
         Collective within a worker group until `finish`.
         """
-        wholes = self._whole() if self._finished is None else self._finished
-        return {
-            name: values.to("cpu", copy=True)
-            for layout, whole in zip(self._layouts, wholes, strict=True)
-            for name, values in zip(layout.names, layout.split(whole), strict=True)
-        }
+        return self._cut.named(self._cut.wholes() if self._finished is None else self._finished)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on bit for bit: plain dicts, lists, numbers and tensors on the host.
@@ -368,23 +356,21 @@ class StreamingDiLoCo:
                 f"The state is that of other fragments: it has {len(state['fragments'])}, this engine has"
                 f" {len(names)}, or they hold other parameters. Resume with the same model and the same fragments."
             )
-        for what, now in self._outer.described().items():
+        for what, now in self._cut.outer.described().items():
             if state["described"][what] != now:
                 raise ValueError(
                     f"The state is that of another {what}: it was {state['described'][what]}, now it is {now}. Resume"
                     " with the one that it was saved with."
                 )
         for fragment, saved in enumerate(state["fragments"]):
-            self._outer.load(fragment, saved["outer"], saved["state"], saved["rounds"])
-            self._buffers[fragment].load(saved["buffers"], saved["travelling"])
+            self._cut.load(fragment, saved)
             self._counting.load(fragment, saved["norms"])
             self._trained[fragment] = saved["trained"]
-        for tensor, local in zip(self._local_tensors(), state["local"], strict=True):
+        for tensor, local in zip(self._cut.local_tensors(), state["local"], strict=True):
             tensor.copy_(local)
         self._counts = Counts(**state["counts"])
         self._rounds_began_at = state["rounds_began_at"]
-        self._left_out_in_a_row = list(state["left_out_in_a_row"])
-        self._recovered_at = list(state["recovered_at"])
+        self._absences.load(state)
         self._requests = state["requests"]
         for saved in state["flights"]:
             self._fly(Cargo.loaded(saved, self._device, self._deadline()))
@@ -401,11 +387,11 @@ class StreamingDiLoCo:
         """
         self._counts = Counts(**restart.counts)
         self._start_rounds(restart.parameters, restart.buffers)
-        self._write_outer(self._whole())
+        self._cut.write_outer(self._cut.wholes())
 
     def has_other_parameters(self) -> bool:
         """Whether parameters were frozen or became trainable since the model was cut."""
-        return set(trainable(self._model)) != {name for layout in self._layouts for name in layout.names}
+        return self._cut.has_other_parameters()
 
     @torch.no_grad()
     def recut(self) -> list[Landing]:
@@ -421,32 +407,21 @@ class StreamingDiLoCo:
             ValueError: If other parameters are trainable in other ranks, or the fragments that were asked for do not
                 fit the model any more.
         """
-        require_same_model(self._model, self.topology.world)
-        chosen = cut(self._model, self.settings)
+        model = self._cut.model
+        require_same_model(model, self.topology.world)
+        chosen = cut(model, self.settings)
         landed = self._land_in_flight()
-        parameters = self._outer_parameters()
-        buffers = {name: values for layout in self._buffers for name, values in layout.by_name().items()}
-        now = trainable(self._model)
-        for layout in self._layouts:
-            layout.write_some({name: parameters[name].values for name in layout.names if name not in now})
+        parameters, buffers, now = self._cut.outer_parameters(), self._cut.outer_buffers(), trainable(model)
+        self._cut.write_some({name: parameter for name, parameter in parameters.items() if name not in now})
         for name, parameter in now.items():
             if name not in parameters:
                 self.topology.world.broadcast(parameter.detach())
-        self._divide(chosen.fragments)
+        self._divide(model, chosen.fragments)
         self._start_rounds(parameters, buffers)
         return landed
 
     def _start_rounds(self, parameters: Mapping[str, OuterParameter], buffers: Mapping[str, Tensor]) -> None:
-        # All fragments of a round see the same learning rate, also those that are new.
-        rounds = max((parameter.rounds for parameter in parameters.values()), default=0)
-        for fragment, layout in enumerate(self._layouts):
-            known = [
-                parameters.get(name) or OuterParameter(own.flatten().to("cpu", torch.float32, copy=True), {}, rounds)
-                for name, own in zip(layout.names, layout.parameters, strict=True)
-            ]
-            shard = put_together(known, *self._shard(layout))
-            self._outer.load(fragment, shard.values, shard.state, shard.rounds)
-            self._buffers[fragment].start_from(buffers)
+        self._cut.start_from(parameters, buffers)
         self._rounds_began_at = self.inner_steps
 
     def report(self) -> dict[str, float]:
@@ -463,14 +438,13 @@ class StreamingDiLoCo:
     @torch.no_grad()
     def _launch(self, fragment: int, final: bool = False) -> None:
         with record_function("sdiloco::launch"):
-            layout, buffers = self._layouts[fragment], self._buffers[fragment]
-            local = layout.read(*self._shard(layout))
+            buffers = self._cut.buffers[fragment]
             # A signal handler may request something at any moment: only what is taken along is taken away.
             requests = self._requests
             cargo = Cargo(
                 fragment=fragment,
                 step=self.inner_steps,
-                gradient=torch.sub(self._outer.values[fragment], local, out=local),
+                gradient=self._cut.outer_gradient(fragment),
                 buffers=buffers.snapshot(),
                 travelling=buffers.all() if final else buffers.travelling(),
                 requests=requests,
@@ -514,19 +488,19 @@ class StreamingDiLoCo:
             )
 
     def _apply(self, cargo: Cargo, arrival: Arrival) -> None:
-        fragment = cargo.fragment
-        self._outer.commit(fragment, arrival.outer)
-        self._buffers[fragment].commit(arrival.buffers, arrival.changed)
+        fragment, buffers = cargo.fragment, self._cut.buffers[cargo.fragment]
+        self._cut.outer.commit(fragment, arrival.outer)
+        buffers.commit(arrival.buffers, arrival.changed)
         if not cargo.final:
             self._counting.commit(arrival.controls)
         left_out = self.topology.group in arrival.left_out
         mixing = 0.0 if cargo.final or left_out else self._mixing(arrival.counted)
         _keep_until_done(arrival.whole)
-        self._layouts[fragment].write(arrival.whole, mixing)
-        self._buffers[fragment].mix(mixing, arrival.buffers)
+        self._cut.write(fragment, arrival.whole, mixing)
+        buffers.mix(mixing, arrival.buffers)
         if left_out:
-            self._recover(fragment)
-        self._count_left_out(cargo.step, arrival.left_out)
+            self._cut.recover(fragment, self._inner_optimizers)
+        self._absences.count(cargo.step, self.inner_steps, arrival.left_out)
 
     def _mixing(self, counted: Count) -> float:
         """Share of the local parameters that this group keeps, if its values are finite."""
@@ -535,102 +509,23 @@ class StreamingDiLoCo:
         # Where no group has trained, nothing moves.
         return self.settings.mixing if counted.factors else 1.0
 
-    def _recover(self, landed: int) -> None:
-        """Takes the outer values wherever local ones are not finite.
-
-        Values that are not finite spread over the whole model within one inner step, so the fragment that landed would
-        not stay finite if the others were left as they are.
-        """
-        for fragment, layout in enumerate(self._layouts):
-            if fragment == landed or not layout.is_finite():
-                if fragment != landed:
-                    layout.write(self._whole_fragment(fragment))
-                self._buffers[fragment].mix(0.0, self._buffers[fragment].all())
-                reset_non_finite_state(self._inner_optimizers, layout.keys)
-
-    def _count_left_out(self, launched_at: int, left_out: tuple[int, ...]) -> None:
-        for group in range(self.topology.groups):
-            if group not in left_out:
-                self._left_out_in_a_row[group] = 0
-            elif launched_at >= self._recovered_at[group]:
-                # Fragments that were launched before the group recovered from it tell of the same event.
-                self._left_out_in_a_row[group] += 1
-                self._recovered_at[group] = self.inner_steps
-        lost = [group for group, count in enumerate(self._left_out_in_a_row) if count >= _MOST_LEFT_OUT]
-        if lost:
-            raise AgreementError(
-                f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite {_MOST_LEFT_OUT} times"
-                " in a row, so that the other groups train without it. Look at that group's data and learning rate,"
-                " and resume from a checkpoint, for example with gradient clipping."
-            )
-
-    def _require_coverage(self) -> None:
-        known = {id(parameter) for layout in self._layouts for parameter in layout.keys}
-        new = [name for name, parameter in trainable(self._model).items() if id(parameter) not in known]
-        if new:
-            raise AgreementError(
-                f"{len(new)} parameters have become trainable, such as {new[0]!r}: they are in no fragment, and every"
-                " group would train its own. With Lightning, change what is trainable between epochs, at the latest in"
-                " on_train_epoch_start; in a loop of your own call recut() after it, in all ranks."
-            )
-
-    def _shard(self, layout: FragmentLayout) -> tuple[int, int]:
-        """Start and length of this rank's shard. All shards have the same length; zeros fill up the last."""
-        length = -(-layout.numel // self.topology.shards)
-        return self.topology.shard * length, length
-
-    def _whole(self) -> list[Tensor]:
-        return [self._whole_fragment(fragment) for fragment in range(len(self.fragments))]
-
-    def _whole_fragment(self, fragment: int) -> Tensor:
-        """Outer parameters of a whole fragment, flat, on the training thread."""
-        shards = self.topology.in_group.gather(self._outer.values[fragment])
-        return shards[0] if len(shards) == 1 else torch.cat(shards)
-
-    def _outer_parameters(self) -> dict[str, OuterParameter]:
-        """Outer parameters and outer optimizer state by name, whole. In-group collective."""
-        parameters: dict[str, OuterParameter] = {}
-        for fragment, layout in enumerate(self._layouts):
-            saved = self.topology.in_group.gather_objects(self._outer.saved(fragment))
-            shards = [Stepped(shard["outer"], shard["state"], shard["rounds"]) for shard in saved]
-            parameters |= taken_apart(layout.sizes, shards)
-        return parameters
-
-    @torch.no_grad()
-    def _write_outer(self, wholes: Sequence[Tensor]) -> None:
-        for layout, buffers, whole in zip(self._layouts, self._buffers, wholes, strict=True):
-            layout.write(whole)
-            buffers.mix(0.0, buffers.all())
-
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
         fragments = [
-            {
-                "names": list(layout.names),
-                "sizes": list(layout.sizes.values()),
-                **self._outer.saved(index),
-                **self._buffers[index].saved(),
-                "norms": self._counting.saved(index),
-                "trained": self._trained[index],
-            }
-            for index, layout in enumerate(self._layouts)
+            {**self._cut.saved(index), "norms": self._counting.saved(index), "trained": self._trained[index]}
+            for index in range(len(self.fragments))
         ]
-        local = self._local_tensors() if self._stash is None else self._stash
+        local = self._cut.local_tensors() if self._stash is None else self._stash
         return {
             "counts": asdict(self._counts),
             "rounds_began_at": self._rounds_began_at,
-            "left_out_in_a_row": list(self._left_out_in_a_row),
-            "recovered_at": list(self._recovered_at),
+            **self._absences.saved(),
             "requests": self._requests,
-            "described": self._outer.described(),
+            "described": self._cut.outer.described(),
             "fragments": fragments,
             "flights": [flight.cargo.saved() for flight in self._flights],
             "local": on_host(local),
         }
-
-    def _local_tensors(self) -> list[Tensor]:
-        """All that differs between groups in the model itself; buffers that do not travel are among it."""
-        return [*(p for layout in self._layouts for p in layout.parameters), *self._model.buffers()]
 
 
 def _keep_until_done(values: Tensor) -> None:

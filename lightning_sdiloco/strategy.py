@@ -256,7 +256,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._failures = Failures(store(), self.global_rank, layout.group_of(self.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
-            choices = {"worker_groups": str(self._worker_groups), "evaluate": self._evaluate}
+            choices = {
+                "worker_groups": str(self._worker_groups),
+                "evaluate": self._evaluate,
+                "on_resume": self._on_resume,
+            }
             settings = {**self._settings.described(), **choices}
             require_same_settings(settings, world())
             self._topology = Topology.of_world(layout, self._settings.timeout)
@@ -332,7 +336,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         )
         self._requests = Requests(self._engine)
         self._stepped = self.landed = False
-        self._optimizer_steps = 0
+        self._optimizer_steps = self._steps_per_batch = 0
         self._promptness = Promptness(self._engine.schedule) if self.is_global_zero else None
         for optimizer in self.optimizers:
             # In manual optimization they may be stepped without Lightning's wrapper.

@@ -62,7 +62,7 @@ def test_the_final_sync_sends_every_fragment_once_more() -> None:
 def test_outer_state_is_shared_by_the_ranks_of_a_group() -> None:
     def run(rank: int, world_size: int) -> tuple[int, int]:
         def held(trainer: Any, module: Any) -> tuple[int, int]:
-            outer = trainer.strategy.engine._outer
+            outer = trainer.strategy.engine._cut.outer
             state = [value for state in outer.states for value in state.values() if isinstance(value, torch.Tensor)]
             return sum(v.numel() for v in outer.values), sum(v.numel() for v in state)
 

@@ -250,12 +250,12 @@ def test_where_no_group_has_trained_nothing_moves(mixing: float) -> None:
     run.push(2.0, 2.0)
     before = run.outer, run.local
     engine = run.groups.engines[0]
-    momentum = engine._outer.states[0]["momentum_buffer"].clone()
+    momentum = engine._cut.outer.states[0]["momentum_buffer"].clone()
     for _ in range(5):
         landing = run.push(0.0, 0.0, idle=[0, 1])
         assert (landing.outer_lr, landing.outer_grad_norm, landing.left_out) == (0.0, 0.0, ())
     assert (run.outer, run.local) == before
-    assert torch.equal(engine._outer.states[0]["momentum_buffer"], momentum)
+    assert torch.equal(engine._cut.outer.states[0]["momentum_buffer"], momentum)
     assert engine.report()["landings"] == 6
 
 
@@ -269,7 +269,7 @@ def test_where_no_group_has_trained_local_progress_of_before_is_kept() -> None:
 
 def test_where_no_group_has_trained_the_digest_is_checked_still() -> None:
     run = Pushed(2)
-    run.groups.engines[1]._outer.values[0][2] += 1e-7
+    run.groups.engines[1]._cut.outer.values[0][2] += 1e-7
     with pytest.raises(AgreementError, match="do not hold the same outer parameters"):
         run.push(0.0, 0.0, idle=[0, 1])
 

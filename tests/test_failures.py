@@ -107,7 +107,7 @@ def test_momentum_and_outer_parameters_stay_finite_when_a_group_is_left_out() ->
     run = Run(2, sync_every=4, overlap_steps=0, fragments=[["*"]])
     run.until(3)
     run.step(poisoned=(0,))
-    outer = run.engine.engines[0]._outer
+    outer = run.engine.engines[0]._cut.outer
     assert all(bool(values.isfinite().all()) for values in [*outer.values, outer.states[0]["momentum_buffer"]])
 
 

@@ -26,9 +26,9 @@ class Model(LightningModule):
     def on_fit_end(self):
         strategy = self.trainer.strategy
         if strategy.global_rank == 0:
-            optimizer = type(strategy.engine._outer._optimizer).__name__
+            optimizer = type(strategy.engine._cut.outer._optimizer).__name__
             print("RESULT", strategy.report()["launches"], strategy.schedule.overlap_steps, optimizer)
-            print("SCHEDULE", strategy.engine._outer.described()["outer_lr_schedule"])
+            print("SCHEDULE", strategy.engine._cut.outer.described()["outer_lr_schedule"])
 
 if __name__ == "__main__":
     LightningCLI(Model, trainer_defaults=dict(accelerator="cpu", devices=2, max_epochs=1, logger=False,

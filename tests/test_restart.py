@@ -111,7 +111,7 @@ class Run:
         """The outer parameters and buffers once all flights have landed."""
         for engine in self.groups.engines:
             engine.land_all()
-        buffers = {name: v for part in self.groups.engines[0]._buffers for name, v in part.by_name().items()}
+        buffers = {name: v for part in self.groups.engines[0]._cut.buffers for name, v in part.by_name().items()}
         return {**self.groups.outer_state_dict(), **buffers}
 
 
@@ -137,7 +137,7 @@ def test_flights_land_as_their_groups_would_have_landed_them(compression: str, p
     assert restart.counts["landings"] == counts["landings"]
     assert restart.counts["flights_dropped"] == 0
     for index, fragment in enumerate(run.groups.engines[0].fragments):
-        momentum = run.groups.engines[0]._outer.states[index]["momentum_buffer"]
+        momentum = run.groups.engines[0]._cut.outer.states[index]["momentum_buffer"]
         assert torch.equal(
             torch.cat([restart.parameters[n].state["momentum_buffer"] for n in fragment.names]), momentum
         )
@@ -202,7 +202,7 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
     assert all(
         torch.equal(a, b)
         for e in after.engines
-        for a, b in zip(e._outer.values, after.engines[0]._outer.values, strict=True)
+        for a, b in zip(e._cut.outer.values, after.engines[0]._cut.outer.values, strict=True)
     )
 
 
@@ -220,12 +220,12 @@ def test_another_number_of_ranks_in_a_group_takes_the_shards_apart_and_puts_them
             engine.step()
         state = through_a_file(engine.state_dict())
         engine.land_all()
-        return state, engine._outer_parameters()
+        return state, engine._cut.outer_parameters()
 
     def resume(rank: int, world_size: int, restart: Any) -> Any:
         engine = StreamingDiLoCo(mlp(), worker_groups=1, **ENGINE)
         engine.restart(restart)
-        return engine._outer_parameters()
+        return engine._cut.outer_parameters()
 
     three = run_ranks(save, 3)
     restart = restart_from([[state for state, _ in three]], Settings(**ENGINE))
@@ -372,7 +372,7 @@ def test_a_recut_lands_flights_keeps_momentum_and_gives_frozen_parameters_their_
             f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")
         }
         assert engine.steps_in_rounds == 0
-        outer = engine._outer_parameters()
+        outer = engine._cut.outer_parameters()
         assert outer["2.weight"].state["momentum_buffer"].any()
         assert not any(value.any() for value in outer["0.weight"].state.values())
         train(model, engine, rank, 7)
