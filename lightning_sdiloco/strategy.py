@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -304,6 +304,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._fragments = cut(model, self._settings).fragments
         align_model(model, self.topology.world)
         self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
+        self._keep_hook_in_group()
         for part in model.modules():
             if isinstance(part, nn.SyncBatchNorm):
                 # Lightning converts for the whole world, which would couple the groups at every step.
@@ -323,6 +324,25 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             )
         return wrapped
 
+    def _keep_hook_in_group(self) -> None:
+        """Gives a communication hook of DDP the group: without one it reduces gradients over all groups."""
+        group, state = self.topology.in_group.process_group, cast(Any, self._ddp_comm_state)
+        if self._ddp_comm_hook is not None and state is None:
+            self._ddp_comm_state = group
+        elif getattr(state, "process_group", group) is None:
+            state.process_group = group
+
+    @override
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "consolidate_state_dict"):
+                raise ValueError(
+                    f"{type(optimizer).__name__} divides its state over all processes and sends parameters between"
+                    " them, also between worker groups, which train apart. Return the optimizer that it divides from"
+                    " configure_optimizers instead."
+                )
+
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -339,8 +359,9 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._optimizer_steps = self._steps_per_batch = 0
         self._promptness = Promptness(self._engine.schedule) if self.is_global_zero else None
         for optimizer in self.optimizers:
-            # In manual optimization they may be stepped without Lightning's wrapper.
-            optimizer.register_step_post_hook(self._note_step)
+            if isinstance(optimizer, Optimizer):  # Lightning takes anything that has its methods.
+                # In manual optimization they may be stepped without Lightning's wrapper.
+                optimizer.register_step_post_hook(self._note_step)
         self._resume()
 
     # Training
@@ -624,5 +645,15 @@ def _checked_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 # What DistributedDataParallel gets from us, and arguments of DDPStrategy that are no arguments of it.
 _NOT_FOR_DDP = frozenset(
-    {"module", "device_ids", "process_group", "device_mesh", "process_group_backend", "timeout", "start_method"}
+    {
+        "module",
+        "device_ids",
+        "process_group",
+        "device_mesh",
+        "process_group_backend",
+        "timeout",
+        "start_method",
+        # Would average parameters over all ranks in between.
+        "model_averaging_period",
+    }
 )

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -625,3 +627,35 @@ def test_training_without_an_optimizer_that_lightning_knows_is_said(caplog: pyte
     (one, outer), (two, other) = run_processes(run, 2)
     assert one == two == 1
     assert all(torch.equal(values, other[name]) for name, values in outer.items()), "joined at the end all the same"
+
+
+def test_an_optimizer_that_divides_its_state_over_all_ranks_is_refused() -> None:
+    def run(rank: int, world_size: int) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+        loop = Loop(optimized(lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.01)))
+        run_loop(loop, of_ours(loop, SHORT), world_size, group=rank)
+
+    errors = run_processes(run, 2, expect_failure=True)
+    assert sorted(errors) == [0, 1]
+    assert all("ValueError: ZeroRedundancyOptimizer divides its state over all processes" in e for e in errors.values())
+
+
+@pytest.mark.parametrize("of_hook", [lambda: None, lambda: PowerSGDState(process_group=None)])
+def test_a_communication_hook_of_ddp_stays_in_the_group(of_hook: Callable[[], Any]) -> None:
+    """Lightning registers hooks on CUDA only; here, what it would register them with."""
+
+    def run(rank: int, world_size: int) -> bool:
+        kwargs = {"ddp_comm_hook": allreduce_hook, "ddp_comm_state": of_hook()}
+        loop = Loop(Regression, ddp_kwargs=kwargs)
+        strategy = of_ours(loop, {**SHORT, "worker_groups": 2})
+        run_loop(loop, strategy, world_size, rank // 2, rank % 2, 2)
+        state = strategy._ddp_comm_state
+        return getattr(state, "process_group", state) is strategy.topology.in_group.process_group
+
+    assert run_processes(run, 4) == [True] * 4
+
+
+def test_averaging_between_inner_steps_by_lightning_is_refused() -> None:
+    with pytest.raises(ValueError, match="ddp_kwargs contains 'model_averaging_period'"):
+        fits.strategy(ddp_kwargs={"model_averaging_period": 4})
