@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --numprocesses 2
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
@@ -18,7 +18,7 @@ venv: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-# One thread per process: tests start several ranks on the same cores.
+# One thread per process: tests start several ranks on the same cores, and mostly wait for each other.
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
