@@ -26,6 +26,9 @@ EDGE = {
     f"{NAME}.collectives",
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
+    f"{NAME}.plan",
+    f"{NAME}.plan_picture",
+    f"{NAME}.plan_text",
     f"{NAME}.pytorch_lightning",
     f"{NAME}.requests",
     f"{NAME}.saving",
@@ -34,7 +37,7 @@ EDGE = {
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # Arithmetic on numbers and names.
-WITHOUT_TENSORS = {f"{NAME}.schedule", f"{NAME}.partition", f"{NAME}.errors"}
+WITHOUT_TENSORS = {f"{NAME}.{name}" for name in ("errors", "link", "paper", "partition", "schedule")}
 NETWORK = {f"{NAME}.communicator", f"{NAME}.exchange.gather", f"{NAME}.topology"}
 
 
