@@ -54,7 +54,7 @@ def plan(
 
     Examples:
         >>> print(plan(params=1e9, layers=24, step_time=0.1, bandwidth=1).splitlines()[0])
-        1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank, 0.1 s per inner step
+        1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank
     """
     if paper_table_4:
         return _paper(picture, format)

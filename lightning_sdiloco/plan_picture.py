@@ -53,13 +53,14 @@ def _figure(panels: Panels, first: int, last: int, mark: float | None) -> Any:
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise ValueError(
             "A picture needs matplotlib, which is not installed. Install it (pip install matplotlib), or leave out"
             " --picture."
         ) from error
     mpl.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "plan"})
-    figure = Figure(figsize=(8.4, 3.9), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(8.4, 4.1), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
     for number, (title, curves) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), number)
         _draw_panel(axes, title, curves, first, last)

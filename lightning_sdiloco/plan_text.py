@@ -21,8 +21,8 @@ NAMES: Mapping[str, str] = {
 }
 """The methods by the words of the tables."""
 
-_WIDTH = 110
-_SHOWN = ("0.8", "0.95", "0.99")
+_WIDTH = 80
+_SHOWN = ("0.8", "0.95")
 
 
 def plan_as_text(plan: Plan) -> str:
@@ -43,13 +43,14 @@ def plan_as_text(plan: Plan) -> str:
             "",
             f"With {asked}, compression={settings.compression!r}:",
             "",
-            _predictions(plan.methods, "method", NAMES, plan.steps),
+            _predictions(plan.methods, "method", NAMES),
             "",
             f"Streaming DiLoCo with {overlap}, by compression:",
             "",
-            _predictions(plan.compressions, "compression", {}, plan.steps),
+            _predictions(plan.compressions, "compression", {}),
             "",
-            f"Memory in each rank, beside ordinary training: {_memory(plan.memory)}.",
+            "Memory in each rank, beside ordinary training:",
+            f"  {_memory(plan.memory)}",
             "",
             *_recommendation(plan),
         ]
@@ -70,7 +71,7 @@ def table_4_as_text(entries: Iterable[Entry]) -> str:
     table = _table(columns, left=2)
     for (model, method), values in rows.items():
         table.add_row(model, NAMES[method], *values, end_section=method == "streaming_overlap_fp4")
-    title = "Gbit/s for a compute utilisation, in the paper's idealisation; in brackets what its Table 4 has instead"
+    title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
     return f"{title}\n\n{_rendered(table)}"
 
 
@@ -79,14 +80,14 @@ def _circumstances(plan: Plan) -> list[str]:
     ranks = "1 rank" if groups.group_size == 1 else f"{groups.group_size} ranks"
     loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
     return [
-        f"{plan.model.numel:,} parameters in {_fragments(plan.fragments)}, {groups.groups} groups of {ranks},"
-        f" {groups.step_time:g} s per inner step",
-        f"Link of a group: {link.gbit_s:g} Gbit/s in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
+        f"{plan.model.numel:,} parameters in {_fragments(plan.fragments)}, {groups.groups} groups of {ranks}",
+        f"{plan.steps:,} inner steps of {groups.step_time:g} s",
+        f"{link.gbit_s:g} Gbit/s in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
     ]
 
 
-def _predictions(rows: Mapping[str, Prediction], kind: str, names: Mapping[str, str], steps: int) -> str:
-    columns = [kind, "compute\nutilisation", "bytes per\ninner step", f"bytes in\n{steps:,} steps", "peak\nGbit/s"]
+def _predictions(rows: Mapping[str, Prediction], kind: str, names: Mapping[str, str]) -> str:
+    columns = [kind, "compute\nutilisation", "bytes\nper step", "bytes\nin all", "peak\nGbit/s"]
     table = _table([*columns, *(f"Gbit/s\nfor {_percent(float(target))}" for target in _SHOWN)], left=1)
     for name, row in rows.items():
         peak = _short(row.peak_gbit_s)
@@ -102,13 +103,16 @@ def _recommendation(plan: Plan) -> list[str]:
     reached = chosen.utilisation_with_margin >= TARGET
     verdict = "Recommended" if reached else f"No settings reach {_percent(TARGET)} on this link; closest"
     return [
-        f"{verdict}: sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
+        f"{verdict}:",
+        "",
+        f"  sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
         f" layers_per_fragment={settings.layers_per_fragment}, compression={settings.compression!r}",
+        "",
         f"  {_fragments(chosen.fragments)}, compute utilisation {_percent(prediction.utilisation)}"
         f" ({_percent(chosen.utilisation_with_margin)} at {_short(MARGIN * plan.link.gbit_s)} Gbit/s)",
-        f"  {readable(prediction.bytes_per_step)} per inner step, {readable(prediction.bytes)} in {plan.steps:,} steps,"
+        f"  {readable(prediction.bytes_per_step)} per step, {readable(prediction.bytes)} in all,"
         f" peak {_short(prediction.peak_gbit_s)} Gbit/s",
-        f"  memory in each rank: {_memory(chosen.memory)}",
+        f"  {_memory(chosen.memory)}",
     ]
 
 
@@ -118,11 +122,11 @@ def _fragments(numels: tuple[int, ...]) -> str:
 
 def _memory(memory: Memory) -> str:
     device, host, evaluation = map(readable, memory)
-    return f"{device} on the device, {host} on the host; {evaluation} more on the device during validation"
+    return f"{device} on the device, {host} on the host; {evaluation} more during validation"
 
 
 def _table(columns: list[str], left: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right", vertical="bottom", no_wrap=True)
     return table
