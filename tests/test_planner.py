@@ -229,6 +229,11 @@ def test_a_silent_connection_starts_slowly_and_no_later_than_after_all_was_sent(
     assert link.seconds(10**8, 4, warm=False) < link.seconds(10**8, 1, warm=False)
 
 
+def test_a_connection_is_forgotten_after_its_retransmission_timeout() -> None:
+    assert Link(1.0, round_trip=0.05).is_warm_after(0.24)
+    assert not Link(1.0, round_trip=0.05).is_warm_after(0.26)
+
+
 def test_loss_slows_a_connection_down_and_several_less() -> None:
     clean, lossy = Link(0.1, 0.05), Link(0.1, 0.05, 0.001)
     assert clean.gbit_s_of(1) == 0.1
@@ -301,6 +306,14 @@ def test_held_memory_is_that_of_the_engines_tensors() -> None:
     assert method.memory.device_bytes == held + 12 * largest + 3 * (40 + 4 * largest) + 8 * largest
     assert method.memory.host_bytes == 2 * (40 + 4 * largest)
     assert method.memory.evaluation_bytes == sum(p.nbytes for p in mlp().parameters())
+
+
+def test_a_fragment_that_is_launched_where_another_lands_is_held_beside_it() -> None:
+    model, groups = Model.of_size(4_000, layers=4), Groups(1.0)
+    # One launch after every inner step, and each lands behind the next.
+    chosen = Settings(sync_every=4, overlap_steps=1, layers_per_fragment=1, compression="fp32")
+    held, flying, in_lane = 4_000 * 8, 2 * 12_000, 3 * 4_040 + 8_000
+    assert Streaming(model, chosen, groups).memory.device_bytes == held + flying + in_lane
 
 
 def test_outer_memory_is_shared_by_the_ranks_of_a_group() -> None:
