@@ -297,9 +297,9 @@ def test_held_memory_is_that_of_the_engines_tensors() -> None:
     models = [mlp(), mlp()]
     simulated = SimulatedGroups(models, **choices)
     train(simulated, models, steps=12)
-    outer = simulated.engines[0]._outer
-    momenta = [v for state in outer.states for v in state.values() if isinstance(v, torch.Tensor)]
-    held = sum(tensor.nbytes for tensor in [*outer.values, *momenta])
+    saved = simulated.engines[0].state_dict()["fragments"]
+    kept = [value for fragment in saved for value in (fragment["outer"], *fragment["state"].values())]
+    held = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
     method = Streaming(Model.of_module(mlp()), Settings(**choices), Groups(1.0))
     largest = max(method.numels)
     # Beside it at the worst moment: what a flight of the largest fragment holds, and what the lane does with it.
