@@ -65,7 +65,8 @@ def main(args: list[str] | None = None) -> None:
     for name, command in COMMANDS.items():
         subcommands.add_subcommand(name, _parser_of(command), help=_summary(command))
     # A class path may name a file in the current folder, as with python -m.
-    sys.path.insert(0, "")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
     chosen = _instantiated(parser, parser.parse_args(args))
     try:
         text = COMMANDS[chosen.command](**vars(chosen[chosen.command]))

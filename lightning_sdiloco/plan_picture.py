@@ -22,9 +22,7 @@ _INK, _QUIET, _GRID = "#263238", "#607d8b", "#cfd8dc"
 _POINTS_PER_DECADE = 40
 
 
-def draw(
-    path: str, panels: Mapping[str, Mapping[str, Curve]], first: int, last: int, mark: float | None = None
-) -> None:
+def draw(path: str, panels: Panels, first: int, last: int, mark: float | None = None) -> None:
     """Writes the picture to a file.
 
     Args:
@@ -44,9 +42,7 @@ def draw(
         # Without a date, so that the same plan gives the same file.
         figure.savefig(path, dpi=190, metadata={"Date": None} if path.endswith(".svg") else {"Software": None})
     except OSError as error:
-        raise ValueError(
-            f"picture={path!r} cannot be written: {error}. Give a file in a folder that exists."
-        ) from error
+        raise ValueError(f"picture={path!r} cannot be written ({error}). Give another file.") from error
 
 
 def _figure(panels: Panels, first: int, last: int, mark: float | None) -> Any:

@@ -12,9 +12,10 @@ from torch import nn
 
 from lightning_sdiloco import Schedule, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.link import Link
-from lightning_sdiloco.methods import DataParallel, Groups, Model, Streaming, _timetable
+from lightning_sdiloco.methods import DataParallel, Streaming, _timetable
 from lightning_sdiloco.planner import MARGIN, TARGET, TARGETS, alternatives, candidates, plan, predict, recommend
 from lightning_sdiloco.settings import Settings
+from lightning_sdiloco.workload import Groups, Model
 from tests.fits import fit, module
 from tests.ranks import run_processes
 from tests.training import LAYERS, batch, mlp
