@@ -6,11 +6,13 @@ the command ends with exit code 2.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser
 
+from lightning_sdiloco.plan import plan
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import Settings
 
@@ -45,7 +47,7 @@ def schedule(
     return Schedule(sync_every, overlap_steps, fragments).table(first, last)
 
 
-COMMANDS: Mapping[str, Callable[..., str]] = {"schedule": schedule}
+COMMANDS: Mapping[str, Callable[..., str]] = {"plan": plan, "schedule": schedule}
 """The subcommands by their names."""
 
 
@@ -62,7 +64,10 @@ def main(args: list[str] | None = None) -> None:
     subcommands = parser.add_subcommands(dest="command")
     for name, command in COMMANDS.items():
         subcommands.add_subcommand(name, _parser_of(command), help=_summary(command))
-    chosen = parser.parse_args(args)
+    # A class path may name a file in the current folder, as with python -m.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    chosen = _instantiated(parser, parser.parse_args(args))
     try:
         text = COMMANDS[chosen.command](**vars(chosen[chosen.command]))
     except ValueError as error:
@@ -77,8 +82,18 @@ def _parser_of(command: Callable[..., str]) -> ArgumentParser:
     for parameter in inspect.signature(command).parameters.values():
         value_type, text = get_args(hints[parameter.name])
         spellings = dict.fromkeys([f"--{parameter.name.replace('_', '-')}", f"--{parameter.name}"])
-        parser.add_argument(*spellings, type=value_type, default=parameter.default, help=text)
+        if value_type is bool:
+            parser.add_argument(*spellings, action="store_true", help=text)
+        else:
+            option = parser.add_argument(*spellings, type=value_type, default=parameter.default, help=text)
+            # Where an option is a class, jsonargparse would list all that are imported: hundreds of torch's.
+            option.extra_help = str
     return parser
+
+
+def _instantiated(parser: ArgumentParser, chosen: Any) -> Any:
+    """The options with objects in place of class paths; the method was renamed in jsonargparse 4.49."""
+    return getattr(parser, "instantiate", parser.instantiate_classes)(chosen)
 
 
 def _summary(command: Callable[..., str]) -> str:

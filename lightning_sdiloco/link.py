@@ -1,0 +1,90 @@
+"""How long bytes are on their way between two worker groups: bandwidth, round trip, loss; pure arithmetic."""
+
+import math
+from dataclasses import dataclass
+
+# TCP: bytes in a segment, and those that a connection sends before it has heard of the other side (RFC 6928).
+_SEGMENT = 1448
+_FIRST_WINDOW = 10 * _SEGMENT
+# A connection that was silent for longer than its retransmission timeout, at least 200 ms on Linux, starts anew.
+_LEAST_TIMEOUT = 0.2
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from a worker group to the others, alike in both directions.
+
+    Loss slows TCP down by more than what is lost. A connection carries at most ``1.22 * segment / (round_trip *
+    sqrt(loss))`` (Mathis et al. 1997), or what CUBIC, the default of Linux, reaches (RFC 9438), whichever is more.
+
+    Args:
+        gbit_s: Bandwidth in Gbit/s that a group's transfers get together, in each direction.
+        round_trip: Seconds to another group and back.
+        loss: Share of the packets that get lost, from 0 to below 1.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Examples:
+        >>> Link(gbit_s=0.1, round_trip=0.05).seconds(12_500_000, connections=1)
+        1.05
+        >>> round(Link(gbit_s=0.1, round_trip=0.05, loss=0.001).gbit_s_of(connections=1), 4)
+        0.0089
+    """
+
+    gbit_s: float
+    round_trip: float = 0.0
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.gbit_s < math.inf, "bandwidth", self.gbit_s, "a positive number of Gbit/s")
+        require(0 <= self.round_trip < 10, "round_trip", self.round_trip, "from 0 to below 10 seconds: 50 ms is 0.05")
+        require(0 <= self.loss < 1, "loss", self.loss, "a share of the packets, from 0 to below 1: 0.1 % is 0.001")
+
+    def gbit_s_of(self, connections: int) -> float:
+        """What so many connections carry together, in Gbit/s, once they are at speed."""
+        if self.loss == 0 or self.round_trip == 0:
+            return self.gbit_s * (1 - self.loss)
+        reno = 1.22 / math.sqrt(self.loss)
+        cubic = 1.054 * (self.round_trip / self.loss) ** 0.75
+        each = max(reno, cubic) * _SEGMENT * 8 / self.round_trip / 1e9
+        return min(self.gbit_s * (1 - self.loss), connections * each)
+
+    def seconds(self, nbytes: float, connections: int, warm: bool = True) -> float:
+        """From the moment when all groups start to send until all have received.
+
+        Args:
+            nbytes: Bytes that a group sends, which is also what it receives.
+            connections: Connections that share the link.
+            warm: Whether they are at speed. Otherwise each starts with ten segments and doubles them every round trip.
+
+        Returns:
+            One round trip, in which the groups hear that the others are ready and the first byte arrives, and the time
+            on the link.
+        """
+        rate = self.gbit_s_of(connections) * 1e9 / 8
+        elapsed = self.round_trip
+        window = rate * self.round_trip if warm else connections * _FIRST_WINDOW
+        while window < min(nbytes, rate * self.round_trip):
+            nbytes, elapsed, window = nbytes - window, elapsed + self.round_trip, 2 * window
+        return elapsed + nbytes / rate
+
+    def is_warm_after(self, silence: float) -> bool:
+        """Whether connections are still at speed after so many seconds without traffic."""
+        return silence <= _LEAST_TIMEOUT + self.round_trip
+
+
+def require(holds: bool, name: str, value: float, rule: str) -> None:
+    """Refuses a number that is out of its range.
+
+    Args:
+        holds: Whether it is in its range.
+        name: Its name.
+        value: The number.
+        rule: The range in words.
+
+    Raises:
+        ValueError: If it is not in its range.
+    """
+    if not holds:
+        raise ValueError(f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}.")

@@ -1,0 +1,234 @@
+"""What a method sends between groups, how long training waits for it, and what memory it takes.
+
+Wire bytes, messages, fragments and schedule are the engine's own; only time is a model. It is that of the engine: a
+fragment is read after an inner step, flights go through one lane in the order of their launch, and a landing waits for
+its flight.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from typing_extensions import override
+
+from lightning_sdiloco.control import CONTROL_BYTES
+from lightning_sdiloco.link import Link
+from lightning_sdiloco.schedule import Schedule
+from lightning_sdiloco.settings import Settings
+from lightning_sdiloco.workload import FLOAT32, Groups, Model
+
+# Bytes of memory that are read and written for each value: reading a fragment, compressing it, decoding the message of
+# one group and adding it, the outer step, mixing a fragment into the model.
+_LAUNCH, _ENCODE, _DECODE, _OUTER_STEP, _LAND = 16, 32, 20, 48, 12
+
+_DDP_BUCKET = 25 * 2**20
+
+# Of so many rounds the last half is measured; by then every round takes as long as the one before.
+_ROUNDS = 8
+
+
+class Memory(NamedTuple):
+    """Bytes that Streaming DiLoCo takes beside ordinary training, in each rank.
+
+    On a CPU, device and host are the same memory.
+
+    Attributes:
+        device_bytes: On the device: outer parameters, outer momentum, and what is in flight at the worst moment.
+        host_bytes: On the host: the messages of all groups on their way.
+        evaluation_bytes: On the device, in addition, while validation shows the outer model: the local one put aside.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    evaluation_bytes: int
+
+
+class Method(ABC):
+    """A way to train one model in several groups."""
+
+    @property
+    @abstractmethod
+    def bytes_per_step(self) -> float:
+        """Bytes that a group sends to other groups for each inner step, in the long run."""
+
+    @abstractmethod
+    def bytes_in(self, steps: int) -> float:
+        """Bytes that a group sends to other groups in a run of so many inner steps."""
+
+    @property
+    @abstractmethod
+    def peak_gbit_s(self) -> float:
+        """Gbit/s at the busiest moment if everything is sent evenly over the time that it may take."""
+
+    @abstractmethod
+    def utilisation(self, link: Link) -> float:
+        """Share of the wall time in which training does not wait, in the long run."""
+
+
+class DataParallel(Method):
+    """`DistributedDataParallel` over all groups: gradients in buckets, during backward, in a ring of the groups.
+
+    Backward is the last two thirds of a step, and the buckets become ready at equal distances. A bucket takes as many
+    round trips as there are other groups.
+
+    Args:
+        model: The model.
+        groups: The groups; the ranks of one count as one rank of the ring.
+    """
+
+    def __init__(self, model: Model, groups: Groups) -> None:
+        self._groups = groups
+        self._bytes = 2 * groups.others / groups.groups * model.nbytes
+        self._buckets = max(1, math.ceil(model.nbytes / _DDP_BUCKET))
+
+    @property
+    @override
+    def bytes_per_step(self) -> float:
+        return self._bytes
+
+    @override
+    def bytes_in(self, steps: int) -> float:
+        return self._bytes * steps
+
+    @property
+    @override
+    def peak_gbit_s(self) -> float:
+        return self._bytes * 8 / self._groups.step_time / 1e9
+
+    @override
+    def utilisation(self, link: Link) -> float:
+        on_link = self._bytes * 8 / (link.gbit_s_of(self._groups.group_size) * 1e9)
+        each = on_link / self._buckets + self._groups.others * link.round_trip
+        step_time = self._groups.step_time
+        backward_after_the_first = (1 - 1 / self._buckets) * step_time * 2 / 3
+        return step_time / (step_time + max(each, self._buckets * each - backward_after_the_first))
+
+
+class Streaming(Method):
+    """The engine with these settings. DiLoCo is the engine with one fragment that does not overlap with training.
+
+    Args:
+        model: The model.
+        settings: The settings of the engine.
+        groups: The groups.
+    """
+
+    def __init__(self, model: Model, settings: Settings, groups: Groups) -> None:
+        self._groups = groups
+        self._model = model
+        self.settings = settings
+        self.numels = model.fragments(settings)
+        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels))
+        self._shards = [-(-numel // groups.group_size) for numel in self.numels]
+        self._messages = [CONTROL_BYTES + settings.codec.wire_bytes(shard) for shard in self._shards]
+        self._sent = [groups.connections * message for message in self._messages]
+
+    @property
+    @override
+    def bytes_per_step(self) -> float:
+        return sum(self._sent) / self.settings.sync_every
+
+    @override
+    def bytes_in(self, steps: int) -> float:
+        """Bytes that a group sends in so many inner steps: exact but for buffers, the final exchange included."""
+        final = int(self.settings.final_sync)
+        return sum((self._launches(p, steps) + final) * sent for p, sent in enumerate(self._sent))
+
+    def _launches(self, fragment: int, steps: int) -> int:
+        return max(0, (steps - self.schedule.offset(fragment)) // self.settings.sync_every)
+
+    @property
+    @override
+    def peak_gbit_s(self) -> float:
+        span = max(1, self.settings.overlap_steps)
+        most = max(sum(self._sent[p] for p in together) for together in self._together(span))
+        return most * 8 / (span * self._groups.step_time) / 1e9
+
+    def _together(self, span: int) -> Iterator[list[int]]:
+        """For each fragment those that were launched in the ``span`` inner steps up to its own launch."""
+        offsets = [self.schedule.offset(fragment) for fragment in range(len(self.numels))]
+        for own in offsets:
+            yield [p for p, other in enumerate(offsets) if (own - other) % self.settings.sync_every < span]
+
+    @override
+    def utilisation(self, link: Link) -> float:
+        trained = (_ROUNDS - _ROUNDS // 2) * self.settings.sync_every * self._groups.step_time
+        rounds = list(self._rounds(link))
+        return trained / (rounds[-1] - rounds[_ROUNDS // 2 - 1])
+
+    def _rounds(self, link: Link) -> Iterator[float]:
+        """Plays training thread and lane; the time at which fragment 0 has landed in each round."""
+        clock, lane_free, link_free, step = 0.0, 0.0, 0.0, 0
+        landings: list[float] = []
+        costs = [self._costs(p, link) for p in range(len(self.numels))]
+        for at, is_landing, fragment in _timetable(self.schedule):
+            clock, step, cost = clock + (at - step) * self._groups.step_time, at, costs[fragment]
+            if is_landing:
+                clock = max(clock, landings.pop(0)) + cost.land
+                if fragment == 0:
+                    yield clock
+            else:
+                clock += cost.launch
+                posted = max(clock, lane_free) + cost.before
+                warm = link.is_warm_after(posted - link_free)
+                link_free = posted + (cost.warm if warm else cost.cold)
+                lane_free = link_free + cost.after
+                landings.append(lane_free)
+
+    def _costs(self, fragment: int, link: Link) -> "_Costs":
+        per_value, shard, sent = 1 / self._groups.memory_rate, self._shards[fragment], self._sent[fragment]
+        return _Costs(
+            launch=_LAUNCH * shard * per_value,
+            before=_ENCODE * shard * per_value,
+            warm=link.seconds(sent, self._groups.connections),
+            cold=link.seconds(sent, self._groups.connections, warm=False),
+            after=(self._groups.groups * _DECODE + _OUTER_STEP) * shard * per_value,
+            land=_LAND * self.numels[fragment] * per_value,
+        )
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What a rank needs beside ordinary training."""
+        gathered = FLOAT32 if self._groups.group_size > 1 else 0
+        held = [2 * FLOAT32 * shard for shard in self._shards]  # outer parameters, momentum
+        # The outer gradient and both after the outer step; with several ranks also the fragment that they gathered.
+        flying = [3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)]
+        # The payload, the messages of all groups, two vectors in which they are decoded and added up.
+        in_lane = [
+            (self._groups.groups + 1) * m + 2 * FLOAT32 * s for m, s in zip(self._messages, self._shards, strict=True)
+        ]
+        # A fragment that lands after the step of a launch does so behind it.
+        together = self._together(self.settings.overlap_steps + 1)
+        most = max(sum(flying[p] for p in fragments) for fragments in together)
+        return Memory(
+            device_bytes=sum(held) + most + max(in_lane),
+            host_bytes=self._groups.groups * max(self._messages),
+            evaluation_bytes=self._model.nbytes + gathered * self._model.numel,
+        )
+
+
+class _Costs(NamedTuple):
+    """Seconds that a flight takes: in the training thread at launch and landing, the others in the lane."""
+
+    launch: float
+    before: float
+    warm: float
+    cold: float
+    after: float
+    land: float
+
+
+@lru_cache(maxsize=16)
+def _timetable(schedule: Schedule) -> list[tuple[int, bool, int]]:
+    """The launches of some rounds and their landings, in the order of the engine: inner step, whether it lands, what.
+
+    The same as `Schedule.events` says, in a time that does not grow with ``sync_every``.
+    """
+    launches = [
+        (number * schedule.sync_every + schedule.offset(fragment), False, fragment)
+        for number in range(1, _ROUNDS + 1)
+        for fragment in range(schedule.fragments)
+    ]
+    return sorted(launches + [(at + schedule.overlap_steps, True, fragment) for at, _, fragment in launches])

@@ -1,0 +1,149 @@
+"""The bandwidth simulator of the Streaming DiLoCo paper in closed form, and the paper's Table 4: pure arithmetic.
+
+An idealisation: no latency, 16 bits a value (4 for FP4), every value crosses the link once, a step is 3 L - 1 equal
+nodes (forward, backward for the activations, backward for the parameters of L layers; the first layer has no
+activations to go back to), and the reduction of a layer starts as soon as its parameter gradient is there.
+`lightning_sdiloco.planner` models the engine instead.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+
+class PaperModel(NamedTuple):
+    """A model as the paper's simulator sees it.
+
+    Attributes:
+        values: Number of parameters, all in the layers.
+        layers: Number of layers (L).
+        step_time: Seconds of an inner step.
+    """
+
+    values: float
+    layers: int
+    step_time: float
+
+    @property
+    def node_time(self) -> float:
+        """Seconds of one node of the graph (u)."""
+        return self.step_time / (3 * self.layers)
+
+    @property
+    def compute_time(self) -> float:
+        """Seconds that the nodes of an inner step take: one node fewer than a whole step."""
+        return (3 * self.layers - 1) * self.node_time
+
+    def layer_time(self, bits: int, gbit_s: float) -> float:
+        """Seconds for which a layer takes up the link (c)."""
+        return self.values / self.layers * bits / (gbit_s * 1e9)
+
+
+class Entry(NamedTuple):
+    """An entry of Table 4.
+
+    Attributes:
+        model: Name of the model.
+        method: Name of the method.
+        target: The compute utilisation that shall be reached.
+        gbit_s: The bandwidth in Gbit/s that the closed form gives, a point of `GRID` as the paper would print it.
+        paper: The bandwidth in Gbit/s that the paper prints.
+    """
+
+    model: str
+    method: str
+    target: float
+    gbit_s: float
+    paper: float
+
+
+_SYNC_EVERY = 100
+_LAYERS_PER_FRAGMENT = 3
+
+GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
+"""The bandwidths in Gbit/s that the paper tried: 50 from 0.1 to 1000, each 1.207 times the one before."""
+
+TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
+"""The compute utilisations of Table 4."""
+
+MODELS: Mapping[str, PaperModel] = {
+    "1B": PaperModel(1e9, layers=24, step_time=0.1),
+    "10B": PaperModel(1e10, layers=48, step_time=0.8),
+    "100B": PaperModel(1e11, layers=108, step_time=4.9),
+}
+"""The models of Table 4 by their names."""
+
+
+def _at_once(sync_every: int, model: PaperModel, gbit_s: float) -> float:
+    """The utilisation where all layers travel together, every ``sync_every`` steps, and training waits for them."""
+    u, c, layers = model.node_time, model.layer_time(16, gbit_s), model.layers
+    wait = max(c, 2 * c - u, layers * c - (2 * layers - 3) * u)
+    return sync_every * model.compute_time / (sync_every * model.compute_time + wait)
+
+
+def _streaming(overlap_steps: int, bits: int, model: PaperModel, gbit_s: float) -> float:
+    """The utilisation where strided fragments take turns at equal distances."""
+    fragments = model.layers // _LAYERS_PER_FRAGMENT
+    # The paper's text says 11, 5 and 2 inner steps; only these reproduce its table.
+    distance = round(_SYNC_EVERY / fragments)
+    trained = distance * fragments * model.compute_time
+    c = model.layer_time(bits, gbit_s)
+    return trained / (trained + sum(_wait(p, fragments, overlap_steps, model, c) for p in range(fragments)))
+
+
+def _wait(fragment: int, fragments: int, overlap_steps: int, model: PaperModel, c: float) -> float:
+    """Seconds for which training waits for a fragment: it is needed at the forward of its first layer."""
+    u = model.node_time
+    until_needed = fragment * u + overlap_steps * model.compute_time
+    # Backward reaches the last layer first: when layer l is ready, it and those before it are still to be sent.
+    layers = [fragment + index * fragments for index in range(_LAYERS_PER_FRAGMENT)]
+    late = [(i + 1) * c - (2 * layer - (layer > 0)) * u - until_needed for i, layer in enumerate(layers)]
+    return max(0.0, *late)
+
+
+METHODS: Mapping[str, Callable[[PaperModel, float], float]] = {
+    "ddp": partial(_at_once, 1),
+    "diloco": partial(_at_once, _SYNC_EVERY),
+    "streaming": partial(_streaming, 0, 16),
+    "streaming_overlap": partial(_streaming, 1, 16),
+    "streaming_overlap_fp4": partial(_streaming, 1, 4),
+}
+"""The methods of Table 4 by their names, each from a model and a bandwidth in Gbit/s to the compute utilisation."""
+
+TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
+    ("1B", "ddp"): (86.8, 152.6, 184.2, 222.3, 569.0),
+    ("1B", "diloco"): (1.4, 6.2, 13.3, 23.3, 86.8),
+    ("1B", "streaming"): (1.4, 5.2, 9.1, 16.0, 28.1),
+    ("1B", "streaming_overlap"): (1.4, 4.3, 6.2, 9.1, 11.0),
+    ("1B", "streaming_overlap_fp4"): (0.4, 0.9, 1.7, 2.0, 3.0),
+    ("10B", "ddp"): (104.8, 222.3, 222.3, 268.3, 471.5),
+    ("10B", "diloco"): (1.7, 7.5, 16.0, 33.9, 104.8),
+    ("10B", "streaming"): (1.7, 5.2, 9.1, 13.3, 19.3),
+    ("10B", "streaming_overlap"): (1.7, 3.6, 5.2, 6.2, 7.5),
+    ("10B", "streaming_overlap_fp4"): (0.4, 0.9, 1.4, 1.4, 1.7),
+    ("100B", "ddp"): (184.2, 323.8, 390.7, 390.7, 471.5),
+    ("100B", "diloco"): (3.0, 11.0, 23.3, 49.4, 184.2),
+    ("100B", "streaming"): (2.4, 6.2, 9.1, 11.0, 19.3),
+    ("100B", "streaming_overlap"): (1.7, 3.6, 4.3, 5.2, 5.2),
+    ("100B", "streaming_overlap_fp4"): (0.5, 0.9, 1.1, 1.1, 1.4),
+}
+"""What the paper prints in Table 4, in Gbit/s, in the order of `TARGETS`."""
+
+
+def table_4() -> Iterator[Entry]:
+    """Table 4 from the closed form, each entry beside the one that the paper prints.
+
+    An entry is read as the paper evidently did: the largest point of the grid whose utilisation does not exceed the
+    target, which is one point below the first that reaches it, rounded to two decimals and then to one.
+
+    Examples:
+        >>> for entry in list(table_4())[:2]:
+        ...     print(*entry)
+        1B ddp 0.5 86.8 86.8
+        1B ddp 0.8 152.6 152.6
+    """
+    for (model, method), printed in TABLE_4.items():
+        for target, paper in zip(TARGETS, printed, strict=True):
+            utilisation = partial(METHODS[method], MODELS[model])
+            gbit_s = max(b for b in GRID if utilisation(b) <= target)
+            yield Entry(model, method, target, round(round(gbit_s, 2), 1), paper)

@@ -1,0 +1,165 @@
+"""A plan, and the paper's Table 4, as tables for a terminal."""
+
+import io
+import math
+from collections.abc import Iterable, Mapping
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_sdiloco.methods import Memory
+from lightning_sdiloco.paper import TARGETS, Entry
+from lightning_sdiloco.planner import MARGIN, TARGET, Plan, Prediction
+
+NAMES: Mapping[str, str] = {
+    "ddp": "DDP",
+    "diloco": "DiLoCo",
+    "streaming": "Streaming DiLoCo",
+    "streaming_overlap": "... with overlap",
+    "streaming_overlap_fp4": "... and FP4",
+}
+"""The methods by the words of the tables."""
+
+_WIDTH = 80
+_SHOWN = ("0.8", "0.95")
+
+
+def plan_as_text(plan: Plan) -> str:
+    """A plan as text.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        What was asked, a table of the methods, one of the compressions, the memory, and what is recommended.
+    """
+    settings = plan.settings
+    overlap = f"overlap_steps={settings.overlap_steps}"
+    asked = f"sync_every={settings.sync_every}, {overlap}, layers_per_fragment={settings.layers_per_fragment}"
+    return "\n".join(
+        [
+            *_circumstances(plan),
+            "",
+            f"With {asked}, compression={settings.compression!r}:",
+            "",
+            _predictions(plan.methods, "method", NAMES),
+            "",
+            f"Streaming DiLoCo with {overlap}, by compression:",
+            "",
+            _predictions(plan.compressions, "compression", {}),
+            "",
+            "Memory in each rank, beside ordinary training:",
+            f"  {_memory(plan.memory)}",
+            "",
+            *_recommendation(plan),
+        ]
+    )
+
+
+def table_4_as_text(entries: Iterable[Entry]) -> str:
+    """Table 4 as text: what the closed form gives, with the paper's own number behind it where that is another.
+
+    Args:
+        entries: The entries.
+    """
+    rows: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        shown = f"{entry.gbit_s}" if entry.gbit_s == entry.paper else f"{entry.gbit_s} ({entry.paper})"
+        rows.setdefault((entry.model, entry.method), []).append(shown)
+    columns = ["model", "method", *(_percent(target) for target in TARGETS)]
+    table = _table(columns, left=2)
+    for (model, method), values in rows.items():
+        table.add_row(model, NAMES[method], *values, end_section=method == "streaming_overlap_fp4")
+    title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
+    return f"{title}\n\n{_rendered(table)}"
+
+
+def _circumstances(plan: Plan) -> list[str]:
+    groups, link = plan.groups, plan.link
+    ranks = "1 rank" if groups.group_size == 1 else f"{groups.group_size} ranks"
+    loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
+    return [
+        f"{plan.model.numel:,} parameters in {_fragments(plan.fragments)}, {groups.groups} groups of {ranks}",
+        f"{plan.steps:,} inner steps of {groups.step_time:g} s",
+        f"{link.gbit_s:g} Gbit/s in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
+    ]
+
+
+def _predictions(rows: Mapping[str, Prediction], kind: str, names: Mapping[str, str]) -> str:
+    columns = [kind, "compute\nutilisation", "bytes\nper step", "bytes\nin all", "peak\nGbit/s"]
+    table = _table([*columns, *(f"Gbit/s\nfor {_percent(float(target))}" for target in _SHOWN)], left=1)
+    for name, row in rows.items():
+        peak = _short(row.peak_gbit_s)
+        numbers = [_percent(row.utilisation), readable(row.bytes_per_step), readable(row.bytes), peak]
+        needs = [row.gbit_s_for[target] for target in _SHOWN]
+        table.add_row(names.get(name, name), *numbers, *("never" if need is None else _short(need) for need in needs))
+    return _rendered(table)
+
+
+def _recommendation(plan: Plan) -> list[str]:
+    chosen = plan.recommendation
+    settings, prediction = chosen.settings, chosen.prediction
+    reached = chosen.utilisation_with_margin >= TARGET
+    verdict = "Recommended" if reached else f"No settings reach {_percent(TARGET)} on this link; closest"
+    return [
+        f"{verdict}:",
+        "",
+        f"  sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
+        f" layers_per_fragment={settings.layers_per_fragment}, compression={settings.compression!r}",
+        "",
+        f"  {_fragments(chosen.fragments)}, compute utilisation {_percent(prediction.utilisation)}"
+        f" ({_percent(chosen.utilisation_with_margin)} at {_short(MARGIN * plan.link.gbit_s)} Gbit/s)",
+        f"  {readable(prediction.bytes_per_step)} per step, {readable(prediction.bytes)} in all,"
+        f" peak {_short(prediction.peak_gbit_s)} Gbit/s",
+        f"  {_memory(chosen.memory)}",
+    ]
+
+
+def _fragments(numels: tuple[int, ...]) -> str:
+    return "1 fragment" if len(numels) == 1 else f"{len(numels)} fragments"
+
+
+def _memory(memory: Memory) -> str:
+    device, host, evaluation = map(readable, memory)
+    return f"{device} on the device, {host} on the host; {evaluation} more during validation"
+
+
+def _table(columns: list[str], left: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", vertical="bottom", no_wrap=True)
+    return table
+
+
+def _rendered(table: Table) -> str:
+    # As plain text of a fixed width: the same in a terminal, a file and a test.
+    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return "\n".join(lines).strip("\n")
+
+
+def _percent(share: float) -> str:
+    # Cut rather than rounded: 100 % is said only where nothing waits.
+    return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
+
+
+def _short(number: float) -> str:
+    """A number with three digits, without an exponent."""
+    return f"{float(f'{number:.3g}'):f}".rstrip("0").rstrip(".")
+
+
+def readable(size: float) -> str:
+    """A number of bytes with three digits and a decimal unit.
+
+    Examples:
+        >>> readable(5_156_253.28), readable(40)
+        ('5.16 MB', '40 bytes')
+    """
+    units = ["bytes", "kB", "MB", "GB", "TB", "PB"]
+    power = 0
+    while float(f"{size:.3g}") >= 1000 and power < len(units) - 1:
+        size, power = size / 1000, power + 1
+    return f"{_short(size)} {units[power]}"

@@ -1,0 +1,225 @@
+"""From a model and a link to what each method needs and gets there, and to the settings that suit them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from lightning_sdiloco.compression import COMPRESSIONS
+from lightning_sdiloco.link import Link
+from lightning_sdiloco.methods import DataParallel, Memory, Method, Streaming
+from lightning_sdiloco.settings import Settings
+from lightning_sdiloco.workload import Groups, Model
+
+TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
+"""The compute utilisations for which a prediction says what bandwidth they take: those of the paper's Table 4."""
+
+TARGET = 0.95
+"""The compute utilisation that a recommendation shall reach."""
+
+MARGIN = 0.8
+"""The part of the bandwidth that a recommendation counts on."""
+
+
+class Prediction(NamedTuple):
+    """What a method needs and gets.
+
+    Attributes:
+        utilisation: Share of the wall time in which training does not wait.
+        bytes_per_step: Bytes that a group sends for each inner step, in the long run.
+        bytes: Bytes that a group sends in the whole run.
+        peak_gbit_s: Gbit/s at the busiest moment if everything is sent evenly over the time that it may take.
+        gbit_s_for: The bandwidth in Gbit/s from which on a utilisation of `TARGETS` is reached, by that utilisation;
+            ``None`` where no bandwidth is enough, because of the round trip, or of launches and landings.
+    """
+
+    utilisation: float
+    bytes_per_step: float
+    bytes: float
+    peak_gbit_s: float
+    gbit_s_for: dict[str, float | None]
+
+
+def predict(method: Method, link: Link, steps: int) -> Prediction:
+    """Predicts how a method does.
+
+    Args:
+        method: The method.
+        link: The way from a group to the others.
+        steps: Inner steps of the whole run.
+    """
+    return Prediction(
+        utilisation=method.utilisation(link),
+        bytes_per_step=method.bytes_per_step,
+        bytes=method.bytes_in(steps),
+        peak_gbit_s=method.peak_gbit_s,
+        gbit_s_for={str(target): _least(method, link, target) for target in TARGETS},
+    )
+
+
+def _least(method: Method, link: Link, target: float) -> float | None:
+    """The least bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a thousandth; None if none does."""
+
+    def reaches(exponent: float) -> bool:
+        return method.utilisation(replace(link, gbit_s=10**exponent)) >= target
+
+    low, high = -6.0, 4.0
+    if not reaches(high):
+        return None
+    while high - low > 4e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if reaches(middle) else (middle, high)
+    return 10**high
+
+
+def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, Method]:
+    """DDP, and the engine in three ways: everything at once, fragment by fragment, and overlapped with training.
+
+    Args:
+        model: The model.
+        settings: The settings of the engine. DiLoCo and Streaming without overlap take all but ``overlap_steps``, and
+            DiLoCo has one fragment, so that they differ in nothing else.
+        groups: The groups.
+    """
+    at_once = replace(settings, overlap_steps=0)
+    streaming = {
+        "diloco": replace(at_once, fragments=[["*"]]),
+        "streaming": at_once,
+        "streaming_overlap": settings,
+    }
+    return {"ddp": DataParallel(model, groups)} | {
+        name: Streaming(model, own, groups) for name, own in streaming.items()
+    }
+
+
+def candidates() -> Iterator[Settings]:
+    """Settings worth a try, those that change training least first.
+
+    The paper saw no loss from compression, next to none from up to ten inner steps of overlap, chose three layers to a
+    fragment, and saw some loss from larger ``sync_every``. So compression varies first and ``sync_every`` last.
+    """
+    for sync_every, layers, overlap_steps, compression in product(
+        (30, 50, 100, 200, 300, 500), (3, 6, 12, 1), (1, 2, 3, 4, 5, 10), ("fp32", "bf16", "fp4")
+    ):
+        yield Settings(
+            sync_every=sync_every, overlap_steps=overlap_steps, layers_per_fragment=layers, compression=compression
+        )
+
+
+def recommend(model: Model, groups: Groups, link: Link) -> Streaming:
+    """The first of the candidates that keeps training busy for `TARGET` of the time.
+
+    If none does, it is the first that comes within a hundredth of the best.
+
+    It counts on `MARGIN` of the bandwidth only: a setting for which the link just suffices would wait for every
+    fragment as soon as the link is a little slower.
+
+    Args:
+        model: The model.
+        groups: The groups.
+        link: The way from a group to the others.
+    """
+    slower = with_margin(link)
+    best, reached = None, 0.0
+    for settings in candidates():
+        method = Streaming(model, settings, groups)
+        utilisation = method.utilisation(slower)
+        if utilisation > 1.01 * reached or utilisation >= TARGET:
+            best, reached = method, utilisation
+        if reached >= TARGET:
+            break
+    assert best is not None, "there are candidates, and each trains for some of the time"
+    return best
+
+
+def with_margin(link: Link) -> Link:
+    """The link that a recommendation counts on."""
+    return replace(link, gbit_s=MARGIN * link.gbit_s)
+
+
+class Recommendation(NamedTuple):
+    """Recommended settings, and what they give.
+
+    Attributes:
+        settings: The settings of the engine.
+        prediction: What they need and get.
+        utilisation_with_margin: The utilisation with `MARGIN` of the bandwidth, which shall reach `TARGET`.
+        fragments: Number of values in each fragment.
+        memory: What they take beside ordinary training.
+    """
+
+    settings: Settings
+    prediction: Prediction
+    utilisation_with_margin: float
+    fragments: tuple[int, ...]
+    memory: Memory
+
+
+class Plan(NamedTuple):
+    """All that there is to say of a model and a link.
+
+    Attributes:
+        model: The model.
+        groups: The groups.
+        link: The way from a group to the others.
+        settings: The settings that were asked for.
+        steps: Inner steps of the whole run.
+        fragments: Number of values in each fragment.
+        methods: What each method needs and gets with these settings, by its name.
+        compressions: What Streaming DiLoCo with overlap needs and gets with each compression, by its name.
+        memory: What Streaming DiLoCo with overlap takes beside ordinary training.
+        recommendation: The settings that suit model and link.
+    """
+
+    model: Model
+    groups: Groups
+    link: Link
+    settings: Settings
+    steps: int
+    fragments: tuple[int, ...]
+    methods: dict[str, Prediction]
+    compressions: dict[str, Prediction]
+    memory: Memory
+    recommendation: Recommendation
+
+
+def plan(model: Model, settings: Settings, groups: Groups, link: Link, steps: int) -> Plan:
+    """Predicts all methods, and looks for the settings that suit model and link.
+
+    Args:
+        model: The model.
+        settings: The settings of the engine.
+        groups: The groups.
+        link: The way from a group to the others.
+        steps: Inner steps of the whole run.
+
+    Examples:
+        >>> model, groups, link = Model.of_size(10**9, layers=24), Groups(step_time=0.1), Link(gbit_s=1.0)
+        >>> planned = plan(model, Settings(), groups, link, steps=10_000)
+        >>> {name: round(method.utilisation, 3) for name, method in planned.methods.items()}
+        {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap': 0.973}
+    """
+    own = Streaming(model, settings, groups)
+    compressed = {name: replace(settings, compression=name) for name in COMPRESSIONS}
+    return Plan(
+        model=model,
+        groups=groups,
+        link=link,
+        settings=settings,
+        steps=steps,
+        fragments=own.numels,
+        methods={name: predict(one, link, steps) for name, one in alternatives(model, settings, groups).items()},
+        compressions={name: predict(Streaming(model, one, groups), link, steps) for name, one in compressed.items()},
+        memory=own.memory,
+        recommendation=_recommendation(recommend(model, groups, link), link, steps),
+    )
+
+
+def _recommendation(method: Streaming, link: Link, steps: int) -> Recommendation:
+    return Recommendation(
+        settings=method.settings,
+        prediction=predict(method, link, steps),
+        utilisation_with_margin=method.utilisation(with_margin(link)),
+        fragments=method.numels,
+        memory=method.memory,
+    )

@@ -1,0 +1,115 @@
+"""What a plan is made for: a model, and worker groups that train it."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import nn
+
+from lightning_sdiloco.fragments import described, trainable
+from lightning_sdiloco.link import require
+from lightning_sdiloco.partition import Parameter, partition
+from lightning_sdiloco.settings import Settings
+
+FLOAT32 = 4
+"""Bytes of a float32 value."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a plan has to know of a model: its trainable parameters.
+
+    Args:
+        parameters: The parameters, in the order of ``named_parameters()``.
+        numels: Number of values of each, in the same order.
+    """
+
+    parameters: tuple[Parameter, ...]
+    numels: tuple[int, ...]
+
+    @staticmethod
+    def of_module(module: nn.Module) -> "Model":
+        """Describes a module. Its parameters may be on the meta device."""
+        parameters = trainable(module)
+        return Model(tuple(described(parameters)), tuple(p.numel() for p in parameters.values()))
+
+    @staticmethod
+    def of_size(values: int, layers: int) -> "Model":
+        """Describes a model of equal layers of float32 values, and nothing else.
+
+        Args:
+            values: Number of parameters.
+            layers: Number of layers.
+
+        Raises:
+            ValueError: If there are no layers, or fewer values than layers.
+
+        Examples:
+            >>> Model.of_size(24_000, layers=24).fragments(Settings(layers_per_fragment=12))
+            (12000, 12000)
+        """
+        require(layers >= 1, "layers", layers, "at least 1")
+        require(values >= layers, "params", values, "at least as many as layers")
+        each, left = divmod(values, layers)
+        numels = tuple(each + (layer < left) for layer in range(layers))
+        parameters = (Parameter(f"layers.{layer}.weight", FLOAT32 * numel) for layer, numel in enumerate(numels))
+        return Model(tuple(parameters), numels)
+
+    @property
+    def numel(self) -> int:
+        """Number of values."""
+        return sum(self.numels)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters in their own dtype, which is also that of their gradients."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    def fragments(self, settings: Settings) -> tuple[int, ...]:
+        """Number of values in each fragment, as the engine would cut the model."""
+        chosen = settings.fragments
+        patterns = chosen if isinstance(chosen, str) else tuple(map(tuple, chosen))
+        return _cut(self, patterns, settings.layers_per_fragment)
+
+
+@lru_cache
+def _cut(model: Model, fragments: str | tuple[tuple[str, ...], ...], layers_per_fragment: int) -> tuple[int, ...]:
+    numels = {parameter.name: numel for parameter, numel in zip(model.parameters, model.numels, strict=True)}
+    cut = partition(model.parameters, fragments, layers_per_fragment)
+    return tuple(sum(numels[name] for name in fragment.names) for fragment in cut.fragments)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The worker groups and how fast they are.
+
+    Args:
+        step_time: Seconds of an inner step, without anything between groups.
+        groups: Number of worker groups (M in the paper).
+        group_size: Ranks in a group.
+        memory_rate: Bytes per second that a device reads and writes in its memory: what a launch and a landing cost.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+    """
+
+    step_time: float
+    groups: int = 2
+    group_size: int = 1
+    memory_rate: float = 1e12
+
+    def __post_init__(self) -> None:
+        require(0 < self.step_time < math.inf, "step_time", self.step_time, "a positive number of seconds")
+        require(self.groups >= 2, "groups", self.groups, "at least 2, or nothing travels")
+        require(self.group_size >= 1, "group_size", self.group_size, "at least 1")
+        require(self.memory_rate > 0, "memory_rate", self.memory_rate, "positive")
+
+    @property
+    def others(self) -> int:
+        """Number of other groups."""
+        return self.groups - 1
+
+    @property
+    def connections(self) -> int:
+        """Connections that share the link of a group: every rank has one to each other group."""
+        return self.others * self.group_size
