@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from lightning_sdiloco.plan import plan
+from lightning_sdiloco.planning.command import plan
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import Settings
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_sdiloco.paper import GRID, METHODS, MODELS, TABLE_4, PaperModel, table_4
+from lightning_sdiloco.planning.paper import GRID, METHODS, MODELS, TABLE_4, PaperModel, table_4
 
 # Method: bits a value, steps between two launches, fragments that take turns, overlap.
 SHAPES = {

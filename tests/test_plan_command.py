@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.cli import main
-from lightning_sdiloco.paper import table_4
+from lightning_sdiloco.planning.paper import table_4
 
 SIZE = ["--params=1e9", "--layers=24"]
 ASKED = [*SIZE, "--step-time=0.1", "--bandwidth=1"]

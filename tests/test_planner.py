@@ -11,11 +11,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sdiloco import Schedule, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.link import Link
-from lightning_sdiloco.methods import DataParallel, Streaming, _timetable
-from lightning_sdiloco.planner import MARGIN, TARGET, TARGETS, alternatives, candidates, plan, predict, recommend
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import DataParallel, Streaming, _timetable
+from lightning_sdiloco.planning.planner import (
+    MARGIN,
+    TARGET,
+    TARGETS,
+    alternatives,
+    candidates,
+    plan,
+    predict,
+    recommend,
+)
+from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.settings import Settings
-from lightning_sdiloco.workload import Groups, Model
 from tests.fits import fit, module
 from tests.ranks import run_processes
 from tests.training import LAYERS, batch, mlp

@@ -31,9 +31,9 @@ EDGE = {
     f"{NAME}.lightning_pytorch",
     f"{NAME}.placing",
     f"{NAME}.promptness",
-    f"{NAME}.plan",
-    f"{NAME}.plan_picture",
-    f"{NAME}.plan_text",
+    f"{NAME}.planning.command",
+    f"{NAME}.planning.picture",
+    f"{NAME}.planning.text",
     f"{NAME}.pytorch_lightning",
     f"{NAME}.refused",
     f"{NAME}.replacing",
@@ -46,7 +46,9 @@ EDGE = {
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # Arithmetic on numbers and names.
-WITHOUT_TENSORS = {f"{NAME}.{name}" for name in ("counting", "errors", "link", "paper", "partition", "schedule")}
+WITHOUT_TENSORS = {
+    f"{NAME}.{name}" for name in ("counting", "errors", "partition", "planning.link", "planning.paper", "schedule")
+}
 NETWORK = {f"{NAME}.communicator", f"{NAME}.exchange.gather", f"{NAME}.topology"}
 
 

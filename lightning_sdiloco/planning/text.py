@@ -8,9 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sdiloco.methods import Memory
-from lightning_sdiloco.paper import TARGETS, Entry
-from lightning_sdiloco.planner import MARGIN, TARGET, Plan, Prediction
+from lightning_sdiloco.planning.methods import Memory
+from lightning_sdiloco.planning.paper import TARGETS, Entry
+from lightning_sdiloco.planning.planner import MARGIN, TARGET, Plan, Prediction
 
 NAMES: Mapping[str, str] = {
     "ddp": "DDP",

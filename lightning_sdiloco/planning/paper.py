@@ -3,7 +3,7 @@
 An idealisation: no latency, 16 bits a value (4 for FP4), every value crosses the link once, a step is 3 L - 1 equal
 nodes (forward, backward for the activations, backward for the parameters of L layers; the first layer has no
 activations to go back to), and the reduction of a layer starts as soon as its parameter gradient is there.
-`lightning_sdiloco.planner` models the engine instead.
+`lightning_sdiloco.planning.planner` models the engine instead.
 """
 
 from collections.abc import Callable, Iterator, Mapping

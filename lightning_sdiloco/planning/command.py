@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
-from lightning_sdiloco import paper, planner
-from lightning_sdiloco.link import Link
-from lightning_sdiloco.methods import Method
-from lightning_sdiloco.paper import PaperModel
-from lightning_sdiloco.plan_picture import draw
-from lightning_sdiloco.plan_text import plan_as_text, table_4_as_text
-from lightning_sdiloco.planner import Plan
+from lightning_sdiloco.planning import paper, planner
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Method
+from lightning_sdiloco.planning.paper import PaperModel
+from lightning_sdiloco.planning.picture import draw
+from lightning_sdiloco.planning.planner import Plan
+from lightning_sdiloco.planning.text import plan_as_text, table_4_as_text
+from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.settings import Settings
-from lightning_sdiloco.workload import Groups, Model
 
 MakeModel = Callable[[], nn.Module]
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 from torch import nn
 
 from lightning_sdiloco.fragments import described, trainable
-from lightning_sdiloco.link import require
 from lightning_sdiloco.partition import Parameter, partition
+from lightning_sdiloco.planning.link import require
 from lightning_sdiloco.settings import Settings
 
 FLOAT32 = 4
