@@ -1,7 +1,8 @@
 """Rounds that start anew: with other groups, other shards or other settings, and after parameters were unfrozen."""
 
 import importlib
-import io
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,12 @@ from lightning_sdiloco.settings import Settings
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes, run_ranks
-from tests.test_checkpoint import CHOICES, StatefulBatches, run_fit, save_folder, saving
+from tests.test_checkpoint import CHOICES, StatefulBatches, assert_same, run_fit, save_folder, saving
+from tests.test_resume import through_a_file
 from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
 
 ENGINE: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": LAYERS}
 IN_FLIGHT_AFTER = 20  # fragments 1, 2 and 3 are in flight, and all have momentum
-
-
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
 
 # Outer state by name
@@ -260,8 +250,6 @@ def expected_restart(checkpoint: Path) -> Any:
 
 def logged(rank: int, world_size: int, path: str, steps: int, choices: dict[str, Any], **more: Any) -> Any:
     """A fit resumed from a checkpoint, and what our loggers warned of."""
-    import logging
-
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -303,8 +291,6 @@ def test_other_groups_start_from_the_outer_parameters_and_momentum_with_the_flig
 def test_the_file_of_a_group_that_is_gone_costs_its_flights_and_its_optimizer_state(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     shutil.copytree(checkpoint.parent, tmp_path / "copy")
     copied = tmp_path / "copy" / checkpoint.name
     (save_folder(copied) / "rank_00001.pt").unlink()
@@ -315,8 +301,6 @@ def test_the_file_of_a_group_that_is_gone_costs_its_flights_and_its_optimizer_st
 
 
 def test_an_altered_file_is_refused_on_every_rank_also_for_other_groups(checkpoint: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(checkpoint.parent, tmp_path / "copy")
     copied = tmp_path / "copy" / checkpoint.name
     file = save_folder(copied) / "rank_00001.pt"
