@@ -373,7 +373,10 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        # Here all hooks have run that may freeze or unfreeze something at the start of an epoch.
+        self._recut_where_an_epoch_begins()
+
+    def _recut_where_an_epoch_begins(self) -> None:
+        # With its first batch all hooks have run that may freeze or unfreeze something at the start of an epoch.
         if self._epoch_begins and self._engine is not None and self._engine.has_other_parameters():
             self._recut(self._engine)
         self._epoch_begins = False
@@ -404,8 +407,12 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        # The user's hooks that move a batch need not know of idle ones.
-        return None if batch is None else super().batch_to_device(batch, device, dataloader_idx)
+        if batch is None:
+            # Lightning calls no on_train_batch_start for an idle batch, and the other groups may be there. The user's
+            # hooks that move a batch need not know of idle ones.
+            self._recut_where_an_epoch_begins()
+            return None
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

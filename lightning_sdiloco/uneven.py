@@ -87,10 +87,9 @@ def end_epoch(trainer: Any) -> None:
 def drop_what_not_all_logged(trainer: Any, strategy: "StreamingDiLoCoMixin") -> None:
     """Drops metrics of the epoch that some ranks do not have, because they had no batch: a reduction would hang.
 
-    Only where it may be so, for it is collective: if a group ran dry, or the epoch was resumed in the middle.
+    All ranks must call it, at the end of every epoch: nobody knows of another group that had none in an epoch of known
+    length.
     """
-    if not strategy.agreed(Request.END_EPOCH) and not getattr(trainer.fit_loop, "restarted_mid_epoch", False):
-        return
     results = trainer.fit_loop.epoch_loop._results
     logged = [key for key, metric in results.items() if metric.meta.on_epoch and not metric.has_reset]
     common = set.intersection(*map(set, strategy.topology.world.gather_objects(logged)))

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -516,3 +517,26 @@ def test_a_fit_resumes_to_the_same_bits_after_layers_were_unfrozen_and_frozen(
         for at, values in one["trace"].items():
             assert_same(values, other["trace"][at])
         assert_same(one["net"], other["net"])
+
+
+def test_a_group_that_begins_an_epoch_without_data_cuts_the_model_anew_with_the_others() -> None:
+    class Once(StatefulBatches):
+        def __len__(self) -> int:
+            raise TypeError("unknown")
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            yield from super().__iter__()
+            self.length = 0
+
+    def fit(rank: int, world_size: int) -> Any:
+        module = fits.module(seed=rank)
+        strategy = fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 6})
+        trainer = fits.trainer(strategy=strategy, devices=2, max_epochs=2, callbacks=[finetuning(LIGHTNING)])
+        loader = Once(rank, 0, 1, length=10) if rank else StatefulBatches(rank, 0, 1, length=100)
+        trainer.fit(module, loader)
+        return strategy.outer_state_dict(), strategy.report()["inner_steps"]
+
+    (outer, steps), (other, other_steps) = run_processes(fit, 2)
+    assert_same(other, outer)
+    assert steps == other_steps
+    assert "net.0.weight" in outer

@@ -419,6 +419,20 @@ def test_a_group_without_a_single_batch_in_a_later_epoch_makes_none_wait() -> No
     assert "so what the others logged for the epoch is dropped: training_step.loss" in ranks[0]["warned"][-1]
 
 
+def test_a_group_without_a_single_batch_of_those_it_announced_makes_none_wait() -> None:
+    """The epoch ends by its length, before a launch could tell."""
+
+    class Once(Announced):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            batches, self.stream = self.stream, Stream(self.stream.place, 0)
+            yield from batches
+
+    ranks = fit(2, lambda place: (Once if place[0] else Announced)(place, 3), choices={**CHOICES, "sync_every": 20})
+    assert epochs(assert_together(ranks)) == [3, 3]
+    assert ranks[1]["idle"] == [4, 5, 6]
+    assert "so what the others logged for the epoch is dropped: training_step.loss" in ranks[0]["warned"][-1]
+
+
 def test_epochs_shorter_than_a_round_still_exchange() -> None:
     ranks = fit(
         2,
