@@ -21,6 +21,7 @@ from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.collectives import CollectivesMixin
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.epochs import begin_epochs_alike
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.flight import Landing
@@ -278,6 +279,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             refuse_what_cannot_work(trainer)
             self._noise = silence(trainer, self)
             self._noise.enter_context(end_epochs_together(trainer, self))
+            begin_epochs_alike(trainer, self._noise)
             super().setup(trainer)
             self._averaging = Averaging(trainer, self, self._noise)
         else:
