@@ -761,7 +761,8 @@ def test_a_loader_that_is_cut_short_begins_anew_where_the_last_batch_of_an_epoch
             return self.starting(start)
 
         def starting(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-            for self.step, parts in enumerate(list(self.stream)[start:], start + 1):
+            for step, parts in enumerate(list(self.stream)[start:], start + 1):
+                self.step = step
                 yield parts
 
     def fit_saving(resume: str | None = None) -> list[dict[str, Any]]:
