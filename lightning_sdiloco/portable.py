@@ -17,7 +17,6 @@ class OuterParameter(NamedTuple):
         state: State of the outer optimizer. Tensors of the shape of the values belong to single values, such as a
             momentum; everything else, such as a count of steps, belongs to the whole parameter.
         rounds: Outer steps so far.
-        rounds: Outer steps so far.
     """
 
     values: Tensor

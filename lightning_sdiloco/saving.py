@@ -73,8 +73,12 @@ class SavingMixin(_Base):
         """Freezes and unfreezes as it was when the checkpoint was saved, which callbacks do not do on their own."""
         if self._resumed is not None:
             trainable = {name for fragment in self._resumed["engine"]["fragments"] for name in fragment["names"]}
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(clean_name(name) in trainable)
+        elif self._restart is not None and self._on_resume == "exact":
+            trainable = set(self._restart.parameters)
+        else:
+            return
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(clean_name(name) in trainable)
 
     def _forget_loaded(self) -> None:
         self._resumed = self._restart = self._random_state = None

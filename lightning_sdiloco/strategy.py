@@ -21,6 +21,7 @@ from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.collectives import CollectivesMixin
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.epochs import begin_epochs_alike
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.flight import Landing
@@ -210,7 +211,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         if source is None:
             raise RuntimeError(
                 "There is nothing to read before training: the fragments and the schedule are known from on_fit_start"
-                " on, the outer parameters and the report from on_train_batch_start on, and all after trainer.fit."
+                " on, the outer parameters and the report from on_train_batch_start on, and all after a trainer.fit that"
+                " trained. One that resumed where nothing is left to do did not."
             )
         return source
 
@@ -278,6 +280,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             refuse_what_cannot_work(trainer)
             self._noise = silence(trainer, self)
             self._noise.enter_context(end_epochs_together(trainer, self))
+            begin_epochs_alike(trainer, self._noise)
             super().setup(trainer)
             self._averaging = Averaging(trainer, self, self._noise)
         else:
@@ -373,7 +376,10 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        # Here all hooks have run that may freeze or unfreeze something at the start of an epoch.
+        self._recut_where_an_epoch_begins()
+
+    def _recut_where_an_epoch_begins(self) -> None:
+        # With its first batch all hooks have run that may freeze or unfreeze something at the start of an epoch.
         if self._epoch_begins and self._engine is not None and self._engine.has_other_parameters():
             self._recut(self._engine)
         self._epoch_begins = False
@@ -404,8 +410,12 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        # The user's hooks that move a batch need not know of idle ones.
-        return None if batch is None else super().batch_to_device(batch, device, dataloader_idx)
+        if batch is None:
+            # Lightning calls no on_train_batch_start for an idle batch, and the other groups may be there. The user's
+            # hooks that move a batch need not know of idle ones.
+            self._recut_where_an_epoch_begins()
+            return None
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,6 @@ def end_epochs_together(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitS
         epoch_loop = loop.epoch_loop
         should_validate = partial(_should_validate, trainer, epoch_loop._should_check_val_fx)
         replace(undo, epoch_loop, "_should_check_val_fx", should_validate)
-        replace(undo, epoch_loop, "reset", partial(_reset, trainer, epoch_loop.reset))
     return undo
 
 
@@ -87,10 +86,9 @@ def end_epoch(trainer: Any) -> None:
 def drop_what_not_all_logged(trainer: Any, strategy: "StreamingDiLoCoMixin") -> None:
     """Drops metrics of the epoch that some ranks do not have, because they had no batch: a reduction would hang.
 
-    Only where it may be so, for it is collective: if a group ran dry, or the epoch was resumed in the middle.
+    All ranks must call it, at the end of every epoch: nobody knows of another group that had none in an epoch of known
+    length.
     """
-    if not strategy.agreed(Request.END_EPOCH) and not getattr(trainer.fit_loop, "restarted_mid_epoch", False):
-        return
     results = trainer.fit_loop.epoch_loop._results
     logged = [key for key, metric in results.items() if metric.meta.on_epoch and not metric.has_reset]
     common = set.intersection(*map(set, strategy.topology.world.gather_objects(logged)))
@@ -110,21 +108,6 @@ def _should_validate(trainer: Any, original: Callable[[Any], bool], fetcher: Any
     loop = trainer.fit_loop.epoch_loop
     early = loop.batch_progress.is_last_batch and loop.batch_progress.current.ready < trainer.num_training_batches
     return original(fetcher) or (early and _validates_by_share(trainer) and loop._should_check_val_epoch())
-
-
-def _reset(trainer: Any, original: Callable[[], None]) -> None:
-    """As Lightning does, and starts the next epoch where a checkpoint of the last batch of one is resumed.
-
-    Lightning does so only if that batch was the last by its number.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    ended = getattr(loop, "restarted_on_train_batch_end", False) and loop.batch_progress.is_last_batch
-    original()
-    if ended and loop.batch_progress.is_last_batch:
-        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
-            progress.reset_on_run()
-        loop.val_loop.batch_progress.total.reset()
-        iter(trainer.fit_loop._data_fetcher)
 
 
 def _validates_by_share(trainer: Any) -> bool:

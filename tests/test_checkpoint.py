@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+from torch.utils.data import DataLoader
 
 from lightning_sdiloco.buckets import fix_bucket_order
 from tests import fits
@@ -310,3 +311,30 @@ def test_fixing_the_order_of_buckets_leaves_the_module_as_it_was() -> None:
         return untouched
 
     assert run_ranks(run, 3) == [[True, True]] * 3
+
+
+@pytest.mark.parametrize(("groups", "when"), [(2, "every_n_epochs"), (2, "every_n_train_steps"), (1, "every_n_epochs")])
+def test_a_loader_of_torch_begins_the_next_epoch_with_the_same_random_numbers(
+    groups: int, when: str, tmp_path: Path
+) -> None:
+    """It takes one for every iterator, and the module has dropout."""
+
+    def fit(rank: int, world_size: int, resume: str | None) -> Any:
+        module = traced(LIGHTNING, seed=rank)
+        loader = DataLoader([batch(0, step) for step in range(10)], batch_size=None, shuffle=True)
+        trainer = fits.trainer(
+            strategy=fits.strategy(worker_groups=groups, **CHOICES),
+            devices=2,
+            max_epochs=3,
+            callbacks=[] if resume else saving(LIGHTNING, tmp_path, **{when: 5 if "steps" in when else 1}),
+            enable_checkpointing=resume is None,
+        )
+        torch.manual_seed(100 + rank)
+        trainer.fit(module, loader, ckpt_path=resume)
+        return module.trace
+
+    plain = run_processes(fit, 2, None)
+    for one, other in zip(run_processes(fit, 2, str(tmp_path / "step=5.ckpt")), plain, strict=True):
+        assert sorted(one) == list(range(5, 15))
+        for step, values in one.items():
+            assert_same(values, other[step])

@@ -3,6 +3,7 @@
 import importlib
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -488,7 +489,8 @@ def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_in_all_groups_
 
 
 @pytest.mark.parametrize(
-    ("step", "when"), [(10, "every_n_epochs"), (13, "every_n_train_steps"), (20, "every_n_epochs")]
+    ("step", "when"),
+    [(10, "every_n_epochs"), (13, "every_n_train_steps"), (20, "every_n_epochs"), (20, "every_n_train_steps")],
 )
 def test_a_fit_resumes_to_the_same_bits_after_layers_were_unfrozen_and_frozen(
     step: int, when: str, tmp_path: Path
@@ -500,3 +502,35 @@ def test_a_fit_resumes_to_the_same_bits_after_layers_were_unfrozen_and_frozen(
         for at, values in one["trace"].items():
             assert_same(values, other["trace"][at])
         assert_same(one["net"], other["net"])
+
+
+def test_a_group_that_begins_an_epoch_without_data_cuts_the_model_anew_with_the_others() -> None:
+    class Once(StatefulBatches):
+        def __len__(self) -> int:
+            raise TypeError("unknown")
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            yield from super().__iter__()
+            self.length = 0
+
+    def fit(rank: int, world_size: int) -> Any:
+        module = fits.module(seed=rank)
+        strategy = fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 6})
+        trainer = fits.trainer(strategy=strategy, devices=2, max_epochs=2, callbacks=[finetuning(LIGHTNING)])
+        loader = Once(rank, 0, 1, length=10) if rank else StatefulBatches(rank, 0, 1, length=100)
+        trainer.fit(module, loader)
+        return strategy.outer_state_dict(), strategy.report()["inner_steps"]
+
+    (outer, steps), (other, other_steps) = run_processes(fit, 2)
+    assert_same(other, outer)
+    assert steps == other_steps
+    assert "net.0.weight" in outer
+
+
+def test_what_was_unfrozen_is_trained_on_by_other_groups_too(tmp_path: Path) -> None:
+    run_processes(finetune, 2, 2, LIGHTNING, saving(LIGHTNING, tmp_path, every_n_train_steps=13))
+    ranks = run_processes(finetune, 3, 3, LIGHTNING, [], str(tmp_path / "step=13.ckpt"))
+    for trained in ranks:
+        starts = trained["trace"]
+        assert not torch.equal(starts[14]["net.0.weight"], starts[19]["net.0.weight"])
+        assert_same(trained["outer"], ranks[0]["outer"])

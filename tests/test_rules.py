@@ -26,6 +26,7 @@ EDGE = {
     f"{NAME}.checkpoint",
     f"{NAME}.cli",
     f"{NAME}.collectives",
+    f"{NAME}.epochs",
     f"{NAME}.failures",
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",

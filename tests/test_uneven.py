@@ -419,6 +419,20 @@ def test_a_group_without_a_single_batch_in_a_later_epoch_makes_none_wait() -> No
     assert "so what the others logged for the epoch is dropped: training_step.loss" in ranks[0]["warned"][-1]
 
 
+def test_a_group_without_a_single_batch_of_those_it_announced_makes_none_wait() -> None:
+    """The epoch ends by its length, before a launch could tell."""
+
+    class Once(Announced):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            batches, self.stream = self.stream, Stream(self.stream.place, 0)
+            yield from batches
+
+    ranks = fit(2, lambda place: (Once if place[0] else Announced)(place, 3), choices={**CHOICES, "sync_every": 20})
+    assert epochs(assert_together(ranks)) == [3, 3]
+    assert ranks[1]["idle"] == [4, 5, 6]
+    assert "so what the others logged for the epoch is dropped: training_step.loss" in ranks[0]["warned"][-1]
+
+
 def test_epochs_shorter_than_a_round_still_exchange() -> None:
     ranks = fit(
         2,
@@ -735,6 +749,42 @@ def test_a_fit_resumed_from_the_end_of_an_epoch_gives_the_same_bits(loader: Any,
             assert one["common"]["validated"] == other["common"]["validated"][epoch + 1 :]
             for name, values in other["outer"].items():
                 assert torch.equal(one["outer"][name], values), name
+
+
+def test_a_loader_that_is_cut_short_begins_anew_where_the_last_batch_of_an_epoch_is_resumed(tmp_path: Path) -> None:
+    class Both(Stateful):
+        def __len__(self) -> int:
+            return self.stream.batches
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            start, self.resumed = self.step if self.resumed else 0, False
+            return self.starting(start)
+
+        def starting(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for step, parts in enumerate(list(self.stream)[start:], start + 1):
+                self.step = step
+                yield parts
+
+    def fit_saving(resume: str | None = None) -> list[dict[str, Any]]:
+        def run(rank: int, world_size: int) -> dict[str, Any]:
+            pl = importlib.import_module(LIGHTNING)
+            saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+            return run_fit(
+                rank,
+                world_size,
+                lambda place: Both(place, 5 + 3 * place[0]),
+                resume=resume,
+                callbacks=[] if resume else [saving],
+                enable_checkpointing=resume is None,
+            )
+
+        return list(run_processes(run, 2))
+
+    plain = fit_saving()
+    resumed = fit_saving(str(tmp_path / "step=5.ckpt"))
+    assert epochs(assert_together(plain)) == [5, 5]
+    for name, values in plain[0]["outer"].items():
+        assert torch.equal(resumed[0]["outer"][name], values), name
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
