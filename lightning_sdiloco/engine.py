@@ -54,7 +54,7 @@ class StreamingDiLoCo:
         fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns matched
             against parameter names.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
-        compression: How outer gradients are encoded: ``"fp32"``, ``"bf16"``, ``"fp4"``, or a `Compression`.
+        compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
         outer_lr: Learning rate of the outer Nesterov SGD; the paper's value by default.
         outer_momentum: Momentum of the outer Nesterov SGD.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
