@@ -4,10 +4,12 @@ from collections.abc import Mapping
 
 from lightning_sdiloco.compression.base import Compression
 from lightning_sdiloco.compression.casts import BFloat16, Float32
+from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
 from lightning_sdiloco.compression.int2 import Int2
 from lightning_sdiloco.compression.integers import Int4, Int8
 from lightning_sdiloco.compression.microscaling import FP8, MXFP4
+from lightning_sdiloco.compression.topk import TopK
 
 __all__ = [
     "COMPRESSIONS",
@@ -16,10 +18,12 @@ __all__ = [
     "MXFP4",
     "BFloat16",
     "Compression",
+    "ErrorFeedback",
     "Float32",
     "Int2",
     "Int4",
     "Int8",
+    "TopK",
     "resolve",
 ]
 
@@ -32,6 +36,7 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "fp4": FP4(),
     "mxfp4": MXFP4(),
     "int2": Int2(),
+    "sparse": ErrorFeedback(TopK(1 / 64, Int2()), decay=0.95),
 }
 """Every compression that has a name."""
 
