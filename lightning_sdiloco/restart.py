@@ -116,16 +116,20 @@ class _Landing:
         if count.factors:
             for shard, outer in enumerate(self._outers):
                 payloads = [
-                    encoded(cargo[shard]["gradient"], group[shard]["fragments"][fragment]["memory"], self._settings)[0]
-                    for group, cargo in zip(self._groups, cargos, strict=True)
+                    self._encoded(cargo[shard], group[shard]) for group, cargo in zip(self._groups, cargos, strict=True)
                 ]
-                gradient = mean(payloads, count, self._settings.codec, like=cargos[0][shard]["gradient"])
+                codec = self._settings.codec.at(controls[0].step)
+                gradient = mean(payloads, count, codec, like=cargos[0][shard]["gradient"])
                 outer.commit(fragment, outer.stepped(fragment, gradient))
             names = list(self._buffers[fragment])
             for position in cargos[0][0]["travelling"]:
                 sent = [cargos[group][0]["buffers"][position] for group in count.factors]
                 self._buffers[fragment][names[position]] = torch.stack(sent).mean(dim=0)
         return any(control.finite for control in controls)
+
+    def _encoded(self, cargo: dict[str, Any], state: State) -> Tensor:
+        memory = state["fragments"][cargo["fragment"]]["memory"]
+        return encoded(cargo["gradient"], memory, self._settings, cargo["step"])[0]
 
 
 def _control(cargo: dict[str, Any]) -> Control:

@@ -62,7 +62,7 @@ class Transfer:
         """Encodes the outer gradient of the shard and starts to send it, behind the control vector of the group."""
         # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
         memory = None if cargo.final else self._memories[cargo.fragment]
-        payload, memory = encoded(cargo.gradient, memory, self._settings)
+        payload, memory = encoded(cargo.gradient, memory, self._settings, cargo.step)
         control = self._merged(self._control(cargo))
         message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
         return Sent(cargo, self._topology.exchange.post(message), memory)
@@ -77,7 +77,7 @@ class Transfer:
         end = CONTROL_BYTES + self._compression.wire_bytes(cargo.gradient.numel())
         count = plain(controls) if cargo.final else self._counting.count(controls)
         payloads = [message[CONTROL_BYTES:end] for message in messages]
-        gradient = mean(payloads, count, self._compression, like=cargo.gradient)
+        gradient = mean(payloads, count, self._compression.at(cargo.step), like=cargo.gradient)
         outer = self._step(cargo, gradient, count)
         return Arrival(
             outer=outer,
@@ -176,16 +176,18 @@ class Transfer:
         return float(torch.linalg.vector_norm(torch.cat(self._topology.lane.gather(norm))))
 
 
-def encoded(gradient: Tensor, memory: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor | None]:
+def encoded(gradient: Tensor, memory: Tensor | None, settings: Settings, step: int) -> tuple[Tensor, Tensor | None]:
     """The payload of an outer gradient, and what is to be remembered if it counts.
 
     Args:
         gradient: The outer gradient of a shard.
         memory: What was remembered before.
         settings: How to encode it, and the share of the local parameters that is kept on landing.
+        step: The inner step of the launch.
     """
-    payload = settings.codec.encode(gradient if memory is None else gradient + memory)
-    return payload, settings.codec.remembered(gradient, memory, payload, settings.mixing)
+    compression = settings.codec.at(step)
+    payload = compression.encode(gradient if memory is None else gradient + memory)
+    return payload, compression.remembered(gradient, memory, payload, settings.mixing)
 
 
 def mean(payloads: Sequence[Tensor], count: Count, compression: Compression, like: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ from lightning_sdiloco.compression import (
     Int2,
     Int4,
     Int8,
+    RandomBlock,
+    RandomK,
+    Threshold,
     TopK,
     resolve,
 )
@@ -44,6 +47,9 @@ BITS = {
     "topk of fp32": 1.4,
     "topk of fp4": 0.52,
     "feedback of mxfp4": 4.26,
+    "threshold": 0.52,
+    "random values": 0.14,
+    "random block": 0.14,
 }
 RELATIVE_ERROR = {
     "fp32": 0.0,
@@ -58,9 +64,21 @@ RELATIVE_ERROR = {
     "topk of fp32": 0.94,
     "topk of fp4": 0.94,
     "feedback of mxfp4": 0.16,
+    "threshold": 0.94,
+    "random values": 1.0,
+    "random block": 1.0,
 }
 # Of the largest of all values, what comes back at least.
-LARGEST = {"fp8": 0.93, "mxfp4": 0.75, "int2": 1 / 128, "sparse": 1 / 128, "feedback of mxfp4": 0.75}
+LARGEST = {
+    "fp8": 0.93,
+    "mxfp4": 0.75,
+    "int2": 1 / 128,
+    "sparse": 1 / 128,
+    "feedback of mxfp4": 0.75,
+    "threshold": 0.0,
+    "random values": 0.0,
+    "random block": 0.0,
+}
 # A vector cut at multiples of this decodes like its pieces: where blocks of values start anew with those of positions.
 UNIT = 2 * 4096
 
@@ -78,6 +96,9 @@ EXACT = {
     "topk of fp32": [0.0, 0.0, math.pi, 0.0, -1e-30],
     "topk of fp4": [0.0, 1.25, 0.0, -1.25 / 64],
     "feedback of mxfp4": [6.0, -6.0, 0.0, 0.5, -1.0, 1.5],
+    "threshold": [0.0, 0.0, 0.0, 0.0, 1.25],
+    "random values": [1.25],
+    "random block": [1.25],
 }
 
 # What a user may put together besides, so that every kind of value and every number of them is sent by position.
@@ -86,6 +107,9 @@ CASES = {
     "topk of fp32": TopK(0.031, Float32()),
     "topk of fp4": TopK(1 / 32, FP4()),
     "feedback of mxfp4": ErrorFeedback(MXFP4()),
+    "threshold": Threshold(1 / 32, FP4(), least=3.0),
+    "random values": RandomK(32, FP4()).at(100),
+    "random block": RandomBlock(32, FP4()).at(100),
 }
 
 every_compression = pytest.mark.parametrize("name", CASES)
@@ -258,7 +282,7 @@ def test_values_may_lie_anywhere_in_a_flat_vector(name: str) -> None:
         assert torch.equal(CASES[name].encode(values), CASES[name].encode(values.clone()))
 
 
-@every_compression
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("random")])
 @pytest.mark.parametrize("numel", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK + 3])
 def test_a_long_vector_decodes_like_its_pieces(name: str, numel: int) -> None:
     values = heavy_tailed(numel)
@@ -443,6 +467,87 @@ def test_a_wrapper_without_a_compression_is_refused(wrong: Any) -> None:
 def test_memories_do_not_nest() -> None:
     with pytest.raises(ValueError, match="nothing to wrap"):
         ErrorFeedback(ErrorFeedback(FP4()))
+
+
+def test_a_threshold_sends_what_is_large_beside_the_mean_and_no_more_than_its_ceiling() -> None:
+    values = torch.ones(2 * 4096)
+    values[5], values[7], values[4096 + 9], values[4096:] = 9.0, 4.0, 9.0, values[4096:] * 2
+    values[4096:] *= 1000  # the mean is that of the block
+    decoded = round_trip(Threshold(1 / 64, Float32(), least=3.5), values)
+    assert decoded.nonzero().flatten().tolist() == [5, 7]
+    values[:100] = 1e6
+    assert round_trip(Threshold(1 / 64, Float32(), least=3.5), values).count_nonzero() == 64
+
+
+@pytest.mark.parametrize("least", [-0.1, math.nan, True, "3"])
+def test_a_threshold_that_is_none_is_refused(least: Any) -> None:
+    with pytest.raises(ValueError, match=r"least=.* is out of range"):
+        Threshold(0.1, FP4(), least)
+
+
+CHANCES = {"values": RandomK(7, Float32()), "block": RandomBlock(7, Float32())}
+by_chance = pytest.mark.parametrize("kind", CHANCES)
+
+
+@by_chance
+@pytest.mark.parametrize("numel", [1, 6, 7, 8, 4096, CHUNK + 9])
+def test_chance_picks_one_of_so_many_values(kind: str, numel: int) -> None:
+    values = heavy_tailed(numel)
+    decoded = round_trip(CHANCES[kind].at(3), values)
+    picked = decoded.nonzero().flatten()
+    assert len(picked) == math.ceil(numel / 7)
+    assert torch.equal(decoded[picked], values[picked])
+    if kind == "values":
+        assert (picked // 7).tolist() == list(range(len(picked)))
+    else:
+        assert (picked - picked[0]).tolist() == list(range(len(picked)))
+
+
+@by_chance
+def test_chance_is_the_same_at_one_inner_step_and_in_time_picks_every_value_as_often(kind: str) -> None:
+    ones, counts = torch.ones(7 * 2000), torch.zeros(7 * 2000)
+    for step in range(0, 700 * 20, 20):
+        once = round_trip(CHANCES[kind].at(step), ones)
+        assert torch.equal(once, round_trip(CHANCES[kind].at(step), ones))
+        counts += once
+    assert 50 < counts.min() <= counts.max() < 150
+
+
+def reference_hash(number: int, step: int) -> int:
+    hashed = (number + 1) * 0x9E3779B1 + step * 0x85EBCA77
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        hashed %= 1 << 32
+        hashed = (hashed ^ hashed >> shift) * factor
+    return hashed % (1 << 32)
+
+
+@pytest.mark.parametrize("step", [0, 1, 100, 10**9])
+def test_chance_is_the_same_on_every_machine(step: int) -> None:
+    decoded = round_trip(RandomK(1000, Float32()).at(step), torch.ones(3700))
+    expected = [1000 * cell + reference_hash(cell, step) % (1000 if cell < 3 else 700) for cell in range(4)]
+    assert decoded.nonzero().flatten().tolist() == expected
+    decoded = round_trip(RandomBlock(7, Float32()).at(step), torch.ones(700))
+    assert decoded.nonzero().flatten().tolist()[0] == 100 * (reference_hash(0, step) % 7)
+
+
+def test_values_that_chance_picks_differ_between_cells() -> None:
+    picked = round_trip(RandomK(64, Float32()).at(5), torch.ones(64 * 4096)).nonzero() % 64
+    assert picked.unique().numel() == 64
+
+
+@by_chance
+def test_a_compression_is_the_same_one_whatever_was_picked(kind: str) -> None:
+    assert repr(CHANCES[kind].at(5)) == repr(CHANCES[kind])
+    assert CHANCES[kind].at(5).wire_bytes(100) == CHANCES[kind].wire_bytes(100)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, "8"])
+def test_a_number_of_values_that_is_none_is_refused(every: Any) -> None:
+    for chance in (RandomK, RandomBlock):
+        with pytest.raises(ValueError, match=r"every=.* is out of range"):
+            chance(every, FP4())
+        with pytest.raises(ValueError, match="is not a compression"):
+            chance(8, "fp4")  # type: ignore[arg-type]
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.compression import FP4, BFloat16, ErrorFeedback, Int2, TopK
+from lightning_sdiloco.compression import FP4, BFloat16, Compression, ErrorFeedback, Int2, RandomBlock, RandomK, TopK
 from lightning_sdiloco.restart import restart_from
 from lightning_sdiloco.settings import Settings
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
@@ -141,6 +141,37 @@ def test_the_final_exchange_takes_no_memory_along() -> None:
     before = groups.engines.outer_state_dict()
     groups.engines.finish()
     assert all(torch.equal(values, before[name]) for name, values in groups.engines.outer_state_dict().items())
+
+
+@pytest.mark.parametrize("chance", [RandomK(8, FP4()), RandomBlock(8, FP4())])
+@pytest.mark.parametrize("stopped_at", [4, 5, 9])
+def test_groups_that_send_by_chance_agree_and_go_on_from_a_checkpoint(chance: Compression, stopped_at: int) -> None:
+    never_stopped, first, second = (Groups(compression=ErrorFeedback(chance)) for _ in range(3))
+    never_stopped.run(20)
+    first.run(stopped_at)
+    for engine, other in zip(second.engines.engines, first.engines.engines, strict=True):
+        engine.load_state_dict(other.state_dict())
+    second.step = stopped_at
+    second.run(20 - stopped_at)
+    for engine, expected in zip(second.engines.engines, never_stopped.engines.engines, strict=True):
+        for values, others in zip(
+            engine._cut.outer.values, never_stopped.engines.engines[0]._cut.outer.values, strict=True
+        ):
+            assert torch.equal(values, others)
+        for memory, other_memory in zip(engine._cut.memories, expected._cut.memories, strict=True):
+            assert torch.equal(memory, other_memory)  # type: ignore[arg-type]
+
+
+def test_a_restart_knows_what_chance_picked() -> None:
+    choices = {**CHOICES, "compression": RandomK(8, FP4())}
+    groups = Groups(**choices)
+    groups.run(9)
+    assert len(groups.engines.engines[0].in_flight) > 1
+    restart = restart_from([[engine.state_dict()] for engine in groups.engines.engines], Settings(**choices))
+    for engine in groups.engines.engines:
+        engine.land_all()
+    for name, values in groups.engines.outer_state_dict().items():
+        assert torch.equal(restart.parameters[name].values, values.flatten())
 
 
 def test_a_compression_that_remembers_nothing_keeps_no_memory() -> None:

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 
 from lightning_sdiloco.compression.base import Compression
 from lightning_sdiloco.compression.casts import BFloat16, Float32
+from lightning_sdiloco.compression.chance import RandomBlock, RandomK
 from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
 from lightning_sdiloco.compression.int2 import Int2
 from lightning_sdiloco.compression.integers import Int4, Int8
 from lightning_sdiloco.compression.microscaling import FP8, MXFP4
-from lightning_sdiloco.compression.topk import TopK
+from lightning_sdiloco.compression.topk import Threshold, TopK
 
 __all__ = [
     "COMPRESSIONS",
@@ -23,6 +24,9 @@ __all__ = [
     "Int2",
     "Int4",
     "Int8",
+    "RandomBlock",
+    "RandomK",
+    "Threshold",
     "TopK",
     "resolve",
 ]

@@ -43,6 +43,10 @@ class Compression(ABC):
             out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
         """
 
+    def at(self, step: int) -> "Compression":
+        """The compression for a launch after an inner step: itself, unless chance picks what is sent then."""
+        return self
+
     def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor | None:
         """What shall be added to the next outer gradient, one memory for each shard of a fragment.
 

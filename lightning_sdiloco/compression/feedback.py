@@ -1,6 +1,6 @@
 """Remembers what a compression loses, and adds it to what is sent next."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class ErrorFeedback(Compression):
                 f"decay={self.decay!r} is out of range: it must be above 0 and at most 1. 1.0 forgets nothing; to"
                 f" remember nothing, use {self.compression!r} itself."
             )
+
+    @override
+    def at(self, step: int) -> "ErrorFeedback":
+        """The same around the compression for an inner step."""
+        return replace(self, compression=self.compression.at(step))
 
     @override
     def wire_bytes(self, numel: int) -> int:

@@ -79,7 +79,7 @@ class TopK(Compression):
         chosen, positions = values.new_empty(count), values.new_empty(_packed_bytes(count), dtype=torch.uint8)
         for blocks in _blocks(values):
             found = blocks.abs().topk(self._kept(blocks.size(1)), dim=1, sorted=False).indices.sort(dim=1).values
-            chosen[done:][: found.numel()] = blocks.gather(1, found).view(-1)
+            chosen[done:][: found.numel()] = self.sent(blocks.gather(1, found), blocks).view(-1)
             positions[_packed_bytes(done) :][: _packed_bytes(found.numel())] = _packed(found.view(-1))
             done += found.numel()
         return torch.cat((positions, self.values.encode(chosen)))
@@ -104,6 +104,10 @@ class TopK(Compression):
             blocks.scatter_(1, positions.view(shape), chosen[done:][:sent].view(shape))
             done += sent
 
+    def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
+        """What is sent of the values that were chosen in each block."""
+        return chosen
+
     def _kept(self, size: int) -> int:
         """How many values of a block are sent. An even number, so that those of the next block start at a byte."""
         # The share as it is written: 0.03 as a float is a little more than 3 %.
@@ -113,6 +117,46 @@ class TopK(Compression):
     def _count(self, numel: int) -> int:
         last = numel % BLOCK
         return numel // BLOCK * self._kept(BLOCK) + (self._kept(last) if last else 0)
+
+
+@dataclass(frozen=True)
+class Threshold(TopK):
+    """Of what `TopK` chooses, what is large beside the mean magnitude of its block; the rest is sent as zero.
+
+    ``share`` is the ceiling. The payload has the size of the ceiling always, since all payloads of a fragment have one
+    size; with `ErrorFeedback` what is small waits until it has grown.
+
+    Args:
+        share: How many of the values are sent at most, above 0 and at most 1.
+        values: How those are encoded.
+        least: The least magnitude that is sent, in mean magnitudes of the block; at least 0.
+
+    Raises:
+        ValueError: If ``share`` or ``least`` is out of range, or ``values`` is not a compression.
+
+    Examples:
+        >>> from lightning_sdiloco.compression import Float32
+        >>> sparse, decoded = Threshold(0.5, Float32(), least=1.5), torch.empty(4)
+        >>> sparse.decode(sparse.encode(torch.tensor([1.0, -2.0, 0.5, 1.0])), decoded)
+        >>> decoded.tolist()
+        [0.0, -2.0, 0.0, 0.0]
+    """
+
+    least: float
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.least, bool) or not isinstance(self.least, (int, float)) or not self.least >= 0:
+            raise ValueError(
+                f"least={self.least!r} is out of range: it must not be negative. 3.0 is three times the mean."
+            )
+
+    @override
+    def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
+        """Zeros in place of what is small. The mean is taken in float64, whose roundings get lost."""
+        means = blocks.abs().mean(1, keepdim=True, dtype=torch.float64)
+        return chosen.where(chosen.abs() >= means * self.least, 0)
 
 
 def _blocks(values: Tensor) -> Iterator[Tensor]:
