@@ -32,7 +32,7 @@ from lightning_sdiloco.compression import (
 from lightning_sdiloco.compression.fp4 import BLOCK
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-CHUNK = 1 << 17  # values that fp4 takes at a time on a CPU
+CHUNK = 1 << 19  # values that are taken at a time on a CPU
 
 BITS = {
     "fp32": 32.0,
@@ -286,7 +286,7 @@ def test_values_may_lie_anywhere_in_a_flat_vector(name: str) -> None:
 @pytest.mark.parametrize("numel", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK + 3])
 def test_a_long_vector_decodes_like_its_pieces(name: str, numel: int) -> None:
     values = heavy_tailed(numel)
-    pieces = torch.cat([round_trip(CASES[name], piece) for piece in values.split(3 * UNIT)])
+    pieces = torch.cat([round_trip(CASES[name], piece) for piece in values.split(11 * UNIT)])
     assert same_bits(round_trip(CASES[name], values), pieces)
 
 
@@ -402,7 +402,7 @@ def test_int2_keeps_zeros_and_only_then_gives_up_the_lower_magnitude() -> None:
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4", "fp4", "mxfp4", "int2", "sparse"])
 def test_the_scratch_memory_is_that_of_a_stretch(name: str) -> None:
     """Twice the payload, with it, and what a stretch of values needs."""
-    values, out = heavy_tailed(16 * CHUNK), torch.empty(16 * CHUNK)
+    values, out = heavy_tailed(8 * CHUNK), torch.empty(8 * CHUNK)
     payload = resolve(name).encode(values)
     assert payload.numel() <= peak_bytes(lambda: resolve(name).encode(values)) <= 3 * payload.numel() + 28 * CHUNK
     assert peak_bytes(lambda: resolve(name).decode(payload, out)) <= 2 * payload.numel() + 28 * CHUNK

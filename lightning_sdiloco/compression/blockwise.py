@@ -116,13 +116,20 @@ class Blockwise(Compression):
 
 
 def stretch(device: torch.device) -> int:
-    """Values at a time: on a CPU what stays in the cache (512 KiB), elsewhere enough to hide the launch of a kernel."""
-    return 1 << 17 if device.type == "cpu" else 1 << 23
+    """Values at a time: on a CPU what stays in the cache (2 MiB), elsewhere enough to hide the launch of a kernel."""
+    return 1 << 19 if device.type == "cpu" else 1 << 23
 
 
 def as_bfloat16(tops: Tensor) -> Tensor:
     """The float32 values of bfloat16 bits that are held as integers."""
     return (tops.to(torch.int32) << 16).view(torch.float32)
+
+
+def packed_pairs(codes: Tensor) -> Tensor:
+    """Two codes of four bits, which are bytes of their own, to a byte."""
+    # Whole words are much faster than every other byte.
+    words = codes.view(torch.int16)
+    return (words | words >> 4).to(torch.uint8)
 
 
 def _filled_up(values: Tensor, block: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.blockwise import Blockwise, as_bfloat16
+from lightning_sdiloco.compression.blockwise import Blockwise, as_bfloat16, packed_pairs
 
 BLOCK = 128
 """Values under one scale."""
@@ -54,14 +54,15 @@ class FP4(Blockwise):
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and two codes a byte."""
         bits = values.view(torch.int32)
-        magnitude = (bits & _MAGNITUDE).view(-1, BLOCK)
+        work = bits >> 28
+        signs = work.to(torch.uint8).bitwise_and_(8)
+        magnitude = torch.bitwise_and(bits, _MAGNITUDE, out=work).view(-1, BLOCK)
         tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
         # The threshold between two neighbouring levels is 1.5 times the lower one, so all seven have the mantissa of
         # 0.75 * top and one subtraction of float32 bits compares with all of them. Both products are exact.
         thresholds = (as_bfloat16(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
-        codes = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_(0, 7).view(-1)
-        codes |= (bits >> 28) & 8
-        return tops.to(torch.int16), (codes[0::2] | codes[1::2] << 4).to(torch.uint8)
+        codes = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0)
+        return tops.to(torch.int16), packed_pairs(signs.bitwise_or_(codes.to(torch.uint8).view(-1)))
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:

@@ -41,8 +41,9 @@ class Int2(Blockwise):
         low, high = magnitudes.to(torch.float32).unbind(1)
         codes = blocks.ge((low * 0.5 + high * 0.5)[:, None]).view(-1).view(torch.uint8)
         codes |= ((values.view(torch.int32) >> 30) & 2).to(torch.uint8)
-        packed = codes[0::4] | codes[1::4] << 2 | codes[2::4] << 4 | codes[3::4] << 6
-        return magnitudes.view(torch.int32).view(-1), packed
+        words = codes.view(torch.int32)
+        packed = (words | words >> 6 | words >> 12 | words >> 18) & 255
+        return magnitudes.view(torch.int32).view(-1), packed.to(torch.uint8)
 
     @override
     def filled_up(self, values: Tensor) -> Tensor:

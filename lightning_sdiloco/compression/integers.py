@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.blockwise import Blockwise, as_bfloat16
+from lightning_sdiloco.compression.blockwise import Blockwise, as_bfloat16, packed_pairs
 
 # The least top keeps a step of top / 127 out of the subnormal numbers; the greatest is the largest finite bfloat16.
 _LEAST_TOP = 0x0400
@@ -45,7 +45,7 @@ class _Integers(Blockwise):
 
     @abstractmethod
     def packed(self, codes: Tensor) -> Tensor:
-        """Writes int8 codes as bytes."""
+        """Writes int8 codes, whose memory may be used, as bytes."""
 
     @abstractmethod
     def unpacked(self, codes: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Int4(_Integers):
     @override
     def packed(self, codes: Tensor) -> Tensor:
         """Two to a byte, in two's complement."""
-        return ((codes[0::2] & 15) | codes[1::2] << 4).view(torch.uint8)
+        return packed_pairs(codes.bitwise_and_(15))
 
     @override
     def unpacked(self, codes: Tensor) -> Tensor:

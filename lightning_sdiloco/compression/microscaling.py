@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.blockwise import Blockwise
+from lightning_sdiloco.compression.blockwise import Blockwise, packed_pairs
 
 _EXPONENT = 23  # the position of the exponent in a float32
 _MAGNITUDE = 0x7FFFFFFF
@@ -84,7 +84,7 @@ class MXFP4(Blockwise):
         levels = torch.minimum(levels, share.mul_(0.5).round_().add_(4), out=levels)
         codes = levels.clamp_(0, 7).to(torch.uint8).view(-1)
         codes |= ((values.view(torch.int32) >> 28) & 8).to(torch.uint8)
-        return scales.to(torch.uint8), codes[0::2] | codes[1::2] << 4
+        return scales.to(torch.uint8), packed_pairs(codes)
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
