@@ -48,7 +48,7 @@ class FP8(Blockwise):
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
         """Decodes whole blocks; exact."""
-        decoded = codes.view(torch.float8_e4m3fn).to(torch.float32).view(-1, self.block)
+        decoded = _bytes(codes.device).index_select(0, codes.to(torch.int32)).view(-1, self.block)
         return decoded.mul_(_power_of_two(scales.to(torch.int32))[:, None]).view(-1)
 
 
@@ -82,7 +82,7 @@ class MXFP4(Blockwise):
         levels = (share * 2).round_()
         levels = torch.minimum(levels, share.round().add_(2), out=levels)
         levels = torch.minimum(levels, share.mul_(0.5).round_().add_(4), out=levels)
-        codes = levels.clamp_(0, 7).to(torch.uint8).view(-1)
+        codes = levels.clamp_(0, 7).to(torch.int8).view(torch.uint8).view(-1)
         codes |= ((values.view(torch.int32) >> 28) & 8).to(torch.uint8)
         return scales.to(torch.uint8), packed_pairs(codes)
 
@@ -109,6 +109,12 @@ def _exponent_of(largest: Tensor, below: int, lowest: int) -> Tensor:
 
 def _power_of_two(biased: Tensor) -> Tensor:
     return (biased << _EXPONENT).view(torch.float32)
+
+
+@cache
+def _bytes(device: torch.device) -> Tensor:
+    """The E4M3 value of every byte as float32: a table is several times faster than torch's conversion on a CPU."""
+    return torch.arange(256, device=device).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
 
 
 @cache
