@@ -1,4 +1,4 @@
-"""Measures how the four-bit compression should scale and round, and how fast each compression is.
+"""Measures every compression on real outer gradients, and how the four-bit one should scale and round.
 
 The outline: data (real outer gradients, then synthetic vectors), candidates, errors, speeds, report.
 Run it with ``python -m benchmarks.compression [--quick] [--json FILE]``.
@@ -20,7 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_sdiloco.compression import COMPRESSIONS, Compression, resolve
+from lightning_sdiloco.compression import (
+    COMPRESSIONS,
+    FP4,
+    Compression,
+    ErrorFeedback,
+    Int2,
+    RandomBlock,
+    RandomK,
+    Threshold,
+    TopK,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data: outer gradients of a small language model, and synthetic vectors that are harder than those
@@ -161,9 +171,8 @@ def synthetic(numel: int) -> dict[str, Replicas]:
     }
 
 
-def data_sets(training: Training) -> dict[str, Replicas]:
+def data_sets(rounds: list[Replicas]) -> dict[str, Replicas]:
     """All data sets by name."""
-    rounds = outer_gradients(training)
     numel = rounds[0][0].numel() // 128 * 128
     return {
         f"outer, round {len(rounds) // 3}": rounds[len(rounds) // 3 - 1],
@@ -260,7 +269,7 @@ def candidates() -> list[Candidate]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Errors and speeds
+# What the package has, its errors and speeds
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +306,34 @@ def round_trip(compression: Compression) -> Callable[[Tensor], Tensor]:
     return quantise
 
 
+FAMILY: dict[str, Compression] = {
+    **COMPRESSIONS,
+    "ErrorFeedback(Int2())": ErrorFeedback(Int2()),
+    "ErrorFeedback(FP4())": ErrorFeedback(FP4()),
+    "TopK(0.03, Int2())": TopK(0.03, Int2()),
+    "ErrorFeedback(TopK(0.03, Int2()), 0.95)": ErrorFeedback(TopK(0.03, Int2()), 0.95),
+    "TopK(0.03, FP4())": TopK(0.03, FP4()),
+    "Threshold(0.03, FP4(), 2.0)": Threshold(0.03, FP4(), 2.0),
+    "RandomK(32, FP4())": RandomK(32, FP4()),
+    "ErrorFeedback(RandomK(32, FP4()))": ErrorFeedback(RandomK(32, FP4())),
+    "RandomBlock(32, FP4())": RandomBlock(32, FP4()),
+    "ErrorFeedback(RandomBlock(32, FP4()))": ErrorFeedback(RandomBlock(32, FP4())),
+}
+"""What the package has, by name or as it is written in Python."""
+
+
+def error_of_the_sum(rounds: list[Replicas], compression: Compression) -> float:
+    """Relative error of all rounds of a replica added up, with the memory that the compression asks for."""
+    sent, true, memory = torch.zeros_like(rounds[0][0]).double(), torch.zeros_like(rounds[0][0]).double(), None
+    for step, (gradient, *_) in enumerate(rounds):
+        now, decoded = compression.at(step), torch.empty_like(gradient)
+        payload = now.encode(gradient if memory is None else gradient + memory)
+        now.decode(payload, decoded)
+        memory = now.remembered(gradient, memory, payload, mixing=0.0)
+        sent, true = sent + decoded, true + gradient
+    return float((sent - true).norm() / true.norm())
+
+
 def seconds(work: Callable[[], object], repeats: int) -> float:
     """The best of several times, after one to warm up: what the machine can do when nothing disturbs it."""
     work()
@@ -312,8 +349,7 @@ def speeds(numel: int, repeats: int) -> dict[str, float]:
     """Speeds in GB/s of float32 on one thread, by name; ``copy`` is into memory that is already there."""
     values, out = torch.randn(numel), torch.empty(numel)
     times = {"copy": seconds(lambda: out.copy_(values), repeats)}
-    for name in COMPRESSIONS:
-        compression = resolve(name)
+    for name, compression in FAMILY.items():
         payload = compression.encode(values)
         times[f"{name}_encode"] = seconds(partial(compression.encode, values), repeats)
         times[f"{name}_decode"] = seconds(partial(compression.decode, payload, out), repeats)
@@ -334,8 +370,7 @@ def measure(data: dict[str, Replicas]) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for candidate in candidates():
         rows[str(candidate)] = candidate.bits, {k: errors(v, candidate.quantise) for k, v in data.items()}
-    for name in COMPRESSIONS:
-        compression = resolve(name)
+    for name, compression in FAMILY.items():
         bits = compression.wire_bytes(numel) * 8 / numel
         rows[f"package: {name}"] = bits, {k: errors(v, round_trip(compression)) for k, v in data.items()}
     return rows
@@ -352,11 +387,17 @@ def print_errors(rows: dict[str, Row]) -> None:
         print(f"| {label} | {bits:.3f} | " + " | ".join(cells) + " |")
 
 
-def print_speeds(found: dict[str, float]) -> None:
-    """Prints the speeds as a Markdown table."""
-    print("\n| one thread | GB/s of float32 | relative to copy |\n|---|---|---|")
-    for name, speed in found.items():
-        print(f"| {name.replace('_', ' ')} | {speed:.2f} | {speed / found['copy']:.2f} |")
+def print_family(rows: dict[str, Row], sums: dict[str, float], found: dict[str, float]) -> None:
+    """Prints what the package has as a Markdown table."""
+    print("\n| compression | bits | error | cosine | error of the mean | error of the sum | encode | decode |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in FAMILY:
+        bits, by_data = rows[f"package: {name}"]
+        e = [e for data, e in by_data.items() if data.startswith("outer")][-1]
+        speed = " | ".join(f"{found[f'{name}_{what}'] / found['copy']:.2f}" for what in ("encode", "decode"))
+        print(
+            f"| `{name}` | {bits:.3f} | {e.relative:.3f} | {e.cosine:.3f} | {e.mean:.3f} | {sums[name]:.3f} | {speed} |"
+        )
 
 
 def headline(rows: dict[str, Row], found: dict[str, float]) -> dict[str, float]:
@@ -365,7 +406,6 @@ def headline(rows: dict[str, Row], found: dict[str, float]) -> dict[str, float]:
     last = [e for name, e in by_data.items() if name.startswith("outer")][-1]
     numbers = {"fp4_bits_per_value": bits, **{f"fp4_outer_{k}": v for k, v in asdict(last).items()}}
     for name, speed in found.items():
-        numbers[f"{name}_gb_per_s"] = speed
         numbers[f"{name}_relative_to_copy"] = speed / found["copy"]
     return numbers
 
@@ -383,11 +423,13 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
 
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread\n")
-    rows = measure(data_sets(QUICK if options.quick else Training()))
+    rounds = outer_gradients(QUICK if options.quick else Training())
+    rows = measure(data_sets(rounds))
+    sums = {name: error_of_the_sum(rounds, compression) for name, compression in FAMILY.items()}
     print_errors(rows)
     print(f"\nThe package's fp4 is: {Candidate()}.")
     found = speeds(1 << (18 if options.quick else 24), repeats=3 if options.quick else 7)
-    print_speeds(found)
+    print_family(rows, sums, found)
     if options.json:
         table = {label: {"bits": bits, **{k: asdict(e) for k, e in v.items()}} for label, (bits, v) in rows.items()}
         options.json.write_text(json.dumps({"headline": headline(rows, found), "errors": table}, indent=1) + "\n")

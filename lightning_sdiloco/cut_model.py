@@ -35,6 +35,8 @@ class CutModel:
         self.buffers = [BufferLayout(buffers) for buffers in buffers_of(model, fragments)]
         shards = [layout.read(*self._shard(layout)) for layout in self._layouts]
         self.outer = Outer(shards, settings.make_outer_optimizer, settings.outer_lr_schedule)
+        # What the compression remembers of this rank's shards. Tensors are replaced, never written to.
+        self.memories: list[Tensor | None] = [None] * len(shards)
 
     # What is trainable
 
@@ -146,8 +148,9 @@ class CutModel:
 
     def saved(self, fragment: int) -> dict[str, Any]:
         """The outer state of a fragment as plain values and tensors on the host."""
-        layout = self._layouts[fragment]
+        layout, memory = self._layouts[fragment], self.memories[fragment]
         return {
+            "memory": None if memory is None else memory.to("cpu"),
             "names": list(layout.names),
             "sizes": list(layout.sizes.values()),
             **self.outer.saved(fragment),
@@ -158,6 +161,8 @@ class CutModel:
         """Takes back what `saved` returned."""
         self.outer.load(fragment, saved["outer"], saved["state"], saved["rounds"])
         self.buffers[fragment].load(saved["buffers"], saved["travelling"])
+        memory, device = saved["memory"], self.outer.values[fragment].device
+        self.memories[fragment] = None if memory is None else memory.to(device, copy=True)
 
     def _shard(self, layout: FragmentLayout) -> tuple[int, int]:
         """Start and length of this rank's shard. All shards have the same length; zeros fill up the last."""

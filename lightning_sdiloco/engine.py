@@ -54,7 +54,7 @@ class StreamingDiLoCo:
         fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns matched
             against parameter names.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
-        compression: How outer gradients are encoded: ``"fp32"``, ``"bf16"``, ``"fp4"``, or a `Compression`.
+        compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
         outer_lr: Learning rate of the outer Nesterov SGD; the paper's value by default.
         outer_momentum: Momentum of the outer Nesterov SGD.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
@@ -158,7 +158,12 @@ class StreamingDiLoCo:
         self._counting = self.settings.make_counting(self.topology.groups, len(fragments))
         self._trained = [0] * len(fragments)
         self._transfer = Transfer(
-            self.topology, self.settings.codec, self._cut.outer, self._cut.buffers, self._counting
+            self.topology,
+            self.settings,
+            self._cut.outer,
+            self._cut.memories,
+            self._cut.buffers,
+            self._counting,
         )
 
     def step(self, *, idle: bool = False) -> list[Landing]:
@@ -493,6 +498,8 @@ class StreamingDiLoCo:
         buffers.commit(arrival.buffers, arrival.changed)
         if not cargo.final:
             self._counting.commit(arrival.controls)
+            if self.topology.group in arrival.counted.factors:
+                self._cut.memories[fragment] = arrival.memory
         left_out = self.topology.group in arrival.left_out
         mixing = 0.0 if cargo.final or left_out else self._mixing(arrival.counted)
         _keep_until_done(arrival.whole)

@@ -10,7 +10,7 @@ from lightning_sdiloco.control import Control
 from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.portable import OuterParameter, taken_apart
 from lightning_sdiloco.settings import Settings
-from lightning_sdiloco.transfer import mean, norm_squared
+from lightning_sdiloco.transfer import encoded, mean, norm_squared
 
 State = dict[str, Any]
 """What `StreamingDiLoCo.state_dict` returned on one rank."""
@@ -90,7 +90,7 @@ class _Landing:
     ) -> None:
         self._groups = groups
         self._buffers = buffers
-        self._codec = settings.codec
+        self._settings = settings
         self._counting = settings.make_counting(len(groups), len(buffers))
         for index, fragment in enumerate(groups[0][0]["fragments"]):
             self._counting.load(index, fragment["norms"])
@@ -115,14 +115,21 @@ class _Landing:
         fragment = controls[0].fragment
         if count.factors:
             for shard, outer in enumerate(self._outers):
-                payloads = [self._codec.encode(group[shard]["gradient"]) for group in cargos]
-                gradient = mean(payloads, count, self._codec, like=cargos[0][shard]["gradient"])
+                payloads = [
+                    self._encoded(cargo[shard], group[shard]) for group, cargo in zip(self._groups, cargos, strict=True)
+                ]
+                codec = self._settings.codec.at(controls[0].step)
+                gradient = mean(payloads, count, codec, like=cargos[0][shard]["gradient"])
                 outer.commit(fragment, outer.stepped(fragment, gradient))
             names = list(self._buffers[fragment])
             for position in cargos[0][0]["travelling"]:
                 sent = [cargos[group][0]["buffers"][position] for group in count.factors]
                 self._buffers[fragment][names[position]] = torch.stack(sent).mean(dim=0)
         return any(control.finite for control in controls)
+
+    def _encoded(self, cargo: dict[str, Any], state: State) -> Tensor:
+        memory = state["fragments"][cargo["fragment"]]["memory"]
+        return encoded(cargo["gradient"], memory, self._settings, cargo["step"])[0]
 
 
 def _control(cargo: dict[str, Any]) -> Control:

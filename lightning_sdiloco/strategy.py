@@ -57,8 +57,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
             shell-style patterns matched against parameter names, one list for each fragment.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
-        compression: How outer gradients are encoded: ``"fp32"``, ``"bf16"``, ``"fp4"``, or an object that is a
-            ``lightning_sdiloco.compression.Compression``.
+        compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
+            as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``.
         outer_lr: Learning rate of the outer Nesterov SGD.
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;

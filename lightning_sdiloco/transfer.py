@@ -15,6 +15,7 @@ from lightning_sdiloco.exchange import Unanswered
 from lightning_sdiloco.flight import Arrival, Cargo
 from lightning_sdiloco.fragments import BufferLayout
 from lightning_sdiloco.outer import Outer, Stepped
+from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import Topology
 
 
@@ -23,6 +24,7 @@ class Sent(NamedTuple):
 
     cargo: Cargo
     posted: Any
+    memory: Tensor | None
 
 
 class Transfer:
@@ -32,8 +34,9 @@ class Transfer:
 
     Args:
         topology: The ranks of this group and the way to the others.
-        compression: How outer gradients are encoded.
+        settings: How outer gradients are encoded, and how much of its own a group keeps on landing.
         outer: Outer parameters and outer optimizer of this rank's shards.
+        memories: What the compression remembers of every fragment's shard. Only a landing changes it.
         buffers: The buffers of every fragment.
         counting: How much each group counts in a mean.
     """
@@ -41,23 +44,28 @@ class Transfer:
     def __init__(
         self,
         topology: Topology,
-        compression: Compression,
+        settings: Settings,
         outer: Outer,
+        memories: Sequence[Tensor | None],
         buffers: Sequence[BufferLayout],
         counting: Counting,
     ) -> None:
         self._topology = topology
-        self._compression = compression
+        self._settings = settings
+        self._compression = settings.codec
         self._outer = outer
+        self._memories = memories
         self._buffers = buffers
         self._counting = counting
 
     def send(self, cargo: Cargo) -> Sent:
         """Encodes the outer gradient of the shard and starts to send it, behind the control vector of the group."""
-        payload = self._compression.encode(cargo.gradient)
+        # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
+        memory = None if cargo.final else self._memories[cargo.fragment]
+        payload, memory = encoded(cargo.gradient, memory, self._settings, cargo.step)
         control = self._merged(self._control(cargo))
         message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
-        return Sent(cargo, self._topology.exchange.post(message))
+        return Sent(cargo, self._topology.exchange.post(message), memory)
 
     def receive(self, sent: Sent) -> Arrival:
         """Waits for all groups, averages what they sent and makes the outer step."""
@@ -69,10 +77,11 @@ class Transfer:
         end = CONTROL_BYTES + self._compression.wire_bytes(cargo.gradient.numel())
         count = plain(controls) if cargo.final else self._counting.count(controls)
         payloads = [message[CONTROL_BYTES:end] for message in messages]
-        gradient = mean(payloads, count, self._compression, like=cargo.gradient)
+        gradient = mean(payloads, count, self._compression.at(cargo.step), like=cargo.gradient)
         outer = self._step(cargo, gradient, count)
         return Arrival(
             outer=outer,
+            memory=sent.memory,
             whole=torch.cat(self._topology.lane.gather(outer.values)) if self._topology.shards > 1 else outer.values,
             buffers=self._mean_buffers([message[end:] for message in messages], count, cargo),
             controls=controls,
@@ -165,6 +174,20 @@ class Transfer:
     def _norm(self, gradient: Tensor) -> float:
         norm = torch.linalg.vector_norm(gradient).reshape(1)
         return float(torch.linalg.vector_norm(torch.cat(self._topology.lane.gather(norm))))
+
+
+def encoded(gradient: Tensor, memory: Tensor | None, settings: Settings, step: int) -> tuple[Tensor, Tensor | None]:
+    """The payload of an outer gradient, and what is to be remembered if it counts.
+
+    Args:
+        gradient: The outer gradient of a shard.
+        memory: What was remembered before.
+        settings: How to encode it, and the share of the local parameters that is kept on landing.
+        step: The inner step of the launch.
+    """
+    compression = settings.codec.at(step)
+    payload = compression.encode(gradient if memory is None else gradient + memory)
+    return payload, compression.remembered(gradient, memory, payload, settings.mixing)
 
 
 def mean(payloads: Sequence[Tensor], count: Count, compression: Compression, like: Tensor) -> Tensor:

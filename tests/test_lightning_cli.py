@@ -28,6 +28,7 @@ class Model(LightningModule):
         if strategy.global_rank == 0:
             optimizer = type(strategy.engine._cut.outer._optimizer).__name__
             print("RESULT", strategy.report()["launches"], strategy.schedule.overlap_steps, optimizer)
+            print("COMPRESSION", strategy.engine.settings.codec)
             print("SCHEDULE", strategy.engine._cut.outer.described()["outer_lr_schedule"])
 
 if __name__ == "__main__":
@@ -78,6 +79,41 @@ def test_arguments_override_the_yaml_file_and_an_outer_optimizer_comes_by_its_cl
         '--trainer.strategy.fragments=[["net.0.*"],["net.1.*"]]',
     )
     assert "RESULT 4 0 AdamW" in output
+
+
+WRAPPED = """
+trainer:
+  strategy:
+    class_path: {class_path}
+    init_args:
+      sync_every: 2
+      overlap_steps: 1
+      layers_per_fragment: 1
+      start_method: fork
+      compression:
+        class_path: lightning_sdiloco.compression.ErrorFeedback
+        init_args:
+          decay: 0.9
+          compression:
+            class_path: lightning_sdiloco.compression.TopK
+            init_args:
+              share: 0.02
+              values: {{class_path: lightning_sdiloco.compression.Int2}}
+"""
+
+
+@pytest.mark.parametrize("distribution", OURS)
+def test_compressions_wrap_each_other_in_a_yaml_file(distribution: str, tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(WRAPPED.format(class_path=OURS[distribution]))
+    output = run(tmp_path, distribution, "fit", "--config", "settings.yaml")
+    assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.02, values=Int2()), decay=0.9)" in output
+
+
+def test_every_compression_has_a_name_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS["lightning.pytorch"]))
+    arguments = ("fit", "--config=settings.yaml", "--trainer.strategy.compression=sparse")
+    output = run(tmp_path, "lightning.pytorch", *arguments)
+    assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.015625, values=Int2()), decay=0.95)" in output
 
 
 SCHEDULED = """

@@ -52,7 +52,7 @@ OVERLAP = "it must be at least 0 and below sync_every, which is "
 MIXING = "it must be between 0 and 1"
 WHOLE = "it must be a whole number of at least 1"
 MOMENTUM = "it must be at least 0 and below 1"
-COMPRESSIONS = "'fp32', 'bf16', 'fp4'"
+COMPRESSIONS = "'fp32', 'bf16', 'fp8', 'int8', 'int4', 'fp4', "
 OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
     ({"sync_every": 100, "overlap_steps": 100}, "overlap_steps=100", OVERLAP + "100"),
     ({"sync_every": 7, "overlap_steps": 30}, "overlap_steps=30", OVERLAP + "7"),
@@ -86,7 +86,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
     ({"outlier_guard": True}, "outlier_guard=True", "it must be a number above 1, or None"),
     ({"outer_lr_schedule": "cosine"}, "outer_lr_schedule='cosine'", "a callable from an optimizer to a torch schedul"),
     ({"timeout": timedelta(0)}, "timeout=", "it must be a positive "),
-    ({"compression": "fp8"}, "compression='fp8'", COMPRESSIONS),
+    ({"compression": "fp5"}, "compression='fp5'", COMPRESSIONS),
     ({"compression": "FP4"}, "compression='FP4'", COMPRESSIONS),
     ({"compression": None}, "compression=None", COMPRESSIONS),
 ]

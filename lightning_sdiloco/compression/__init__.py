@@ -4,11 +4,44 @@ from collections.abc import Mapping
 
 from lightning_sdiloco.compression.base import Compression
 from lightning_sdiloco.compression.casts import BFloat16, Float32
+from lightning_sdiloco.compression.chance import RandomBlock, RandomK
+from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
+from lightning_sdiloco.compression.int2 import Int2
+from lightning_sdiloco.compression.integers import Int4, Int8
+from lightning_sdiloco.compression.microscaling import FP8, MXFP4
+from lightning_sdiloco.compression.topk import Threshold, TopK
 
-__all__ = ["COMPRESSIONS", "FP4", "BFloat16", "Compression", "Float32", "resolve"]
+__all__ = [
+    "COMPRESSIONS",
+    "FP4",
+    "FP8",
+    "MXFP4",
+    "BFloat16",
+    "Compression",
+    "ErrorFeedback",
+    "Float32",
+    "Int2",
+    "Int4",
+    "Int8",
+    "RandomBlock",
+    "RandomK",
+    "Threshold",
+    "TopK",
+    "resolve",
+]
 
-COMPRESSIONS: Mapping[str, type[Compression]] = {"fp32": Float32, "bf16": BFloat16, "fp4": FP4}
+COMPRESSIONS: Mapping[str, Compression] = {
+    "fp32": Float32(),
+    "bf16": BFloat16(),
+    "fp8": FP8(),
+    "int8": Int8(),
+    "int4": Int4(),
+    "fp4": FP4(),
+    "mxfp4": MXFP4(),
+    "int2": Int2(),
+    "sparse": ErrorFeedback(TopK(1 / 64, Int2()), decay=0.95),
+}
 """Every compression that has a name."""
 
 
@@ -31,7 +64,7 @@ def resolve(compression: str | Compression) -> Compression:
     if isinstance(compression, Compression):
         return compression
     if isinstance(compression, str) and compression in COMPRESSIONS:
-        return COMPRESSIONS[compression]()
+        return COMPRESSIONS[compression]
     raise ValueError(
         f"compression={compression!r} is not known. It is one of {', '.join(map(repr, COMPRESSIONS))}, or an object "
         f"that is a `lightning_sdiloco.compression.Compression`. Set `compression` to one of these names, or pass an "

@@ -8,7 +8,8 @@ from torch import Tensor
 class Compression(ABC):
     """Turns a flat float32 outer gradient into bytes and back.
 
-    A compression is a choice, not a memory: instances are immutable, compare by value and hold no tensors.
+    A compression is a choice, not a memory: instances are immutable, compare by value and hold no tensors. What one
+    wants remembered from launch to launch, the engine keeps.
     Encoding and decoding use integer and exactly rounded operations only, so that every group that decodes the same
     bytes gets the same bits.
     """
@@ -41,3 +42,23 @@ class Compression(ABC):
             payload: uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
             out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
         """
+
+    def at(self, step: int) -> "Compression":
+        """The compression for a launch after an inner step: itself, unless chance picks what is sent then."""
+        return self
+
+    def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor | None:
+        """What shall be added to the next outer gradient, one memory for each shard of a fragment.
+
+        It is kept once the flight lands in whose mean the payload counted.
+
+        Args:
+            gradient: The outer gradient, float32.
+            memory: What was added to it before it was encoded, if anything.
+            payload: What `encode` made of the sum.
+            mixing: Share of the local parameters that is kept on landing.
+
+        Returns:
+            A new float32 tensor of the shape of the gradient, or None if nothing is remembered.
+        """
+        return None

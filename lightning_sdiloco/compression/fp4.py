@@ -5,13 +5,14 @@ A payload of ``numel`` values is ``ceil(numel / 128)`` tops of 16 bits, then ``c
 """
 
 from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.compression.blockwise import Blockwise, as_bfloat16, packed_pairs
 
 BLOCK = 128
 """Values under one scale."""
@@ -26,7 +27,7 @@ _GREATEST_TOP = 0x7F7F
 
 
 @dataclass(frozen=True)
-class FP4(Compression):
+class FP4(Blockwise):
     """Four bits a value, and 16 bits for each block of 128 values: 4.125 bits a value.
 
     The levels of a block are 0 and ``top * 2**(code - 7)`` for codes 1 to 7, with a sign. ``top`` is the largest
@@ -45,96 +46,32 @@ class FP4(Compression):
         (4, [1.0, -0.5, 0.25, 0.0])
     """
 
-    @override
-    def wire_bytes(self, numel: int) -> int:
-        """The exact size in bytes of the payload of ``numel`` values.
-
-        Args:
-            numel: Number of values, at least 1.
-
-        Returns:
-            Two bytes for each block of 128 values, begun ones included, and one byte for each two values.
-        """
-        return _scale_bytes(numel) + (numel + 1) // 2
+    block: ClassVar[int] = BLOCK
+    bits: ClassVar[int] = 4
+    scale: ClassVar[torch.dtype] = torch.int16
 
     @override
-    def encode(self, values: Tensor) -> Tensor:
-        """Encodes values as one top per block and one code per value.
-
-        Args:
-            values: Contiguous float32 tensor of shape ``(numel,)``. A block with a value that is not finite is encoded
-                with a finite top; what its codes say is of no use.
-
-        Returns:
-            The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
-        """
-        numel = values.numel()
-        payload = values.new_empty(self.wire_bytes(numel), dtype=torch.uint8)
-        tops, codes = payload[: _scale_bytes(numel)].view(torch.int16), payload[_scale_bytes(numel) :]
-        chunk = _chunk(values.device)
-        for start in range(0, numel, chunk):
-            piece = values[start : start + chunk]
-            piece_tops, piece_codes = _encode_blocks(_whole_blocks(piece, BLOCK))
-            tops[start // BLOCK :][: len(piece_tops)] = piece_tops
-            codes[start // 2 :][: len(piece_codes)] = piece_codes[: (len(piece) + 1) // 2]
-        return payload
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and two codes a byte."""
+        bits = values.view(torch.int32)
+        work = bits >> 28
+        signs = work.to(torch.uint8).bitwise_and_(8)
+        magnitude = torch.bitwise_and(bits, _MAGNITUDE, out=work).view(-1, BLOCK)
+        tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
+        # The threshold between two neighbouring levels is 1.5 times the lower one, so all seven have the mantissa of
+        # 0.75 * top and one subtraction of float32 bits compares with all of them. Both products are exact.
+        thresholds = (as_bfloat16(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
+        codes = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0)
+        return tops.to(torch.int16), packed_pairs(signs.bitwise_or_(codes.to(torch.uint8).view(-1)))
 
     @override
-    def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Decodes a payload; the result is always finite.
-
-        Args:
-            payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
-            out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
-        """
-        numel = out.numel()
-        assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
-        # A payload may start at an odd address inside a gathered buffer, where 16 bits cannot be viewed.
-        tops = payload[: _scale_bytes(numel)].clone().view(torch.int16)
-        codes, pairs, chunk = payload[_scale_bytes(numel) :], _pairs(out.device), _chunk(out.device)
-        for start in range(0, numel, chunk):
-            piece = out[start : start + chunk]
-            piece_tops = tops[start // BLOCK :][: -(-len(piece) // BLOCK)]
-            piece_codes = _whole_blocks(codes[start // 2 :][: (len(piece) + 1) // 2], BLOCK // 2)
-            piece.copy_(_decode_blocks(piece_tops, piece_codes, pairs)[: len(piece)])
+    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+        """Decodes whole blocks; the result is always finite."""
+        levels = _pairs(codes.device).index_select(0, codes.to(torch.int32)).view(torch.float32)
+        return levels.view(-1, BLOCK).mul_(as_bfloat16(scales)[:, None]).view(-1)
 
 
-def _scale_bytes(numel: int) -> int:
-    return 2 * -(-numel // BLOCK)
-
-
-def _chunk(device: torch.device) -> int:
-    """Values at a time: on a CPU what stays in the cache (512 KiB), elsewhere enough to hide the launch of a kernel."""
-    return 1 << 17 if device.type == "cpu" else 1 << 23
-
-
-def _whole_blocks(values: Tensor, block: int) -> Tensor:
-    return values if len(values) % block == 0 else F.pad(values, (0, -len(values) % block))
-
-
-def _encode_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Encodes whole blocks; returns the tops (int16, one per block) and the packed codes (uint8, two values each)."""
-    bits = values.view(torch.int32)
-    magnitude = (bits & _MAGNITUDE).view(-1, BLOCK)
-    tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
-    # The threshold between two neighbouring levels is 1.5 times the lower one, so all seven have the mantissa of
-    # 0.75 * top and one subtraction of float32 bits compares with all of them. Both products are exact.
-    thresholds = (_as_float(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
-    codes = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_(0, 7).view(-1)
-    codes |= (bits >> 28) & 8
-    return tops.to(torch.int16), (codes[0::2] | codes[1::2] << 4).to(torch.uint8)
-
-
-def _decode_blocks(tops: Tensor, codes: Tensor, pairs: Tensor) -> Tensor:
-    """Decodes whole blocks into a new float32 tensor."""
-    levels = pairs.index_select(0, codes.to(torch.int32)).view(torch.float32)
-    return levels.view(-1, BLOCK).mul_(_as_float(tops.to(torch.int32))[:, None]).view(-1)
-
-
-def _as_float(tops: Tensor) -> Tensor:
-    return (tops << 16).view(torch.float32)
-
-
+@cache
 def _pairs(device: torch.device) -> Tensor:
     """The two float32 levels of every byte for a top of 1, as the halves of 256 int64."""
     byte = torch.arange(256, dtype=torch.int32, device=device)

@@ -1,0 +1,183 @@
+"""Sends values that chance picks, the same in all groups, so that positions need not be sent; others become zero."""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.compression.blockwise import stretch
+
+Self = TypeVar("Self", bound="_Chance")
+
+
+@dataclass(frozen=True)
+class _Chance(Compression):
+    every: int
+    values: Compression
+    step: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(
+                f"every={self.every!r} is out of range: it must be a whole number of at least 1. 32 sends 3 %."
+            )
+        if not isinstance(self.values, Compression):
+            raise ValueError(
+                f"values={self.values!r} is not a compression. Pass an instance of one, such as FP4(): it encodes the"
+                " values that are sent."
+            )
+
+    @override
+    def at(self: Self, step: int) -> Self:
+        """The compression with what chance picks at an inner step."""
+        picked = copy.copy(self)
+        object.__setattr__(picked, "step", step)
+        return picked
+
+    @override
+    def wire_bytes(self, numel: int) -> int:
+        """The exact size in bytes of the payload of ``numel`` values.
+
+        Args:
+            numel: Number of values, at least 1.
+
+        Returns:
+            The payload of the values that are sent: one of every ``every``, begun ones included.
+        """
+        return self.values.wire_bytes(-(-numel // self.every))
+
+    @override
+    def encode(self, values: Tensor) -> Tensor:
+        """Picks values and encodes them.
+
+        Args:
+            values: Contiguous float32 tensor of shape ``(numel,)``.
+
+        Returns:
+            The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
+        """
+        return self.values.encode(self.picked(values))
+
+    @override
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Puts the values that were sent in their places, and zeros elsewhere.
+
+        Args:
+            payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
+            out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
+        """
+        sent = out.new_empty(-(-out.numel() // self.every))
+        self.values.decode(payload, sent)
+        self.put(sent, out.zero_())
+
+    @abstractmethod
+    def picked(self, values: Tensor) -> Tensor:
+        """The values that chance picks, in their order, contiguous."""
+
+    @abstractmethod
+    def put(self, sent: Tensor, out: Tensor) -> None:
+        """Writes what was picked back into its places."""
+
+
+@dataclass(frozen=True)
+class RandomK(_Chance):
+    """One value of every ``every`` consecutive ones, at random, encoded by another compression.
+
+    Which ones follows from the inner step of the launch, so all groups send the same ones, and others at every launch.
+
+    Args:
+        every: One of so many values is sent.
+        values: How those are encoded.
+
+    Raises:
+        ValueError: If ``every`` is out of range, or ``values`` is not a compression.
+
+    Examples:
+        >>> from lightning_sdiloco.compression import Float32
+        >>> chance, decoded = RandomK(4, Float32()).at(100), torch.empty(8)
+        >>> chance.decode(chance.encode(torch.arange(8.0)), decoded)
+        >>> decoded.tolist()
+        [0.0, 0.0, 2.0, 0.0, 0.0, 5.0, 0.0, 0.0]
+    """
+
+    @override
+    def picked(self, values: Tensor) -> Tensor:
+        """One value of each cell."""
+        return torch.cat([cells.gather(1, offsets).view(-1) for cells, offsets in self._cells(values)])
+
+    @override
+    def put(self, sent: Tensor, out: Tensor) -> None:
+        """One value into each cell."""
+        done = 0
+        for cells, offsets in self._cells(out):
+            cells.scatter_(1, offsets, sent[done:][: len(cells)].view(-1, 1))
+            done += len(cells)
+
+    def _cells(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the values as rows of cells, with the position that is picked in each; the last may be short."""
+        whole, length = len(values) // self.every, max(stretch(values.device) // self.every, 1)
+        for start in range(0, whole, length):
+            end = min(start + length, whole)
+            cells = values[start * self.every : end * self.every].view(-1, self.every)
+            numbers = torch.arange(start, end, device=values.device)
+            yield cells, _hashed(numbers, self.step).remainder_(self.every)[:, None]
+        rest = values[whole * self.every :]
+        if len(rest) > 0:
+            numbers = torch.tensor([whole], device=values.device)
+            yield rest.view(1, -1), _hashed(numbers, self.step).remainder_(len(rest))[:, None]
+
+
+@dataclass(frozen=True)
+class RandomBlock(_Chance):
+    """One of ``every`` equal stretches of the vector, at random, encoded by another compression.
+
+    Which one follows from the inner step of the launch, so all groups send the same one.
+
+    Args:
+        every: The vector has so many stretches.
+        values: How a stretch is encoded.
+
+    Raises:
+        ValueError: If ``every`` is out of range, or ``values`` is not a compression.
+
+    Examples:
+        >>> from lightning_sdiloco.compression import Float32
+        >>> chance, decoded = RandomBlock(3, Float32()).at(100), torch.empty(8)
+        >>> chance.decode(chance.encode(torch.arange(8.0)), decoded)
+        >>> decoded.tolist()
+        [0.0, 0.0, 0.0, 3.0, 4.0, 5.0, 0.0, 0.0]
+    """
+
+    @override
+    def picked(self, values: Tensor) -> Tensor:
+        """The stretch."""
+        return self._stretch(values)
+
+    @override
+    def put(self, sent: Tensor, out: Tensor) -> None:
+        """Writes the stretch."""
+        self._stretch(out).copy_(sent)
+
+    def _stretch(self, values: Tensor) -> Tensor:
+        length = -(-len(values) // self.every)
+        number = int(_hashed(torch.zeros(1, dtype=torch.int64), self.step)) % self.every
+        # The last stretch reaches back into the one before, so that all have the same length.
+        start = min(number * length, len(values) - length)
+        return values[start : start + length]
+
+
+def _hashed(numbers: Tensor, step: int) -> Tensor:
+    """32 bits that look like chance, from whole numbers and the inner step; the same on every device."""
+    # Products of 64 bits may overflow: their low 32 bits, which are kept, are right nevertheless.
+    hashed = (numbers + 1) * 0x9E3779B1 + step * 0x85EBCA77
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        hashed &= 0xFFFFFFFF
+        hashed ^= hashed >> shift
+        hashed *= factor
+    return hashed & 0xFFFFFFFF

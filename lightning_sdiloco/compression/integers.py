@@ -1,0 +1,112 @@
+"""Whole numbers under one scale per block: even steps from the largest magnitude down to zero."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sdiloco.compression.blockwise import Blockwise, as_bfloat16, packed_pairs
+
+# The least top keeps a step of top / 127 out of the subnormal numbers; the greatest is the largest finite bfloat16.
+_LEAST_TOP = 0x0400
+_GREATEST_TOP = 0x7F7F
+
+
+class _Integers(Blockwise):
+    """Codes from ``-largest`` to ``largest``; a code stands for so many steps of ``top / largest``.
+
+    ``top`` is the largest magnitude of the block, rounded to bfloat16.
+    """
+
+    block: ClassVar[int] = 128
+    scale: ClassVar[torch.dtype] = torch.int16
+    largest: ClassVar[int]
+
+    @override
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes whole blocks, to nearest and ties to even."""
+        blocks = values.view(-1, self.block)
+        magnitude = (values.view(torch.int32) & 0x7FFFFFFF).view(-1, self.block).amax(1)
+        tops = (magnitude + 0x8000 >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
+        # Not largest / tops: torch would take the reciprocal of the tops, which may be a subnormal number.
+        per_unit = torch.full_like(tops, self.largest, dtype=torch.float32).div_(as_bfloat16(tops))
+        codes = blocks.mul(per_unit[:, None]).round_().clamp_(-self.largest, self.largest)
+        return tops.to(torch.int16), self.packed(codes.to(torch.int8).view(-1))
+
+    @override
+    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+        """Decodes whole blocks; the result is always finite."""
+        steps = as_bfloat16(scales) / self.largest
+        return self.unpacked(codes).view(-1, self.block).mul_(steps[:, None]).view(-1)
+
+    @abstractmethod
+    def packed(self, codes: Tensor) -> Tensor:
+        """Writes int8 codes, whose memory may be used, as bytes."""
+
+    @abstractmethod
+    def unpacked(self, codes: Tensor) -> Tensor:
+        """Reads the codes of bytes, as float32 with memory of its own."""
+
+
+@dataclass(frozen=True)
+class Int8(_Integers):
+    """Whole numbers from -127 to 127, and 16 bits for each block of 128 values: 8.125 bits a value.
+
+    Examples:
+        >>> import torch
+        >>> payload, decoded = Int8().encode(torch.tensor([127.0, -3.0, 0.2])), torch.empty(3)
+        >>> Int8().decode(payload, decoded)
+        >>> payload.numel(), decoded.tolist()
+        (5, [127.0, -3.0, 0.0])
+    """
+
+    bits: ClassVar[int] = 8
+    largest: ClassVar[int] = 127
+
+    @override
+    def packed(self, codes: Tensor) -> Tensor:
+        """A byte each, in two's complement."""
+        return codes.view(torch.uint8)
+
+    @override
+    def unpacked(self, codes: Tensor) -> Tensor:
+        """A byte each, in two's complement."""
+        return codes.view(torch.int8).to(torch.float32)
+
+
+@dataclass(frozen=True)
+class Int4(_Integers):
+    """Whole numbers from -7 to 7, and 16 bits for each block of 128 values: 4.125 bits a value.
+
+    Examples:
+        >>> import torch
+        >>> payload, decoded = Int4().encode(torch.tensor([7.0, -3.0, 0.2])), torch.empty(3)
+        >>> Int4().decode(payload, decoded)
+        >>> payload.numel(), decoded.tolist()
+        (4, [7.0, -3.0, 0.0])
+    """
+
+    bits: ClassVar[int] = 4
+    largest: ClassVar[int] = 7
+
+    @override
+    def packed(self, codes: Tensor) -> Tensor:
+        """Two to a byte, in two's complement."""
+        return packed_pairs(codes.bitwise_and_(15))
+
+    @override
+    def unpacked(self, codes: Tensor) -> Tensor:
+        """Two to a byte, in two's complement."""
+        return _pairs(codes.device).index_select(0, codes.to(torch.int32)).view(torch.float32)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two codes of every byte as float32, as the halves of 256 int64."""
+    byte = torch.arange(256, dtype=torch.int32, device=device)
+    codes = torch.stack((byte & 15, byte >> 4), dim=1)
+    return ((codes ^ 8) - 8).to(torch.float32).view(torch.int64).view(-1)

@@ -1,0 +1,125 @@
+"""Small floating-point codes under one power of two per block, as in the OCP Microscaling formats.
+
+A power of two leaves every product exact. It is stored as E8M0: the exponent of a float32, biased by 127.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sdiloco.compression.blockwise import Blockwise, packed_pairs
+
+_EXPONENT = 23  # the position of the exponent in a float32
+_MAGNITUDE = 0x7FFFFFFF
+
+
+@dataclass(frozen=True)
+class FP8(Blockwise):
+    """E4M3 codes, and 8 bits for each block of 128 values: 8.0625 bits a value.
+
+    The power of two brings the largest magnitude of the block, rounded to four significant bits, into ``[128, 256)``.
+    So nothing is cut off, a value down to ``2**-13`` of the largest keeps four significant bits, and ties go to even.
+
+    Examples:
+        >>> import torch
+        >>> payload, decoded = FP8().encode(torch.tensor([1.0, -0.3, 0.0])), torch.empty(3)
+        >>> FP8().decode(payload, decoded)
+        >>> payload.numel(), decoded.tolist()
+        (4, [1.0, -0.3125, 0.0])
+    """
+
+    block: ClassVar[int] = 128
+    bits: ClassVar[int] = 8
+    scale: ClassVar[torch.dtype] = torch.uint8
+
+    @override
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes whole blocks. Products are exact, but for those so small that they become zero."""
+        blocks = values.view(-1, self.block)
+        scales = _exponent_of(_largest(blocks) + (1 << 19), below=7, lowest=9)
+        # Only beyond the largest scale could the largest magnitude be rounded up to 256, and overflow when decoded.
+        scaled = blocks.mul(_power_of_two(254 - scales)[:, None]).clamp_(-240, 240)
+        return scales.to(torch.uint8), scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(-1)
+
+    @override
+    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+        """Decodes whole blocks; exact."""
+        decoded = _bytes(codes.device).index_select(0, codes.to(torch.int32)).view(-1, self.block)
+        return decoded.mul_(_power_of_two(scales.to(torch.int32))[:, None]).view(-1)
+
+
+@dataclass(frozen=True)
+class MXFP4(Blockwise):
+    """E2M1 codes, and 8 bits for each block of 32 values: 4.25 bits a value; the OCP MXFP4 format.
+
+    The levels of a block are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, with a sign. The power of two brings
+    the largest magnitude into ``[4, 8)``, as the OCP specification says, so that what is above 6 is cut off there. A
+    value goes to the nearest level, and ties go to the even code.
+
+    Examples:
+        >>> import torch
+        >>> payload, decoded = MXFP4().encode(torch.tensor([6.0, -0.9, 0.2, 5.0])), torch.empty(4)
+        >>> MXFP4().decode(payload, decoded)
+        >>> payload.numel(), decoded.tolist()
+        (3, [6.0, -1.0, 0.0, 4.0])
+    """
+
+    block: ClassVar[int] = 32
+    bits: ClassVar[int] = 4
+    scale: ClassVar[torch.dtype] = torch.uint8
+
+    @override
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes whole blocks: codes are a sign and the number of the level, two a byte."""
+        blocks = values.view(-1, self.block)
+        scales = _exponent_of(_largest(blocks), below=2, lowest=1)
+        share = blocks.abs().mul_(_power_of_two(254 - scales)[:, None])
+        # Levels are even steps of 1/2 to 2, of 1 to 4 and of 2 beyond. Of the three roundings the least is right.
+        levels = (share * 2).round_()
+        levels = torch.minimum(levels, share.round().add_(2), out=levels)
+        levels = torch.minimum(levels, share.mul_(0.5).round_().add_(4), out=levels)
+        codes = levels.clamp_(0, 7).to(torch.int8).view(torch.uint8).view(-1)
+        codes |= ((values.view(torch.int32) >> 28) & 8).to(torch.uint8)
+        return scales.to(torch.uint8), packed_pairs(codes)
+
+    @override
+    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+        """Decodes whole blocks; exact."""
+        levels = _pairs(codes.device).index_select(0, codes.to(torch.int32)).view(torch.float32)
+        return levels.view(-1, self.block).mul_(_power_of_two(scales.to(torch.int32))[:, None]).view(-1)
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    """The bits of the largest magnitude of each block."""
+    return (blocks.view(torch.int32) & _MAGNITUDE).amax(1)
+
+
+def _exponent_of(largest: Tensor, below: int, lowest: int) -> Tensor:
+    """The biased exponent so far below that of the largest magnitude.
+
+    At least ``lowest + 1``, so that the lowest level of a block is a normal number: a device may flush others to zero.
+    At most that of the largest finite magnitude, for blocks that are not finite.
+    """
+    return (largest >> _EXPONENT).sub_(below).clamp_(lowest + 1, 254 - below)
+
+
+def _power_of_two(biased: Tensor) -> Tensor:
+    return (biased << _EXPONENT).view(torch.float32)
+
+
+@cache
+def _bytes(device: torch.device) -> Tensor:
+    """The E4M3 value of every byte as float32: a table is several times faster than torch's conversion on a CPU."""
+    return torch.arange(256, device=device).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two E2M1 levels of every byte as float32, as the halves of 256 int64."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
+    byte = torch.arange(256, device=device)
+    return torch.cat((levels, -levels))[torch.stack((byte & 15, byte >> 4), dim=1)].view(torch.int64).view(-1)

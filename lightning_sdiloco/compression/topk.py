@@ -1,0 +1,185 @@
+"""Sends the largest values of each block and where they are; the others come back as zero."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.compression.blockwise import stretch
+
+BLOCK = 4096
+"""Values among which the largest are chosen: a position in a block takes 12 bits."""
+
+
+@dataclass(frozen=True)
+class TopK(Compression):
+    """The largest ``share`` of every block of 4096 values, encoded by another compression, with 12 bits of position.
+
+    Of a block an even number is sent, or all of it. A payload is the positions, in rising order within a block,
+    two in three bytes, and then the payload of the values that were chosen, in the order of the positions.
+
+    Args:
+        share: How many of the values are sent, above 0 and at most 1.
+        values: How those are encoded.
+
+    Raises:
+        ValueError: If ``share`` is out of range, or ``values`` is not a compression.
+
+    Examples:
+        >>> from lightning_sdiloco.compression import Int2
+        >>> sparse = TopK(1 / 64, Int2())
+        >>> sparse.wire_bytes(1 << 20) * 8 / (1 << 20)
+        0.22265625
+        >>> decoded = torch.empty(5)
+        >>> sparse.decode(sparse.encode(torch.tensor([0.5, -1.0, 3.0, 0.0, -2.0])), decoded)
+        >>> decoded.tolist()
+        [0.0, 0.0, 3.0, 0.0, -2.0]
+    """
+
+    share: float
+    values: Compression
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share!r} is out of range: it must be above 0 and at most 1. 0.02 sends 2 %.")
+        if not isinstance(self.values, Compression):
+            raise ValueError(
+                f"values={self.values!r} is not a compression. Pass an instance of one, such as Int2(): it encodes the"
+                " values that are sent."
+            )
+
+    @override
+    def wire_bytes(self, numel: int) -> int:
+        """The exact size in bytes of the payload of ``numel`` values.
+
+        Args:
+            numel: Number of values, at least 1.
+
+        Returns:
+            Three bytes for each two values that are sent, and the payload of these.
+        """
+        return _packed_bytes(self._count(numel)) + self.values.wire_bytes(self._count(numel))
+
+    @override
+    def encode(self, values: Tensor) -> Tensor:
+        """Chooses the largest values of each block and encodes them.
+
+        Args:
+            values: Contiguous float32 tensor of shape ``(numel,)``.
+
+        Returns:
+            The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
+        """
+        count, done = self._count(values.numel()), 0
+        chosen, positions = values.new_empty(count), values.new_empty(_packed_bytes(count), dtype=torch.uint8)
+        for blocks in _blocks(values):
+            found = blocks.abs().topk(self._kept(blocks.size(1)), dim=1, sorted=False).indices.sort(dim=1).values
+            chosen[done:][: found.numel()] = self.sent(blocks.gather(1, found), blocks).view(-1)
+            positions[_packed_bytes(done) :][: _packed_bytes(found.numel())] = _packed(found.view(-1))
+            done += found.numel()
+        return torch.cat((positions, self.values.encode(chosen)))
+
+    @override
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Puts the values that were sent in their places, and zeros elsewhere.
+
+        Args:
+            payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
+            out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
+        """
+        count, done = self._count(out.numel()), 0
+        assert payload.numel() == self.wire_bytes(out.numel()), "the payload belongs to a vector of another size"
+        chosen = out.new_empty(count)
+        self.values.decode(payload[_packed_bytes(count) :], chosen)
+        out.zero_()
+        for blocks in _blocks(out):
+            shape = len(blocks), self._kept(blocks.size(1))
+            sent = shape[0] * shape[1]
+            positions = _unpacked(payload[_packed_bytes(done) :][: _packed_bytes(sent)], sent)
+            blocks.scatter_(1, positions.view(shape), chosen[done:][:sent].view(shape))
+            done += sent
+
+    def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
+        """What is sent of the values that were chosen in each block."""
+        return chosen
+
+    def _kept(self, size: int) -> int:
+        """How many values of a block are sent. An even number, so that those of the next block start at a byte."""
+        # The share as it is written: 0.03 as a float is a little more than 3 %.
+        kept = -(-Fraction(str(self.share)) * size // 1)
+        return min(int(kept + kept % 2), size)
+
+    def _count(self, numel: int) -> int:
+        last = numel % BLOCK
+        return numel // BLOCK * self._kept(BLOCK) + (self._kept(last) if last else 0)
+
+
+@dataclass(frozen=True)
+class Threshold(TopK):
+    """Of what `TopK` chooses, what is large beside the mean magnitude of its block; the rest is sent as zero.
+
+    ``share`` is the ceiling. The payload has the size of the ceiling always, since all payloads of a fragment have one
+    size; with `ErrorFeedback` what is small waits until it has grown.
+
+    Args:
+        share: How many of the values are sent at most, above 0 and at most 1.
+        values: How those are encoded.
+        least: The least magnitude that is sent, in mean magnitudes of the block; at least 0.
+
+    Raises:
+        ValueError: If ``share`` or ``least`` is out of range, or ``values`` is not a compression.
+
+    Examples:
+        >>> from lightning_sdiloco.compression import Float32
+        >>> sparse, decoded = Threshold(0.5, Float32(), least=1.5), torch.empty(4)
+        >>> sparse.decode(sparse.encode(torch.tensor([1.0, -2.0, 0.5, 1.0])), decoded)
+        >>> decoded.tolist()
+        [0.0, -2.0, 0.0, 0.0]
+    """
+
+    least: float
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.least, bool) or not isinstance(self.least, (int, float)) or not self.least >= 0:
+            raise ValueError(
+                f"least={self.least!r} is out of range: it must not be negative. 3.0 is three times the mean."
+            )
+
+    @override
+    def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
+        """Zeros in place of what is small. The mean is taken in float64, whose roundings get lost."""
+        means = blocks.abs().mean(1, keepdim=True, dtype=torch.float64)
+        return chosen.where(chosen.abs() >= means * self.least, 0)
+
+
+def _blocks(values: Tensor) -> Iterator[Tensor]:
+    """Views of the values as rows: stretches of whole blocks, and then the rest as one short block."""
+    whole = values.numel() // BLOCK * BLOCK
+    for start in range(0, whole, stretch(values.device)):
+        yield values[start : min(start + stretch(values.device), whole)].view(-1, BLOCK)
+    if whole < values.numel():
+        yield values[whole:].view(1, -1)
+
+
+def _packed_bytes(count: int) -> int:
+    return -(-count * 3 // 2)
+
+
+def _packed(positions: Tensor) -> Tensor:
+    pairs = F.pad(positions, (0, len(positions) % 2)).to(torch.int32).view(-1, 2)
+    pairs = pairs[:, 0] | pairs[:, 1] << 12
+    packed = torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1).to(torch.uint8).view(-1)
+    return packed[: _packed_bytes(len(positions))]
+
+
+def _unpacked(packed: Tensor, count: int) -> Tensor:
+    low, middle, high = F.pad(packed, (0, -len(packed) % 3)).to(torch.int64).view(-1, 3).unbind(1)
+    pairs = low | middle << 8 | high << 16
+    return torch.stack((pairs & 4095, pairs >> 12), dim=1).view(-1)[:count]
