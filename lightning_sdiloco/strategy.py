@@ -211,8 +211,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         if source is None:
             raise RuntimeError(
                 "There is nothing to read before training: the fragments and the schedule are known from on_fit_start"
-                " on, the outer parameters and the report from on_train_batch_start on, and all after a trainer.fit that"
-                " trained. One that resumed where nothing is left to do did not."
+                " on, the outer parameters and the report from on_train_batch_start on, and all after a fit in which"
+                " anything was trained."
             )
         return source
 
