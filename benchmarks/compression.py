@@ -432,7 +432,9 @@ def main(arguments: list[str] | None = None) -> None:
     print_family(rows, sums, found)
     if options.json:
         table = {label: {"bits": bits, **{k: asdict(e) for k, e in v.items()}} for label, (bits, v) in rows.items()}
-        options.json.write_text(json.dumps({"headline": headline(rows, found), "errors": table}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"headline": headline(rows, found), "errors": table, "sums": sums}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -115,10 +115,12 @@ class _Landing:
         fragment = controls[0].fragment
         if count.factors:
             for shard, outer in enumerate(self._outers):
+                codec, mixing = self._settings.codec.at(controls[0].step), self._settings.mixing
+                memories = [group[shard]["fragments"][fragment]["memory"] for group in self._groups]
                 payloads = [
-                    self._encoded(cargo[shard], group[shard]) for group, cargo in zip(self._groups, cargos, strict=True)
+                    encoded(group[shard]["gradient"], memory, codec, mixing)[0]
+                    for group, memory in zip(cargos, memories, strict=True)
                 ]
-                codec = self._settings.codec.at(controls[0].step)
                 gradient = mean(payloads, count, codec, like=cargos[0][shard]["gradient"])
                 outer.commit(fragment, outer.stepped(fragment, gradient))
             names = list(self._buffers[fragment])
@@ -126,10 +128,6 @@ class _Landing:
                 sent = [cargos[group][0]["buffers"][position] for group in count.factors]
                 self._buffers[fragment][names[position]] = torch.stack(sent).mean(dim=0)
         return any(control.finite for control in controls)
-
-    def _encoded(self, cargo: dict[str, Any], state: State) -> Tensor:
-        memory = state["fragments"][cargo["fragment"]]["memory"]
-        return encoded(cargo["gradient"], memory, self._settings, cargo["step"])[0]
 
 
 def _control(cargo: dict[str, Any]) -> Control:

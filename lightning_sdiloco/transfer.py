@@ -52,7 +52,6 @@ class Transfer:
     ) -> None:
         self._topology = topology
         self._settings = settings
-        self._compression = settings.codec
         self._outer = outer
         self._memories = memories
         self._buffers = buffers
@@ -62,22 +61,22 @@ class Transfer:
         """Encodes the outer gradient of the shard and starts to send it, behind the control vector of the group."""
         # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
         memory = None if cargo.final else self._memories[cargo.fragment]
-        payload, memory = encoded(cargo.gradient, memory, self._settings, cargo.step)
+        payload, memory = encoded(cargo.gradient, memory, self._compression(cargo), self._settings.mixing)
         control = self._merged(self._control(cargo))
         message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
         return Sent(cargo, self._topology.exchange.post(message), memory)
 
     def receive(self, sent: Sent) -> Arrival:
         """Waits for all groups, averages what they sent and makes the outer step."""
-        cargo, exchange = sent.cargo, self._topology.exchange
+        cargo, exchange, compression = sent.cargo, self._topology.exchange, self._compression(sent.cargo)
         sent_before, received_before = exchange.bytes_sent, exchange.bytes_received
         messages = self._collected(sent.posted, cargo)
         controls = [Control.unpacked(message[:CONTROL_BYTES]) for message in messages]
         self._check(controls, cargo)
-        end = CONTROL_BYTES + self._compression.wire_bytes(cargo.gradient.numel())
+        end = CONTROL_BYTES + compression.wire_bytes(cargo.gradient.numel())
         count = plain(controls) if cargo.final else self._counting.count(controls)
         payloads = [message[CONTROL_BYTES:end] for message in messages]
-        gradient = mean(payloads, count, self._compression.at(cargo.step), like=cargo.gradient)
+        gradient = mean(payloads, count, compression, like=cargo.gradient)
         outer = self._step(cargo, gradient, count)
         return Arrival(
             outer=outer,
@@ -90,6 +89,9 @@ class Transfer:
             bytes_sent=exchange.bytes_sent - sent_before,
             bytes_received=exchange.bytes_received - received_before,
         )
+
+    def _compression(self, cargo: Cargo) -> Compression:
+        return self._settings.codec.dense() if cargo.final else self._settings.codec.at(cargo.step)
 
     def _tail(self, cargo: Cargo) -> list[Tensor]:
         """The buffers at the end of the message, as bytes. Only one rank of a group sends them."""
@@ -176,18 +178,19 @@ class Transfer:
         return float(torch.linalg.vector_norm(torch.cat(self._topology.lane.gather(norm))))
 
 
-def encoded(gradient: Tensor, memory: Tensor | None, settings: Settings, step: int) -> tuple[Tensor, Tensor | None]:
+def encoded(
+    gradient: Tensor, memory: Tensor | None, compression: Compression, mixing: float
+) -> tuple[Tensor, Tensor | None]:
     """The payload of an outer gradient, and what is to be remembered if it counts.
 
     Args:
         gradient: The outer gradient of a shard.
         memory: What was remembered before.
-        settings: How to encode it, and the share of the local parameters that is kept on landing.
-        step: The inner step of the launch.
+        compression: How to encode it.
+        mixing: Share of the local parameters that is kept on landing.
     """
-    compression = settings.codec.at(step)
     payload = compression.encode(gradient if memory is None else gradient + memory)
-    return payload, compression.remembered(gradient, memory, payload, settings.mixing)
+    return payload, compression.remembered(gradient, memory, payload, mixing)
 
 
 def mean(payloads: Sequence[Tensor], count: Count, compression: Compression, like: Tensor) -> Tensor:

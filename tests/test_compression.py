@@ -376,6 +376,14 @@ def nearest(value: float, levels: list[float]) -> float:
     return levels[next((code for code in codes if code % 2 == 0), codes[0])]
 
 
+def test_fp8_cuts_nothing_off() -> None:
+    """The largest magnitude is rounded before the power of two is chosen: 249 goes to 256, and 247 to 240."""
+    for power in (1.0, 2.0**-100, 2.0**100):
+        for largest, expected in ((249.0, 256.0), (247.0, 240.0)):
+            values = torch.tensor([largest, -1.0]) * power
+            assert round_trip(FP8(), values).tolist() == [expected * power, -power]
+
+
 def test_mxfp4_payload_byte_by_byte() -> None:
     values = torch.tensor([6.0, -0.5, 0.0, 8.0 - 2**-20, -3.0]) * 2.0**3
     # The power of two, biased by 127 | 6 and -0.5 | 0 and what is cut off at 6 | -3 and padding

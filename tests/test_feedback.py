@@ -7,7 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.compression import FP4, BFloat16, Compression, ErrorFeedback, Int2, RandomBlock, RandomK, TopK
+from lightning_sdiloco.compression import (
+    FP4,
+    BFloat16,
+    Compression,
+    ErrorFeedback,
+    Int2,
+    RandomBlock,
+    RandomK,
+    Threshold,
+    TopK,
+)
 from lightning_sdiloco.restart import restart_from
 from lightning_sdiloco.settings import Settings
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
@@ -172,6 +182,26 @@ def test_a_restart_knows_what_chance_picked() -> None:
         engine.land_all()
     for name, values in groups.engines.outer_state_dict().items():
         assert torch.equal(restart.parameters[name].values, values.flatten())
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        ErrorFeedback(TopK(0.05, BFloat16())),
+        TopK(0.05, BFloat16()),
+        Threshold(0.05, BFloat16(), least=2.0),
+        RandomK(8, BFloat16()),
+        RandomBlock(8, BFloat16()),
+    ],
+)
+def test_the_final_exchange_leaves_no_values_out(compression: Compression) -> None:
+    groups, expected = Groups(compression=compression), Groups(compression="bf16")
+    groups.run(3)
+    expected.run(3)
+    groups.engines.finish()
+    expected.engines.finish()
+    for name, values in expected.engines.outer_state_dict().items():
+        assert torch.equal(groups.engines.outer_state_dict()[name], values)
 
 
 def test_a_compression_that_remembers_nothing_keeps_no_memory() -> None:

@@ -47,6 +47,10 @@ class Compression(ABC):
         """The compression for a launch after an inner step: itself, unless chance picks what is sent then."""
         return self
 
+    def dense(self) -> "Compression":
+        """The compression of the final exchange, which must not leave values out, since nothing follows it."""
+        return self
+
     def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor | None:
         """What shall be added to the next outer gradient, one memory for each shard of a fragment.
 

@@ -41,6 +41,11 @@ class _Chance(Compression):
         return picked
 
     @override
+    def dense(self) -> Compression:
+        """All values, encoded as those that are sent otherwise."""
+        return self.values.dense()
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """The exact size in bytes of the payload of ``numel`` values.
 

@@ -53,6 +53,11 @@ class ErrorFeedback(Compression):
         return replace(self, compression=self.compression.at(step))
 
     @override
+    def dense(self) -> Compression:
+        """That of the compression inside: there is no next outer gradient."""
+        return self.compression.dense()
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """The size of the payload of the compression inside."""
         return self.compression.wire_bytes(numel)

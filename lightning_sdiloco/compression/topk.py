@@ -54,6 +54,11 @@ class TopK(Compression):
             )
 
     @override
+    def dense(self) -> Compression:
+        """All values, encoded as those that are sent otherwise."""
+        return self.values.dense()
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """The exact size in bytes of the payload of ``numel`` values.
 
