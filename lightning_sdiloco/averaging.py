@@ -122,10 +122,14 @@ class _OuterAverage:
             }
 
     def state_dict(self) -> State:
-        return {"wanted": self._wanted, "unfinished": self._unfinished}
+        # The checkpoint has the average of rank 0. Those of other ranks are the same, but for buffers.
+        buffers = [buffer.to("cpu", copy=True) for buffer in self._average.buffers()]
+        return {"wanted": self._wanted, "unfinished": self._unfinished, "buffers": buffers}
 
     def load_state_dict(self, state: State) -> None:
         self._wanted = state["wanted"]
+        for buffer, own in zip(self._average.buffers(), state["buffers"], strict=True):
+            buffer.copy_(own)
         unfinished = state["unfinished"]
         if unfinished is not None:
             self._wanted = unfinished["wanted"]

@@ -373,6 +373,35 @@ def test_hooks_are_put_back_after_the_fit() -> None:
     assert run_processes(run, 2) == [True, True]
 
 
+def test_buffers_of_an_average_that_do_not_travel_are_those_of_the_rank_after_a_resume(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        """Counts in every rank at another pace, as the counter of BatchNorm does where groups have other batches."""
+
+        def __init__(self, rank: int) -> None:
+            super().__init__(5, 3)
+            self.rank = rank
+            self.register_buffer("count", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += self.rank + 1
+            return super().forward(x)
+
+    def run(rank: int, world_size: int, callbacks: list[Any], resume: str | None) -> int:
+        torch.manual_seed(0)
+        model = fits.module(net=Counting(rank))
+        # The only update is wanted before the checkpoint.
+        average = averaging(LIGHTNING, update_every_n_steps=100, update_starting_at_step=5)
+        average.should_update = lambda step_idx=None, epoch_idx=None: step_idx == 5
+        saves = {"callbacks": [average, *callbacks], "enable_checkpointing": bool(callbacks)}
+        trainer = fits.trainer(strategy=fits.strategy(**CHOICES), devices=2, max_steps=20, **saves)
+        trainer.fit(model, StatefulBatches(rank, 0, 1, 100), ckpt_path=resume)
+        return int(model.net.count)
+
+    plain = run_processes(run, 2, saving(LIGHTNING, tmp_path, every_n_train_steps=18), None)
+    assert plain[0] != plain[1]
+    assert run_processes(run, 2, [], str(tmp_path / "step=18.ckpt")) == plain
+
+
 def plain_average(distribution: str) -> Any:
     return importlib.import_module(distribution).callbacks.WeightAveraging()
 
