@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch import Tensor
 
 from lightning_sdiloco.compression import (
@@ -200,6 +200,7 @@ def test_sign_symmetry(name: str, values: Tensor) -> None:
 
 @every_compression
 @given(values=vectors())
+@example(values=torch.tensor([1.7979e16, 3.0]))
 @settings(max_examples=40, deadline=None)
 def test_decoding_what_was_decoded_changes_nothing(name: str, values: Tensor) -> None:
     once = round_trip(CASES[name], values)

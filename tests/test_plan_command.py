@@ -178,7 +178,7 @@ def test_a_module_that_looks_at_its_values_is_made_in_memory(capsys: pytest.Capt
         ([*ASKED, "--loss=2"], "0.1 % is 0.001"),
         ([*ASKED, "--steps=0"], "steps=0 is out of range"),
         ([*ASKED, "--sync-every=4"], "overlap_steps=5 is out of range"),
-        ([*ASKED, "--compression=fp8"], "'fp32', 'bf16', 'fp4'"),
+        ([*ASKED, "--compression=fp5"], "'fp32', 'bf16', 'fp8'"),
         ([*ASKED, "--format=yaml"], "text"),
         ([*ASKED, "--picture=plan.pdf"], "does not end with .svg or .png"),
         ([*ASKED, "--model=torch.nn.Linear", "--model.in_features=2", "--model.out_features=3"], "given together with"),

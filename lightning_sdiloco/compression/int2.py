@@ -66,8 +66,8 @@ def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     """The means of the magnitudes below the mean and of the others, in float64, whose roundings get lost."""
     magnitudes = magnitudes.to(torch.float64)
     upper = magnitudes.ge(magnitudes.mean(1, keepdim=True))
-    count, total = upper.sum(1), magnitudes.sum(1)
-    above = magnitudes.where(upper, 0).sum(1)
-    low = (total - above) / (magnitudes.size(1) - count).clamp_(min=1)
+    count, above = upper.sum(1), magnitudes.where(upper, 0).sum(1)
+    # Not the difference to the sum of all: beside great values it would lose small ones.
+    low = magnitudes.where(~upper, 0).sum(1) / (magnitudes.size(1) - count).clamp_(min=1)
     low[magnitudes.amin(1) == 0] = 0
     return low.to(torch.float32), (above / count.clamp_(min=1)).to(torch.float32)
