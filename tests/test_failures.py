@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sdiloco import AgreementError, ExchangeError, Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.exchange import Unanswered
+from lightning_sdiloco.exchange.gather import GatherExchange, _Transfer
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.topology import GroupLayout, Topology
 from tests import fits
@@ -155,6 +158,28 @@ def train_with_timeout(rank: int, world_size: int, groups: int, at_step_9: str) 
                 os._exit(3)
         train_step(wrapped, optimizer, rank // size, step)
         engine.step()
+
+
+class CountsWholeMilliseconds:
+    """Work that nobody completes. It waits as gloo does: for the whole milliseconds of the timeout."""
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout // timedelta(milliseconds=1) / 1000)
+        raise RuntimeError("Timed out waiting for recv operation to complete")
+
+
+def collect_in_vain(rank: int, world_size: int, seconds: float) -> str:
+    exchange = GatherExchange(dist.group.WORLD)
+    never = CountsWholeMilliseconds()
+    posted = exchange.post(torch.zeros(1, dtype=torch.uint8))
+    with pytest.raises(Unanswered) as late:
+        exchange.collect(posted._replace(transfers=[_Transfer(1, never, never)]), time.monotonic() + seconds)
+    return str(late.value)
+
+
+@pytest.mark.parametrize("seconds", [0.0199, 0.0109, 0.0])
+def test_a_group_that_is_late_by_less_than_a_millisecond_has_not_gone_away(seconds: float) -> None:
+    assert run_ranks(collect_in_vain, 2, seconds)[0] == "worker group 1 did not answer in time (rank 1)"
 
 
 @pytest.mark.parametrize(("groups", "world_size"), [(2, 2), (3, 3), (2, 4)])

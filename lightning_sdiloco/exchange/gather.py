@@ -1,5 +1,6 @@
 """Every group sends its message to every other group, point to point, over a gloo process group."""
 
+import math
 import time
 from datetime import timedelta
 from typing import NamedTuple
@@ -75,10 +76,11 @@ class GatherExchange(Exchange[_Posted]):
         return _Transfer(group, receiving, sending)
 
     def _wait(self, work: dist.Work, group: int, deadline: float) -> None:
-        # A timeout of zero means no timeout to gloo.
-        left = max(deadline - time.monotonic(), 0.001)
+        # gloo counts whole milliseconds and zero as no timeout. Rounded down, it would end before the deadline, and a
+        # group that is late would look like one that went away.
+        left = math.ceil(max(deadline - time.monotonic(), 0) * 1000) + 1
         try:
-            work.wait(timedelta(seconds=left))
+            work.wait(timedelta(milliseconds=left))
         except RuntimeError as error:
             if time.monotonic() >= deadline:
                 raise Unanswered(group, f"did not answer in time (rank {self._ranks[group]})") from error
