@@ -6,7 +6,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
-PYTEST_ARGS ?= --numprocesses 2
+# Many tests start several ranks and bound their waits. On a busy machine one may be held up for longer, so a test that
+# fails is tried once more, and shows as R and in the summary.
+PYTEST_ARGS ?= --numprocesses 2 --reruns 1
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable

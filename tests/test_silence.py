@@ -15,7 +15,7 @@ from tests import fits
 from tests.fits import LIGHTNING, fit
 from tests.ranks import run_processes
 
-STALLED_AT, STALL_SECONDS = 30, 2.0
+STALLED_AT, STALL_SECONDS = 30, 3.0
 DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
 
 
