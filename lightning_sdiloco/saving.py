@@ -19,7 +19,7 @@ from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import Topology
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
 else:
     _Base = object
 
