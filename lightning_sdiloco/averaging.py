@@ -149,7 +149,7 @@ def _start_alike(average: nn.Module, strategy: "GroupsMixin") -> None:
     """Lets an average start from the model of all ranks: it was made before they had the same."""
     module = strategy.lightning_module
     assert module is not None
-    if not is_aligned(average, strategy.topology.world):
+    if not is_aligned(average, strategy.topology):
         inner = average.module if hasattr(average, "n_averaged") else average
         assert isinstance(inner, nn.Module)
         inner.load_state_dict(module.state_dict())

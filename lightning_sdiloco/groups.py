@@ -139,7 +139,7 @@ class GroupsMixin(StepsMixin):
         self._take_up_what_was_trainable(model)
         require_same_model(model, self.topology.world)
         self._fragments = cut(model, self._settings).fragments
-        align_model(model, self.topology.world)
+        align_model(model, self.topology)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

@@ -142,7 +142,7 @@ class StepsMixin(ReadingMixin, CollectivesMixin):
         self.finish()
         super().on_train_end()
         # Callbacks have run: one that put another model in place did so in every rank for itself.
-        if self.model is not None and not is_aligned(self.model, self.topology.world, with_buffers=False):
+        if self.model is not None and not is_aligned(self.model, self.topology, with_buffers=False):
             raise AgreementError(
                 "After training the model differs between ranks: a hook or callback changed it in on_train_end. What it"
                 " put there is no model that the worker groups agree on. The outer model is in"

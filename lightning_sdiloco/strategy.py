@@ -164,7 +164,7 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self._engine is None or not self._engine.is_training(self.model):
-            align_model(self.model, self.topology.world)
+            align_model(self.model, self.topology)
         self.setup_precision_plugin()
 
     @override
