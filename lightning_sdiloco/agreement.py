@@ -1,6 +1,6 @@
 """What must be the same on all ranks before the first step: settings, and the model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -8,6 +8,8 @@ from torch.nn.parameter import is_lazy
 from lightning_sdiloco.communicator import Communicator
 from lightning_sdiloco.digest import digest
 from lightning_sdiloco.fragments import clean_name
+from lightning_sdiloco.places import described, is_sharded, local, reshard
+from lightning_sdiloco.topology import Topology
 
 
 def require_same_settings(settings: Mapping[str, str], world: Communicator) -> None:
@@ -49,29 +51,41 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
         )
 
 
-def align_model(model: nn.Module, world: Communicator) -> None:
-    """Gives all ranks the parameters and buffers of rank 0, unless they are the same already. All ranks must call it.
+def align_model(model: nn.Module, topology: Topology) -> None:
+    """Gives all groups the parameters and buffers of the first, unless they are the same already. All must call it.
 
     Args:
         model: The model of this rank, the same on all ranks but for its values.
-        world: All ranks.
+        topology: All ranks.
     """
-    if not is_aligned(model, world):
+    if not is_aligned(model, topology):
         for tensor in (*model.parameters(), *model.buffers()):
-            world.broadcast(tensor.detach())
+            broadcast(tensor, topology)
 
 
-def is_aligned(model: nn.Module, world: Communicator, with_buffers: bool = True) -> bool:
-    """Whether all ranks hold the same parameters and buffers, bit for bit. All ranks must call it.
+def broadcast(tensor: Tensor, topology: Topology) -> None:
+    """Gives all ranks a tensor of rank 0, and of a sharded one the part that their like in the first group holds."""
+    (topology.peers if is_sharded(tensor) else topology.world).broadcast(local(tensor))
+
+
+def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) -> bool:
+    """Whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it.
 
     Args:
         model: The model of this rank.
-        world: All ranks.
+        topology: All ranks.
         with_buffers: Whether buffers count.
     """
+    reshard(model)
     tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
-    own = [digest(tensor) for tensor in tensors]
-    return all(other == own for other in world.gather_objects(own))
+    whole, parts = _digests(t for t in tensors if not is_sharded(t)), _digests(t for t in tensors if is_sharded(t))
+    ranks = topology.world.gather_objects((whole, parts))
+    same_parts = all(ranks[rank][1] == ranks[rank % topology.shards][1] for rank in range(len(ranks)))
+    return same_parts and all(other == ranks[0][0] for other, _ in ranks)
+
+
+def _digests(tensors: Iterable[Tensor]) -> list[int]:
+    return [digest(local(tensor)) for tensor in tensors]
 
 
 def _signature(model: nn.Module) -> dict[str, str]:
@@ -84,7 +98,7 @@ def _signature(model: nn.Module) -> dict[str, str]:
 
 
 def _kind(tensor: Tensor) -> str:
-    return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}"
+    return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}{described(tensor)}"
 
 
 def _places(signature: dict[str, str]) -> dict[str, str]:

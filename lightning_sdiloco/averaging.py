@@ -20,7 +20,7 @@ from lightning_sdiloco.agreement import is_aligned
 from lightning_sdiloco.replacing import replace
 
 if TYPE_CHECKING:
-    from lightning_sdiloco.strategy import StreamingDiLoCoMixin
+    from lightning_sdiloco.groups import GroupsMixin
 
 State = dict[str, Any]
 
@@ -34,7 +34,7 @@ class Averaging:
         undo: Takes up what ends the replacements.
     """
 
-    def __init__(self, trainer: Any, strategy: "StreamingDiLoCoMixin", undo: ExitStack) -> None:
+    def __init__(self, trainer: Any, strategy: "GroupsMixin", undo: ExitStack) -> None:
         self._outer: _OuterAverage | None = None
         for callback in trainer.callbacks:
             kinds = {kind.__name__ for kind in type(callback).__mro__}
@@ -60,7 +60,7 @@ class Averaging:
 class _OuterAverage:
     """Makes a WeightAveraging callback average at landings; see [Note: averages of outer parameters]."""
 
-    def __init__(self, callback: Any, strategy: "StreamingDiLoCoMixin", undo: ExitStack) -> None:
+    def __init__(self, callback: Any, strategy: "GroupsMixin", undo: ExitStack) -> None:
         self._callback = callback
         self._strategy = strategy
         self._wanted = False
@@ -139,17 +139,17 @@ class _OuterAverage:
                 _in_outer(self._strategy, average.update_parameters, self._strategy.lightning_module)
 
 
-def _in_outer(strategy: "StreamingDiLoCoMixin", function: Callable[..., None], *args: Any) -> None:
+def _in_outer(strategy: "GroupsMixin", function: Callable[..., None], *args: Any) -> None:
     assert strategy.engine is not None
     with strategy.engine.evaluate():
         function(*args)
 
 
-def _start_alike(average: nn.Module, strategy: "StreamingDiLoCoMixin") -> None:
+def _start_alike(average: nn.Module, strategy: "GroupsMixin") -> None:
     """Lets an average start from the model of all ranks: it was made before they had the same."""
     module = strategy.lightning_module
     assert module is not None
-    if not is_aligned(average, strategy.topology.world):
+    if not is_aligned(average, strategy.topology):
         inner = average.module if hasattr(average, "n_averaged") else average
         assert isinstance(inner, nn.Module)
         inner.load_state_dict(module.state_dict())

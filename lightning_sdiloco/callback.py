@@ -10,7 +10,7 @@ from lightning_sdiloco.uneven import count_idle_batch, drop_what_not_all_logged,
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
 
-    from lightning_sdiloco.strategy import StreamingDiLoCoMixin
+    from lightning_sdiloco.groups import GroupsMixin
 else:
     _Base = object
 
@@ -25,7 +25,7 @@ class StreamingDiLoCoCallbackMixin(_Base):
         strategy: The strategy that attaches it.
     """
 
-    def __init__(self, strategy: "StreamingDiLoCoMixin") -> None:
+    def __init__(self, strategy: "GroupsMixin") -> None:
         self._strategy = strategy
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:

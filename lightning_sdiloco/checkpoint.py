@@ -197,7 +197,7 @@ def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
 def _folder(path: str, follow: bool = False) -> tuple[fsspec.AbstractFileSystem, str]:
     filesystem, target = _filesystem(path)
     # ModelCheckpoint(save_last="link") makes a link, which has no folder: it is beside the file that it points to.
-    head, name = os.path.split(os.path.realpath(target) if follow and _is_local(filesystem) else target)
+    head, name = os.path.split(os.path.realpath(target) if follow and _is_local(filesystem) else target.rstrip("/"))
     if name.startswith("hpc_ckpt_"):
         # Lightning resumes a requeued job from the last of these names, and must not take a folder for a file that a
         # crash left unwritten.

@@ -8,10 +8,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.errors import AgreementError
-from lightning_sdiloco.fragments import BufferLayout, FragmentLayout, buffers_of, reset_non_finite_state, trainable
+from lightning_sdiloco.fragments import (
+    BufferLayout,
+    buffers_of,
+    drop_state,
+    layouts_of,
+    trainable,
+    with_finite_state,
+)
 from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.partition import Fragment
-from lightning_sdiloco.portable import OuterParameter, put_together, taken_apart
+from lightning_sdiloco.places import is_sharded, local, reshard
+from lightning_sdiloco.portable import OuterParameter
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import Topology
 
@@ -31,9 +39,9 @@ class CutModel:
         self.fragments = tuple(fragments)
         self._topology = topology
         parameters = trainable(model)
-        self._layouts = [FragmentLayout(f.names, [parameters[name] for name in f.names]) for f in fragments]
+        self.layouts = layouts_of(fragments, parameters, topology)
         self.buffers = [BufferLayout(buffers) for buffers in buffers_of(model, fragments)]
-        shards = [layout.read(*self._shard(layout)) for layout in self._layouts]
+        shards = [layout.read() for layout in self.layouts]
         self.outer = Outer(shards, settings.make_outer_optimizer, settings.outer_lr_schedule)
         # What the compression remembers of this rank's shards. Tensors are replaced, never written to.
         self.memories: list[Tensor | None] = [None] * len(shards)
@@ -42,11 +50,20 @@ class CutModel:
 
     def has_other_parameters(self) -> bool:
         """Whether parameters were frozen or became trainable since the model was cut."""
-        return set(trainable(self.model)) != {name for layout in self._layouts for name in layout.names}
+        return set(trainable(self.model)) != {name for layout in self.layouts for name in layout.names}
+
+    def require_whole_parameters(self) -> None:
+        """Raises a `ValueError` if parameters are sharded."""
+        if any(is_sharded(parameter) for layout in self.layouts for parameter in layout.keys):
+            raise ValueError(
+                "Parameters were frozen or became trainable since training began. FSDP2 does not follow: what became"
+                " trainable would not be trained. Choose what is trainable in configure_model, and train in several"
+                " fits."
+            )
 
     def require_coverage(self) -> None:
         """Raises an `AgreementError` if a trainable parameter is in no fragment."""
-        known = {id(parameter) for layout in self._layouts for parameter in layout.keys}
+        known = {id(parameter) for layout in self.layouts for parameter in layout.keys}
         new = [name for name, parameter in trainable(self.model).items() if id(parameter) not in known]
         if new:
             raise AgreementError(
@@ -59,13 +76,14 @@ class CutModel:
 
     def outer_gradient(self, fragment: int) -> Tensor:
         """The outer gradient of this rank's shard: outer parameters minus local ones."""
-        layout = self._layouts[fragment]
-        local = layout.read(*self._shard(layout))
-        return torch.sub(self.outer.values[fragment], local, out=local)
+        layout = self.layouts[fragment]
+        shard = layout.read()
+        return torch.sub(self.outer.values[fragment], shard, out=shard)
 
-    def write(self, fragment: int, whole: Tensor, mixing: float) -> None:
-        """Mixes the outer parameters of a whole fragment into the local ones."""
-        self._layouts[fragment].write(whole, mixing)
+    def write(self, fragment: int, gathered: Tensor, mixing: float) -> None:
+        """Mixes the outer parameters of a fragment into the local ones."""
+        reshard(self.model)
+        self.layouts[fragment].write(gathered, mixing)
 
     def recover(self, landed: int, inner_optimizers: Sequence[Optimizer]) -> None:
         """Takes the outer values wherever local ones are not finite. In-group collective.
@@ -77,47 +95,60 @@ class CutModel:
             landed: The fragment that has just landed and holds outer values.
             inner_optimizers: Their state is reset where it is not finite.
         """
-        for fragment, layout in enumerate(self._layouts):
-            if fragment == landed or not layout.is_finite():
+        reshard(self.model)
+        # All ranks of the group do the same, also where they hold different parts.
+        finite = self._on_all_ranks([layout.is_finite() for layout in self.layouts])
+        for fragment, layout in enumerate(self.layouts):
+            if fragment == landed or not finite[fragment]:
                 if fragment != landed:
-                    layout.write(self._whole(fragment))
+                    layout.write(self._gathered(fragment))
                 self.buffers[fragment].mix(0.0, self.buffers[fragment].all())
-                reset_non_finite_state(inner_optimizers, layout.keys)
+                kept = self._on_all_ranks(with_finite_state(inner_optimizers, layout.keys))
+                drop_state(inner_optimizers, [key for key, keep in zip(layout.keys, kept, strict=True) if not keep])
+
+    def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
+        """What holds on all ranks of the group."""
+        return [all(ranks) for ranks in zip(*self._topology.in_group.gather_objects(facts), strict=True)]
 
     # The outer model
 
-    def wholes(self) -> list[Tensor]:
-        """The outer parameters of every fragment, whole, flat. In-group collective."""
-        return [self._whole(fragment) for fragment in range(len(self.fragments))]
+    def gathered(self) -> list[Tensor]:
+        """The outer parameters of every fragment, flat, as far as this rank holds them. In-group collective."""
+        return [self._gathered(fragment) for fragment in range(len(self.fragments))]
 
     @torch.no_grad()
-    def write_outer(self, wholes: Sequence[Tensor]) -> None:
+    def write_outer(self, gathered: Sequence[Tensor]) -> None:
         """Leaves the outer parameters and buffers in the model."""
-        for layout, buffers, whole in zip(self._layouts, self.buffers, wholes, strict=True):
-            layout.write(whole)
+        reshard(self.model)
+        for layout, buffers, values in zip(self.layouts, self.buffers, gathered, strict=True):
+            layout.write(values)
             buffers.mix(0.0, buffers.all())
 
-    def named(self, wholes: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Outer parameters by name, copied to the host, in the parameters' shapes."""
-        return {
-            name: values.to("cpu", copy=True)
-            for layout, whole in zip(self._layouts, wholes, strict=True)
-            for name, values in zip(layout.names, layout.split(whole), strict=True)
-        }
+    @torch.no_grad()
+    def named(self, gathered: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Outer parameters by name, copied to the host, in the parameters' shapes.
+
+        In-group collective where ranks hold parts of them.
+        """
+        named: dict[str, Tensor] = {}
+        for layout, values, shard in zip(self.layouts, gathered, self.outer.values, strict=True):
+            named |= layout.whole(values, shard, self._topology.in_group)
+        return named
 
     def local_tensors(self) -> list[Tensor]:
         """All that differs between groups in the model itself; buffers that do not travel are among it."""
-        return [*(p for layout in self._layouts for p in layout.parameters), *self.model.buffers()]
+        reshard(self.model)
+        return [*(p for layout in self.layouts for p in layout.parameters), *map(local, self.model.buffers())]
 
     # By name, for other fragments and shards
 
     def outer_parameters(self) -> dict[str, OuterParameter]:
         """Outer parameters and outer optimizer state by name, whole. In-group collective."""
         parameters: dict[str, OuterParameter] = {}
-        for fragment, layout in enumerate(self._layouts):
+        for fragment, layout in enumerate(self.layouts):
             saved = self._topology.in_group.gather_objects(self.outer.saved(fragment))
             shards = [Stepped(shard["outer"], shard["state"], shard["rounds"]) for shard in saved]
-            parameters |= taken_apart(layout.sizes, shards)
+            parameters |= layout.taken_apart(shards)
         return parameters
 
     def outer_buffers(self) -> dict[str, Tensor]:
@@ -127,7 +158,7 @@ class CutModel:
     @torch.no_grad()
     def write_some(self, parameters: Mapping[str, OuterParameter]) -> None:
         """Overwrites some local parameters by name with outer values."""
-        for layout in self._layouts:
+        for layout in self.layouts:
             layout.write_some({name: parameter.values for name, parameter in parameters.items()})
 
     @torch.no_grad()
@@ -135,12 +166,10 @@ class CutModel:
         """Takes outer state by name. What is not named keeps its value, and starts without momentum."""
         # All fragments of a round see the same learning rate, also those that are new.
         rounds = max((parameter.rounds for parameter in parameters.values()), default=0)
-        for fragment, layout in enumerate(self._layouts):
-            known = [
-                parameters.get(name) or OuterParameter(own.flatten().to("cpu", torch.float32, copy=True), {}, rounds)
-                for name, own in zip(layout.names, layout.parameters, strict=True)
-            ]
-            shard = put_together(known, *self._shard(layout))
+        for fragment, layout in enumerate(self.layouts):
+            whole = self._unless_known(fragment, parameters)
+            known = [parameters.get(name) or OuterParameter(whole[name].flatten(), {}, rounds) for name in layout.names]
+            shard = layout.put_together(known)
             self.outer.load(fragment, shard.values, shard.state, shard.rounds)
             self.buffers[fragment].start_from(buffers)
 
@@ -148,11 +177,10 @@ class CutModel:
 
     def saved(self, fragment: int) -> dict[str, Any]:
         """The outer state of a fragment as plain values and tensors on the host."""
-        layout, memory = self._layouts[fragment], self.memories[fragment]
+        layout, memory = self.layouts[fragment], self.memories[fragment]
         return {
             "memory": None if memory is None else memory.to("cpu"),
-            "names": list(layout.names),
-            "sizes": list(layout.sizes.values()),
+            **layout.described(),
             **self.outer.saved(fragment),
             **self.buffers[fragment].saved(),
         }
@@ -164,11 +192,13 @@ class CutModel:
         memory, device = saved["memory"], self.outer.values[fragment].device
         self.memories[fragment] = None if memory is None else memory.to(device, copy=True)
 
-    def _shard(self, layout: FragmentLayout) -> tuple[int, int]:
-        """Start and length of this rank's shard. All shards have the same length; zeros fill up the last."""
-        length = -(-layout.numel // self._topology.shards)
-        return self._topology.shard * length, length
+    def _unless_known(self, fragment: int, parameters: Mapping[str, OuterParameter]) -> dict[str, Tensor]:
+        """The local parameters of a fragment by name, whole, if not all of them are known. In-group collective."""
+        layout = self.layouts[fragment]
+        if all(name in parameters for name in layout.names):
+            return {}
+        shard, group = layout.read(), self._topology.in_group
+        return layout.whole(layout.gathered(shard, group), shard, group)
 
-    def _whole(self, fragment: int) -> Tensor:
-        shards = self._topology.in_group.gather(self.outer.values[fragment])
-        return shards[0] if len(shards) == 1 else torch.cat(shards)
+    def _gathered(self, fragment: int) -> Tensor:
+        return self.layouts[fragment].gathered(self.outer.values[fragment], self._topology.in_group)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lightning_sdiloco.absences import Absences
-from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
+from lightning_sdiloco.agreement import align_model, broadcast, require_same_model, require_same_settings
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.counting import Count
 from lightning_sdiloco.cut_model import CutModel
@@ -145,7 +145,7 @@ class StreamingDiLoCo:
         require_same_model(model, self.topology.world)
         chosen = cut(model, self.settings)
         say_what_is_unusual(chosen, self.settings, self.topology)
-        align_model(model, self.topology.world)
+        align_model(model, self.topology)
         self._divide(model, chosen.fragments)
         require_same_settings(self._cut.outer.described(), self.topology.world)
         self._device = self._cut.outer.values[0].device
@@ -162,6 +162,7 @@ class StreamingDiLoCo:
             self.settings,
             self._cut.outer,
             self._cut.memories,
+            self._cut.layouts,
             self._cut.buffers,
             self._counting,
         )
@@ -246,10 +247,10 @@ class StreamingDiLoCo:
         """The last part of `finish`: lands the means, and leaves the outer parameters in the model."""
         while self._flights:
             self._land(self._flights.pop(0))
-        wholes = self._cut.wholes()
-        self._cut.write_outer(wholes)
+        gathered = self._cut.gathered()
+        self._cut.write_outer(gathered)
         # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
-        self._finished = wholes if self.topology.shards == 1 else [whole.cpu() for whole in wholes]
+        self._finished = gathered if self.topology.shards == 1 else [values.cpu() for values in gathered]
         self.close()
 
     def close(self) -> None:
@@ -317,7 +318,7 @@ class StreamingDiLoCo:
         """Puts the outer parameters and buffers into the model, and the local ones aside. In-group collective."""
         if self._stash is None and self._finished is None:
             self._stash = [tensor.clone() for tensor in self._cut.local_tensors()]
-            self._cut.write_outer(self._cut.wholes())
+            self._cut.write_outer(self._cut.gathered())
 
     @torch.no_grad()
     def show_local(self) -> None:
@@ -330,9 +331,10 @@ class StreamingDiLoCo:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """The outer parameters: name -> float32 tensor on the host, in the parameter's shape, the same on every rank.
 
-        Collective within a worker group until `finish`.
+        Collective within a worker group until `finish`; where the ranks of a group hold parts of the parameters, also
+        after it.
         """
-        return self._cut.named(self._cut.wholes() if self._finished is None else self._finished)
+        return self._cut.named(self._cut.gathered() if self._finished is None else self._finished)
 
     def state_dict(self) -> dict[str, Any]:
         """All that this rank needs to go on bit for bit: plain dicts, lists, numbers and tensors on the host.
@@ -392,7 +394,7 @@ class StreamingDiLoCo:
         """
         self._counts = Counts(**restart.counts)
         self._start_rounds(restart.parameters, restart.buffers)
-        self._cut.write_outer(self._cut.wholes())
+        self._cut.write_outer(self._cut.gathered())
 
     def has_other_parameters(self) -> bool:
         """Whether parameters were frozen or became trainable since the model was cut."""
@@ -409,9 +411,10 @@ class StreamingDiLoCo:
             What landed, in order.
 
         Raises:
-            ValueError: If other parameters are trainable in other ranks, or the fragments that were asked for do not
-                fit the model any more.
+            ValueError: If other parameters are trainable in other ranks, the fragments that were asked for do not fit
+                the model any more, or parameters are sharded.
         """
+        self._cut.require_whole_parameters()
         model = self._cut.model
         require_same_model(model, self.topology.world)
         chosen = cut(model, self.settings)
@@ -420,7 +423,7 @@ class StreamingDiLoCo:
         self._cut.write_some({name: parameter for name, parameter in parameters.items() if name not in now})
         for name, parameter in now.items():
             if name not in parameters:
-                self.topology.world.broadcast(parameter.detach())
+                broadcast(parameter, self.topology)
         self._divide(model, chosen.fragments)
         self._start_rounds(parameters, buffers)
         return landed
@@ -502,8 +505,8 @@ class StreamingDiLoCo:
                 self._cut.memories[fragment] = arrival.memory
         left_out = self.topology.group in arrival.left_out
         mixing = 0.0 if cargo.final or left_out else self._mixing(arrival.counted)
-        _keep_until_done(arrival.whole)
-        self._cut.write(fragment, arrival.whole, mixing)
+        _keep_until_done(arrival.gathered)
+        self._cut.write(fragment, arrival.gathered, mixing)
         buffers.mix(mixing, arrival.buffers)
         if left_out:
             self._cut.recover(fragment, self._inner_optimizers)

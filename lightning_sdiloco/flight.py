@@ -67,7 +67,7 @@ class Arrival(NamedTuple):
     Attributes:
         outer: The shard after the outer step.
         memory: What the compression remembers of the shard if the group counts in the mean.
-        whole: Outer parameters of the whole fragment after the outer step, flat, float32.
+        gathered: Outer parameters of the fragment after the outer step, flat, float32, as far as this rank holds them.
         buffers: The new outer buffers by their index.
         controls: The control vectors of all groups, in their order.
         counted: How much each group counted in the mean.
@@ -78,7 +78,7 @@ class Arrival(NamedTuple):
 
     outer: Stepped
     memory: Tensor | None
-    whole: Tensor
+    gathered: Tensor
     buffers: dict[int, Tensor]
     controls: list[Control]
     counted: Count

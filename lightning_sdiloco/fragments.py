@@ -1,84 +1,279 @@
 """Between a model and flat float32 vectors: the one place that touches parameters and buffers."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_sdiloco.communicator import Communicator
+from lightning_sdiloco.outer import Stepped
 from lightning_sdiloco.partition import Fragment, Parameter
+from lightning_sdiloco.places import Place, is_sharded, local, places_of, reshard
+from lightning_sdiloco.portable import (
+    OuterParameter,
+    put_together,
+    put_together_by_place,
+    taken_apart,
+    taken_apart_by_place,
+)
+from lightning_sdiloco.topology import Topology
 
 
-class FragmentLayout:
-    """The parameters of a fragment as one flat float32 vector, in the order of their names.
+class FragmentLayout(ABC):
+    """The parameters of a fragment, and the shard of this rank: the values of them that it exchanges.
 
     Args:
         names: Names of the parameters.
         parameters: The parameters, on one device, of any floating dtype.
+
+    Attributes:
+        length: Number of values of the shard.
+        start: Position of its first value among those of all ranks of the group, for the digest.
     """
+
+    length: int
+    start: int
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         self.names = tuple(names)
         self.keys = list(parameters)
-        self.numel = sum(parameter.numel() for parameter in parameters)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Number of values of each parameter, by name."""
-        return {name: parameter.numel() for name, parameter in zip(self.names, self.keys, strict=True)}
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters without autograd. Not kept, because others may rebind ``.data``."""
-        return [parameter.detach() for parameter in self.keys]
+        """What this rank holds of the parameters. Not kept, because others may rebind ``.data``."""
+        return [local(parameter) for parameter in self.keys]
 
-    def read(self, start: int, length: int) -> Tensor:
-        """Copies a stretch of the vector out of the parameters.
+    @property
+    def held(self) -> int:
+        """Number of values that this rank holds."""
+        return sum(parameter.numel() for parameter in self.parameters)
 
-        Args:
-            start: Position of the first value.
-            length: Number of values. Those beyond the end of the vector are zeros.
+    @abstractmethod
+    def read(self) -> Tensor:
+        """Copies the shard out of the parameters.
 
         Returns:
             A new float32 tensor of shape ``(length,)``.
         """
-        flat = self.parameters[0].new_zeros(length, dtype=torch.float32)
-        position = 0
-        for parameter in self.parameters:
-            first, last = max(position, start), min(position + parameter.numel(), start + length)
-            if first < last:
-                flat[first - start : last - start] = parameter.reshape(-1)[first - position : last - position]
-            position += parameter.numel()
-        return flat
 
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """The vector as one view per parameter, in the parameter's shape."""
-        parts = flat[: self.numel].split([parameter.numel() for parameter in self.parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+    @abstractmethod
+    def gathered(self, shard: Tensor, group: Communicator) -> Tensor:
+        """All that this rank holds of the fragment, flat, from the shards of the ranks. In-group collective.
 
-    def write(self, flat: Tensor, mixing: float = 0.0) -> None:
-        """Mixes a vector into the parameters: ``mixing * local + (1 - mixing) * flat``.
+        Args:
+            shard: Values of the shard of this rank.
+            group: The ranks of the group.
+        """
+
+    @abstractmethod
+    def whole(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
+        """The parameters by name, whole, on the host. In-group collective where ranks hold parts of them.
+
+        Args:
+            gathered: What `gathered` made of the shard.
+            shard: Values of the shard of this rank.
+            group: The ranks of the group.
+        """
+
+    @abstractmethod
+    def taken_apart(self, shards: Sequence[Stepped]) -> dict[str, OuterParameter]:
+        """The outer state by name, whole, from all shards."""
+
+    @abstractmethod
+    def put_together(self, parameters: Sequence[OuterParameter]) -> Stepped:
+        """The shard of this rank, from the outer state of all parameters in their order."""
+
+    @abstractmethod
+    def described(self) -> dict[str, Any]:
+        """What must be known to take shards apart later, as plain values."""
+
+    def split(self, gathered: Tensor) -> list[Tensor]:
+        """All that this rank holds as one view per parameter, in the shape of what it holds of it."""
+        parameters = self.parameters
+        parts = gathered[: self.held].split([parameter.numel() for parameter in parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+
+    def write(self, gathered: Tensor, mixing: float = 0.0) -> None:
+        """Mixes values into the parameters: ``mixing * local + (1 - mixing) * gathered``.
 
         With ``mixing=0`` the local values are not even read, so that they may be anything.
 
         Args:
-            flat: float32 tensor with at least ``numel`` values.
+            gathered: float32 tensor with all that this rank holds, or more.
             mixing: Share of the local parameters that is kept.
         """
-        for parameter, values in zip(self.parameters, self.split(flat), strict=True):
+        for parameter, values in zip(self.parameters, self.split(gathered), strict=True):
             mix(parameter, values, mixing)
 
     def write_some(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrites some parameters by name with flat vectors of their own."""
+        """Overwrites some parameters by name with flat vectors of their own. Not for sharded ones."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if name in values:
                 parameter.copy_(values[name].view(parameter.shape))
 
     def is_finite(self) -> bool:
-        """Whether all local parameters are finite."""
+        """Whether all that this rank holds is finite."""
         return all(bool(parameter.isfinite().all()) for parameter in self.parameters)
+
+
+class WholeLayout(FragmentLayout):
+    """A fragment that every rank of the group holds whole: one flat vector, cut into as many shards as there are ranks.
+
+    All shards have the same length; zeros fill up the last.
+
+    Args:
+        names: Names of the parameters.
+        parameters: The parameters.
+        shard: The shard of this rank.
+        shards: Number of ranks in the group.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], shard: int = 0, shards: int = 1) -> None:
+        super().__init__(names, parameters)
+        self.length = -(-self.held // shards)
+        self.start = shard * self.length
+
+    @override
+    def read(self) -> Tensor:
+        flat = self.parameters[0].new_zeros(self.length, dtype=torch.float32)
+        position, start, end = 0, self.start, self.start + self.length
+        for parameter in self.parameters:
+            first, last = max(position, start), min(position + parameter.numel(), end)
+            if first < last:
+                flat[first - start : last - start] = parameter.reshape(-1)[first - position : last - position]
+            position += parameter.numel()
+        return flat
+
+    @override
+    def gathered(self, shard: Tensor, group: Communicator) -> Tensor:
+        shards = group.gather(shard)
+        return shards[0] if len(shards) == 1 else torch.cat(shards)
+
+    @override
+    def whole(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
+        values = zip(self.names, self.split(gathered), strict=True)
+        return {name: value.to("cpu", copy=True) for name, value in values}
+
+    @override
+    def taken_apart(self, shards: Sequence[Stepped]) -> dict[str, OuterParameter]:
+        return taken_apart(self._sizes, shards)
+
+    @override
+    def put_together(self, parameters: Sequence[OuterParameter]) -> Stepped:
+        return put_together(parameters, self.start, self.length)
+
+    @override
+    def described(self) -> dict[str, Any]:
+        return {"names": list(self.names), "sizes": list(self._sizes.values())}
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Number of values of each parameter, by name."""
+        return {name: parameter.numel() for name, parameter in zip(self.names, self.keys, strict=True)}
+
+
+class ShardedLayout(FragmentLayout):
+    """A fragment of which every rank of the group holds a part: the shard is what it holds.
+
+    Where several ranks hold the same, its values are divided among them, so that each is exchanged once.
+
+    Args:
+        names: Names of the parameters.
+        parameters: The parameters.
+        places: Where the values of each parameter lie, on every rank of the group.
+        shard: The shard of this rank.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], places: Sequence[Sequence[Place]], shard: int
+    ) -> None:
+        super().__init__(names, parameters)
+        self._places = places
+        self._own = [ranks[shard] for ranks in places]
+        # Without a single value there would be nothing to encode.
+        lengths = [max(1, sum(of)) for of in zip(*([p.length for p in ranks] for ranks in places), strict=True)]
+        self.length = lengths[shard]
+        self._longest = max(lengths)
+        self.start = sum(lengths[:shard])
+        self._in_common = [any(len(place.holders) > 1 for place in ranks) for ranks in places]
+
+    @override
+    def read(self) -> Tensor:
+        flat = self.parameters[0].new_zeros(self.length, dtype=torch.float32)
+        position = 0
+        for parameter, place in zip(self.parameters, self._own, strict=True):
+            values = parameter.reshape(-1)[place.first : place.first + place.length]
+            flat[position : position + place.length] = values
+            position += place.length
+        return flat
+
+    @override
+    def gathered(self, shard: Tensor, group: Communicator) -> Tensor:
+        if not any(self._in_common):
+            return shard
+        parts = self._of_all(shard, group)
+        starts, gathered = [0] * len(parts), []
+        for ranks, own in zip(self._places, self._own, strict=True):
+            for holder in own.holders:
+                gathered.append(parts[holder][starts[holder] : starts[holder] + ranks[holder].length])
+            starts = [start + place.length for start, place in zip(starts, ranks, strict=True)]
+        return torch.cat(gathered)
+
+    @override
+    def whole(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
+        parts = [Stepped(part.to("cpu"), {}, 0) for part in self._of_all(shard, group)]
+        shapes = [ranks[0].shape for ranks in self._places]
+        apart = self.taken_apart(parts)
+        return {name: apart[name].values.view(shape) for name, shape in zip(self.names, shapes, strict=True)}
+
+    @override
+    def taken_apart(self, shards: Sequence[Stepped]) -> dict[str, OuterParameter]:
+        return taken_apart_by_place(dict(zip(self.names, self._places, strict=True)), shards)
+
+    @override
+    def put_together(self, parameters: Sequence[OuterParameter]) -> Stepped:
+        return put_together_by_place(parameters, self._own, self.length)
+
+    @override
+    def described(self) -> dict[str, Any]:
+        sizes = [prod(ranks[0].shape) for ranks in self._places]
+        return {
+            "names": list(self.names),
+            "sizes": sizes,
+            "places": [[list(place) for place in ranks] for ranks in self._places],
+        }
+
+    def _of_all(self, shard: Tensor, group: Communicator) -> list[Tensor]:
+        """The shards of all ranks, filled up to the length of the longest."""
+        return group.gather(nn.functional.pad(shard, (0, self._longest - shard.numel())))
+
+
+def layouts_of(
+    fragments: Sequence[Fragment], parameters: Mapping[str, Tensor], topology: Topology
+) -> list[FragmentLayout]:
+    """The layouts of all fragments. In-group collective where parameters are sharded.
+
+    Args:
+        fragments: The fragments.
+        parameters: The trainable parameters by name.
+        topology: The ranks of this group.
+
+    Raises:
+        ValueError: If a parameter is divided in a way that is not known here.
+    """
+    shard, shards = topology.shard, topology.shards
+    if not any(map(is_sharded, parameters.values())):
+        return [WholeLayout(f.names, [parameters[name] for name in f.names], shard, shards) for f in fragments]
+    places = places_of(parameters, topology.in_group, topology.ranks)
+    return [
+        ShardedLayout(f.names, [parameters[n] for n in f.names], [places[n] for n in f.names], shard) for f in fragments
+    ]
 
 
 class BufferLayout:
@@ -108,8 +303,8 @@ class BufferLayout:
     def changed(self, snapshot: list[Tensor]) -> int:
         """Which buffers of a snapshot differ from the outer ones, one bit each."""
         bits = 0
-        for index, (local, outer) in enumerate(zip(snapshot, self.outer, strict=True)):
-            if not torch.equal(local, outer):
+        for index, (values, outer) in enumerate(zip(snapshot, self.outer, strict=True)):
+            if not torch.equal(values, outer):
                 bits |= 1 << min(index, self._BITS - 1)
         return bits
 
@@ -187,6 +382,7 @@ def clean_name(name: str) -> str:
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The trainable parameters by name, tied ones once, in the order of ``named_parameters()``."""
+    reshard(model)
     return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -236,10 +432,21 @@ def _common_depth(one: str, other: str) -> int:
     return depth
 
 
-def reset_non_finite_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> None:
-    """Drops the inner optimizer state of the parameters for which it is not finite, so that it starts afresh."""
+def with_finite_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> list[bool]:
+    """Whether what this rank holds of the inner optimizer state of each parameter is finite."""
+    return [
+        all(
+            bool(local(value).isfinite().all())
+            for optimizer in optimizers
+            for value in optimizer.state.get(parameter, {}).values()
+            if isinstance(value, Tensor)
+        )
+        for parameter in parameters
+    ]
+
+
+def drop_state(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> None:
+    """Drops the inner optimizer state of parameters, so that it starts afresh."""
     for optimizer in optimizers:
         for parameter in parameters:
-            state = optimizer.state.get(parameter, {})
-            if any(isinstance(value, Tensor) and not bool(value.isfinite().all()) for value in state.values()):
-                del optimizer.state[parameter]
+            optimizer.state.pop(parameter, None)

@@ -3,13 +3,14 @@
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.launcher import LauncherMixin
+from lightning_sdiloco.model_parallel import StreamingDiLoCoModelParallelMixin
 from lightning_sdiloco.strategy import StreamingDiLoCoMixin
 
 
@@ -32,4 +33,12 @@ class StreamingDiLoCoStrategy(StreamingDiLoCoMixin, DDPStrategy):  # noqa: D101
         return _Launcher(self, start_method=start_method)
 
 
+class StreamingDiLoCoModelParallelStrategy(StreamingDiLoCoModelParallelMixin, ModelParallelStrategy):  # noqa: D101
+    __doc__ = StreamingDiLoCoModelParallelMixin.__doc__
+
+    callback_type = StreamingDiLoCoCallback
+    termination = SIGTERMException
+
+
 StreamingDiLoCoStrategy.register_strategies(StrategyRegistry)
+StreamingDiLoCoModelParallelStrategy.register_strategies(StrategyRegistry)

@@ -46,6 +46,10 @@ class Placing:
         """
         self._older[save] = older
 
+    def older_than(self, save: str) -> Sequence[str]:
+        """The saves that were announced to go when this one stands, for a checkpoint that no CheckpointIO writes."""
+        return self._older.pop(save, ())
+
     def remove(self, path: str, remove: Callable[[str], None]) -> None:
         """Removes a checkpoint file and its folder; those that a thread is just writing, as soon as they are written.
 

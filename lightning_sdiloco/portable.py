@@ -1,12 +1,14 @@
 """Outer state by the name of the parameter: what stays the same when fragments or shards are cut in another way."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sdiloco.outer import Stepped
+from lightning_sdiloco.places import Place
 
 
 class OuterParameter(NamedTuple):
@@ -53,6 +55,43 @@ def taken_apart(sizes: Mapping[str, int], shards: Sequence[Stepped]) -> dict[str
     return parts
 
 
+def taken_apart_by_place(places: Mapping[str, Sequence[Place]], shards: Sequence[Stepped]) -> dict[str, OuterParameter]:
+    """Takes a fragment apart by parameter, where ranks hold parts of the parameters.
+
+    Args:
+        places: Where the values of each parameter lie, on every rank of the group.
+        shards: All shards of the fragment, in the order of the ranks.
+
+    Examples:
+        >>> from lightning_sdiloco.places import shared
+        >>> places = {"weight": shared([3], [[[(0, 2)]], [[(2, 3)]]])}
+        >>> shards = [Stepped(torch.tensor(part), {}, rounds=3) for part in ([1.0, 2.0], [4.0])]
+        >>> taken_apart_by_place(places, shards)["weight"].values.tolist()
+        [1.0, 2.0, 4.0]
+    """
+    first, starts, parts = shards[0], [0] * len(shards), {}
+    for name, ranks in places.items():
+        parts[name] = OuterParameter(
+            _put_in_places(ranks, starts, [shard.values for shard in shards]),
+            {
+                key: _put_in_places(ranks, starts, [shard.state[key] for shard in shards])
+                if _is_of_values(value, first.values)
+                else value
+                for key, value in first.state.items()
+            },
+            first.rounds,
+        )
+        starts = [start + place.length for start, place in zip(starts, ranks, strict=True)]
+    return parts
+
+
+def _put_in_places(ranks: Sequence[Place], starts: Sequence[int], shards: Sequence[Tensor]) -> Tensor:
+    whole = shards[0].new_zeros(prod(ranks[0].shape))
+    for place, start, shard in zip(ranks, starts, shards, strict=True):
+        place.put_into(whole, shard[start : start + place.length])
+    return whole
+
+
 def put_together(parameters: Sequence[OuterParameter], start: int, length: int) -> Stepped:
     """Makes a shard of a fragment out of its parameters.
 
@@ -64,16 +103,34 @@ def put_together(parameters: Sequence[OuterParameter], start: int, length: int) 
         start: Position of the first value of the shard.
         length: Number of its values. Those beyond the end of the fragment are zeros.
     """
+    return _put_together(parameters, lambda values: _stretch(torch.cat(values), start, length))
+
+
+def put_together_by_place(parameters: Sequence[OuterParameter], places: Sequence[Place], length: int) -> Stepped:
+    """Makes a shard of a fragment out of its parameters, where ranks hold parts of the parameters.
+
+    Args:
+        parameters: As in `put_together`.
+        places: Where the values of each parameter lie on this rank.
+        length: Number of values of the shard. Those beyond what the rank exchanges are zeros.
+    """
+
+    def cut(values: list[Tensor]) -> Tensor:
+        taken = [place.taken_from(value) for place, value in zip(places, values, strict=True)]
+        return _stretch(torch.cat(taken), 0, length)
+
+    return _put_together(parameters, cut)
+
+
+def _put_together(parameters: Sequence[OuterParameter], cut: Callable[[list[Tensor]], Tensor]) -> Stepped:
     state: dict[str, Any] = {}
     for key in dict.fromkeys(key for parameter in parameters for key in parameter.state):
         known = [p.state[key] for p in parameters if key in p.state]
         if any(_is_of_values(p.state[key], p.values) for p in parameters if key in p.state):
-            whole = torch.cat([p.state.get(key, torch.zeros_like(p.values)) for p in parameters])
-            state[key] = _stretch(whole, start, length)
+            state[key] = cut([p.state.get(key, torch.zeros_like(p.values)) for p in parameters])
         else:
             state[key] = max(known, key=float) if None not in known else known[0]
-    values = _stretch(torch.cat([p.values for p in parameters]), start, length)
-    return Stepped(values, state, max(parameter.rounds for parameter in parameters))
+    return Stepped(cut([p.values for p in parameters]), state, max(parameter.rounds for parameter in parameters))
 
 
 def _is_of_values(value: Any, values: Tensor) -> bool:

@@ -3,13 +3,14 @@
 from typing import Any
 
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.launcher import LauncherMixin
+from lightning_sdiloco.model_parallel import StreamingDiLoCoModelParallelMixin
 from lightning_sdiloco.strategy import StreamingDiLoCoMixin
 
 
@@ -32,4 +33,12 @@ class StreamingDiLoCoStrategy(StreamingDiLoCoMixin, DDPStrategy):  # noqa: D101
         return _Launcher(self, start_method=start_method)
 
 
+class StreamingDiLoCoModelParallelStrategy(StreamingDiLoCoModelParallelMixin, ModelParallelStrategy):  # noqa: D101
+    __doc__ = StreamingDiLoCoModelParallelMixin.__doc__
+
+    callback_type = StreamingDiLoCoCallback
+    termination = SIGTERMException
+
+
 StreamingDiLoCoStrategy.register_strategies(StrategyRegistry)
+StreamingDiLoCoModelParallelStrategy.register_strategies(StrategyRegistry)

@@ -43,6 +43,38 @@ def refuse_what_cannot_work(trainer: Any) -> None:
             )
 
 
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+
+
+def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:
+    """Refuses what cannot work where the ranks of a group hold parts of the model.
+
+    Args:
+        trainer: The trainer that is about to fit.
+        precision: Its precision.
+
+    Raises:
+        ValueError: If there is a callback that averages weights or unfreezes layers, or the precision needs a scaler of
+            the loss.
+    """
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"precision={precision!r} does not work with sharded models in Lightning. Choose one of"
+            f" {', '.join(map(repr, _PRECISIONS))}."
+        )
+    for callback in trainer.callbacks:
+        if _kinds(callback) & _AVERAGING:
+            raise ValueError(
+                f"{_name(callback)} copies the whole model, of which every rank has only a part. Leave it out: the"
+                " outer model, which validation and checkpoints show, is an average already."
+            )
+        if "BaseFinetuning" in _kinds(callback):
+            raise ValueError(
+                f"{_name(callback)} unfreezes layers between epochs, which sharded parameters do not follow. Freeze"
+                " what is to stay in configure_model, and train in several fits."
+            )
+
+
 def _refuse_epoch_for_statistics(trainer: Any, callback: Any) -> None:
     if trainer.max_epochs != -1 and callback.pl_module_contains_batch_norm(trainer.lightning_module):
         raise ValueError(

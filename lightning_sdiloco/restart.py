@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_sdiloco.control import Control
 from lightning_sdiloco.outer import Outer, Stepped
-from lightning_sdiloco.portable import OuterParameter, taken_apart
+from lightning_sdiloco.places import Place
+from lightning_sdiloco.portable import OuterParameter, taken_apart, taken_apart_by_place
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.transfer import encoded, mean, norm_squared
 
@@ -59,8 +60,7 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
         shards = landing.shards
     parameters: dict[str, OuterParameter] = {}
     for index, fragment in enumerate(ranks[0]["fragments"]):
-        sizes = dict(zip(fragment["names"], fragment["sizes"], strict=True))
-        parameters |= taken_apart(sizes, [shard[index] for shard in shards])
+        parameters |= _taken_apart(fragment, [shard[index] for shard in shards])
     counts = ranks[0]["counts"]
     return Restart(
         parameters=parameters,
@@ -72,6 +72,13 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
             "flights_dropped": counts["flights_dropped"] + flights - landed,
         },
     )
+
+
+def _taken_apart(fragment: dict[str, Any], shards: Sequence[Stepped]) -> dict[str, OuterParameter]:
+    if "places" not in fragment:
+        return taken_apart(dict(zip(fragment["names"], fragment["sizes"], strict=True)), shards)
+    places = [[Place(*place) for place in ranks] for ranks in fragment["places"]]
+    return taken_apart_by_place(dict(zip(fragment["names"], places, strict=True)), shards)
 
 
 def _shard(fragment: dict[str, Any], with_state: bool) -> Stepped:

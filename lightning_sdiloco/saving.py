@@ -19,7 +19,7 @@ from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import Topology
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
 else:
     _Base = object
 
@@ -86,7 +86,7 @@ class SavingMixin(_Base):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._engine is None or "optimizer_states" not in checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            self._write_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_alone:
             self._save_alone(checkpoint, str(filepath))
         else:
@@ -110,8 +110,12 @@ class SavingMixin(_Base):
             files.write_manifest(path, header, entries)
             self._placing = self._placing or Placing(self.checkpoint_io)
             self._placing.announce(save, [name for name in older if name != save])
-        super().save_checkpoint({**checkpoint, files.KEY: header}, path, storage_options)
+        self._write_checkpoint({**checkpoint, files.KEY: header}, path, storage_options)
         self._note_standing(path)
+
+    def _write_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        """Writes what all groups have in common. All ranks call it."""
+        super().save_checkpoint(checkpoint, path, storage_options)
 
     def _save_alone(self, checkpoint: dict[str, Any], path: str) -> None:
         """After an exception no rank waits for another: what this one holds is kept, but is no checkpoint."""
@@ -135,31 +139,55 @@ class SavingMixin(_Base):
             "requests": self._requests.state_dict(),
             "averaging": self._averaging.state_dict() if self._averaging is not None else None,
             "random": files.random_state(),
-            "optimizer_states": checkpoint["optimizer_states"],
+            "optimizer_states": self._own_optimizer_states(checkpoint),
             "precision": checkpoint.get(type(self.precision_plugin).__qualname__),
             "loader": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
         }
 
+    def _own_optimizer_states(self, checkpoint: dict[str, Any]) -> list[Any]:
+        """The state of the inner optimizers as this rank holds it."""
+        states: list[Any] = checkpoint["optimizer_states"]
+        return states
+
     def _layout_and_settings(self) -> dict[str, Any]:
-        topology = self.topology
-        layout = {"worker_groups": topology.groups, "group_size": topology.shards}
-        return {"layout": layout, "settings": self._settings.fixed_by_a_checkpoint()}
+        return {"layout": self._ranks_as_saved(), "settings": self._settings.fixed_by_a_checkpoint()}
+
+    def _ranks_as_saved(self) -> dict[str, int]:
+        """What must be the same for ranks to take up their own files."""
+        return {"worker_groups": self.topology.groups, "group_size": self.topology.shards}
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = dict(super().load_checkpoint(checkpoint_path, *args, **kwargs))
+        checkpoint = self._read_checkpoint(checkpoint_path, *args, **kwargs)
         header = checkpoint.get(files.KEY)
         assert self.lightning_module is not None
         if header is None or self.lightning_module.trainer.state.fn != "fit":
             return checkpoint
-        if self._on_resume == "restart" or header["layout"] != self._layout_and_settings()["layout"]:
+        if self._on_resume == "restart" or header["layout"] != self._ranks_as_saved():
             self._load_for_restart(checkpoint, str(checkpoint_path), header)
         else:
             self._require_the_settings_of(header)
             self._resumed = files.read_rank(str(checkpoint_path), header, self.global_rank)
             self._note_standing(str(checkpoint_path))
-            _overlay(checkpoint, self._resumed, type(self.precision_plugin).__qualname__)
+            self._take_up(checkpoint, self._resumed)
         return checkpoint
+
+    def _read_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads what all groups have in common. All ranks call it."""
+        return dict(super().load_checkpoint(path, *args, **kwargs))
+
+    def _take_up(self, checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
+        """Puts what this rank saved in place of what rank 0 saved."""
+        checkpoint["optimizer_states"] = own["optimizer_states"]
+        precision = type(self.precision_plugin).__qualname__
+        if own["loader"] is not None:
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loader"]
+        if own["precision"] is not None:
+            checkpoint[precision] = own["precision"]
+
+    def _start_optimizers_afresh(self, checkpoint: dict[str, Any]) -> None:
+        # Without its state an optimizer keeps the learning rate at which the schedulers go on.
+        checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
 
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
         if other := self._other_settings(header):
@@ -183,13 +211,10 @@ class SavingMixin(_Base):
         rank = self._rank_before(header)
         own = files.read_rank(path, header, rank) if rank is not None and files.has_rank(path, header, rank) else None
         if own is None:
-            # Without its state an optimizer keeps the learning rate at which the schedulers go on.
-            checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
+            self._start_optimizers_afresh(checkpoint)
         else:
-            same_data = header["layout"] == self._layout_and_settings()["layout"]
-            _overlay(
-                checkpoint, own if same_data else {**own, "loader": None}, type(self.precision_plugin).__qualname__
-            )
+            same_data = header["layout"] == self._ranks_as_saved()
+            self._take_up(checkpoint, own if same_data else {**own, "loader": None})
         if own is not None and self.topology.shard < header["layout"]["group_size"]:
             self._random_state = own["random"]
         self._say_what_restarts(header, own is not None)
@@ -197,8 +222,14 @@ class SavingMixin(_Base):
     def _rank_before(self, header: dict[str, Any]) -> int | None:
         """The rank whose file this one takes up: that of its group and shard, or of the first of its group."""
         groups, size = header["layout"]["worker_groups"], header["layout"]["group_size"]
+        if not self._holds_the_same_as(header["layout"]):
+            return None
         shard = self.topology.shard if self.topology.shard < size else 0
         return self.topology.group * size + shard if self.topology.group < groups else None
+
+    def _holds_the_same_as(self, layout: dict[str, int]) -> bool:
+        """Whether the inner optimizer state of a rank that was saved is that of a rank here: whole, in all of them."""
+        return layout.keys() == self._ranks_as_saved().keys()
 
     def _as_rank_zero_reads(self, path: str, header: dict[str, Any]) -> Restart:
         """Ranks may see different files, so one reads for all; what it cannot read is an error of all."""
@@ -229,7 +260,7 @@ class SavingMixin(_Base):
                 " from its outer parameters and outer momentum, and the rounds begin anew. Flights lost so far: %d."
                 " Worker groups that begin with a fresh inner optimizer: %s.",
                 header["layout"],
-                self._layout_and_settings()["layout"],
+                self._ranks_as_saved(),
                 "".join(f"; {other}" for other in self._other_settings(header)),
                 dropped,
                 ", ".join(map(str, fresh)) or "none",
@@ -255,12 +286,3 @@ class SavingMixin(_Base):
             if self._placing is not None:
                 self._placing.close()
                 self._placing = None
-
-
-def _overlay(checkpoint: dict[str, Any], own: dict[str, Any], precision: str) -> None:
-    """Puts what this rank saved in place of what rank 0 saved."""
-    checkpoint["optimizer_states"] = own["optimizer_states"]
-    if own["loader"] is not None:
-        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loader"]
-    if own["precision"] is not None:
-        checkpoint[precision] = own["precision"]

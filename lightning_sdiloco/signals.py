@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning_sdiloco.requests import SIGNALLED, Request
 
 if TYPE_CHECKING:
-    from lightning_sdiloco.strategy import StreamingDiLoCoMixin
+    from lightning_sdiloco.groups import GroupsMixin
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Signals:
         strategy: Its strategy.
     """
 
-    def __init__(self, trainer: Any, strategy: "StreamingDiLoCoMixin") -> None:
+    def __init__(self, trainer: Any, strategy: "GroupsMixin") -> None:
         self._trainer = trainer
         self._strategy = strategy
         self._received: set[Request] = set()

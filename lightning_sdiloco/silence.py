@@ -20,10 +20,10 @@ from lightning_sdiloco.requests import MOST_CHECKPOINTS, Request
 from lightning_sdiloco.signals import listen_without_fit
 
 if TYPE_CHECKING:
-    from lightning_sdiloco.strategy import StreamingDiLoCoMixin
+    from lightning_sdiloco.groups import GroupsMixin
 
 
-def silence(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
+def silence(trainer: Any, strategy: "GroupsMixin") -> ExitStack:
     """Makes the replacements; see [Note: silence between launches].
 
     Args:
@@ -90,14 +90,14 @@ def _those_with(trainer: Any, name: str) -> list[Any]:
     return [callback for callback in trainer.callbacks if hasattr(callback, name)]
 
 
-def _check_time(timer: Any, original: Callable[[Any], None], strategy: "StreamingDiLoCoMixin", trainer: Any) -> None:
+def _check_time(timer: Any, original: Callable[[Any], None], strategy: "GroupsMixin", trainer: Any) -> None:
     if not strategy.in_batch:
         original(trainer)
     elif timer.time_elapsed() >= timer._duration:
         strategy.ask(Request.TIME_LIMIT)
 
 
-def _mean_monitored(original: Callable[[str], Any], strategy: "StreamingDiLoCoMixin", trainer: Any, key: str) -> Any:
+def _mean_monitored(original: Callable[[str], Any], strategy: "GroupsMixin", trainer: Any, key: str) -> Any:
     """What reduces a learning rate on a plateau at the end of an epoch: what is not the same becomes a mean of all."""
     value = original(key)
     if any(config.monitor == key and config.interval == "step" for config in trainer.lr_scheduler_configs):
@@ -107,7 +107,7 @@ def _mean_monitored(original: Callable[[str], Any], strategy: "StreamingDiLoCoMi
 
 
 def _mean_candidates(
-    original: Callable[[Any], dict[str, Any]], strategy: "StreamingDiLoCoMixin", trainer: Any
+    original: Callable[[Any], dict[str, Any]], strategy: "GroupsMixin", trainer: Any
 ) -> dict[str, Any]:
     """What a checkpoint callback chooses by and puts into names: what was logged per group becomes a mean of all."""
     candidates = original(trainer)
@@ -119,7 +119,7 @@ def _mean_candidates(
     }
 
 
-def _save_last(original: Callable[..., None], strategy: "StreamingDiLoCoMixin", *args: Any) -> None:
+def _save_last(original: Callable[..., None], strategy: "GroupsMixin", *args: Any) -> None:
     # After an exception no checkpoint was written that the last one could be a link to.
     if not strategy.is_alone:
         original(*args)
@@ -128,7 +128,7 @@ def _save_last(original: Callable[..., None], strategy: "StreamingDiLoCoMixin", 
 class _GatherMetric:
     """Gathers a state of a torchmetrics metric: over the worker group inside a batch, over all ranks otherwise."""
 
-    def __init__(self, strategy: "StreamingDiLoCoMixin") -> None:
+    def __init__(self, strategy: "GroupsMixin") -> None:
         self._strategy = strategy
 
     def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
@@ -141,6 +141,6 @@ class _GatherMetric:
         return self
 
 
-def _progress(original: Callable[..., dict[str, Any]], strategy: "StreamingDiLoCoMixin", *args: Any) -> dict[str, Any]:
+def _progress(original: Callable[..., dict[str, Any]], strategy: "GroupsMixin", *args: Any) -> dict[str, Any]:
     """The metrics of a progress bar, with the outer step and the fragments in flight."""
     return {**original(*args), **strategy.progress()}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_sdiloco.communicator import Communicator
 from lightning_sdiloco.exchange import Exchange, GatherExchange, InProcessExchange
@@ -79,6 +80,7 @@ class Topology:
         shards: Number of ranks in a group, each of which exchanges one shard of a fragment.
         shard: The shard of this rank.
         world: All ranks; used before training starts only.
+        peers: The ranks with the same shard, one of each group; used before training starts only.
         in_group: The ranks of this group; for the training thread.
         lane: The ranks of this group; for the background lane.
         exchange: The way to the other groups; for the background lane.
@@ -90,6 +92,7 @@ class Topology:
     shards: int = 1
     shard: int = 0
     world: Communicator = field(default_factory=Communicator)
+    peers: Communicator = field(default_factory=Communicator)
     in_group: Communicator = field(default_factory=Communicator)
     lane: Communicator = field(default_factory=Communicator)
     exchange: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
@@ -103,6 +106,11 @@ class Topology:
             Topology(groups=groups, group=group, exchange=exchange, make_lane=InlineLane)
             for group, exchange in enumerate(exchanges)
         ]
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this group, as the world counts them."""
+        return range(self.group * self.shards, (self.group + 1) * self.shards)
 
     def is_stale(self) -> bool:
         """Whether the default process group is another one than that for which this was made."""
@@ -134,6 +142,7 @@ class Topology:
             shards=layout.group_size,
             shard=layout.shard_of(rank),
             world=world(),
+            peers=Communicator(_own(rank, layout.ranks_of_shards(), None, timeout)),
             in_group=in_group,
             lane=lane,
             exchange=InProcessExchange.connect(1)[0] if layout.worker_groups == 1 else GatherExchange(across),
@@ -152,6 +161,33 @@ def _settle_at_exit() -> None:
     one of the process and the interpreter is gone by then, the process aborts, after everything else went well.
     """
     atexit.register(time.sleep, 0.2)
+
+
+def mesh_of(layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta) -> Any:
+    """The ranks of this group as a mesh, made once for each shape. All ranks of the default process group must call it.
+
+    Its process groups are made for all groups in the same order, as those of a mesh over the world.
+
+    Args:
+        layout: The worker groups.
+        device: Type of the devices.
+        data_parallel: Size of the first dimension.
+        tensor_parallel: Size of the second.
+        timeout: How long a collective may take.
+    """
+    shape = (layout.worker_groups, data_parallel, tensor_parallel)
+    world, mesh = _meshes.get((shape, device, timeout), (None, None))
+    if world is not dist.group.WORLD:
+        names = ("worker_group", "data_parallel", "tensor_parallel")
+        whole = init_device_mesh(device, shape, mesh_dim_names=names)
+        for name in names[1:]:
+            dist.distributed_c10d._set_pg_timeout(timeout, whole.get_group(name))
+        mesh = whole["data_parallel", "tensor_parallel"]
+        _meshes[shape, device, timeout] = (dist.group.WORLD, mesh)
+    return mesh
+
+
+_meshes: dict[Any, tuple[Any, Any]] = {}
 
 
 def world() -> Communicator:

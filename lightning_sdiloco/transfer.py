@@ -13,7 +13,7 @@ from lightning_sdiloco.digest import digest
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.exchange import Unanswered
 from lightning_sdiloco.flight import Arrival, Cargo
-from lightning_sdiloco.fragments import BufferLayout
+from lightning_sdiloco.fragments import BufferLayout, FragmentLayout
 from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import Topology
@@ -37,6 +37,7 @@ class Transfer:
         settings: How outer gradients are encoded, and how much of its own a group keeps on landing.
         outer: Outer parameters and outer optimizer of this rank's shards.
         memories: What the compression remembers of every fragment's shard. Only a landing changes it.
+        layouts: The shards of every fragment, and how they are gathered.
         buffers: The buffers of every fragment.
         counting: How much each group counts in a mean.
     """
@@ -47,6 +48,7 @@ class Transfer:
         settings: Settings,
         outer: Outer,
         memories: Sequence[Tensor | None],
+        layouts: Sequence[FragmentLayout],
         buffers: Sequence[BufferLayout],
         counting: Counting,
     ) -> None:
@@ -54,6 +56,7 @@ class Transfer:
         self._settings = settings
         self._outer = outer
         self._memories = memories
+        self._layouts = layouts
         self._buffers = buffers
         self._counting = counting
 
@@ -81,7 +84,7 @@ class Transfer:
         return Arrival(
             outer=outer,
             memory=sent.memory,
-            whole=torch.cat(self._topology.lane.gather(outer.values)) if self._topology.shards > 1 else outer.values,
+            gathered=self._layouts[cargo.fragment].gathered(outer.values, self._topology.lane),
             buffers=self._mean_buffers([message[end:] for message in messages], count, cargo),
             controls=controls,
             counted=count,
@@ -108,7 +111,7 @@ class Transfer:
             # Not the norm: it may overflow where every value is finite, and must not decide.
             finite=bool(cargo.gradient.isfinite().all()),
             weight=cargo.weight,
-            digest=digest(values, start=self._topology.shard * values.numel()),
+            digest=digest(values, start=self._layouts[cargo.fragment].start),
             norm_squared=norm_squared(cargo.gradient),
             changed=self._buffers[cargo.fragment].changed(cargo.buffers),
         )

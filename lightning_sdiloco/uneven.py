@@ -18,7 +18,7 @@ from lightning_sdiloco.replacing import replace
 from lightning_sdiloco.requests import Request
 
 if TYPE_CHECKING:
-    from lightning_sdiloco.strategy import StreamingDiLoCoMixin
+    from lightning_sdiloco.groups import GroupsMixin
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _LOADED = "train_dataloader()"
 _YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
 
 
-def end_epochs_together(trainer: Any, strategy: "StreamingDiLoCoMixin") -> ExitStack:
+def end_epochs_together(trainer: Any, strategy: "GroupsMixin") -> ExitStack:
     """Makes the replacements; see [Note: uneven data]. One worker group alone needs none.
 
     Args:
@@ -83,7 +83,7 @@ def end_epoch(trainer: Any) -> None:
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
-def drop_what_not_all_logged(trainer: Any, strategy: "StreamingDiLoCoMixin") -> None:
+def drop_what_not_all_logged(trainer: Any, strategy: "GroupsMixin") -> None:
     """Drops metrics of the epoch that some ranks do not have, because they had no batch: a reduction would hang.
 
     All ranks must call it, at the end of every epoch: nobody knows of another group that had none in an epoch of known
@@ -127,7 +127,7 @@ class _Fetcher:
         strategy: Its strategy.
     """
 
-    def __init__(self, fetcher: Any, length: int | None, trainer: Any, strategy: "StreamingDiLoCoMixin") -> None:
+    def __init__(self, fetcher: Any, length: int | None, trainer: Any, strategy: "GroupsMixin") -> None:
         self._fetcher = fetcher
         # Fetched ahead, so that Lightning knows the last batch. Here nobody asks, and the state of a loader that is
         # saved would be one batch ahead of training.
@@ -174,7 +174,7 @@ class _Fetcher:
         self._fetcher.teardown()
 
 
-def _say_that_it_waits(trainer: Any, strategy: "StreamingDiLoCoMixin", batches: int) -> None:
+def _say_that_it_waits(trainer: Any, strategy: "GroupsMixin", batches: int) -> None:
     said = trainer.fit_loop.epoch_loop._warning_cache
     if _YIELDED_NONE in said:
         return
@@ -203,7 +203,7 @@ class _Announced(NamedTuple):
     error: str
 
 
-def _setup_data(trainer: Any, strategy: "StreamingDiLoCoMixin", original: Callable[[], None]) -> None:
+def _setup_data(trainer: Any, strategy: "GroupsMixin", original: Callable[[], None]) -> None:
     loop = trainer.fit_loop
     before, failure = loop._data_fetcher, None
     with ExitStack() as undo:
@@ -218,7 +218,7 @@ def _setup_data(trainer: Any, strategy: "StreamingDiLoCoMixin", original: Callab
         _agree(trainer, strategy, failure)
 
 
-def _compare_no_lengths(undo: ExitStack, strategy: "StreamingDiLoCoMixin") -> list[str]:
+def _compare_no_lengths(undo: ExitStack, strategy: "GroupsMixin") -> list[str]:
     """Keeps Lightning from adding up lengths over all ranks: it hangs where some loaders have a length and some not.
 
     Returns:
@@ -237,7 +237,7 @@ def _compare_no_lengths(undo: ExitStack, strategy: "StreamingDiLoCoMixin") -> li
     return passed
 
 
-def _agree(trainer: Any, strategy: "StreamingDiLoCoMixin", failure: Exception | None) -> None:
+def _agree(trainer: Any, strategy: "GroupsMixin", failure: Exception | None) -> None:
     """Agrees with all ranks how many batches an epoch has. Raises on all of them if one has none, or could not load."""
     topology = strategy.topology
     batches = _batches(trainer.fit_loop) if failure is None else None
@@ -293,7 +293,7 @@ def _shorten(trainer: Any, agreed: int) -> None:
         trainer.val_check_batch = max(1, int(agreed * trainer.val_check_interval))
 
 
-def _end_after(trainer: Any, strategy: "StreamingDiLoCoMixin", agreed: int | None) -> None:
+def _end_after(trainer: Any, strategy: "GroupsMixin", agreed: int | None) -> None:
     loop = trainer.fit_loop
     if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
         loop._data_fetcher = _Fetcher(loop._data_fetcher, agreed, trainer, strategy)

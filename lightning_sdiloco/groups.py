@@ -1,0 +1,232 @@
+"""What the strategies have in common: how worker groups start, whatever their ranks do among themselves."""
+
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
+from lightning_sdiloco.averaging import Averaging
+from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
+from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.epochs import begin_epochs_alike
+from lightning_sdiloco.failures import Failures
+from lightning_sdiloco.promptness import Promptness
+from lightning_sdiloco.refused import refuse_what_cannot_work
+from lightning_sdiloco.requests import Requests
+from lightning_sdiloco.settings import Settings
+from lightning_sdiloco.signals import Signals
+from lightning_sdiloco.silence import silence, silence_without_fit
+from lightning_sdiloco.start import cut
+from lightning_sdiloco.steps import StepsMixin
+from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, store, world
+from lightning_sdiloco.uneven import end_epochs_together
+
+_log = logging.getLogger(__name__)
+
+
+class GroupsMixin(StepsMixin):
+    """A strategy over worker groups, but for what the ranks of a group do among themselves."""
+
+    strategy_name: str
+    description: str
+    callback_type: type[StreamingDiLoCoCallbackMixin]
+    num_nodes: int
+    num_processes: int
+
+    def _choose(
+        self, worker_groups: Any, exchange_backend: Any, on_resume: Any, evaluate: Any, **settings: Any
+    ) -> None:
+        """Checks and keeps the arguments that all strategies have. Nothing is started: strategies are pickled."""
+        self._settings = Settings(**settings)
+        self._worker_groups = checked_worker_groups(worker_groups)
+        _require_backend(exchange_backend)
+        self._on_resume = _checked_on_resume(on_resume)
+        self._evaluate = _checked_model_to_evaluate(evaluate)
+        self._topology: Topology | None = None
+        self._engine = None
+        self._summary = None
+        self._requests = None
+        self._signals = None
+        self._failures = None
+        self._promptness = None
+        self._fragments = ()
+        self._averaging = None
+        self._early = []
+        self._epoch_begins = False
+        self.landed = False
+        self._stepped = False
+        self._optimizer_steps = self._steps_per_batch = 0
+        self._failed = False
+        self._deciding = None
+        self._agreed = 0
+        self._noise = ExitStack()
+
+    # Start
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the name, unless it is registered already."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.description)
+
+    @override
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        self._forget_loaded()
+        self._failed = False
+        callbacks = model._trainer.callbacks
+        if not any(isinstance(callback, StreamingDiLoCoCallbackMixin) for callback in callbacks):
+            # First, so that every other callback sees the model after the landing of its step.
+            callbacks.insert(0, self.callback_type(self))
+
+    def _layout(self) -> GroupLayout:
+        world_size = self.num_nodes * self.num_processes
+        automatic = self.num_nodes if self.num_nodes > 1 else world_size
+        return GroupLayout(world_size, automatic if isinstance(self._worker_groups, str) else self._worker_groups)
+
+    def _join_groups(self) -> None:
+        """Makes the ways between the ranks of a group and between groups, as soon as all processes are connected."""
+        layout = self._layout()
+        self._failures = Failures(store(), self.global_rank, layout.group_of(self.global_rank), layout.world_size)
+        # A second fit in this process finds the process groups of the first.
+        if self._topology is None or self._topology.is_stale():
+            require_same_settings(self._described(), world())
+            self._topology = Topology.of_world(layout, self._settings.timeout)
+
+    def _described(self) -> dict[str, str]:
+        """All that must be the same on all ranks, as text."""
+        choices = {
+            "worker_groups": str(self._worker_groups),
+            "evaluate": self._evaluate,
+            "on_resume": self._on_resume,
+        }
+        return {**self._settings.described(), **choices}
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._begin_fit(trainer)
+            super().setup(trainer)
+            self._averaging = Averaging(trainer, self, self._noise)
+        else:
+            self._noise.close()
+            self._noise = silence_without_fit(trainer)
+            self._setup_without_fit(trainer)
+
+    def _begin_fit(self, trainer: Any) -> None:
+        self._engine = self._summary = self._requests = None
+        self._fragments = ()
+        self._early = []
+        self._agreed = 0
+        self._signals = Signals(trainer, self)
+        self._optimizer_steps = self._steps_per_batch = 0
+        self._noise.close()
+        refuse_what_cannot_work(trainer)
+        self._noise = silence(trainer, self)
+        self._noise.enter_context(end_epochs_together(trainer, self))
+        begin_epochs_alike(trainer, self._noise)
+
+    def _setup_without_fit(self, trainer: Any) -> None:
+        raise NotImplementedError
+
+    def _prepare(self, model: nn.Module) -> None:
+        """Refuses models that cannot be trained, and lets all ranks start from the same."""
+        self._take_up_what_was_trainable(model)
+        require_same_model(model, self.topology.world)
+        self._fragments = cut(model, self._settings).fragments
+        align_model(model, self.topology)
+
+    @override
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "consolidate_state_dict"):
+                raise ValueError(
+                    f"{type(optimizer).__name__} divides its state over all processes and sends parameters between"
+                    " them, also between worker groups, which train apart. Return the optimizer that it divides from"
+                    " configure_optimizers instead."
+                )
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # Only now are the weights final: checkpoints are restored and user hooks have run.
+        assert self.lightning_module is not None
+        self._engine = StreamingDiLoCo(
+            self.lightning_module,
+            topology=self.topology,
+            inner_optimizers=self.optimizers,
+            **vars(self._settings),
+        )
+        self._requests = Requests(self._engine)
+        self._stepped = self.landed = False
+        self._optimizer_steps = self._steps_per_batch = 0
+        self._promptness = Promptness(self._engine.schedule) if self.is_global_zero else None
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Optimizer):  # Lightning takes anything that has its methods.
+                # In manual optimization they may be stepped without Lightning's wrapper.
+                optimizer.register_step_post_hook(self._note_step)
+        self._resume()
+
+    # Evaluation and checkpoints show the outer model
+
+    @property
+    def _shows_outer(self) -> bool:
+        return self._engine is not None and self._evaluate == "outer"
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._engine is not None and self._shows_outer:
+            self._engine.show_outer()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._engine is not None and self._shows_outer:
+            self._engine.show_local()
+        super().on_validation_end()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is None or self._engine.is_finished:
+            return super().lightning_module_state_dict()
+        if self._failed and self.topology.shards > 1:
+            _log.warning(
+                "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the"
+                " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
+            )
+            return super().lightning_module_state_dict()
+        with self._engine.evaluate():
+            state = super().lightning_module_state_dict()
+            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _require_backend(exchange_backend: str | None) -> None:
+    if exchange_backend not in (None, "gloo"):
+        raise ValueError(
+            f"exchange_backend={exchange_backend!r} is not available: worker groups exchange over 'gloo', on every"
+            " device. Leave exchange_backend out."
+        )
+
+
+def _checked_on_resume(on_resume: Any) -> str:
+    if on_resume not in ("exact", "restart"):
+        raise ValueError(
+            f"on_resume={on_resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other settings, or"
+            " 'restart', which starts the rounds anew from its outer parameters. Choose one of them."
+        )
+    return str(on_resume)
+
+
+def _checked_model_to_evaluate(evaluate: str) -> str:
+    if evaluate not in ("outer", "local"):
+        raise ValueError(
+            f"evaluate={evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the default,"
+            " or the 'local' one of each worker group. Choose one of them."
+        )
+    return evaluate

@@ -1,0 +1,109 @@
+"""Fits of sharded models, with FSDP2 and tensor parallelism inside the worker groups, for several test files."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+import lightning_sdiloco
+from lightning_sdiloco import pytorch_lightning as other_distribution
+from tests import fits
+from tests.fits import LIGHTNING
+from tests.training import inner_optimizer
+
+PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
+
+
+def even(seed: int) -> nn.Module:
+    """Four layers whose sizes tensor parallelism can halve where it must, and FSDP2 cannot."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 10), nn.Tanh(), nn.Linear(10, 3)
+    )
+
+
+def plain(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0) -> Any:
+    """The same model as `sharded`, for the first strategy."""
+    return fits.module(distribution, inner, seed, even(seed))
+
+
+def sharded(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0) -> Any:
+    """A module that shards itself as a user would write it, for whatever mesh it gets."""
+
+    class Sharded(type(plain(distribution, inner, seed))):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            if any(hasattr(p, "placements") for p in self.parameters()):
+                return
+            data, tensor = self.device_mesh["data_parallel"], self.device_mesh["tensor_parallel"]
+            if tensor.size() > 1:
+                parallelize_module(self.net, tensor, PLAN)
+            if data.size() > 1 or tensor.size() == 1:
+                fully_shard(self.net[2], mesh=data)
+                fully_shard(self.net, mesh=data)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return inner_optimizer(inner, self.net)
+
+        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return nn.functional.mse_loss(self.net(parts[0]), parts[1])
+
+    module = Sharded()
+    module.net = even(seed)
+    return module
+
+
+def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
+    """The strategy for sharded models of one distribution."""
+    package = lightning_sdiloco if distribution == LIGHTNING else other_distribution
+    return package.StreamingDiLoCoModelParallelStrategy(**choices)
+
+
+def fit(
+    rank: int,
+    world_size: int,
+    groups: int,
+    sizes: tuple[int, int],
+    steps: int,
+    distribution: str = LIGHTNING,
+    inner: str = "sgd",
+    callbacks: list[Any] | None = None,
+    resume: str | None = None,
+    **choices: Any,
+) -> dict[str, Any]:
+    """Fits a sharded model in this rank, whose seed is its own, and returns what is worth comparing."""
+    data, tensor = sizes
+    size = data * tensor
+    model = sharded(distribution, inner, seed=rank)
+    chosen = strategy(
+        distribution, **{"worker_groups": groups, "data_parallel_size": data, "tensor_parallel_size": tensor, **choices}
+    )
+    trainer = fits.trainer(
+        distribution,
+        strategy=chosen,
+        devices=world_size,
+        max_steps=steps,
+        callbacks=callbacks or [],
+        enable_checkpointing=bool(callbacks),
+    )
+    loader = DataLoader(fits.Batches(rank // size, rank % size // tensor, data), batch_size=None)
+    trainer.fit(model, loader, ckpt_path=resume)
+    return {
+        "outer": {name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()},
+        "model": {name: whole(p) for name, p in model.net.named_parameters()},
+        "report": chosen.report(),
+    }
+
+
+def whole(parameter: Any) -> Tensor:
+    """A parameter as torch gathers it."""
+    values = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return values.detach().clone()  # type: ignore[no-any-return]
+
+
+def callbacks_of(distribution: str = LIGHTNING) -> Any:
+    """The callbacks of one distribution."""
+    return importlib.import_module(distribution).callbacks
