@@ -46,6 +46,11 @@ class StreamingDiLoCoCallbackMixin(_Base):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
             _write(trainer, self._strategy.finish())
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Ends a fit that was resumed between its last batch and its last validation, as that batch ends others."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and _is_last(trainer):
+            _write(trainer, self._strategy.finish())
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops what cannot be reduced, and says once if no batch counts as an inner step."""
         if self._strategy.topology.groups > 1:

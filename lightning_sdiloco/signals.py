@@ -76,7 +76,7 @@ class Signals:
         """See [Note: where a fit ends]."""
         loop, agreed = self._trainer.fit_loop.epoch_loop, self._agreed()
         if agreed and loop._should_check_val_fx(data_fetcher):
-            _stop_before_first_batch(loop.val_loop)
+            stop_before_first_batch(loop.val_loop)
             self._end(agreed)
         original(data_fetcher)
         if agreed and not loop._is_training_done:
@@ -130,7 +130,7 @@ def _told(path: str | None) -> str:
     return f"To go on from there: trainer.fit(..., ckpt_path={path!r})."
 
 
-def _stop_before_first_batch(val_loop: Any) -> None:
+def stop_before_first_batch(val_loop: Any) -> None:
     """Counts as Lightning does when a validation stops within its first batch: it then starts with that again."""
     val_loop.batch_progress.reset_on_run()
     val_loop.batch_progress.increment_ready()
