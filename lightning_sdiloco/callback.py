@@ -42,13 +42,12 @@ class StreamingDiLoCoCallbackMixin(_Base):
         if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             # What is still on its way was asked for this epoch, not for the next.
             self._strategy.settle(Request.END_EPOCH)
+        self.finish_with_last_batch(trainer)
+
+    def finish_with_last_batch(self, trainer: Any) -> None:
+        """Ends a fit whose last batch is over."""
         if _is_last(trainer):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
-            _write(trainer, self._strategy.finish())
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Ends a fit that was resumed between its last batch and its last validation, as that batch ends others."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and _is_last(trainer):
             _write(trainer, self._strategy.finish())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -76,7 +76,7 @@ class Signals:
         """See [Note: where a fit ends]."""
         loop, agreed = self._trainer.fit_loop.epoch_loop, self._agreed()
         if agreed and loop._should_check_val_fx(data_fetcher):
-            stop_before_first_batch(loop.val_loop)
+            _stop_before_first_batch(loop.val_loop)
             self._end(agreed)
         original(data_fetcher)
         if agreed and not loop._is_training_done:
@@ -130,7 +130,7 @@ def _told(path: str | None) -> str:
     return f"To go on from there: trainer.fit(..., ckpt_path={path!r})."
 
 
-def stop_before_first_batch(val_loop: Any) -> None:
+def _stop_before_first_batch(val_loop: Any) -> None:
     """Counts as Lightning does when a validation stops within its first batch: it then starts with that again."""
     val_loop.batch_progress.reset_on_run()
     val_loop.batch_progress.increment_ready()
@@ -140,13 +140,13 @@ def stop_before_first_batch(val_loop: Any) -> None:
 def _stop_with_last_batch(fit_loop: Any) -> None:
     """Counts as Lightning does when an epoch stops with its last batch: after its end it restores no loader.
 
-    What happens at the end of the epoch has happened, and is not repeated.
+    What happens at the end of the epoch has happened, and is not repeated: the current count says so, see
+    [Note: the rest of a batch].
     """
     for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
         count.processed -= 1
         count.completed -= 1
-    for count in (fit_loop.epoch_loop.batch_progress.total, fit_loop.epoch_loop.batch_progress.current):
-        count.completed -= 1
+    fit_loop.epoch_loop.batch_progress.total.completed -= 1
     fit_loop.epoch_loop._batches_that_stepped -= 1
 
 

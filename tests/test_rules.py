@@ -30,6 +30,7 @@ EDGE = {
     f"{NAME}.failures",
     f"{NAME}.launcher",
     f"{NAME}.lightning_pytorch",
+    f"{NAME}.metrics",
     f"{NAME}.placing",
     f"{NAME}.promptness",
     f"{NAME}.planning.command",

@@ -833,7 +833,7 @@ def test_a_fit_resumed_while_a_group_is_idle_gives_the_same_bits(distribution: s
         for one, other in zip(resumed, plain, strict=True):
             assert one["common"]["batches"] == [noted for noted in other["common"]["batches"] if noted[2] > step], step
             assert one["common"]["validated"] == other["common"]["validated"][sum(step > end for end in (10, 18, 26)) :]
-            assert one["common"]["metrics"]["val"] == other["common"]["metrics"]["val"], step
+            assert one["common"]["metrics"] == other["common"]["metrics"], step
             assert one["idle"] == [at for at in other["idle"] if at > step]
             for name, values in other["outer"].items():
                 assert torch.equal(one["outer"][name], values), (step, name)
