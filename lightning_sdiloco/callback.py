@@ -42,6 +42,10 @@ class StreamingDiLoCoCallbackMixin(_Base):
         if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             # What is still on its way was asked for this epoch, not for the next.
             self._strategy.settle(Request.END_EPOCH)
+        self.finish_with_last_batch(trainer)
+
+    def finish_with_last_batch(self, trainer: Any) -> None:
+        """Ends a fit whose last batch is over."""
         if _is_last(trainer):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
             _write(trainer, self._strategy.finish())

@@ -12,6 +12,7 @@ from lightning_sdiloco import checkpoint as files
 from lightning_sdiloco.averaging import Averaging
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.fragments import clean_name
+from lightning_sdiloco.metrics import logged, take_up
 from lightning_sdiloco.placing import Placing
 from lightning_sdiloco.requests import Requests
 from lightning_sdiloco.restart import Restart, restart_from
@@ -53,6 +54,11 @@ class SavingMixin(_Base):
         """Whether this rank ends with an exception and must not wait for others, which may be gone or elsewhere."""
         return self._failed and self._topology is not None and self._topology.world.size > 1
 
+    @property
+    def resumes_exactly(self) -> bool:
+        """Whether the fit that is about to run goes on where its checkpoint was saved, with all that ranks held."""
+        return self._resumed is not None
+
     def _resume(self) -> None:
         """Goes on where the loaded checkpoint was saved, if one was loaded."""
         assert self._engine is not None
@@ -63,6 +69,8 @@ class SavingMixin(_Base):
             self._engine.load_state_dict(self._resumed["engine"])
             self._requests.load_state_dict(self._resumed["requests"])
             self._random_state = self._resumed["random"]
+            assert self.lightning_module is not None
+            take_up(self.lightning_module.trainer, self._resumed["metrics"])
             if self._averaging is not None:
                 self._averaging.load_state_dict(self._resumed["averaging"])
         if self._random_state is not None:
@@ -134,12 +142,14 @@ class SavingMixin(_Base):
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         assert self._engine is not None
         assert self._requests is not None
+        assert self.lightning_module is not None
         return {
             "engine": self._engine.state_dict(),
             "requests": self._requests.state_dict(),
             "averaging": self._averaging.state_dict() if self._averaging is not None else None,
             "random": files.random_state(),
             "optimizer_states": self._own_optimizer_states(checkpoint),
+            "metrics": logged(self.lightning_module.trainer),
             "precision": checkpoint.get(type(self.precision_plugin).__qualname__),
             "loader": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
         }

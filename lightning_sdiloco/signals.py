@@ -140,13 +140,13 @@ def _stop_before_first_batch(val_loop: Any) -> None:
 def _stop_with_last_batch(fit_loop: Any) -> None:
     """Counts as Lightning does when an epoch stops with its last batch: after its end it restores no loader.
 
-    What happens at the end of the epoch has happened, and is not repeated.
+    What happens at the end of the epoch has happened, and is not repeated: the current count says so, see
+    [Note: the rest of a batch].
     """
     for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
         count.processed -= 1
         count.completed -= 1
-    for count in (fit_loop.epoch_loop.batch_progress.total, fit_loop.epoch_loop.batch_progress.current):
-        count.completed -= 1
+    fit_loop.epoch_loop.batch_progress.total.completed -= 1
     fit_loop.epoch_loop._batches_that_stepped -= 1
 
 

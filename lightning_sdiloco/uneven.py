@@ -264,8 +264,9 @@ def _batches(loop: Any) -> int | None:
     """How many batches an epoch has, if that is known."""
     if loop.max_batches != float("inf"):
         return int(loop.max_batches)
-    # A loader that is taken up again may be at its end.
-    return 0 if loop._data_fetcher.done and not loop.restarting else None
+    # A loader that is taken up again may be at its end, and groups may have no data in a later epoch.
+    resumed = loop.restarting or getattr(loop, "is_resuming", False)
+    return 0 if loop._data_fetcher.done and not resumed else None
 
 
 def _require_data(ranks: list[_Announced]) -> None:

@@ -33,6 +33,7 @@ EDGE = {
     f"{NAME}.lightning_pytorch",
     f"{NAME}.model_parallel",
     f"{NAME}.own_state",
+    f"{NAME}.metrics",
     f"{NAME}.placing",
     f"{NAME}.promptness",
     f"{NAME}.planning.command",

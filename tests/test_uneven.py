@@ -721,6 +721,21 @@ def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_wi
 # Checkpoints
 
 
+def dropping(distribution: str, seed: int) -> Any:
+    """A module that draws random numbers in training and, as a generative one may, in validation."""
+    base = type(noting(distribution, seed=seed))
+
+    class Dropping(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*self.net, nn.Dropout(0.2))
+
+        def validation_step(self, parts: Any, index: int) -> None:
+            super().validation_step((parts[0] + torch.randn_like(parts[0]), parts[1]), index)
+
+    return Dropping()
+
+
 @pytest.mark.parametrize("loader", [Stateful, Announced])
 def test_a_fit_resumed_from_the_end_of_an_epoch_gives_the_same_bits(loader: Any, tmp_path: Path) -> None:
     def fit_saving(resume: str | None = None) -> list[dict[str, Any]]:
@@ -798,6 +813,7 @@ def test_a_fit_resumed_while_a_group_is_idle_gives_the_same_bits(distribution: s
                 world_size,
                 lambda place: Stateful(place, 5 + 20 * place[0]),
                 distribution,
+                make=dropping,
                 resume=resume,
                 callbacks=[saving],
                 enable_checkpointing=True,
@@ -816,9 +832,45 @@ def test_a_fit_resumed_while_a_group_is_idle_gives_the_same_bits(distribution: s
         resumed = fit_saving(tmp_path / str(step), str(tmp_path / "plain" / f"step={step}.ckpt"))
         for one, other in zip(resumed, plain, strict=True):
             assert one["common"]["batches"] == [noted for noted in other["common"]["batches"] if noted[2] > step], step
+            assert one["common"]["validated"] == other["common"]["validated"][sum(step > end for end in (10, 18, 26)) :]
+            assert one["common"]["metrics"] == other["common"]["metrics"], step
             assert one["idle"] == [at for at in other["idle"] if at > step]
             for name, values in other["outer"].items():
                 assert torch.equal(one["outer"][name], values), (step, name)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_fit_resumed_where_a_group_has_no_data_in_the_next_epoch_gives_the_same_bits(
+    distribution: str, tmp_path: Path
+) -> None:
+    class Once(Stream):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            yield from super().__iter__()
+            self.batches = 0
+
+    def fit_saving(resume: str | None = None) -> list[dict[str, Any]]:
+        def loader(place: Place) -> Any:
+            # The resumed fit begins with the second epoch.
+            return DataLoader(Once(place, 0 if resume else 5), batch_size=None) if place[0] else stream(place, 50)
+
+        def run(rank: int, world_size: int) -> dict[str, Any]:
+            pl = importlib.import_module(distribution)
+            saving = pl.callbacks.ModelCheckpoint(
+                tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True
+            )
+            return run_fit(
+                rank, world_size, loader, distribution, make=dropping, resume=resume, callbacks=[saving],
+                enable_checkpointing=True,
+            )  # fmt: skip
+
+        return list(run_processes(run, 2))
+
+    plain = fit_saving()
+    assert epochs(assert_together(plain)) == [10, 4]
+    for one, other in zip(fit_saving(str(tmp_path / "epoch=0.ckpt")), plain, strict=True):
+        assert one["common"]["batches"] == [noted for noted in other["common"]["batches"] if noted[0] > 0]
+        for name, values in other["outer"].items():
+            assert torch.equal(one["outer"][name], values), name
 
 
 def test_a_group_that_is_idle_since_a_resume_makes_nobody_wait_at_the_end_of_the_epoch(tmp_path: Path) -> None:
