@@ -1,6 +1,7 @@
 """What happens to a fragment in flight, in the background lane: compress, exchange, average, outer step."""
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -104,15 +105,16 @@ class Transfer:
 
     def _control(self, cargo: Cargo) -> Control:
         values = self._outer.values[cargo.fragment]
+        norm = norm_squared(cargo.gradient)
         return Control(
             fragment=cargo.fragment,
             step=cargo.step,
             requests=cargo.requests,
-            # Not the norm: it may overflow where every value is finite, and must not decide.
-            finite=bool(cargo.gradient.isfinite().all()),
+            # A norm that is not finite does not decide: it may overflow where every value is finite.
+            finite=isfinite(norm) or bool(cargo.gradient.isfinite().all()),
             weight=cargo.weight,
             digest=digest(values, start=self._layouts[cargo.fragment].start),
-            norm_squared=norm_squared(cargo.gradient),
+            norm_squared=norm,
             changed=self._buffers[cargo.fragment].changed(cargo.buffers),
         )
 

@@ -15,6 +15,24 @@ from typing_extensions import override
 from lightning_sdiloco.compression.base import Compression
 
 
+class Scratch:
+    """Memory that one stretch of values after another works in: fresh memory costs more than the arithmetic in it.
+
+    Args:
+        device: Where it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """A vector of any content, in the memory of that name. No later stretch is longer than the first."""
+        if name not in self._kept:
+            self._kept[name] = torch.empty(numel, dtype=dtype, device=self._device)
+        return self._kept[name][:numel]
+
+
 class Blockwise(Compression):
     """One scale per block, and codes that do not straddle bytes.
 
@@ -29,11 +47,12 @@ class Blockwise(Compression):
     scale: ClassVar[torch.dtype]
 
     @abstractmethod
-    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks.
 
         Args:
             values: Contiguous float32 tensor of shape ``(blocks * block,)``. It must not be written to.
+            scratch: Memory to work in; what is returned may lie there.
 
         Returns:
             The scales, of type ``scale`` and shape ``(blocks,)``, and the codes as bytes, the first value of a byte in
@@ -41,15 +60,14 @@ class Blockwise(Compression):
         """
 
     @abstractmethod
-    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+    def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks.
 
         Args:
             scales: As `encode_blocks` returns them.
             codes: As `encode_blocks` returns them. They must not be written to.
-
-        Returns:
-            float32 tensor of shape ``(blocks * block,)``.
+            out: float32 tensor of shape ``(blocks, block)`` that is overwritten.
+            scratch: Memory to work in.
         """
 
     @override
@@ -78,10 +96,10 @@ class Blockwise(Compression):
         numel = values.numel()
         payload = values.new_empty(self.wire_bytes(numel), dtype=torch.uint8)
         scales, codes = payload[: self._scale_bytes(numel)].view(self.scale), payload[self._scale_bytes(numel) :]
-        length = stretch(values.device)
+        length, scratch = stretch(values.device), Scratch(values.device)
         for start in range(0, numel, length):
             piece = values[start : start + length]
-            piece_scales, piece_codes = self.encode_blocks(self.filled_up(piece))
+            piece_scales, piece_codes = self.encode_blocks(self.filled_up(piece), scratch)
             scales[start // self.block :][: len(piece_scales)] = piece_scales
             target = codes[start * self.bits // 8 :][: len(piece_codes)]
             target.copy_(piece_codes[: len(target)])
@@ -99,13 +117,17 @@ class Blockwise(Compression):
         assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
         # A payload may start at an odd address inside a gathered buffer, where longer types cannot be viewed.
         scales = payload[: self._scale_bytes(numel)].clone().view(self.scale)
-        codes, length = payload[self._scale_bytes(numel) :], stretch(out.device)
+        codes = payload[self._scale_bytes(numel) :]
+        length, scratch = stretch(out.device), Scratch(out.device)
         for start in range(0, numel, length):
             piece = out[start : start + length]
             piece_scales = scales[start // self.block :][: -(-len(piece) // self.block)]
             piece_codes = codes[start * self.bits // 8 :][: -(-len(piece) * self.bits // 8)]
-            decoded = self.decode_blocks(piece_scales, _filled_up(piece_codes, self.block * self.bits // 8))
-            piece.copy_(decoded[: len(piece)])
+            whole = piece if len(piece) % self.block == 0 else piece.new_empty(len(piece_scales) * self.block)
+            filled_codes = _filled_up(piece_codes, self.block * self.bits // 8)
+            self.decode_blocks(piece_scales, filled_codes, whole.view(-1, self.block), scratch)
+            if whole is not piece:
+                piece.copy_(whole[: len(piece)])
 
     def filled_up(self, values: Tensor) -> Tensor:
         """Fills up the last block, with zeros."""
@@ -125,11 +147,32 @@ def as_bfloat16(tops: Tensor) -> Tensor:
     return (tops.to(torch.int32) << 16).view(torch.float32)
 
 
-def packed_pairs(codes: Tensor) -> Tensor:
-    """Two codes of four bits, which are bytes of their own, to a byte."""
+def packed_pairs(codes: Tensor, scratch: Scratch) -> Tensor:
+    """Two codes of four bits, which are bytes of their own and are overwritten, to a byte."""
     # Whole words are much faster than every other byte.
     words = codes.view(torch.int16)
-    return (words | words >> 4).to(torch.uint8)
+    shifted = torch.bitwise_right_shift(words, 4, out=scratch.take("shifted", len(words), torch.int16))
+    return scratch.take("packed", len(words), torch.uint8).copy_(words.bitwise_or_(shifted))
+
+
+def signs(values: Tensor, bit: int, scratch: Scratch) -> Tensor:
+    """Bytes that hold the sign of each value at a bit and else nothing."""
+    work = scratch.take("work", len(values), torch.int32)
+    torch.bitwise_right_shift(values.view(torch.int32), 31 - bit, out=work)
+    return scratch.take("signs", len(values), torch.uint8).copy_(work).bitwise_and_(1 << bit)
+
+
+def magnitudes(values: Tensor, scratch: Scratch) -> Tensor:
+    """The bits of the magnitudes as int32, in the memory named ``work``."""
+    work = scratch.take("work", len(values), torch.int32)
+    return torch.bitwise_and(values.view(torch.int32), 0x7FFFFFFF, out=work)
+
+
+def looked_up(codes: Tensor, table: Tensor, scratch: Scratch) -> Tensor:
+    """What a table of 256 words holds for each byte, as float32: as many for a byte as fit into a word of the table."""
+    numbers = scratch.take("numbers", len(codes), torch.int32).copy_(codes)
+    found = scratch.take("found", len(codes), table.dtype)
+    return torch.index_select(table, 0, numbers, out=found).view(torch.float32)
 
 
 def _filled_up(values: Tensor, block: int) -> Tensor:

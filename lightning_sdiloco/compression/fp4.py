@@ -12,13 +12,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.blockwise import Blockwise, as_bfloat16, packed_pairs
+from lightning_sdiloco.compression.blockwise import (
+    Blockwise,
+    Scratch,
+    as_bfloat16,
+    looked_up,
+    magnitudes,
+    packed_pairs,
+    signs,
+)
 
 BLOCK = 128
 """Values under one scale."""
 
 _EXPONENT = 23  # the position of the exponent in a float32
-_MAGNITUDE = 0x7FFFFFFF
 
 # The least top keeps the lowest level and the threshold below it out of the subnormal numbers, which a device may
 # flush to zero; the greatest is the largest finite bfloat16, which also catches blocks that are not finite.
@@ -51,24 +58,23 @@ class FP4(Blockwise):
     scale: ClassVar[torch.dtype] = torch.int16
 
     @override
-    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and two codes a byte."""
-        bits = values.view(torch.int32)
-        work = bits >> 28
-        signs = work.to(torch.uint8).bitwise_and_(8)
-        magnitude = torch.bitwise_and(bits, _MAGNITUDE, out=work).view(-1, BLOCK)
+        codes = signs(values, 3, scratch)
+        magnitude = magnitudes(values, scratch).view(-1, BLOCK)
         tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
         # The threshold between two neighbouring levels is 1.5 times the lower one, so all seven have the mantissa of
         # 0.75 * top and one subtraction of float32 bits compares with all of them. Both products are exact.
         thresholds = (as_bfloat16(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
-        codes = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0)
-        return tops.to(torch.int16), packed_pairs(signs.bitwise_or_(codes.to(torch.uint8).view(-1)))
+        passed = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0).view(-1)
+        codes.bitwise_or_(scratch.take("passed", len(values), torch.uint8).copy_(passed))
+        return tops.to(torch.int16), packed_pairs(codes, scratch)
 
     @override
-    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+    def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; the result is always finite."""
-        levels = _pairs(codes.device).index_select(0, codes.to(torch.int32)).view(torch.float32)
-        return levels.view(-1, BLOCK).mul_(as_bfloat16(scales)[:, None]).view(-1)
+        levels = looked_up(codes, _pairs(codes.device), scratch).view(-1, BLOCK)
+        torch.mul(levels, as_bfloat16(scales)[:, None], out=out)
 
 
 @cache

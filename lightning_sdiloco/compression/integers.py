@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.blockwise import Blockwise, as_bfloat16, packed_pairs
+from lightning_sdiloco.compression.blockwise import Blockwise, Scratch, as_bfloat16, looked_up, magnitudes, packed_pairs
 
 # The least top keeps a step of top / 127 out of the subnormal numbers; the greatest is the largest finite bfloat16.
 _LEAST_TOP = 0x0400
@@ -27,29 +27,31 @@ class _Integers(Blockwise):
     largest: ClassVar[int]
 
     @override
-    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks, to nearest and ties to even."""
-        blocks = values.view(-1, self.block)
-        magnitude = (values.view(torch.int32) & 0x7FFFFFFF).view(-1, self.block).amax(1)
-        tops = (magnitude + 0x8000 >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
+        largest = magnitudes(values, scratch).view(-1, self.block).amax(1)
+        tops = (largest + 0x8000 >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
         # Not largest / tops: torch would take the reciprocal of the tops, which may be a subnormal number.
         per_unit = torch.full_like(tops, self.largest, dtype=torch.float32).div_(as_bfloat16(tops))
-        codes = blocks.mul(per_unit[:, None]).round_().clamp_(-self.largest, self.largest)
-        return tops.to(torch.int16), self.packed(codes.to(torch.int8).view(-1))
+        steps = scratch.take("work", len(values), torch.int32).view(torch.float32).view(-1, self.block)
+        torch.mul(values.view(-1, self.block), per_unit[:, None], out=steps)
+        steps.round_().clamp_(-self.largest, self.largest)
+        codes = scratch.take("codes", len(values), torch.int8).copy_(steps.view(-1))
+        return tops.to(torch.int16), self.packed(codes, scratch)
 
     @override
-    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+    def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; the result is always finite."""
         steps = as_bfloat16(scales) / self.largest
-        return self.unpacked(codes).view(-1, self.block).mul_(steps[:, None]).view(-1)
+        torch.mul(self.unpacked(codes, scratch).view(-1, self.block), steps[:, None], out=out)
 
     @abstractmethod
-    def packed(self, codes: Tensor) -> Tensor:
+    def packed(self, codes: Tensor, scratch: Scratch) -> Tensor:
         """Writes int8 codes, whose memory may be used, as bytes."""
 
     @abstractmethod
-    def unpacked(self, codes: Tensor) -> Tensor:
-        """Reads the codes of bytes, as float32 with memory of its own."""
+    def unpacked(self, codes: Tensor, scratch: Scratch) -> Tensor:
+        """Reads the codes of bytes, as numbers."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,14 @@ class Int8(_Integers):
     largest: ClassVar[int] = 127
 
     @override
-    def packed(self, codes: Tensor) -> Tensor:
+    def packed(self, codes: Tensor, scratch: Scratch) -> Tensor:
         """A byte each, in two's complement."""
         return codes.view(torch.uint8)
 
     @override
-    def unpacked(self, codes: Tensor) -> Tensor:
+    def unpacked(self, codes: Tensor, scratch: Scratch) -> Tensor:
         """A byte each, in two's complement."""
-        return codes.view(torch.int8).to(torch.float32)
+        return scratch.take("numbers", len(codes), torch.float32).copy_(codes.view(torch.int8))
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,14 @@ class Int4(_Integers):
     largest: ClassVar[int] = 7
 
     @override
-    def packed(self, codes: Tensor) -> Tensor:
+    def packed(self, codes: Tensor, scratch: Scratch) -> Tensor:
         """Two to a byte, in two's complement."""
-        return packed_pairs(codes.bitwise_and_(15))
+        return packed_pairs(codes.bitwise_and_(15), scratch)
 
     @override
-    def unpacked(self, codes: Tensor) -> Tensor:
+    def unpacked(self, codes: Tensor, scratch: Scratch) -> Tensor:
         """Two to a byte, in two's complement."""
-        return _pairs(codes.device).index_select(0, codes.to(torch.int32)).view(torch.float32)
+        return looked_up(codes, _pairs(codes.device), scratch)
 
 
 @cache

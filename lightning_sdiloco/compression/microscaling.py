@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.blockwise import Blockwise, packed_pairs
+from lightning_sdiloco.compression.blockwise import Blockwise, Scratch, looked_up, magnitudes, packed_pairs, signs
 
 _EXPONENT = 23  # the position of the exponent in a float32
-_MAGNITUDE = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,22 @@ class FP8(Blockwise):
     scale: ClassVar[torch.dtype] = torch.uint8
 
     @override
-    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks. Products are exact, but for those so small that they become zero."""
-        blocks = values.view(-1, self.block)
-        scales = _exponent_of(_largest(blocks) + (1 << 19), below=7, lowest=9)
+        largest = magnitudes(values, scratch).view(-1, self.block).amax(1)
+        scales = _exponent_of(largest + (1 << 19), below=7, lowest=9)
+        scaled = scratch.take("work", len(values), torch.int32).view(torch.float32).view(-1, self.block)
+        torch.mul(values.view(-1, self.block), _power_of_two(254 - scales)[:, None], out=scaled)
         # Only beyond the largest scale could the largest magnitude be rounded up to 256, and overflow when decoded.
-        scaled = blocks.mul(_power_of_two(254 - scales)[:, None]).clamp_(-240, 240)
-        return scales.to(torch.uint8), scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(-1)
+        scaled.clamp_(-240, 240)
+        codes = scratch.take("codes", len(values), torch.float8_e4m3fn).copy_(scaled.view(-1))
+        return scales.to(torch.uint8), codes.view(torch.uint8)
 
     @override
-    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+    def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; exact."""
-        decoded = _bytes(codes.device).index_select(0, codes.to(torch.int32)).view(-1, self.block)
-        return decoded.mul_(_power_of_two(scales.to(torch.int32))[:, None]).view(-1)
+        levels = looked_up(codes, _bytes(codes.device), scratch).view(-1, self.block)
+        torch.mul(levels, _power_of_two(scales.to(torch.int32))[:, None], out=out)
 
 
 @dataclass(frozen=True)
@@ -73,29 +75,26 @@ class MXFP4(Blockwise):
     scale: ClassVar[torch.dtype] = torch.uint8
 
     @override
-    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks: codes are a sign and the number of the level, two a byte."""
-        blocks = values.view(-1, self.block)
-        scales = _exponent_of(_largest(blocks), below=2, lowest=1)
-        share = blocks.abs().mul_(_power_of_two(254 - scales)[:, None])
+        codes = signs(values, 3, scratch)
+        magnitude = magnitudes(values, scratch).view(-1, self.block)
+        scales = _exponent_of(magnitude.amax(1), below=2, lowest=1)
+        share = magnitude.view(torch.float32).mul_(_power_of_two(254 - scales)[:, None]).view(-1)
         # Levels are even steps of 1/2 to 2, of 1 to 4 and of 2 beyond. Of the three roundings the least is right.
-        levels = (share * 2).round_()
-        levels = torch.minimum(levels, share.round().add_(2), out=levels)
-        levels = torch.minimum(levels, share.mul_(0.5).round_().add_(4), out=levels)
-        codes = levels.clamp_(0, 7).to(torch.int8).view(torch.uint8).view(-1)
-        codes |= ((values.view(torch.int32) >> 28) & 8).to(torch.uint8)
-        return scales.to(torch.uint8), packed_pairs(codes)
+        levels, other = (scratch.take(name, len(values), torch.float32) for name in ("levels", "other"))
+        torch.mul(share, 2, out=levels).round_()
+        torch.minimum(levels, torch.round(share, out=other).add_(2), out=levels)
+        torch.minimum(levels, share.mul_(0.5).round_().add_(4), out=levels)
+        # Not uint8 at once: torch is several times slower at that.
+        numbers = scratch.take("codes", len(values), torch.int8).copy_(levels.clamp_(0, 7))
+        return scales.to(torch.uint8), packed_pairs(codes.bitwise_or_(numbers.view(torch.uint8)), scratch)
 
     @override
-    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+    def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; exact."""
-        levels = _pairs(codes.device).index_select(0, codes.to(torch.int32)).view(torch.float32)
-        return levels.view(-1, self.block).mul_(_power_of_two(scales.to(torch.int32))[:, None]).view(-1)
-
-
-def _largest(blocks: Tensor) -> Tensor:
-    """The bits of the largest magnitude of each block."""
-    return (blocks.view(torch.int32) & _MAGNITUDE).amax(1)
+        levels = looked_up(codes, _pairs(codes.device), scratch).view(-1, self.block)
+        torch.mul(levels, _power_of_two(scales.to(torch.int32))[:, None], out=out)
 
 
 def _exponent_of(largest: Tensor, below: int, lowest: int) -> Tensor:
