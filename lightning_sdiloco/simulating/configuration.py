@@ -1,7 +1,7 @@
 """From the configuration of a LightningCLI to the same with a simulated strategy on one device."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,23 @@ class Configuration:
         Raises:
             ValueError: If the files choose what cannot be simulated.
         """
+        return self._parsed(place, choices, lambda trainer: _on_one_device(trainer, place, callback)).trainer
+
+    def arguments_of_strategy(self, place: Place, choices: Mapping[str, Any]) -> dict[str, Any]:
+        """Parses the files only, for the arguments that the strategy would get.
+
+        Args:
+            place: The place of a group.
+            choices: Arguments of the strategy that replace those of the files.
+
+        Raises:
+            ValueError: If the files choose what cannot be simulated.
+        """
+        cli = self._parsed(place, choices, None)
+        return dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
+
+    def _parsed(self, place: Place, choices: Mapping[str, Any], replacing: Callable[[Any], Any] | None) -> Any:
+        """A LightningCLI that has fitted, or only parsed, where nothing is to be replaced in the Trainer."""
         ours = self.ours.SimulatedStrategy
         name = f"{ours.__module__}.{ours.__qualname__}"
         base = self.cli or importlib.import_module(_CLIS[self._distribution]).LightningCLI
@@ -86,15 +103,22 @@ class Configuration:
                 arguments |= {**choices, "worker_groups": place.topology.groups, "start_method": "popen"}
                 trainer.strategy = {"class_path": name, "init_args": arguments}
 
+            def instantiate_classes(self) -> None:
+                if replacing is not None:
+                    super().instantiate_classes()
+
             def instantiate_trainer(self, **kwargs: Any) -> Any:
-                trainer = self._get(self.config_init, "trainer")
-                trainer["strategy"].place = place
-                return super().instantiate_trainer(**kwargs, **_on_one_device(trainer, callback))
+                assert replacing is not None
+                return super().instantiate_trainer(**kwargs, **replacing(self._get(self.config_init, "trainer")))
+
+            def _run_subcommand(self, subcommand: str) -> None:
+                if replacing is not None:
+                    super()._run_subcommand(subcommand)
 
         classes = {"model_class": self.model, "datamodule_class": self.data}
         given = {name: cls for name, cls in classes.items() if cls is not None}
         args = ["fit", *(f"--config={file}" for file in self.files), *(f"--{each}" for each in self.arguments)]
-        return SimulatedCLI(**given, args=args, save_config_callback=None).trainer
+        return SimulatedCLI(**given, args=args, save_config_callback=None)
 
 
 def _arguments_of(trainer: Any) -> dict[str, Any]:
@@ -125,8 +149,9 @@ def _refuse_groups_of_several(trainer: Any, groups: Any) -> None:
             )
 
 
-def _on_one_device(trainer: Any, callback: Any) -> dict[str, Any]:
+def _on_one_device(trainer: Any, place: Place, callback: Any) -> dict[str, Any]:
     """What replaces arguments of the Trainer. There would be a progress bar for each group."""
+    trainer["strategy"].place = place
     chosen = trainer["callbacks"] or []
     callbacks = chosen if isinstance(chosen, list) else [chosen]
     kept = [one for one in callbacks if not any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__)]

@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -99,8 +99,7 @@ def run(
     Raises:
         ValueError: If the configuration chooses what cannot be simulated.
     """
-    if groups < 1:
-        raise ValueError(f"groups={groups} is out of range: it must be at least 1. Give the number of worker groups.")
+    _require_groups(groups)
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
     places = [Place(topology, turns.seconds) for topology in simulated_topologies(groups, turns.until)]
     with _quiet():
@@ -108,6 +107,37 @@ def run(
     first = lived[0][1]
     assert first is not None
     return Run([group for group, _ in lived], first.validations, first.outer, first.model, first.settings)
+
+
+def check(configuration: Configuration, groups: int, choices: Mapping[str, Any]) -> None:
+    """Refuses what the strategy would refuse, without making a model or data.
+
+    Args:
+        configuration: The configuration.
+        groups: Number of worker groups.
+        choices: Arguments of the strategy that replace those of the configuration.
+
+    Raises:
+        ValueError: If they are out of their range.
+    """
+    _require_groups(groups)
+    turns: Turns[dict[str, Any]] = Turns(1)
+    place = Place(simulated_topologies(1, turns.until)[0], turns.seconds)
+    with _quiet():
+        (arguments,) = turns.run([partial(configuration.arguments_of_strategy, place, choices)])
+    names = {item.name for item in fields(Settings)}
+    plain = {name: value for name, value in arguments.items() if name in names and _is_plain(value)}
+    Settings(**plain)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value of a configuration is what the strategy gets, and not the path of a class."""
+    return isinstance(value, (str, int, float, list)) or value is None
+
+
+def _require_groups(groups: int) -> None:
+    if groups < 1:
+        raise ValueError(f"groups={groups} is out of range: it must be at least 1. Give the number of worker groups.")
 
 
 def _live(

@@ -171,7 +171,7 @@ class _State:
 
     def restore(self) -> None:
         set_random_state(self._random)
-        rank_zero_only.rank = self._rank
+        rank_zero_only.rank = self._rank  # type: ignore[attr-defined]
 
 
 def _nothing() -> bool:
