@@ -61,6 +61,8 @@ def simulate(
     planned = combinations(sweep, groups)
     for number, choices in planned:
         check(configuration, number, choices)
+        if where is not None:
+            where.check(number)
     outcomes = []
     with _progress(len(planned)) as begin:
         for number, choices in planned:

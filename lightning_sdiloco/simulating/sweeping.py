@@ -11,7 +11,8 @@ import yaml
 from lightning_sdiloco.planning.clock import Absence, Times, play
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Streaming
-from lightning_sdiloco.planning.workload import Groups
+from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.simulating.running import Run
 from lightning_sdiloco.strategy import StreamingDiLoCoMixin
 
@@ -72,6 +73,19 @@ class Circumstances:
     memory_rate: float = 1e12
     speeds: tuple[float, ...] | None = None
     absences: tuple[Absence, ...] = ()
+
+    def check(self, groups: int) -> None:
+        """Refuses numbers that do not fit so many groups.
+
+        Args:
+            groups: Number of worker groups.
+
+        Raises:
+            ValueError: If there is not one speed for each group, or a number is out of its range.
+        """
+        if groups > 1:
+            method = Streaming(Model.of_size(1, layers=1), Settings(), Groups(self.step_time or 1.0, groups))
+            play(method, self.link, 1, self.speeds or (1.0,) * groups, self.absences)
 
 
 @dataclass(frozen=True)
