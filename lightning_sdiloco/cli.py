@@ -8,13 +8,14 @@ the command ends with exit code 2.
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
 from lightning_sdiloco.planning.command import plan
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import Settings
+from lightning_sdiloco.simulating.command import simulate
 
 
 def schedule(
@@ -47,7 +48,7 @@ def schedule(
     return Schedule(sync_every, overlap_steps, fragments).table(first, last)
 
 
-COMMANDS: Mapping[str, Callable[..., str]] = {"plan": plan, "schedule": schedule}
+COMMANDS: Mapping[str, Callable[..., str]] = {"plan": plan, "schedule": schedule, "simulate": simulate}
 """The subcommands by their names."""
 
 
@@ -84,6 +85,9 @@ def _parser_of(command: Callable[..., str]) -> ArgumentParser:
         spellings = dict.fromkeys([f"--{parameter.name.replace('_', '-')}", f"--{parameter.name}"])
         if value_type is bool:
             parser.add_argument(*spellings, action="store_true", help=text)
+        elif get_origin(value_type) is list:
+            # One value each time that the option is given.
+            parser.add_argument(*spellings, action="append", type=str, default=[], help=text)
         else:
             option = parser.add_argument(*spellings, type=value_type, default=parameter.default, help=text)
             # Where an option is a class, jsonargparse would list all that are imported: hundreds of torch's.

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -11,6 +12,8 @@ from typing_extensions import override
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.launcher import LauncherMixin
 from lightning_sdiloco.model_parallel import StreamingDiLoCoModelParallelMixin
+from lightning_sdiloco.simulating.processes import SimulatedProcessesMixin
+from lightning_sdiloco.simulating.recording import RecorderMixin
 from lightning_sdiloco.strategy import StreamingDiLoCoMixin
 
 
@@ -38,6 +41,16 @@ class StreamingDiLoCoModelParallelStrategy(StreamingDiLoCoModelParallelMixin, Mo
 
     callback_type = StreamingDiLoCoCallback
     termination = SIGTERMException
+
+
+class SimulatedStrategy(StreamingDiLoCoStrategy, SimulatedProcessesMixin, DDPStrategy):
+    """The strategy of a worker group that ``sdiloco simulate`` runs as a thread."""
+
+    reset_seed = staticmethod(reset_seed)
+
+
+class Recorder(RecorderMixin, Callback):
+    """See `RecorderMixin`."""
 
 
 StreamingDiLoCoStrategy.register_strategies(StrategyRegistry)

@@ -197,7 +197,7 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         group, state = self.topology.in_group.process_group, cast(Any, self._ddp_comm_state)
         if self._ddp_comm_hook is not None and state is None:
             self._ddp_comm_state = group
-        elif getattr(state, "process_group", group) is None:
+        elif state is not None and getattr(state, "process_group", group) is None:
             state.process_group = group
 
     @override

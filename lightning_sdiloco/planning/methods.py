@@ -116,7 +116,7 @@ class Streaming(Method):
     """
 
     def __init__(self, model: Model, settings: Settings, groups: Groups) -> None:
-        self._groups = groups
+        self.groups = groups
         self._model = model
         self.settings = settings
         self.numels = model.fragments(settings)
@@ -144,7 +144,7 @@ class Streaming(Method):
     def peak_gbit_s(self) -> float:
         span = max(1, self.settings.overlap_steps)
         most = max(sum(self._sent[p] for p in together) for together in self._together(span))
-        return most * 8 / (span * self._groups.step_time) / 1e9
+        return most * 8 / (span * self.groups.step_time) / 1e9
 
     def _together(self, span: int) -> Iterator[list[int]]:
         """For each fragment those that were launched in the ``span`` inner steps up to its own launch."""
@@ -154,7 +154,7 @@ class Streaming(Method):
 
     @override
     def utilisation(self, link: Link) -> float:
-        trained = (_ROUNDS - _ROUNDS // 2) * self.settings.sync_every * self._groups.step_time
+        trained = (_ROUNDS - _ROUNDS // 2) * self.settings.sync_every * self.groups.step_time
         rounds = list(self._rounds(link))
         return trained / (rounds[-1] - rounds[_ROUNDS // 2 - 1])
 
@@ -162,9 +162,9 @@ class Streaming(Method):
         """Plays training thread and lane; the time at which fragment 0 has landed in each round."""
         clock, lane_free, link_free, step = 0.0, 0.0, 0.0, 0
         landings: list[float] = []
-        costs = [self._costs(p, link) for p in range(len(self.numels))]
+        costs = [self.costs(p, link) for p in range(len(self.numels))]
         for at, is_landing, fragment in _timetable(self.schedule):
-            clock, step, cost = clock + (at - step) * self._groups.step_time, at, costs[fragment]
+            clock, step, cost = clock + (at - step) * self.groups.step_time, at, costs[fragment]
             if is_landing:
                 clock = max(clock, landings.pop(0)) + cost.land
                 if fragment == 0:
@@ -177,40 +177,55 @@ class Streaming(Method):
                 lane_free = link_free + cost.after
                 landings.append(lane_free)
 
-    def _costs(self, fragment: int, link: Link) -> "_Costs":
-        per_value, shard, sent = 1 / self._groups.memory_rate, self._shards[fragment], self._sent[fragment]
-        return _Costs(
+    def costs(self, fragment: int, link: Link) -> "Costs":
+        """What a flight of a fragment costs.
+
+        Args:
+            fragment: The fragment.
+            link: The way from a group to the others.
+        """
+        per_value, shard, sent = 1 / self.groups.memory_rate, self._shards[fragment], self._sent[fragment]
+        return Costs(
             launch=_LAUNCH * shard * per_value,
             before=_ENCODE * shard * per_value,
-            warm=link.seconds(sent, self._groups.connections),
-            cold=link.seconds(sent, self._groups.connections, warm=False),
-            after=(self._groups.groups * _DECODE + _OUTER_STEP) * shard * per_value,
+            warm=link.seconds(sent, self.groups.connections),
+            cold=link.seconds(sent, self.groups.connections, warm=False),
+            after=(self.groups.groups * _DECODE + _OUTER_STEP) * shard * per_value,
             land=_LAND * self.numels[fragment] * per_value,
         )
 
     @cached_property
     def memory(self) -> Memory:
         """What a rank needs beside ordinary training."""
-        gathered = FLOAT32 if self._groups.group_size > 1 else 0
+        gathered = FLOAT32 if self.groups.group_size > 1 else 0
         held = [2 * FLOAT32 * shard for shard in self._shards]  # outer parameters, momentum
         # The outer gradient and both after the outer step; with several ranks also the fragment that they gathered.
         flying = [3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)]
         # The payload, the messages of all groups, two vectors in which they are decoded and added up.
         in_lane = [
-            (self._groups.groups + 1) * m + 2 * FLOAT32 * s for m, s in zip(self._messages, self._shards, strict=True)
+            (self.groups.groups + 1) * m + 2 * FLOAT32 * s for m, s in zip(self._messages, self._shards, strict=True)
         ]
         # A fragment that lands after the step of a launch does so behind it.
         together = self._together(self.settings.overlap_steps + 1)
         most = max(sum(flying[p] for p in fragments) for fragments in together)
         return Memory(
             device_bytes=sum(held) + most + max(in_lane),
-            host_bytes=self._groups.groups * max(self._messages),
+            host_bytes=self.groups.groups * max(self._messages),
             evaluation_bytes=self._model.nbytes + gathered * self._model.numel,
         )
 
 
-class _Costs(NamedTuple):
-    """Seconds that a flight takes: in the training thread at launch and landing, the others in the lane."""
+class Costs(NamedTuple):
+    """Seconds that a flight takes.
+
+    Attributes:
+        launch: In the training thread, at the launch.
+        before: In the lane, before the message is posted.
+        warm: On the link, if the connections are at speed.
+        cold: On the link otherwise.
+        after: In the lane, until the outer step is made.
+        land: In the training thread, at the landing.
+    """
 
     launch: float
     before: float

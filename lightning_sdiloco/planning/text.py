@@ -67,12 +67,12 @@ def table_4_as_text(entries: Iterable[Entry]) -> str:
     for entry in entries:
         shown = f"{entry.gbit_s}" if entry.gbit_s == entry.paper else f"{entry.gbit_s} ({entry.paper})"
         rows.setdefault((entry.model, entry.method), []).append(shown)
-    columns = ["model", "method", *(_percent(target) for target in TARGETS)]
-    table = _table(columns, left=2)
+    columns = ["model", "method", *(percent(target) for target in TARGETS)]
+    table = new_table(columns, left=2)
     for (model, method), values in rows.items():
         table.add_row(model, NAMES[method], *values, end_section=method == "streaming_overlap_fp4")
     title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
-    return f"{title}\n\n{_rendered(table)}"
+    return f"{title}\n\n{rendered(table)}"
 
 
 def _circumstances(plan: Plan) -> list[str]:
@@ -88,28 +88,28 @@ def _circumstances(plan: Plan) -> list[str]:
 
 def _predictions(rows: Mapping[str, Prediction], kind: str, names: Mapping[str, str]) -> str:
     columns = [kind, "compute\nutilisation", "bytes\nper step", "bytes\nin all", "peak\nGbit/s"]
-    table = _table([*columns, *(f"Gbit/s\nfor {_percent(float(target))}" for target in _SHOWN)], left=1)
+    table = new_table([*columns, *(f"Gbit/s\nfor {percent(float(target))}" for target in _SHOWN)], left=1)
     for name, row in rows.items():
         peak = _short(row.peak_gbit_s)
-        numbers = [_percent(row.utilisation), readable(row.bytes_per_step), readable(row.bytes), peak]
+        numbers = [percent(row.utilisation), readable(row.bytes_per_step), readable(row.bytes), peak]
         needs = [row.gbit_s_for[target] for target in _SHOWN]
         table.add_row(names.get(name, name), *numbers, *("never" if need is None else _short(need) for need in needs))
-    return _rendered(table)
+    return rendered(table)
 
 
 def _recommendation(plan: Plan) -> list[str]:
     chosen = plan.recommendation
     settings, prediction = chosen.settings, chosen.prediction
     reached = chosen.utilisation_with_margin >= TARGET
-    verdict = "Recommended" if reached else f"No settings reach {_percent(TARGET)} on this link; closest"
+    verdict = "Recommended" if reached else f"No settings reach {percent(TARGET)} on this link; closest"
     return [
         f"{verdict}:",
         "",
         f"  sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
         f" layers_per_fragment={settings.layers_per_fragment}, compression={settings.compression!r}",
         "",
-        f"  {_fragments(chosen.fragments)}, compute utilisation {_percent(prediction.utilisation)}"
-        f" ({_percent(chosen.utilisation_with_margin)} at {_short(MARGIN * plan.link.gbit_s)} Gbit/s)",
+        f"  {_fragments(chosen.fragments)}, compute utilisation {percent(prediction.utilisation)}"
+        f" ({percent(chosen.utilisation_with_margin)} at {_short(MARGIN * plan.link.gbit_s)} Gbit/s)",
         f"  {readable(prediction.bytes_per_step)} per step, {readable(prediction.bytes)} in all,"
         f" peak {_short(prediction.peak_gbit_s)} Gbit/s",
         f"  {_memory(chosen.memory)}",
@@ -125,23 +125,36 @@ def _memory(memory: Memory) -> str:
     return f"{device} on the device, {host} on the host; {evaluation} more during validation"
 
 
-def _table(columns: list[str], left: int) -> Table:
+def new_table(columns: list[str], left: int) -> Table:
+    """An empty table.
+
+    Args:
+        columns: The headings.
+        left: So many columns hold words; the others hold numbers.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right", vertical="bottom", no_wrap=True)
     return table
 
 
-def _rendered(table: Table) -> str:
+def rendered(table: Table, width: int = _WIDTH) -> str:
+    """A table as text.
+
+    Args:
+        table: The table.
+        width: The most characters in a line.
+    """
     # As plain text of a fixed width: the same in a terminal, a file and a test.
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
         console.print(table)
     lines = [line.rstrip() for line in capture.get().splitlines()]
     return "\n".join(lines).strip("\n")
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share in percent, to a tenth."""
     # Cut rather than rounded: 100 % is said only where nothing waits.
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
 

@@ -1,0 +1,153 @@
+"""A run in virtual time: when every group has made each inner step, with unequal speeds and absences."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lightning_sdiloco.planning.link import Link, require
+from lightning_sdiloco.planning.methods import Streaming
+
+
+class Absence(NamedTuple):
+    """A time in which a group does nothing. The others wait for it at their next landing.
+
+    Attributes:
+        group: The group.
+        start: Its start, in seconds from that of the run.
+        end: Its end, likewise.
+    """
+
+    group: int
+    start: float
+    end: float
+
+
+class Times(NamedTuple):
+    """When a group did what.
+
+    Attributes:
+        steps: The seconds after which each inner step was done, landings included.
+        end: The seconds after which the run was over, the final exchange included.
+        waited: Seconds for which training waited for fragments.
+        longest_flight: Seconds from a launch of this group until the messages of all groups were there, at most.
+    """
+
+    steps: list[float]
+    end: float
+    waited: float
+    longest_flight: float
+
+
+def play(
+    method: Streaming, link: Link, steps: int, speeds: Sequence[float], absences: Iterable[Absence] = ()
+) -> list[Times]:
+    """Plays training threads and lanes of all groups, as `Streaming.utilisation` does where all are alike.
+
+    A flight is over when the message of the last group has come.
+
+    Args:
+        method: The model, settings and groups.
+        link: The way from a group to the others.
+        steps: Inner steps of the run.
+        speeds: How fast each group trains; 0.5 is half as fast as the step time of the groups.
+        absences: When which group is away.
+
+    Raises:
+        ValueError: If there is not one speed for each group, or a number is out of its range.
+
+    Examples:
+        >>> from lightning_sdiloco.planning.workload import Groups, Model
+        >>> from lightning_sdiloco.settings import Settings
+        >>> settings = Settings(sync_every=10, overlap_steps=2, compression="fp32")
+        >>> method = Streaming(Model.of_size(10**6, layers=3), settings, Groups(step_time=1.0))
+        >>> fast, slow = play(method, Link(gbit_s=1.0), steps=20, speeds=[1.0, 0.5])
+        >>> round(fast.waited), round(slow.waited), round(fast.end) == round(slow.end)
+        (20, 0, True)
+    """
+    return _Play(method, link, speeds, list(absences)).times(steps)
+
+
+class _Group:
+    """The clocks of one group."""
+
+    def __init__(self, step_time: float, absences: list[Absence]) -> None:
+        self._step_time = step_time
+        self._absences = sorted(absences, key=lambda absence: absence.start)
+        self.clock = self.lane_free = self.waited = self.longest_flight = 0.0
+        self.landings: list[float] = []
+        self.steps: list[float] = []
+
+    def step(self) -> None:
+        """Makes an inner step. What an absence interrupts goes on after it."""
+        left = self._step_time
+        for absence in self._absences:
+            if self.clock + left > absence.start and self.clock < absence.end:
+                left -= max(0.0, absence.start - self.clock)
+                self.clock = absence.end
+        self.clock += left
+
+
+class _Play:
+    def __init__(self, method: Streaming, link: Link, speeds: Sequence[float], absences: list[Absence]) -> None:
+        groups = method.groups
+        if len(speeds) != groups.groups:
+            raise ValueError(
+                f"There are {len(speeds)} speeds for {groups.groups} worker groups. Give one for each group."
+            )
+        for speed in speeds:
+            require(speed > 0, "speed", speed, "positive: 0.5 is half as fast as the others")
+        for absence in absences:
+            require(0 <= absence.group < groups.groups, "group", absence.group, "the number of a group, from 0")
+            require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
+        self._method = method
+        self._link = link
+        self._link_free = 0.0
+        self._groups = [
+            _Group(groups.step_time / speed, [absence for absence in absences if absence.group == group])
+            for group, speed in enumerate(speeds)
+        ]
+
+    def times(self, steps: int) -> list[Times]:
+        schedule = self._method.schedule
+        in_flight: list[int] = []
+        for step in range(1, steps + 1):
+            for group in self._groups:
+                group.step()
+            for fragment in schedule.launches(step):
+                self._launch(fragment)
+                in_flight.append(fragment)
+            for _ in schedule.landings(step):
+                self._land(in_flight.pop(0))
+            for group in self._groups:
+                group.steps.append(group.clock)
+        self._end(in_flight)
+        return [Times(group.steps, group.clock, group.waited, group.longest_flight) for group in self._groups]
+
+    def _end(self, in_flight: list[int]) -> None:
+        for fragment in in_flight:
+            self._land(fragment)
+        final = range(len(self._method.numels)) if self._method.settings.final_sync else ()
+        for fragment in final:
+            self._launch(fragment)
+        for fragment in final:
+            self._land(fragment)
+
+    def _launch(self, fragment: int) -> None:
+        cost = self._method.costs(fragment, self._link)
+        launched = []
+        for group in self._groups:
+            launched.append(group.clock)
+            group.clock += cost.launch
+        posted = max(max(group.clock, group.lane_free) + cost.before for group in self._groups)
+        warm = self._link.is_warm_after(posted - self._link_free)
+        self._link_free = posted + (cost.warm if warm else cost.cold)
+        for group, at in zip(self._groups, launched, strict=True):
+            group.longest_flight = max(group.longest_flight, self._link_free - at)
+            group.lane_free = self._link_free + cost.after
+            group.landings.append(group.lane_free)
+
+    def _land(self, fragment: int) -> None:
+        cost = self._method.costs(fragment, self._link)
+        for group in self._groups:
+            arrived = group.landings.pop(0)
+            group.waited += max(0.0, arrived - group.clock)
+            group.clock = max(group.clock, arrived) + cost.land

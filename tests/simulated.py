@@ -1,0 +1,77 @@
+"""Modules and data for LightningCLI configurations, as a user would have them, for tests of the simulator."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def _made(distribution: str) -> tuple[Any, Any]:
+    package = importlib.import_module(distribution)
+
+    class Net(package.LightningModule):  # type: ignore[misc, name-defined]
+        """Two layers with dropout, so that random numbers count."""
+
+        def __init__(self, width: int = 8, lr: float = 0.05, fails_in_group: int = -1) -> None:
+            super().__init__()
+            self.lr, self.fails_in_group = lr, fails_in_group
+            self.net = nn.Sequential(
+                nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 2)
+            )
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            if self.global_rank == self.fails_in_group and self.global_step == 7:
+                raise RuntimeError("the data of this group is broken")
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.log("train_loss", loss)
+            return loss
+
+        def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self) -> dict[str, object]:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    class Data(package.LightningDataModule):  # type: ignore[misc, name-defined]
+        """A regression that shuffles, and is cut into one part for each rank."""
+
+        def __init__(self, length: int = 120, batch_size: int = 5) -> None:
+            super().__init__()
+            self.length, self.batch_size = length, batch_size
+
+        def setup(self, stage: str) -> None:
+            generator = torch.Generator().manual_seed(0)
+            x = torch.randn(self.length, 4, generator=generator)
+            self.data = TensorDataset(x, x[:, :2] * x[:, 2:])
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(self.data, batch_size=self.batch_size, shuffle=True)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(self.data, batch_size=16)
+
+    return Net, Data
+
+
+Net, Data = _made("lightning.pytorch")
+OtherNet, OtherData = _made("pytorch_lightning")
+
+
+class ByHand(Net):  # type: ignore[misc, valid-type]
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
