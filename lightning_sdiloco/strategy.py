@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lightning_sdiloco.addresses import exchange_address, for_exchange, group_address
 from lightning_sdiloco.agreement import align_model, is_aligned, require_same_model, require_same_settings
 from lightning_sdiloco.averaging import Averaging
 from lightning_sdiloco.buckets import fix_bucket_order
@@ -25,8 +26,10 @@ from lightning_sdiloco.epochs import begin_epochs_alike
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.flight import Landing
+from lightning_sdiloco.launched import meet
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.promptness import Promptness
+from lightning_sdiloco.reachability import require_reachable
 from lightning_sdiloco.refused import refuse_what_cannot_work
 from lightning_sdiloco.requests import Request, Requests
 from lightning_sdiloco.schedule import Schedule
@@ -253,8 +256,14 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     @override
     def setup_distributed(self) -> None:
-        super().setup_distributed()
         layout = self._layout()
+        if self.num_nodes > 1:
+            self.set_world_ranks()
+            meeting = meet(self.cluster_environment, layout.world_size, self._settings.timeout)
+            if meeting is not None:
+                require_reachable(meeting, layout.group_of(self.global_rank), exchange_address, group_address)
+        with for_exchange():
+            super().setup_distributed()
         self._failures = Failures(store(), self.global_rank, layout.group_of(self.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
@@ -265,7 +274,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             }
             settings = {**self._settings.described(), **choices}
             require_same_settings(settings, world())
-            self._topology = Topology.of_world(layout, self._settings.timeout)
+            self._topology = Topology.of_world(layout, self._settings.timeout, for_exchange)
 
     @override
     def setup(self, trainer: Any) -> None:
