@@ -1,20 +1,23 @@
 """What the strategies have in common: how worker groups start, whatever their ranks do among themselves."""
 
 import logging
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sdiloco.addresses import exchange_address, for_exchange, group_address
 from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.averaging import Averaging
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.epochs import begin_epochs_alike
 from lightning_sdiloco.failures import Failures
+from lightning_sdiloco.launched import meet
 from lightning_sdiloco.promptness import Promptness
+from lightning_sdiloco.reachability import require_reachable
 from lightning_sdiloco.refused import refuse_what_cannot_work
 from lightning_sdiloco.requests import Requests
 from lightning_sdiloco.settings import Settings
@@ -89,6 +92,20 @@ class GroupsMixin(StepsMixin):
         automatic = self.num_nodes if self.num_nodes > 1 else world_size
         return GroupLayout(world_size, automatic if isinstance(self._worker_groups, str) else self._worker_groups)
 
+    def _reached_groups(self) -> AbstractContextManager[None]:
+        """Refuses to start where ranks cannot reach each other.
+
+        Returns:
+            The context in which all processes are to be connected.
+        """
+        layout = self._layout()
+        if self.num_nodes > 1:
+            self.set_world_ranks()
+            meeting = meet(self.cluster_environment, layout.world_size, self._settings.timeout)
+            if meeting is not None:
+                require_reachable(meeting, layout.group_of(self.global_rank), exchange_address, group_address)
+        return for_exchange()
+
     def _join_groups(self) -> None:
         """Makes the ways between the ranks of a group and between groups, as soon as all processes are connected."""
         layout = self._layout()
@@ -96,7 +113,7 @@ class GroupsMixin(StepsMixin):
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
             require_same_settings(self._described(), world())
-            self._topology = Topology.of_world(layout, self._settings.timeout)
+            self._topology = Topology.of_world(layout, self._settings.timeout, for_exchange)
 
     def _described(self) -> dict[str, str]:
         """All that must be the same on all ranks, as text."""

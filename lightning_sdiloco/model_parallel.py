@@ -167,7 +167,8 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
     @override
     def setup_environment(self) -> None:
         # As ModelParallelStrategy does it, but with a mesh over the ranks of the group.
-        self._setup_distributed()
+        with self._reached_groups():
+            self._setup_distributed()
         self._join_groups()
         device = self.root_device.type
         self._device_mesh = mesh_of(self._layout(), device, *self._mesh_shape, self._settings.timeout)

@@ -152,7 +152,8 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
 
     @override
     def setup_distributed(self) -> None:
-        super().setup_distributed()
+        with self._reached_groups():
+            super().setup_distributed()
         self._join_groups()
 
     @override

@@ -4,6 +4,7 @@ import atexit
 import functools
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -117,25 +118,31 @@ class Topology:
         return self.world.process_group is not dist.group.WORLD
 
     @staticmethod
-    def of_world(layout: GroupLayout, timeout: timedelta) -> "Topology":
+    def of_world(
+        layout: GroupLayout, timeout: timedelta, joining: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> "Topology":
         """The process groups of a rank, made once for each layout. All ranks of the default process group must call it.
 
         Args:
             layout: The worker groups.
             timeout: Bound of one flight.
+            joining: In its context the process groups are made that join worker groups.
         """
         if (layout, timeout) not in _made or _made[layout, timeout].is_stale():
-            _made[layout, timeout] = Topology._make(layout, timeout)
+            _made[layout, timeout] = Topology._make(layout, timeout, joining)
             _settle_at_exit()
         return _made[layout, timeout]
 
     @staticmethod
-    def _make(layout: GroupLayout, timeout: timedelta) -> "Topology":
+    def _make(
+        layout: GroupLayout, timeout: timedelta, joining: Callable[[], AbstractContextManager[None]]
+    ) -> "Topology":
         rank = dist.get_rank()
         # Twice the bound of a flight: in a group, a rank whose own exchange went well waits for one whose did not.
         in_group = Communicator(_own(rank, layout.ranks_of_groups(), None, timeout))
         lane = Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout))
-        across = _own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout)
+        with joining():
+            across = _own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout)
         return Topology(
             groups=layout.worker_groups,
             group=layout.group_of(rank),
@@ -190,9 +197,28 @@ def mesh_of(layout: GroupLayout, device: str, data_parallel: int, tensor_paralle
 _meshes: dict[Any, tuple[Any, Any]] = {}
 
 
+def is_connected() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_initialized()
+
+
 def world() -> Communicator:
     """All ranks of the default process group."""
     return Communicator(dist.group.WORLD)
+
+
+def meeting_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
+    """The store at which a default process group will be made, before it is.
+
+    Args:
+        host: Name or address of the machine that keeps it.
+        port: Its port.
+        serves: Whether this process keeps it. The default process group then shares it, for as long as it is held.
+        timeout: How long one call may take.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
 
 
 def store() -> Any:

@@ -34,6 +34,21 @@ def two_sites() -> Iterator[list[str]]:
         _remove(names)
 
 
+def add_interface(name: str, interface: str, address: str) -> None:
+    """Gives a namespace another interface with an address, to which the others know no way."""
+    _ip("-n", name, "link", "add", "name", interface, "type", "veth", "peer", "name", f"{interface}0")
+    _ip("-n", name, "address", "add", f"{address}/32", "dev", interface)
+    for end in (interface, f"{interface}0"):
+        _ip("-n", name, "link", "set", end, "up")
+
+
+def lose_packets(name: str, address: str) -> None:
+    """What a namespace sends to an address gets lost without a word, as behind a firewall that drops it."""
+    _ip("-n", name, "route", "add", f"{address}/32", "dev", "wire")
+    # A station that does not exist.
+    _ip("-n", name, "neighbour", "add", address, "lladdr", "02:00:00:00:00:01", "dev", "wire", "nud", "permanent")
+
+
 def enter(name: str) -> None:
     """Moves this process into a namespace; gloo then uses its interface ``wire``."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -20,6 +20,7 @@ NAME = "lightning_sdiloco"
 # Everything else is engine: a new file belongs to it until it is named here.
 EDGE = {
     NAME,
+    f"{NAME}.addresses",
     f"{NAME}.averaging",
     f"{NAME}.buckets",
     f"{NAME}.callback",
@@ -34,6 +35,8 @@ EDGE = {
     f"{NAME}.model_parallel",
     f"{NAME}.own_state",
     f"{NAME}.metrics",
+    f"{NAME}.launched",
+    f"{NAME}.meeting",
     f"{NAME}.placing",
     f"{NAME}.promptness",
     f"{NAME}.planning.command",
@@ -41,6 +44,7 @@ EDGE = {
     f"{NAME}.planning.text",
     f"{NAME}.pytorch_lightning",
     f"{NAME}.reading",
+    f"{NAME}.reachability",
     f"{NAME}.refused",
     f"{NAME}.replacing",
     f"{NAME}.requests",
