@@ -1,0 +1,62 @@
+"""The slow links that benchmarks run on."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.links import Links, missing
+
+SERVE = """
+import socket
+with socket.create_server(("0.0.0.0", 7000)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    total = 0
+    while data := connection.recv(1 << 16):
+        total += len(data)
+    connection.sendall(str(total).encode())
+"""
+SEND = """
+import socket, sys, time
+start = time.monotonic()
+with socket.create_connection(("site0", 7000)) as connection:
+    round_trip = time.monotonic() - start
+    connection.sendall(bytes(int(sys.argv[1])))
+    connection.shutdown(socket.SHUT_WR)
+    assert int(connection.recv(100)) == int(sys.argv[1])
+print(round_trip, time.monotonic() - start, socket.gethostname())
+"""
+
+
+def stream(links: Links, nbytes: int) -> tuple[float, float, str]:
+    """Seconds of a round trip, seconds until all has arrived, and the host name of the sender."""
+    server = links.start(0, [sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    words = links.command(1, [sys.executable, "-c", SEND, str(nbytes)])
+    told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    server.wait(timeout=10)
+    return float(told[0]), float(told[1]), told[2]
+
+
+@pytest.mark.network
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_link_is_as_slow_as_asked_and_leaves_nothing_behind() -> None:
+    with Links(sites=2, rate=40e6, one_way_delay=0.03) as links:
+        round_trip, seconds, host = stream(links, 2_000_000)
+    assert round_trip >= 0.06
+    assert seconds >= 2_000_000 * 8 / 40e6
+    assert host == "site1"
+    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    assert not any(name in left for name in links.names)
+
+
+@pytest.mark.network
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_an_unlimited_link_is_fast() -> None:
+    with Links(sites=2, rate=None, one_way_delay=0.0) as links:
+        started = time.monotonic()
+        stream(links, 100_000)
+        assert time.monotonic() - started < 30
