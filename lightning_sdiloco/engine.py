@@ -128,6 +128,7 @@ class StreamingDiLoCo:
         )
         self.topology = topology or default_topology(worker_groups, timeout)
         self._inner_optimizers = inner_optimizers
+        self._diagnoses = False
         self._build(unwrapped(model))
         self._flights: list[Flight] = []
         self._rounds_began_at = 0
@@ -138,6 +139,8 @@ class StreamingDiLoCo:
         self._unfinished: dict[str, Any] | None = None
         self._closed = False
         self._counts = Counts()
+        self.last_landing: Landing | None = None
+        self.final_landings: list[Landing] = []
 
     @torch.no_grad()
     def _build(self, model: nn.Module) -> None:
@@ -157,7 +160,10 @@ class StreamingDiLoCo:
         self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(fragments))
         self._counting = self.settings.make_counting(self.topology.groups, len(fragments))
         self._trained = [0] * len(fragments)
-        self._transfer = Transfer(
+        self._transfer = self._make_transfer()
+
+    def _make_transfer(self) -> Transfer:
+        return Transfer(
             self.topology,
             self.settings,
             self._cut.outer,
@@ -165,7 +171,24 @@ class StreamingDiLoCo:
             self._cut.layouts,
             self._cut.buffers,
             self._counting,
+            self._diagnoses,
         )
+
+    def diagnose(self, diagnoses: bool = True) -> None:
+        """Measures at every landing how far the groups agree: `Landing.diagnostics`. All ranks must call it.
+
+        It costs passes over the fragment in the background lane, no traffic between groups, and changes no bit of
+        training. Call it before the first step.
+
+        Args:
+            diagnoses: Whether to measure it, the same on all ranks.
+
+        Raises:
+            ValueError: If it is not the same on all ranks.
+        """
+        require_same_settings({"diagnostics": str(diagnoses)}, self.topology.world)
+        self._diagnoses = diagnoses
+        self._transfer = self._make_transfer()
 
     def step(self, *, idle: bool = False) -> list[Landing]:
         """Counts an inner step, launches what is due and lands what is due.
@@ -246,7 +269,7 @@ class StreamingDiLoCo:
     def land_final(self) -> None:
         """The last part of `finish`: lands the means, and leaves the outer parameters in the model."""
         while self._flights:
-            self._land(self._flights.pop(0))
+            self.final_landings.append(self._land(self._flights.pop(0)))
         gathered = self._cut.gathered()
         self._cut.write_outer(gathered)
         # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
@@ -380,7 +403,7 @@ class StreamingDiLoCo:
         self._absences.load(state)
         self._requests = state["requests"]
         for saved in state["flights"]:
-            self._fly(Cargo.loaded(saved, self._device, self._deadline()))
+            self._fly(Cargo.loaded(saved, self._device, self._deadline()), time.perf_counter())
 
     @torch.no_grad()
     def restart(self, restart: Restart) -> None:
@@ -445,6 +468,7 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def _launch(self, fragment: int, final: bool = False) -> None:
+        began = time.perf_counter()
         with record_function("sdiloco::launch"):
             buffers = self._cut.buffers[fragment]
             # A signal handler may request something at any moment: only what is taken along is taken away.
@@ -462,11 +486,11 @@ class StreamingDiLoCo:
             )
             self._requests &= ~requests
             self._trained[fragment] = 0
-            self._fly(cargo)
+            self._fly(cargo, began)
 
-    def _fly(self, cargo: Cargo) -> None:
+    def _fly(self, cargo: Cargo, began: float) -> None:
         pending = self._lane.start(partial(self._transfer.send, cargo), self._transfer.receive)
-        self._flights.append(Flight(cargo, pending))
+        self._flights.append(Flight(cargo, pending, (began, time.perf_counter())))
 
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.timeout.total_seconds()
@@ -474,15 +498,16 @@ class StreamingDiLoCo:
     @torch.no_grad()
     def _land(self, flight: Flight) -> Landing:
         with record_function("sdiloco::land"):
-            started = time.perf_counter()
+            began = time.perf_counter()
             arrival = flight.pending.result()
-            waited = time.perf_counter() - started
-            self._counts.exposed_wait_s += waited
+            arrived = time.perf_counter()
+            self._counts.exposed_wait_s += arrived - began
             self._counts.in_flight_s += flight.pending.seconds
             self._counts.bytes_sent += arrival.bytes_sent
             self._counts.bytes_received += arrival.bytes_received
             self._apply(flight.cargo, arrival)
-            return Landing(
+            launched = flight.launch[1]
+            landing = Landing(
                 fragment=flight.cargo.fragment,
                 launched_at=flight.cargo.step,
                 requests=arrival.requests,
@@ -491,9 +516,23 @@ class StreamingDiLoCo:
                 outer_lr=arrival.outer.lr,
                 outer_grad_norm=arrival.gradient_norm,
                 bytes_sent=arrival.bytes_sent,
-                exposed_wait_s=waited,
+                exposed_wait_s=arrived - began,
                 in_flight_s=flight.pending.seconds,
+                landed_at=self.inner_steps,
+                bytes_received=arrival.bytes_received,
+                counted=tuple(arrival.counted.factors),
+                group_norms=arrival.group_norms,
+                spans={
+                    "launch": flight.launch,
+                    "flight": (launched, launched + flight.pending.seconds),
+                    **arrival.spans,
+                    "wait": (began, arrived),
+                    "land": (arrived, time.perf_counter()),
+                },
+                diagnostics=arrival.diagnostics,
             )
+            self.last_landing = landing
+            return landing
 
     def _apply(self, cargo: Cargo, arrival: Arrival) -> None:
         fragment, buffers = cargo.fragment, self._cut.buffers[cargo.fragment]

@@ -1,5 +1,7 @@
 """A fragment on its way: what is taken along at the launch, and what comes back for the landing."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -11,6 +13,7 @@ from torch import Tensor
 from lightning_sdiloco.control import Control
 from lightning_sdiloco.counting import Count
 from lightning_sdiloco.lane import Pending
+from lightning_sdiloco.measuring import Diagnostics, Span
 from lightning_sdiloco.outer import Stepped
 
 
@@ -74,6 +77,8 @@ class Arrival(NamedTuple):
         gradient_norm: Norm of the mean outer gradient of the whole fragment.
         bytes_sent: Bytes that this rank sent to other groups for this flight.
         bytes_received: Bytes that this rank received from other groups for this flight.
+        spans: When the parts of the flight began and ended, by their names.
+        diagnostics: How far the groups agree, if asked for.
     """
 
     outer: Stepped
@@ -85,6 +90,8 @@ class Arrival(NamedTuple):
     gradient_norm: float
     bytes_sent: int
     bytes_received: int
+    spans: Mapping[str, Span]
+    diagnostics: Diagnostics | None
 
     @property
     def requests(self) -> int:
@@ -97,6 +104,11 @@ class Arrival(NamedTuple):
         return reduce(or_, (control.changed for control in self.controls))
 
     @property
+    def group_norms(self) -> tuple[float, ...]:
+        """Norm of the outer gradient of each group, by group."""
+        return tuple(math.sqrt(control.norm_squared) for control in self.controls)
+
+    @property
     def left_out(self) -> tuple[int, ...]:
         """The groups whose outer gradient was not finite."""
         return tuple(group for group, control in enumerate(self.controls) if not control.finite)
@@ -104,10 +116,17 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Flight:
-    """A fragment in flight."""
+    """A fragment in flight.
+
+    Attributes:
+        cargo: What was taken along.
+        pending: What comes back.
+        launch: When it was launched.
+    """
 
     cargo: Cargo
     pending: Pending[Arrival]
+    launch: Span
 
 
 @dataclass
@@ -138,6 +157,14 @@ class Landing(NamedTuple):
         bytes_sent: Bytes that this rank sent to other groups for this flight.
         exposed_wait_s: Seconds for which the training thread waited for the flight.
         in_flight_s: Seconds from the launch until the result was there.
+        landed_at: Inner step after which it landed.
+        bytes_received: Bytes that this rank received from other groups for this flight.
+        counted: The groups that counted in the mean.
+        group_norms: Norm of the outer gradient of each group, before any compression, by group.
+        spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
+            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode`` and
+            ``outer_step`` in the lane.
+        diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
     """
 
     fragment: int
@@ -150,3 +177,23 @@ class Landing(NamedTuple):
     bytes_sent: int
     exposed_wait_s: float
     in_flight_s: float
+    landed_at: int
+    bytes_received: int
+    counted: tuple[int, ...]
+    group_norms: tuple[float, ...]
+    spans: Mapping[str, Span]
+    diagnostics: Diagnostics | None
+
+    def seconds(self, name: str) -> float:
+        """How long one of the `spans` was; 0 if there was none."""
+        began, ended = self.spans.get(name, (0.0, 0.0))
+        return ended - began
+
+    @property
+    def link_gbit_s(self) -> float:
+        """The effective link rate: what went in one direction over the time from the message to that of the last group.
+
+        Where another group was late, its lateness is part of that time. 0 if nothing was sent.
+        """
+        bits = 8 * max(self.bytes_sent, self.bytes_received)
+        return bits / self.seconds("transfer") / 1e9 if bits and self.seconds("transfer") > 0 else 0.0

@@ -143,13 +143,14 @@ class Topology:
         lane = Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout))
         with joining():
             across = _own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout)
+            peers = Communicator(_own(rank, layout.ranks_of_shards(), None, timeout))
         return Topology(
             groups=layout.worker_groups,
             group=layout.group_of(rank),
             shards=layout.group_size,
             shard=layout.shard_of(rank),
             world=world(),
-            peers=Communicator(_own(rank, layout.ranks_of_shards(), None, timeout)),
+            peers=peers,
             in_group=in_group,
             lane=lane,
             exchange=InProcessExchange.connect(1)[0] if layout.worker_groups == 1 else GatherExchange(across),

@@ -15,6 +15,7 @@ from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.exchange import Unanswered
 from lightning_sdiloco.flight import Arrival, Cargo
 from lightning_sdiloco.fragments import BufferLayout, FragmentLayout
+from lightning_sdiloco.measuring import Stopwatch, agreement, diagnosed, distance, lost
 from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import Topology
@@ -26,6 +27,8 @@ class Sent(NamedTuple):
     cargo: Cargo
     posted: Any
     memory: Tensor | None
+    stopwatch: Stopwatch
+    lost: Tensor | None
 
 
 class Transfer:
@@ -41,6 +44,7 @@ class Transfer:
         layouts: The shards of every fragment, and how they are gathered.
         buffers: The buffers of every fragment.
         counting: How much each group counts in a mean.
+        diagnoses: Whether to measure how far the groups agree.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Transfer:
         layouts: Sequence[FragmentLayout],
         buffers: Sequence[BufferLayout],
         counting: Counting,
+        diagnoses: bool,
     ) -> None:
         self._topology = topology
         self._settings = settings
@@ -60,39 +65,60 @@ class Transfer:
         self._layouts = layouts
         self._buffers = buffers
         self._counting = counting
+        self._diagnoses = diagnoses
 
     def send(self, cargo: Cargo) -> Sent:
         """Encodes the outer gradient of the shard and starts to send it, behind the control vector of the group."""
-        # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
-        memory = None if cargo.final else self._memories[cargo.fragment]
-        payload, memory = encoded(cargo.gradient, memory, self._compression(cargo), self._settings.mixing)
-        control = self._merged(self._control(cargo))
-        message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
-        return Sent(cargo, self._topology.exchange.post(message), memory)
+        stopwatch, compression = Stopwatch(cargo.gradient.device), self._compression(cargo)
+        with stopwatch.part("encode"):
+            # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
+            memory = None if cargo.final else self._memories[cargo.fragment]
+            payload, memory = encoded(cargo.gradient, memory, compression, self._settings.mixing)
+            control = self._merged(self._control(cargo))
+            message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
+            posted = self._topology.exchange.post(message)
+        return Sent(cargo, posted, memory, stopwatch, self._lost(cargo, payload) if self._diagnoses else None)
 
     def receive(self, sent: Sent) -> Arrival:
         """Waits for all groups, averages what they sent and makes the outer step."""
         cargo, exchange, compression = sent.cargo, self._topology.exchange, self._compression(sent.cargo)
+        stopwatch = sent.stopwatch
         sent_before, received_before = exchange.bytes_sent, exchange.bytes_received
-        messages = self._collected(sent.posted, cargo)
+        with stopwatch.part("transfer"):
+            messages = self._collected(sent.posted, cargo)
         controls = [Control.unpacked(message[:CONTROL_BYTES]) for message in messages]
         self._check(controls, cargo)
         end = CONTROL_BYTES + compression.wire_bytes(cargo.gradient.numel())
         count = plain(controls) if cargo.final else self._counting.count(controls)
         payloads = [message[CONTROL_BYTES:end] for message in messages]
-        gradient = mean(payloads, count, compression, like=cargo.gradient)
-        outer = self._step(cargo, gradient, count)
+        with stopwatch.part("decode"):
+            gradient = mean(payloads, count, compression, like=cargo.gradient)
+        with stopwatch.part("outer_step"):
+            outer = self._step(cargo, gradient, count)
+            gathered = self._layouts[cargo.fragment].gathered(outer.values, self._topology.lane)
+        diagnostics = None
+        if sent.lost is not None:
+            agreed = agreement(payloads, compression, gradient)
+            moved = distance(cargo.gradient, self._outer.values[cargo.fragment], outer.state)
+            diagnostics = diagnosed(sent.lost, agreed, moved, self._topology.lane)
         return Arrival(
             outer=outer,
             memory=sent.memory,
-            gathered=self._layouts[cargo.fragment].gathered(outer.values, self._topology.lane),
+            gathered=gathered,
             buffers=self._mean_buffers([message[end:] for message in messages], count, cargo),
             controls=controls,
             counted=count,
             gradient_norm=self._norm(gradient),
             bytes_sent=exchange.bytes_sent - sent_before,
             bytes_received=exchange.bytes_received - received_before,
+            spans=stopwatch.spans,
+            diagnostics=diagnostics,
         )
+
+    def _lost(self, cargo: Cargo, payload: Tensor) -> Tensor:
+        decoded = torch.empty_like(cargo.gradient)
+        self._compression(cargo).decode(payload, decoded)
+        return lost(cargo.gradient, decoded)
 
     def _compression(self, cargo: Cargo) -> Compression:
         return self._settings.codec.dense() if cargo.final else self._settings.codec.at(cargo.step)
