@@ -10,7 +10,8 @@ with the next without counting it or calling `on_train_epoch_start`, which finet
 there: a validation, a learning rate that depends on metrics, the end of the epoch. Lightning leaves these out when it
 resumes. They may draw random numbers, as a loader of torch does, and early stopping and other checkpoints may rest on
 them. So here the resumed run begins with them, unless a signal ended the fit, which was after them. See also
-[Note: metrics after a resume].
+[Note: metrics after a resume]. The same holds for learning rates after a checkpoint that was saved at the end of an
+epoch, as `ModelCheckpoint` does by default.
 """
 
 from collections.abc import Callable
@@ -39,6 +40,10 @@ def _take_up(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> Non
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer.strategy.resumes_exactly:
         replace(undo, trainer.fit_loop, "on_advance_end", partial(_end_epoch, trainer, trainer.fit_loop.on_advance_end))
+        if _saved_after_an_epoch(trainer.fit_loop):
+            once = undo.enter_context(ExitStack())
+            start = partial(_end_epoch_and_start, trainer, once, trainer.fit_loop.on_advance_start)
+            replace(once, trainer.fit_loop, "on_advance_start", start)
         if _saved_after_a_batch(epoch_loop):
             epoch_loop.batch_progress.increment_completed()
             once = undo.enter_context(ExitStack())
@@ -59,6 +64,19 @@ def _end_epoch(trainer: Any, original: Callable[[], None]) -> None:
     """As Lightning does in a run that was not resumed, where it also updates learning rates that depend on metrics."""
     trainer.fit_loop._restarting = False
     original()
+
+
+def _end_epoch_and_start(trainer: Any, once: ExitStack, original: Callable[[], None]) -> None:
+    """As Lightning does after the hooks at the end of an epoch."""
+    once.close()
+    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+    original()
+
+
+def _saved_after_an_epoch(fit_loop: Any) -> bool:
+    """Whether a hook at the end of an epoch saved what is resumed: all but its completion has then been counted."""
+    count = fit_loop.epoch_progress.total
+    return bool(count.ready == count.started == count.processed == count.completed + 1)
 
 
 def _saved_after_a_batch(epoch_loop: Any) -> bool:

@@ -22,16 +22,19 @@ _SUMS = ("value", "cumulated_batch_size", "_forward_cache")
 
 
 def logged(trainer: Any) -> dict[str, Any]:
-    """What this rank has logged, as plain values and tensors. It waits for nobody.
+    """What this rank has logged, as plain values and tensors.
+
+    All ranks must call it together, unless one has failed: a metric of the epoch that ends is reduced over all.
 
     Args:
         trainer: The trainer that fits.
     """
+    seen = trainer._logger_connector._callback_metrics if trainer.strategy.is_alone else trainer.callback_metrics
     epoch = trainer.fit_loop.epoch_progress.current
     goes_on = epoch.processed < epoch.started
     results = trainer.fit_loop.epoch_loop._results
     return {
-        "seen": _tensors(trainer._logger_connector._callback_metrics),
+        "seen": _tensors(seen),
         "epoch": {key: _saved(result) for key, result in results.items() if goes_on and _can_be_saved(result)},
     }
 

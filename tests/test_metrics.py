@@ -1,12 +1,13 @@
 """Metrics of an epoch that was resumed are those of all its batches, and what rests on them goes on."""
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMaxMetric
@@ -14,10 +15,18 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMaxMetric
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
-from tests.test_checkpoint import assert_same, traced
-from tests.test_signals import Epochs
+from tests.test_checkpoint import StatefulBatches, assert_same, traced
 
 EPOCHS, LENGTH = 3, 6
+
+
+class EveryEpoch(StatefulBatches):
+    """The same batches in every epoch. Lightning does not restore a loader after the end of one."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.step == self.length:
+            self.step = 0
+        yield from super().__iter__()
 
 
 def logging(distribution: str, seed: int, plateau: dict[str, Any]) -> Any:
@@ -67,7 +76,10 @@ def run(
     callbacks = importlib.import_module(distribution).callbacks
     stopping = callbacks.EarlyStopping("loss_epoch", patience=9)
     best = callbacks.ModelCheckpoint(folder / "best", monitor="loss", mode="max")
-    saving = callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    saving = [
+        callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+        callbacks.ModelCheckpoint(folder, filename="{epoch}", save_on_train_epoch_end=True, save_top_k=-1),
+    ]
     trainer = fits.trainer(
         distribution,
         strategy=fits.strategy(distribution, worker_groups=2, sync_every=4, overlap_steps=1, layers_per_fragment=1),
@@ -75,11 +87,11 @@ def run(
         max_epochs=EPOCHS,
         num_sanity_val_steps=0,
         enable_checkpointing=True,
-        callbacks=[stopping, best, *([] if resume else [saving])],
+        callbacks=[stopping, best, *([] if resume else saving)],
     )
     torch.manual_seed(100 + rank)
     seen = DataLoader([(torch.ones(1, 5), torch.ones(1, 3))], batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(model, Epochs(rank, 0, 1, LENGTH), seen, ckpt_path=resume)
+    trainer.fit(model, EveryEpoch(rank, 0, 1, LENGTH), seen, ckpt_path=resume)
     stopped = stopping.state_dict()
     return {
         "trace": model.trace,
@@ -105,11 +117,11 @@ def test_what_rests_on_metrics_goes_on_after_a_resume(
 
     plain = fit()
     assert plain[0]["learning rate"] < 0.01
-    # 2: within an epoch; 6: after its last batch, before its validation and its end; 13: after the first of the last.
-    for step in (2, 6, 13):
-        resumed = fit(str(tmp_path / f"step={step}.ckpt"))
+    # 2: within an epoch; 6: after its last batch, before validation and end; then after the end; 13: in the last epoch.
+    for saved, ended in (("step=2", 0), ("step=6", 0), ("epoch=0", 1), ("step=13", 2)):
+        resumed = fit(str(tmp_path / f"{saved}.ckpt"))
         for one, other in zip(resumed, plain, strict=True):
-            assert [epoch for epoch, _ in one["ended"]] == list(range((step - 1) // LENGTH, EPOCHS)), step
+            assert [epoch for epoch, _ in one["ended"]] == list(range(ended, EPOCHS)), saved
             for (_, values), (_, expected) in zip(reversed(one["ended"]), reversed(other["ended"]), strict=False):
                 assert_same(values, expected)
             for at, held in one["trace"].items():
