@@ -1,17 +1,23 @@
 """Worker groups that share one sharded model: the same training as without, and each value is sent once."""
 
+import inspect
+import re
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_sdiloco
 from lightning_sdiloco.control import CONTROL_BYTES
 from tests import fits, sharded
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
+from tests.training import batch
 
 # One layer each, so that a fragment may lie on a part of the ranks only.
 CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "layers_per_fragment": 1, "compression": "fp32"}
@@ -114,3 +120,192 @@ def test_with_fp4_the_losses_agree_within_the_spread_of_seeds(inner: str) -> Non
     seeds = torch.tensor([mean(None, seed) for seed in range(4)])
     for sizes in ((2, 1), (1, 2)):
         assert abs(mean(sizes, 0) - float(seeds[0])) < float(seeds.std())
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)])
+def test_validation_sees_the_outer_model_and_changes_nothing(sizes: tuple[int, int]) -> None:
+    # FSDP2 keeps the parameters of the outermost module whole after a validation, as long as nobody tells it not to.
+    without = fit_sharded(2, sizes, 12, inner="adamw")
+    validated = fit_sharded(2, sizes, 12, inner="adamw", validation=1)
+    for one, other in zip(validated, without, strict=True):
+        for step, values in other["trace"].items():
+            assert all(torch.equal(one["trace"][step][name], values[name]) for name in values), step
+        assert all(torch.equal(one["outer"][name], other["outer"][name]) for name in other["outer"])
+    model = sharded.plain(seed=0)
+    model.net.load_state_dict(validated[0]["outer"])
+    # Twelve validations have each taken the first batch of their loader.
+    x, y = batch(9, 1)
+    expected = float(nn.functional.mse_loss(model.net(x), y))
+    assert all(abs(rank["logged"]["seen"] - expected) < 1e-6 for rank in validated)
+
+
+def test_saving_before_the_first_step_and_within_an_accumulation_changes_nothing(tmp_path: Path) -> None:
+    callback = sharded.callbacks_of().Callback
+
+    class Saver(callback):  # type: ignore[misc, valid-type]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+        def on_train_start(self, trainer: Any, *args: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+    for inner in ("sgd", "adamw"):
+        chosen = {"trainer_choices": {"accumulate_grad_batches": 3}, "inner": inner}
+        without = fit_sharded(2, (2, 1), 8, **chosen)
+        saved = fit_sharded(2, (2, 1), 8, callbacks=[Saver()], **chosen)
+        for one, other in zip(saved, without, strict=True):
+            assert all(torch.equal(one["outer"][name], other["outer"][name]) for name in other["outer"])
+            assert one["report"]["inner_steps"] == other["report"]["inner_steps"] == 8
+
+
+def test_a_part_that_is_not_finite_in_one_rank_leaves_its_group_out_on_all_its_ranks() -> None:
+    def fit(rank: int, world_size: int) -> dict[str, Any]:
+        model = sharded.sharded(inner="adamw", seed=rank // 2)
+        landings = []
+
+        class Spoiler(sharded.callbacks_of().Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                landings.append(trainer.strategy.engine.report()["landings"])
+                if trainer.global_step == 6 and rank == 3:
+                    module.net[4].weight.detach().to_local().fill_(float("nan"))
+
+        chosen = sharded.strategy(worker_groups=2, data_parallel_size=2, tensor_parallel_size=1, **CHOICES)
+        trainer = fits.trainer(strategy=chosen, devices=world_size, max_steps=30, callbacks=[Spoiler()])
+        trainer.fit(model, DataLoader(fits.Batches(rank // 2, rank % 2, 2), batch_size=None))
+        return {"outer": chosen.outer_state_dict(), "landings": landings}
+
+    ranks = run_processes(fit, 4)
+    for rank in ranks:
+        assert all(bool(values.isfinite().all()) for values in rank["outer"].values())
+        assert all(torch.equal(values, ranks[0]["outer"][name]) for name, values in rank["outer"].items())
+        assert rank["landings"] == ranks[0]["landings"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_sharded_models_train_in_lower_precision_with_float32_outer_values(precision: str) -> None:
+    ranks = fit_sharded(2, (2, 2), 12, trainer_choices={"precision": precision})
+    for rank in ranks:
+        assert all(values.dtype == torch.float32 for values in rank["outer"].values())
+        dtypes = {values.dtype for values in rank["model"].values()}
+        assert dtypes == {torch.bfloat16 if precision == "bf16-true" else torch.float32}
+        assert all(torch.equal(values, ranks[0]["outer"][name]) for name, values in rank["outer"].items())
+
+
+def test_data_are_divided_among_groups_and_data_parallel_ranks_and_tensor_parallel_ranks_share_them() -> None:
+    def fit(rank: int, world_size: int) -> list[int]:
+        model = sharded.sharded(seed=rank // 4)
+        seen: list[int] = []
+        model.on_train_batch_start = lambda parts, index: seen.extend(parts[2].tolist())
+        data = TensorDataset(*batch(0, 1), torch.arange(8))
+        chosen = sharded.strategy(worker_groups=2, data_parallel_size=2, tensor_parallel_size=2, **CHOICES)
+        trainer = fits.trainer(strategy=chosen, devices=world_size, max_epochs=1)
+        trainer.fit(model, DataLoader(data, batch_size=1))
+        return seen
+
+    seen = run_processes(fit, 8)
+    assert seen[::2] == seen[1::2]
+    assert sorted(example for examples in seen[::2] for example in examples) == list(range(8))
+
+
+# The mesh
+
+
+def test_automatic_sizes_are_those_of_a_group() -> None:
+    def shape(devices: int, nodes: int, **choices: Any) -> tuple[int, int, int]:
+        chosen = sharded.strategy(**choices)
+        chosen.parallel_devices = [torch.device("cpu")] * devices
+        chosen.num_nodes = nodes
+        return (chosen._layout().worker_groups, *chosen._mesh_shape)
+
+    assert shape(4, 2) == (2, 1, 4)
+    assert shape(4, 4, worker_groups=2) == (2, 2, 4)
+    assert shape(8, 1, worker_groups=2) == (2, 1, 4)
+    assert shape(8, 1, worker_groups=2, data_parallel_size=4) == (2, 4, 1)
+    assert shape(8, 1, worker_groups=2, tensor_parallel_size=2) == (2, 2, 2)
+    assert shape(8, 1, data_parallel_size=2, tensor_parallel_size=2) == (2, 2, 2)
+    assert shape(3, 1) == (3, 1, 1)
+    with pytest.raises(ValueError, match="do not fill a worker group, which has 4 ranks"):
+        shape(8, 1, worker_groups=2, data_parallel_size=3)
+    with pytest.raises(ValueError, match="tensor_parallel_size=0 is out of range"):
+        shape(8, 1, tensor_parallel_size=0)
+
+
+def test_sizes_that_do_not_fill_a_group_are_refused_inside_the_trainer() -> None:
+    with pytest.raises(ValueError, match="do not fill a worker group"):
+        fits.trainer(strategy=sharded.strategy(worker_groups=2, data_parallel_size=3), devices=4)
+
+
+def test_both_strategies_have_the_same_arguments_with_the_same_words() -> None:
+    for package in (lightning_sdiloco, lightning_sdiloco.pytorch_lightning):
+        first, second = package.StreamingDiLoCoStrategy, package.StreamingDiLoCoModelParallelStrategy
+        arguments = [dict(inspect.signature(kind).parameters) for kind in (first, second)]
+        common = list(arguments[0])[: list(arguments[0]).index("start_method")]
+        own = ["data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"]
+        assert list(arguments[1]) == [*own, *common]
+        for name in common:
+            assert str(arguments[0][name]) == str(arguments[1][name])
+            assert described(first, name) == described(second, name)
+
+
+def described(kind: type, argument: str) -> str:
+    found = re.search(rf"\n    {argument}: (.*?)(?=\n    \w+: |\n\n)", inspect.getdoc(kind) or "", re.DOTALL)
+    assert found
+    return found.group(1)
+
+
+@pytest.mark.parametrize("distribution", [LIGHTNING, "pytorch_lightning"])
+def test_the_name_chooses_the_strategy(distribution: str) -> None:
+    trainer = fits.trainer(distribution, strategy="streaming_diloco_model_parallel", devices=1)
+    assert type(trainer.strategy) is type(sharded.strategy(distribution))
+
+
+# What is refused
+
+
+def refused(change: Callable[[Any], None] = lambda module: None, **trainer_choices: Any) -> str:
+    def fit(rank: int, world_size: int) -> str:
+        model = sharded.sharded(seed=0)
+        configure_model = model.configure_model
+
+        def configure() -> None:
+            configure_model()
+            change(model)
+
+        type(model).configure_model = lambda self: configure()
+        chosen = sharded.strategy(worker_groups=1, data_parallel_size=2, tensor_parallel_size=1, **CHOICES)
+        trainer = fits.trainer(strategy=chosen, devices=world_size, max_steps=1, **trainer_choices)
+        with pytest.raises(ValueError, match="\\.$") as caught:
+            trainer.fit(model, DataLoader(fits.Batches(0, rank, 2), batch_size=None))
+        return str(caught.value)
+
+    texts = run_processes(fit, 2)
+    assert len(set(texts)) == 1
+    return str(texts[0])
+
+
+def test_parameters_whose_gradients_nobody_averages_are_refused() -> None:
+    def change(model: Any) -> None:
+        model.extra = nn.Linear(2, 2)
+
+    assert "2 trainable parameters, such as 'extra.weight', are not sharded" in refused(change)
+
+
+def test_callbacks_and_precisions_that_cannot_work_with_sharded_models_are_refused() -> None:
+    callbacks = sharded.callbacks_of()
+    assert "copies the whole model" in refused(callbacks=[callbacks.EMAWeightAveraging()])
+    assert "unfreezes layers between epochs" in refused(callbacks=[callbacks.BackboneFinetuning()])
+    assert "precision='64-true' does not work" in refused(precision="64-true")
+
+
+def test_what_becomes_trainable_within_a_fit_is_refused() -> None:
+    def fit(rank: int, world_size: int) -> str:
+        model = sharded.sharded(seed=0)
+        model.on_train_epoch_start = lambda: model.net[0].requires_grad_(model.current_epoch == 0)
+        chosen = sharded.strategy(worker_groups=1, data_parallel_size=2, tensor_parallel_size=1, **CHOICES)
+        trainer = fits.trainer(strategy=chosen, devices=world_size, max_epochs=2, limit_train_batches=2)
+        with pytest.raises(ValueError, match="\\.$") as caught:
+            trainer.fit(model, DataLoader(fits.Batches(0, rank, 2), batch_size=None))
+        return str(caught.value)
+
+    for text in run_processes(fit, 2):
+        assert "Parameters were frozen or became trainable" in text
