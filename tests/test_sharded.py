@@ -294,7 +294,10 @@ def test_callbacks_and_precisions_that_cannot_work_with_sharded_models_are_refus
     callbacks = sharded.callbacks_of()
     assert "copies the whole model" in refused(callbacks=[callbacks.EMAWeightAveraging()])
     assert "unfreezes layers between epochs" in refused(callbacks=[callbacks.BackboneFinetuning()])
-    assert "precision='64-true' does not work" in refused(precision="64-true")
+    # Lightning itself looks at the precision only where the strategy is an object.
+    trainer = fits.trainer(strategy="streaming_diloco_model_parallel", devices=1, precision="64-true")
+    with pytest.raises(ValueError, match="precision='64-true' does not work with sharded models"):
+        trainer.fit(sharded.sharded(), DataLoader(fits.Batches(0, 0, 1), batch_size=None))
 
 
 def test_what_becomes_trainable_within_a_fit_is_refused() -> None:
