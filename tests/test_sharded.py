@@ -1,14 +1,19 @@
 """Worker groups that share one sharded model: the same training as without, and each value is sent once."""
 
 import inspect
+import os
 import re
+import signal
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -205,6 +210,79 @@ def test_data_are_divided_among_groups_and_data_parallel_ranks_and_tensor_parall
     seen = run_processes(fit, 8)
     assert seen[::2] == seen[1::2]
     assert sorted(example for examples in seen[::2] for example in examples) == list(range(8))
+
+
+def test_a_group_that_stalls_between_launches_keeps_no_other_waiting() -> None:
+    def fit(rank: int, world_size: int) -> list[float]:
+        started: list[float] = []
+
+        class Stalling(sharded.callbacks_of().Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+                if index == 10 and rank // 4 == 1:
+                    time.sleep(2)
+                started.append(time.monotonic())
+                module.log("rank", float(rank), sync_dist=True)
+
+        chosen = sharded.strategy(
+            worker_groups=2,
+            data_parallel_size=2,
+            tensor_parallel_size=2,
+            **{**CHOICES, "fragments": [["*"]], "sync_every": 20},
+        )
+        trainer = fits.trainer(
+            strategy=chosen, devices=world_size, max_steps=25, callbacks=[Stalling()], max_time="00:01:00:00"
+        )
+        data = DataLoader(fits.Batches(rank // 4, rank % 4 // 2, 2), batch_size=None)
+        trainer.fit(sharded.sharded(seed=rank // 4), data)
+        return started
+
+    ranks = run_processes(fit, 8)
+    # Nothing has been launched when the other group stalls, before inner step 11.
+    assert ranks[0][18] < ranks[7][10]
+    assert ranks[0][24] > ranks[7][10], "and a landing waits, or the test would show nothing"
+
+
+def test_a_rank_that_is_told_to_terminate_ends_all_with_a_checkpoint_that_resumes_exactly(tmp_path: Path) -> None:
+    callbacks = sharded.callbacks_of()
+
+    def fit(rank: int, world_size: int, told: int | None, resume: str | None) -> dict[str, Any]:
+        class Terminated(callbacks.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if rank == 2 and trainer.global_step == told:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        checkpoint = callbacks.ModelCheckpoint(tmp_path, save_on_exception=False)
+        chosen = [Terminated(), checkpoint]
+        try:
+            return sharded.fit(rank, world_size, 2, (2, 1), 20, LIGHTNING, "adamw", chosen, resume, **CHOICES)
+        except SIGTERMException:
+            return {}
+
+    plain = run_processes(fit, 4, None, None)
+    assert run_processes(fit, 4, 8, None) == [{}] * 4
+    (path,) = tmp_path.glob("terminated-*.ckpt")
+    for one, other in zip(run_processes(fit, 4, None, str(path)), plain, strict=True):
+        assert all(torch.equal(one["outer"][name], other["outer"][name]) for name in other["outer"])
+
+
+def test_an_exception_in_one_rank_ends_all_and_nobody_waits_to_save(tmp_path: Path) -> None:
+    callbacks = sharded.callbacks_of()
+
+    def fit(rank: int, world_size: int) -> None:
+        class Failing(callbacks.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if rank == 1 and trainer.global_step == 6:
+                    raise RuntimeError("this rank fails")
+
+        chosen = [Failing(), callbacks.ModelCheckpoint(tmp_path, save_on_exception=True)]
+        timeout = timedelta(seconds=10)
+        sharded.fit(rank, world_size, 2, (2, 1), 20, LIGHTNING, "adamw", chosen, timeout=timeout, **CHOICES)
+
+    errors = run_processes(fit, 4, expect_failure=True)
+    assert sorted(errors) == [0, 1, 2, 3]
+    assert "this rank fails" in errors[1]
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
+    assert list(tmp_path.glob("*.sdiloco/exception/rank_00001.pt"))
 
 
 # The mesh
