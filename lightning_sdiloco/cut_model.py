@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.fragments import (
     BufferLayout,
+    ShardedLayout,
     buffers_of,
     drop_state,
     layouts_of,
@@ -45,6 +46,13 @@ class CutModel:
         self.outer = Outer(shards, settings.make_outer_optimizer, settings.outer_lr_schedule)
         # What the compression remembers of this rank's shards. Tensors are replaced, never written to.
         self.memories: list[Tensor | None] = [None] * len(shards)
+
+    def align_ranks(self) -> None:
+        """Lets ranks of the group that hold the same values of sharded parameters start from the same."""
+        reshard(self.model)
+        for fragment, layout in enumerate(self.layouts):
+            if isinstance(layout, ShardedLayout):
+                layout.write(self._gathered(fragment))
 
     # What is trainable
 

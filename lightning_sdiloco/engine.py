@@ -150,6 +150,7 @@ class StreamingDiLoCo:
         say_what_is_unusual(chosen, self.settings, self.topology)
         align_model(model, self.topology)
         self._divide(model, chosen.fragments)
+        self._cut.align_ranks()
         require_same_settings(self._cut.outer.described(), self.topology.world)
         self._device = self._cut.outer.values[0].device
         self._lane: Lane = self.topology.make_lane(self._device)

@@ -191,9 +191,11 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
     # Start
 
     @override
-    def _begin_fit(self, trainer: Any) -> None:
-        refuse_what_cannot_work_sharded(trainer, self.precision_plugin.precision)
-        super()._begin_fit(trainer)
+    def connect(self, model: Any) -> None:
+        if model._trainer.state.fn == "fit":
+            # Before callbacks are set up: some copy the model then.
+            refuse_what_cannot_work_sharded(model._trainer, self.precision_plugin.precision)
+        super().connect(model)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:

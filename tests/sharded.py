@@ -13,6 +13,7 @@ import lightning_sdiloco
 from lightning_sdiloco import pytorch_lightning as other_distribution
 from tests import fits
 from tests.fits import LIGHTNING
+from tests.test_checkpoint import StatefulBatches
 from tests.training import inner_optimizer
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
@@ -51,8 +52,19 @@ def sharded(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0) ->
         def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
             return nn.functional.mse_loss(self.net(parts[0]), parts[1])
 
+        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+            self.log("seen", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            # Before the next step, so after all that happens at the end of the one before.
+            step, strategy = self.trainer.global_step, self.trainer.strategy
+            self.trace[step] = {name: held(values) for name, values in self.state_dict().items()}
+            for index, state in enumerate(self.trainer.optimizers[0].state.values()):
+                self.trace[step] |= {f"{index} {key}": held(value) for key, value in state.items()}
+            self.trace[step] |= {f"outer {name}": v for name, v in strategy.outer_state_dict().items()}
+
     module = Sharded()
-    module.net = even(seed)
+    module.net, module.trace = even(seed), {}
     return module
 
 
@@ -72,12 +84,15 @@ def fit(
     inner: str = "sgd",
     callbacks: list[Any] | None = None,
     resume: str | None = None,
+    validation: int = 0,
+    trainer_choices: dict[str, Any] | None = None,
     **choices: Any,
 ) -> dict[str, Any]:
-    """Fits a sharded model in this rank, whose seed is its own, and returns what is worth comparing."""
+    """Fits a sharded model, with a seed for each group, and returns what is worth comparing."""
     data, tensor = sizes
     size = data * tensor
-    model = sharded(distribution, inner, seed=rank)
+    # FSDP2 takes from every rank its part of what that rank has made.
+    model = sharded(distribution, inner, seed=rank // size)
     chosen = strategy(
         distribution, **{"worker_groups": groups, "data_parallel_size": data, "tensor_parallel_size": tensor, **choices}
     )
@@ -88,14 +103,28 @@ def fit(
         max_steps=steps,
         callbacks=callbacks or [],
         enable_checkpointing=bool(callbacks),
+        **{
+            "val_check_interval": validation or None,
+            "limit_val_batches": 1 if validation else 0,
+            **(trainer_choices or {}),
+        },
     )
-    loader = DataLoader(fits.Batches(rank // size, rank % size // tensor, data), batch_size=None)
-    trainer.fit(model, loader, ckpt_path=resume)
+    loader = StatefulBatches(rank // size, rank % size // tensor, data, length=100)
+    validating = DataLoader(fits.Batches(9, 0, 1), batch_size=None)
+    trainer.fit(model, loader, validating if validation else None, ckpt_path=resume)
     return {
         "outer": {name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()},
         "model": {name: whole(p) for name, p in model.net.named_parameters()},
         "report": chosen.report(),
+        "trace": model.trace,
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
+
+
+def held(value: Any) -> Tensor:
+    """What this rank holds of a tensor, or the tensor."""
+    values = value.to_local() if hasattr(value, "to_local") else value
+    return values.detach().clone()  # type: ignore[no-any-return]
 
 
 def whole(parameter: Any) -> Tensor:
