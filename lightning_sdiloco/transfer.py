@@ -16,6 +16,7 @@ from lightning_sdiloco.exchange import Unanswered
 from lightning_sdiloco.flight import Arrival, Cargo
 from lightning_sdiloco.fragments import BufferLayout
 from lightning_sdiloco.outer import Outer, Stepped
+from lightning_sdiloco.passes import Passes
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import Topology
 
@@ -40,6 +41,7 @@ class Transfer:
         memories: What the compression remembers of every fragment's shard. Only a landing changes it.
         buffers: The buffers of every fragment.
         counting: How much each group counts in a mean.
+        passes: What encodes and takes the means.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Transfer:
         memories: Sequence[Tensor | None],
         buffers: Sequence[BufferLayout],
         counting: Counting,
+        passes: Passes,
     ) -> None:
         self._topology = topology
         self._settings = settings
@@ -57,12 +60,13 @@ class Transfer:
         self._memories = memories
         self._buffers = buffers
         self._counting = counting
+        self._passes = passes
 
     def send(self, cargo: Cargo) -> Sent:
         """Encodes the outer gradient of the shard and starts to send it, behind the control vector of the group."""
         # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
         memory = None if cargo.final else self._memories[cargo.fragment]
-        payload, memory = encoded(cargo.gradient, memory, self._compression(cargo), self._settings.mixing)
+        payload, memory = encoded(cargo.gradient, memory, self._compression(cargo), self._settings.mixing, self._passes)
         control = self._merged(self._control(cargo))
         message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
         return Sent(cargo, self._topology.exchange.post(message), memory)
@@ -77,7 +81,7 @@ class Transfer:
         end = CONTROL_BYTES + compression.wire_bytes(cargo.gradient.numel())
         count = plain(controls) if cargo.final else self._counting.count(controls)
         payloads = [message[CONTROL_BYTES:end] for message in messages]
-        gradient = mean(payloads, count, compression, like=cargo.gradient)
+        gradient = self._passes.mean(payloads, count, compression, like=cargo.gradient)
         outer = self._step(cargo, gradient, count)
         return Arrival(
             outer=outer,
@@ -181,7 +185,7 @@ class Transfer:
 
 
 def encoded(
-    gradient: Tensor, memory: Tensor | None, compression: Compression, mixing: float
+    gradient: Tensor, memory: Tensor | None, compression: Compression, mixing: float, passes: Passes
 ) -> tuple[Tensor, Tensor | None]:
     """The payload of an outer gradient, and what is to be remembered if it counts.
 
@@ -190,26 +194,10 @@ def encoded(
         memory: What was remembered before.
         compression: How to encode it.
         mixing: Share of the local parameters that is kept on landing.
+        passes: What encodes.
     """
-    payload = compression.encode(gradient if memory is None else gradient + memory)
+    payload = passes.encode(gradient if memory is None else gradient + memory, compression)
     return payload, compression.remembered(gradient, memory, payload, mixing)
-
-
-def mean(payloads: Sequence[Tensor], count: Count, compression: Compression, like: Tensor) -> Tensor:
-    """The float32 mean of the groups that count, added up in their order so that all get the same bits.
-
-    Args:
-        payloads: What every group sent.
-        count: The groups that count, and how much.
-        compression: How the payloads are encoded.
-        like: A tensor of the shape and on the device of the outer gradient.
-    """
-    total, decoded = torch.zeros_like(like), torch.empty_like(like)
-    for group, factor in count.factors.items():
-        compression.decode(payloads[group], decoded)
-        # Two roundings, one after the other: whether a fused product and sum is there depends on the processor.
-        total += decoded if factor == 1 else decoded.mul_(factor)
-    return total.div_(len(count.factors)) if count.factors else total
 
 
 def norm_squared(gradient: Tensor) -> float:
