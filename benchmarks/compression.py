@@ -11,7 +11,7 @@ import json
 import platform
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -355,10 +355,15 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def speeds(numel: int, repeats: int) -> dict[str, Speed]:
+def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[str, Speed]:
     """Speeds on one thread by name; each time is compared with that of a copy right before it, or a load would tell.
 
     The copy is into memory that is already there. Encoding makes its payload in new memory.
+
+    Args:
+        family: What is measured, by name.
+        numel: Values of the vector.
+        repeats: How often all is measured, in turn.
     """
     values, out = torch.randn(numel), torch.empty(numel)
     ratios: dict[str, list[float]] = {}
@@ -368,7 +373,7 @@ def speeds(numel: int, repeats: int) -> dict[str, Speed]:
         ratios.setdefault(name, []).append(copy / seconds(work))
 
     for repeat in range(repeats + 1):
-        for name, compression in FAMILY.items():
+        for name, compression in family.items():
             payload = compression.encode(values)
             run(f"{name}_encode", partial(compression.encode, values))
             run(f"{name}_decode", partial(compression.decode, payload, out))
@@ -460,13 +465,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model and short vectors: does it run at all")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    parser.add_argument("--speed", type=int, metavar="VALUES", help="measure only speeds, of vectors of that length")
+    parser.add_argument("--speed", type=int, metavar="VALUES", help="measure only speeds, of what has a name")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
 
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread\n")
     numel = options.speed or 1 << (18 if options.quick else 24)
-    found = speeds(numel, repeats=3 if options.quick else 9)
+    found = speeds(COMPRESSIONS if options.speed else FAMILY, numel, repeats=3 if options.quick else 7)
     written: dict[str, Any] = {
         "headline": speed_headline(found),
         "speeds": {name: asdict(speed) for name, speed in found.items()},

@@ -162,6 +162,10 @@ def as_bfloat16(tops: Tensor) -> Tensor:
 
 def packed_pairs(codes: Tensor, scratch: Scratch) -> Tensor:
     """Two codes of four bits, which are bytes of their own and are overwritten, to a byte."""
+    if torch.compiler.is_compiling():
+        # A view as words of another length would end what the compiler fuses.
+        low, high = codes.view(-1, 2).unbind(1)
+        return low | high << 4
     # Whole words are much faster than every other byte.
     words = codes.view(torch.int16)
     shifted = torch.bitwise_right_shift(words, 4, out=scratch.take("shifted", len(words), torch.int16))
@@ -189,7 +193,10 @@ def looked_up(codes: Tensor, made: Callable[[torch.device], Tensor], scratch: Sc
         made: Makes the table on a device. It is a cached function, which torch.compile cannot look into.
         scratch: Memory to work in.
     """
-    table = made.__wrapped__(codes.device) if torch.compiler.is_compiling() else made(codes.device)
+    if torch.compiler.is_compiling():
+        table = made.__wrapped__(codes.device)  # type: ignore[attr-defined]
+        return table.view(torch.float32).view(256, -1)[codes.to(torch.int32)].view(-1)
+    table = made(codes.device)
     numbers = scratch.take("numbers", len(codes), torch.int32).copy_(codes)
     found = scratch.take("found", len(codes), table.dtype)
     return torch.index_select(table, 0, numbers, out=found).view(torch.float32)
