@@ -113,7 +113,7 @@ def missing_on(device: torch.device) -> str:
         return ""
     if find_spec("triton") is None:
         return "Triton is not installed"
-    unknown = set(_OPTIONS) - set(torch._inductor.list_options())  # type: ignore[attr-defined]
+    unknown = set(_OPTIONS) - set(torch._inductor.list_options())
     return f"this torch has no {', '.join(sorted(unknown))} in its compiler" if unknown else ""
 
 

@@ -428,13 +428,18 @@ def test_int2_keeps_zeros_and_only_then_gives_up_the_lower_magnitude() -> None:
     assert ((decoded == 0).view(-1)[: 3 * BLOCK] == 0).all(), "other blocks are not touched"
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "fp4", "mxfp4", "int2", "sparse"])
+# Bytes of scratch for each value of a stretch, which are taken once however long the vector is.
+SCRATCH = {"fp8": 6, "int8": 6, "int4": 8, "fp4": 8, "mxfp4": 17, "int2": 22, "sparse": 8}
+
+
+@pytest.mark.parametrize("name", SCRATCH)
 def test_the_scratch_memory_is_that_of_a_stretch(name: str) -> None:
-    """Twice the payload, with it, and what a stretch of values needs."""
+    """The payload, and what a stretch of values needs."""
     values, out = heavy_tailed(8 * CHUNK), torch.empty(8 * CHUNK)
     payload = resolve(name).encode(values)
-    assert payload.numel() <= peak_bytes(lambda: resolve(name).encode(values)) <= 3 * payload.numel() + 28 * CHUNK
-    assert peak_bytes(lambda: resolve(name).decode(payload, out)) <= 2 * payload.numel() + 28 * CHUNK
+    stretch = SCRATCH[name] * CHUNK
+    assert payload.numel() <= peak_bytes(lambda: resolve(name).encode(values)) <= payload.numel() + stretch
+    assert peak_bytes(lambda: resolve(name).decode(payload, out)) <= payload.numel() + stretch
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
