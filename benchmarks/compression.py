@@ -1,7 +1,7 @@
 """Measures every compression on real outer gradients, and how the four-bit one should scale and round.
 
 The outline: data (real outer gradients, then synthetic vectors), candidates, errors, speeds, report.
-Run it with ``python -m benchmarks.compression [--quick] [--json FILE]``.
+Run it with ``python -m benchmarks.compression [--quick] [--speed VALUES] [--json FILE]``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import json
 import platform
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,8 @@ from lightning_sdiloco.compression import (
     Threshold,
     TopK,
 )
+from lightning_sdiloco.digest import digest
+from lightning_sdiloco.transfer import norm_squared
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data: outer gradients of a small language model, and synthetic vectors that are harder than those
@@ -334,26 +338,59 @@ def error_of_the_sum(rounds: list[Replicas], compression: Compression) -> float:
     return float((sent - true).norm() / true.norm())
 
 
-def seconds(work: Callable[[], object], repeats: int) -> float:
-    """The best of several times, after one to warm up: what the machine can do when nothing disturbs it."""
+@dataclass(frozen=True)
+class Speed:
+    """Speed of some work relative to a plain copy of the same values; 0.25 takes four times as long."""
+
+    median: float
+    low: float
+    high: float
+    """The quartiles: what a machine with other work on it makes of the same work."""
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long some work takes once."""
+    start = time.perf_counter()
     work()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    return time.perf_counter() - start
 
 
-def speeds(numel: int, repeats: int) -> dict[str, float]:
-    """Speeds in GB/s of float32 on one thread, by name; ``copy`` is into memory that is already there."""
+def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[str, Speed]:
+    """Speeds on one thread by name; each time is compared with that of a copy right before it, or a load would tell.
+
+    The copy is into memory that is already there. Encoding makes its payload in new memory.
+
+    Args:
+        family: What is measured, by name.
+        numel: Values of the vector.
+        repeats: How often all is measured, in turn.
+    """
     values, out = torch.randn(numel), torch.empty(numel)
-    times = {"copy": seconds(lambda: out.copy_(values), repeats)}
-    for name, compression in FAMILY.items():
-        payload = compression.encode(values)
-        times[f"{name}_encode"] = seconds(partial(compression.encode, values), repeats)
-        times[f"{name}_decode"] = seconds(partial(compression.decode, payload, out), repeats)
-    return {name: 4 * numel / best / 1e9 for name, best in times.items()}
+    ratios: dict[str, list[float]] = {}
+
+    def run(name: str, work: Callable[[], object]) -> None:
+        copy = seconds(lambda: out.copy_(values))
+        ratios.setdefault(name, []).append(copy / seconds(work))
+
+    for repeat in range(repeats + 1):
+        for name, compression in family.items():
+            payload = compression.encode(values)
+            run(f"{name}_encode", partial(compression.encode, values))
+            run(f"{name}_decode", partial(compression.decode, payload, out))
+            del payload
+        run("copy_into_new_memory", values.clone)
+        run("outer_gradient", lambda: torch.sub(values, out, out=out))
+        run("norm", lambda: norm_squared(values))
+        run("digest", lambda: digest(values))
+        if repeat == 0:
+            ratios.clear()  # to warm up
+    return {name: Speed(median(found), *quartiles(found)) for name, found in ratios.items()}
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The first and the third quartile."""
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return first, third
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,27 +424,36 @@ def print_errors(rows: dict[str, Row]) -> None:
         print(f"| {label} | {bits:.3f} | " + " | ".join(cells) + " |")
 
 
-def print_family(rows: dict[str, Row], sums: dict[str, float], found: dict[str, float]) -> None:
+def print_family(rows: dict[str, Row], sums: dict[str, float], found: dict[str, Speed]) -> None:
     """Prints what the package has as a Markdown table."""
     print("\n| compression | bits | error | cosine | error of the mean | error of the sum | encode | decode |")
     print("|---|---|---|---|---|---|---|---|")
     for name in FAMILY:
         bits, by_data = rows[f"package: {name}"]
         e = [e for data, e in by_data.items() if data.startswith("outer")][-1]
-        speed = " | ".join(f"{found[f'{name}_{what}'] / found['copy']:.2f}" for what in ("encode", "decode"))
+        speed = " | ".join(f"{found[f'{name}_{what}'].median:.2f}" for what in ("encode", "decode"))
         print(
             f"| `{name}` | {bits:.3f} | {e.relative:.3f} | {e.cosine:.3f} | {e.mean:.3f} | {sums[name]:.3f} | {speed} |"
         )
 
 
-def headline(rows: dict[str, Row], found: dict[str, float]) -> dict[str, float]:
-    """The few numbers to compare between versions."""
+def print_speeds(found: dict[str, Speed]) -> None:
+    """Prints all speeds with their spread as a Markdown table."""
+    print("\n| work | relative to a copy | quartiles |\n|---|---|---|")
+    for name, speed in found.items():
+        print(f"| `{name}` | {speed.median:.2f} | {speed.low:.2f} to {speed.high:.2f} |")
+
+
+def speed_headline(found: dict[str, Speed]) -> dict[str, float]:
+    """The speeds to compare between versions."""
+    return {f"{name}_of_copy": speed.median for name, speed in found.items()}
+
+
+def error_headline(rows: dict[str, Row]) -> dict[str, float]:
+    """The errors to compare between versions."""
     bits, by_data = rows["package: fp4"]
     last = [e for name, e in by_data.items() if name.startswith("outer")][-1]
-    numbers = {"fp4_bits_per_value": bits, **{f"fp4_outer_{k}": v for k, v in asdict(last).items()}}
-    for name, speed in found.items():
-        numbers[f"{name}_relative_to_copy"] = speed / found["copy"]
-    return numbers
+    return {"fp4_bits_per_value": bits, **{f"fp4_outer_{k}": v for k, v in asdict(last).items()}}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -419,22 +465,32 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model and short vectors: does it run at all")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--speed", type=int, metavar="VALUES", help="measure only speeds, of what has a name")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
 
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread\n")
-    rounds = outer_gradients(QUICK if options.quick else Training())
-    rows = measure(data_sets(rounds))
-    sums = {name: error_of_the_sum(rounds, compression) for name, compression in FAMILY.items()}
-    print_errors(rows)
-    print(f"\nThe package's fp4 is: {Candidate()}.")
-    found = speeds(1 << (18 if options.quick else 24), repeats=3 if options.quick else 7)
-    print_family(rows, sums, found)
-    if options.json:
+    numel = options.speed or 1 << (18 if options.quick else 24)
+    found = speeds(COMPRESSIONS if options.speed else FAMILY, numel, repeats=3 if options.quick else 7)
+    written: dict[str, Any] = {
+        "headline": speed_headline(found),
+        "speeds": {name: asdict(speed) for name, speed in found.items()},
+        "speed_values": numel,
+    }
+    if not options.speed:
+        rounds = outer_gradients(QUICK if options.quick else Training())
+        rows = measure(data_sets(rounds))
+        sums = {name: error_of_the_sum(rounds, compression) for name, compression in FAMILY.items()}
+        print_errors(rows)
+        print(f"\nThe package's fp4 is: {Candidate()}.")
+        print_family(rows, sums, found)
         table = {label: {"bits": bits, **{k: asdict(e) for k, e in v.items()}} for label, (bits, v) in rows.items()}
-        options.json.write_text(
-            json.dumps({"headline": headline(rows, found), "errors": table, "sums": sums}, indent=1) + "\n"
-        )
+        written["headline"] |= error_headline(rows)
+        written |= {"errors": table, "sums": sums}
+    print(f"\nSpeeds of {numel} values; medians of several repeats:")
+    print_speeds(found)
+    if options.json:
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
 
 
 if __name__ == "__main__":

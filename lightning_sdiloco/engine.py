@@ -26,6 +26,7 @@ from lightning_sdiloco.fragments import (
 )
 from lightning_sdiloco.lane import Lane
 from lightning_sdiloco.partition import Fragment
+from lightning_sdiloco.passes import passes_on
 from lightning_sdiloco.portable import OuterParameter
 from lightning_sdiloco.restart import Restart
 from lightning_sdiloco.schedule import Schedule
@@ -147,12 +148,13 @@ class StreamingDiLoCo:
         require_same_settings(self.settings.described(), self.topology.world)
         require_same_model(model, self.topology.world)
         chosen = cut(model, self.settings)
-        say_what_is_unusual(chosen, self.settings, self.topology)
+        self._device = next(iter(trainable(model).values())).device
+        say_what_is_unusual(chosen, self.settings, self.topology, self._device)
         align_model(model, self.topology)
+        self._passes = passes_on(self._device)
         self._divide(model, chosen.fragments)
         self._cut.align_ranks()
-        require_same_settings(self._cut.outer.described(), self.topology.world)
-        self._device = self._cut.outer.values[0].device
+        require_same_settings({**self._cut.outer.described(), "passes": self._passes.name}, self.topology.world)
         self._lane: Lane = self.topology.make_lane(self._device)
 
     def _divide(self, model: nn.Module, fragments: tuple[Fragment, ...]) -> None:
@@ -172,6 +174,7 @@ class StreamingDiLoCo:
             self._cut.layouts,
             self._cut.buffers,
             self._counting,
+            self._passes,
             self._diagnoses,
         )
 

@@ -356,6 +356,8 @@ def mix(local: Tensor, outer: Tensor, mixing: float) -> None:
     """Overwrites ``local`` with ``mixing * local + (1 - mixing) * outer``, computed in at least float32."""
     if mixing == 0:
         local.copy_(outer)
+    elif mixing != 1 and local.dtype == outer.dtype:
+        torch.lerp(outer, local, mixing, out=local)
     elif mixing != 1:
         dtype = torch.promote_types(local.dtype, torch.float32)
         local.copy_(torch.lerp(outer.to(dtype), local.to(dtype), mixing))

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from lightning_sdiloco.control import Control
 from lightning_sdiloco.outer import Outer, Stepped
+from lightning_sdiloco.passes import Eager
 from lightning_sdiloco.places import Place
 from lightning_sdiloco.portable import OuterParameter, taken_apart, taken_apart_by_place
 from lightning_sdiloco.settings import Settings
-from lightning_sdiloco.transfer import encoded, mean, norm_squared
+from lightning_sdiloco.transfer import encoded, norm_squared
 
 State = dict[str, Any]
 """What `StreamingDiLoCo.state_dict` returned on one rank."""
@@ -125,10 +126,10 @@ class _Landing:
                 codec, mixing = self._settings.codec.at(controls[0].step), self._settings.mixing
                 memories = [group[shard]["fragments"][fragment]["memory"] for group in self._groups]
                 payloads = [
-                    encoded(group[shard]["gradient"], memory, codec, mixing)[0]
+                    encoded(group[shard]["gradient"], memory, codec, mixing, Eager())[0]
                     for group, memory in zip(cargos, memories, strict=True)
                 ]
-                gradient = mean(payloads, count, codec, like=cargos[0][shard]["gradient"])
+                gradient = Eager().mean(payloads, count, codec, like=cargos[0][shard]["gradient"])
                 outer.commit(fragment, outer.stepped(fragment, gradient))
             names = list(self._buffers[fragment])
             for position in cargos[0][0]["travelling"]:

@@ -4,6 +4,7 @@ import logging
 from datetime import timedelta
 from itertools import chain
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sdiloco.agreement import require_same_settings
 from lightning_sdiloco.fragments import aliases, clean_name, described, trainable
 from lightning_sdiloco.partition import Partition, partition
+from lightning_sdiloco.passes import missing_on
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import GroupLayout, Topology, checked_worker_groups, world
 
@@ -55,7 +57,7 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
     return partition(described(parameters), settings.fragments, settings.layers_per_fragment, aliases(model), frozen)
 
 
-def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology) -> None:
+def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, device: torch.device) -> None:
     """Says once, on one rank, what a user may not expect."""
     if topology.group or topology.shard:
         return
@@ -70,6 +72,12 @@ def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topo
             " balanced fragments. Give patterns to choose the fragments yourself.",
             settings.fragments,
             len(partition.fragments),
+        )
+    if missing := missing_on(device):
+        _log.warning(
+            "Outer gradients are encoded and averaged operation by operation, which gives the same values and takes"
+            " longer: %s. For compiled passes install torch 2.13 or newer, with Triton, on all ranks.",
+            missing,
         )
 
 

@@ -17,6 +17,7 @@ from lightning_sdiloco.flight import Arrival, Cargo
 from lightning_sdiloco.fragments import BufferLayout, FragmentLayout
 from lightning_sdiloco.measuring import Stopwatch, agreement, diagnosed, distance, lost
 from lightning_sdiloco.outer import Outer, Stepped
+from lightning_sdiloco.passes import Passes
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.topology import Topology
 
@@ -44,6 +45,7 @@ class Transfer:
         layouts: The shards of every fragment, and how they are gathered.
         buffers: The buffers of every fragment.
         counting: How much each group counts in a mean.
+        passes: What encodes and takes the means.
         diagnoses: Whether to measure how far the groups agree.
     """
 
@@ -56,6 +58,7 @@ class Transfer:
         layouts: Sequence[FragmentLayout],
         buffers: Sequence[BufferLayout],
         counting: Counting,
+        passes: Passes,
         diagnoses: bool,
     ) -> None:
         self._topology = topology
@@ -65,6 +68,7 @@ class Transfer:
         self._layouts = layouts
         self._buffers = buffers
         self._counting = counting
+        self._passes = passes
         self._diagnoses = diagnoses
 
     def send(self, cargo: Cargo) -> Sent:
@@ -73,7 +77,7 @@ class Transfer:
         with stopwatch.part("encode"):
             # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
             memory = None if cargo.final else self._memories[cargo.fragment]
-            payload, memory = encoded(cargo.gradient, memory, compression, self._settings.mixing)
+            payload, memory = encoded(cargo.gradient, memory, compression, self._settings.mixing, self._passes)
             control = self._merged(self._control(cargo))
             message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
             posted = self._topology.exchange.post(message)
@@ -92,7 +96,7 @@ class Transfer:
         count = plain(controls) if cargo.final else self._counting.count(controls)
         payloads = [message[CONTROL_BYTES:end] for message in messages]
         with stopwatch.part("decode"):
-            gradient = mean(payloads, count, compression, like=cargo.gradient)
+            gradient = self._passes.mean(payloads, count, compression, like=cargo.gradient)
         with stopwatch.part("outer_step"):
             outer = self._step(cargo, gradient, count)
             gathered = self._layouts[cargo.fragment].gathered(outer.values, self._topology.lane)
@@ -210,7 +214,7 @@ class Transfer:
 
 
 def encoded(
-    gradient: Tensor, memory: Tensor | None, compression: Compression, mixing: float
+    gradient: Tensor, memory: Tensor | None, compression: Compression, mixing: float, passes: Passes
 ) -> tuple[Tensor, Tensor | None]:
     """The payload of an outer gradient, and what is to be remembered if it counts.
 
@@ -219,26 +223,10 @@ def encoded(
         memory: What was remembered before.
         compression: How to encode it.
         mixing: Share of the local parameters that is kept on landing.
+        passes: What encodes.
     """
-    payload = compression.encode(gradient if memory is None else gradient + memory)
+    payload = passes.encode(gradient if memory is None else gradient + memory, compression)
     return payload, compression.remembered(gradient, memory, payload, mixing)
-
-
-def mean(payloads: Sequence[Tensor], count: Count, compression: Compression, like: Tensor) -> Tensor:
-    """The float32 mean of the groups that count, added up in their order so that all get the same bits.
-
-    Args:
-        payloads: What every group sent.
-        count: The groups that count, and how much.
-        compression: How the payloads are encoded.
-        like: A tensor of the shape and on the device of the outer gradient.
-    """
-    total, decoded = torch.zeros_like(like), torch.empty_like(like)
-    for group, factor in count.factors.items():
-        compression.decode(payloads[group], decoded)
-        # Two roundings, one after the other: whether a fused product and sum is there depends on the processor.
-        total += decoded if factor == 1 else decoded.mul_(factor)
-    return total.div_(len(count.factors)) if count.factors else total
 
 
 def norm_squared(gradient: Tensor) -> float:

@@ -5,6 +5,7 @@ Nothing is padded to whole blocks, and a block has no knowledge of another.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -114,10 +115,7 @@ class Blockwise(Compression):
             out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
         """
         numel = out.numel()
-        assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
-        # A payload may start at an odd address inside a gathered buffer, where longer types cannot be viewed.
-        scales = payload[: self._scale_bytes(numel)].clone().view(self.scale)
-        codes = payload[self._scale_bytes(numel) :]
+        scales, codes = self._split(payload, numel)
         length, scratch = stretch(out.device), Scratch(out.device)
         for start in range(0, numel, length):
             piece = out[start : start + length]
@@ -128,6 +126,21 @@ class Blockwise(Compression):
             self.decode_blocks(piece_scales, filled_codes, whole.view(-1, self.block), scratch)
             if whole is not piece:
                 piece.copy_(whole[: len(piece)])
+
+    def parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The scales and codes of whole blocks, as `encode_blocks` returned them.
+
+        Args:
+            payload: Contiguous uint8 tensor of shape ``(wire_bytes(numel),)``.
+            numel: Number of values.
+        """
+        scales, codes = self._split(payload, numel)
+        return scales, _filled_up(codes, self.block * self.bits // 8)
+
+    def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
+        # A payload may start at an odd address inside a gathered buffer, where longer types cannot be viewed.
+        return payload[: self._scale_bytes(numel)].clone().view(self.scale), payload[self._scale_bytes(numel) :]
 
     def filled_up(self, values: Tensor) -> Tensor:
         """Fills up the last block, with zeros."""
@@ -149,6 +162,10 @@ def as_bfloat16(tops: Tensor) -> Tensor:
 
 def packed_pairs(codes: Tensor, scratch: Scratch) -> Tensor:
     """Two codes of four bits, which are bytes of their own and are overwritten, to a byte."""
+    if torch.compiler.is_compiling():
+        # A view as words of another length would end what the compiler fuses.
+        low, high = codes.view(-1, 2).unbind(1)
+        return low | high << 4
     # Whole words are much faster than every other byte.
     words = codes.view(torch.int16)
     shifted = torch.bitwise_right_shift(words, 4, out=scratch.take("shifted", len(words), torch.int16))
@@ -168,8 +185,18 @@ def magnitudes(values: Tensor, scratch: Scratch) -> Tensor:
     return torch.bitwise_and(values.view(torch.int32), 0x7FFFFFFF, out=work)
 
 
-def looked_up(codes: Tensor, table: Tensor, scratch: Scratch) -> Tensor:
-    """What a table of 256 words holds for each byte, as float32: as many for a byte as fit into a word of the table."""
+def looked_up(codes: Tensor, made: Callable[[torch.device], Tensor], scratch: Scratch) -> Tensor:
+    """What a table of 256 words holds for each byte, as float32: as many for a byte as fit into a word of the table.
+
+    Args:
+        codes: The bytes.
+        made: Makes the table on a device. It is a cached function, which torch.compile cannot look into.
+        scratch: Memory to work in.
+    """
+    if torch.compiler.is_compiling():
+        table = made.__wrapped__(codes.device)  # type: ignore[attr-defined]
+        return table.view(torch.float32).view(256, -1)[codes.to(torch.int32)].view(-1)
+    table = made(codes.device)
     numbers = scratch.take("numbers", len(codes), torch.int32).copy_(codes)
     found = scratch.take("found", len(codes), table.dtype)
     return torch.index_select(table, 0, numbers, out=found).view(torch.float32)

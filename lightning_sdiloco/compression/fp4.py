@@ -73,7 +73,7 @@ class FP4(Blockwise):
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; the result is always finite."""
-        levels = looked_up(codes, _pairs(codes.device), scratch).view(-1, BLOCK)
+        levels = looked_up(codes, _pairs, scratch).view(-1, BLOCK)
         torch.mul(levels, as_bfloat16(scales)[:, None], out=out)
 
 

@@ -42,7 +42,9 @@ class _Integers(Blockwise):
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; the result is always finite."""
-        steps = as_bfloat16(scales) / self.largest
+        # By a number on the device: an accelerator would multiply by the reciprocal of one on the host.
+        steps = as_bfloat16(scales)
+        steps /= steps.new_full((), self.largest)
         torch.mul(self.unpacked(codes, scratch).view(-1, self.block), steps[:, None], out=out)
 
     @abstractmethod
@@ -103,7 +105,7 @@ class Int4(_Integers):
     @override
     def unpacked(self, codes: Tensor, scratch: Scratch) -> Tensor:
         """Two to a byte, in two's complement."""
-        return looked_up(codes, _pairs(codes.device), scratch)
+        return looked_up(codes, _pairs, scratch)
 
 
 @cache

@@ -50,7 +50,7 @@ class FP8(Blockwise):
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; exact."""
-        levels = looked_up(codes, _bytes(codes.device), scratch).view(-1, self.block)
+        levels = looked_up(codes, _bytes, scratch).view(-1, self.block)
         torch.mul(levels, _power_of_two(scales.to(torch.int32))[:, None], out=out)
 
 
@@ -93,7 +93,7 @@ class MXFP4(Blockwise):
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; exact."""
-        levels = looked_up(codes, _pairs(codes.device), scratch).view(-1, self.block)
+        levels = looked_up(codes, _pairs, scratch).view(-1, self.block)
         torch.mul(levels, _power_of_two(scales.to(torch.int32))[:, None], out=out)
 
 
