@@ -37,6 +37,8 @@ class CutModel:
         self.outer = Outer(shards, settings.make_outer_optimizer, settings.outer_lr_schedule)
         # What the compression remembers of this rank's shards. Tensors are replaced, never written to.
         self.memories: list[Tensor | None] = [None] * len(shards)
+        # What the second rounding of the mean has lost of the parts of them that this group adds up.
+        self.residuals: list[Tensor | None] = [None] * len(shards)
 
     # What is trainable
 
@@ -148,9 +150,10 @@ class CutModel:
 
     def saved(self, fragment: int) -> dict[str, Any]:
         """The outer state of a fragment as plain values and tensors on the host."""
-        layout, memory = self._layouts[fragment], self.memories[fragment]
+        layout = self._layouts[fragment]
         return {
-            "memory": None if memory is None else memory.to("cpu"),
+            "memory": _on_host(self.memories[fragment]),
+            "residual": _on_host(self.residuals[fragment]),
             "names": list(layout.names),
             "sizes": list(layout.sizes.values()),
             **self.outer.saved(fragment),
@@ -161,8 +164,9 @@ class CutModel:
         """Takes back what `saved` returned."""
         self.outer.load(fragment, saved["outer"], saved["state"], saved["rounds"])
         self.buffers[fragment].load(saved["buffers"], saved["travelling"])
-        memory, device = saved["memory"], self.outer.values[fragment].device
-        self.memories[fragment] = None if memory is None else memory.to(device, copy=True)
+        device = self.outer.values[fragment].device
+        for kept, values in ((self.memories, saved["memory"]), (self.residuals, saved["residual"])):
+            kept[fragment] = None if values is None else values.to(device, copy=True)
 
     def _shard(self, layout: FragmentLayout) -> tuple[int, int]:
         """Start and length of this rank's shard. All shards have the same length; zeros fill up the last."""
@@ -172,3 +176,7 @@ class CutModel:
     def _whole(self, fragment: int) -> Tensor:
         shards = self._topology.in_group.gather(self.outer.values[fragment])
         return shards[0] if len(shards) == 1 else torch.cat(shards)
+
+
+def _on_host(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.to("cpu")

@@ -67,6 +67,7 @@ class Arrival(NamedTuple):
     Attributes:
         outer: The shard after the outer step.
         memory: What the compression remembers of the shard if the group counts in the mean.
+        residual: What the second rounding has lost of this group's part of the shard.
         whole: Outer parameters of the whole fragment after the outer step, flat, float32.
         buffers: The new outer buffers by their index.
         controls: The control vectors of all groups, in their order.
@@ -78,6 +79,7 @@ class Arrival(NamedTuple):
 
     outer: Stepped
     memory: Tensor | None
+    residual: Tensor | None
     whole: Tensor
     buffers: dict[int, Tensor]
     controls: list[Control]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_sdiloco.communicator import Communicator
-from lightning_sdiloco.exchange import Exchange, GatherExchange, InProcessExchange
-from lightning_sdiloco.lane import InlineLane, Lane, ThreadLane
+from lightning_sdiloco.exchange import DirectExchange, Exchange, InProcessExchange
+from lightning_sdiloco.lane import STAGES, InlineLane, Lane, ThreadLane
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,10 @@ class Topology:
         shard: The shard of this rank.
         world: All ranks; used before training starts only.
         in_group: The ranks of this group; for the training thread.
-        lane: The ranks of this group; for the background lane.
-        exchange: The way to the other groups; for the background lane.
+        lane: The ranks of this group, once for each stage of the background lane.
+        words: The way to the other groups for what the hosts say. Nothing waits there behind an outer gradient.
+        exchange: The way for outer gradients. What was launched first travels first.
+        relays: The way for means that are sent on, which must not wait behind what was launched later.
         make_lane: Makes the background lane for a device.
     """
 
@@ -91,17 +93,26 @@ class Topology:
     shard: int = 0
     world: Communicator = field(default_factory=Communicator)
     in_group: Communicator = field(default_factory=Communicator)
-    lane: Communicator = field(default_factory=Communicator)
+    lane: tuple[Communicator, ...] = field(default_factory=lambda: (Communicator(),) * STAGES)
+    words: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     exchange: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    relays: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     make_lane: Callable[[torch.device], Lane] = ThreadLane
 
     @staticmethod
     def simulated(groups: int) -> list["Topology"]:
         """The topologies of several worker groups of one rank each, all in this process."""
-        exchanges = InProcessExchange.connect(groups)
+        words, exchanges, relays = (InProcessExchange.connect(groups) for _ in range(3))
         return [
-            Topology(groups=groups, group=group, exchange=exchange, make_lane=InlineLane)
-            for group, exchange in enumerate(exchanges)
+            Topology(
+                groups=groups,
+                group=group,
+                words=words[group],
+                exchange=exchanges[group],
+                relays=relays[group],
+                make_lane=make_lane,
+            )
+            for group, make_lane in enumerate(InlineLane.connect(groups))
         ]
 
     def is_stale(self) -> bool:
@@ -126,8 +137,13 @@ class Topology:
         rank = dist.get_rank()
         # Twice the bound of a flight: in a group, a rank whose own exchange went well waits for one whose did not.
         in_group = Communicator(_own(rank, layout.ranks_of_groups(), None, timeout))
-        lane = Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout))
-        across = _own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout)
+        lane = tuple(Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout)) for _ in range(STAGES))
+        across = [_own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout) for _ in range(5)]
+        alone = layout.worker_groups == 1
+        words, exchange, relays = (
+            InProcessExchange.connect(1)[0] if alone else DirectExchange(across[up], across[down])
+            for up, down in ((0, 0), (1, 2), (3, 4))
+        )
         return Topology(
             groups=layout.worker_groups,
             group=layout.group_of(rank),
@@ -136,7 +152,9 @@ class Topology:
             world=world(),
             in_group=in_group,
             lane=lane,
-            exchange=InProcessExchange.connect(1)[0] if layout.worker_groups == 1 else GatherExchange(across),
+            words=words,
+            exchange=exchange,
+            relays=relays,
         )
 
 
