@@ -125,8 +125,8 @@ class _Flight(Pending[Result], Generic[First, Second, Result]):
         return False
 
     def _advanced(self) -> Any:
-        # Nothing is kept longer than by the stage that needs it, and nothing when the result is told. The interpreter may
-        # end then, and a thread that frees a tensor meanwhile ends the process.
+        # Nothing is kept longer than by the stage that needs it, and nothing when the result is told: the interpreter
+        # may end then, and a thread that frees a tensor meanwhile ends the process.
         stage, given, self._given = self._left.pop(0), self._given, ()
         return stage(*given)
 
