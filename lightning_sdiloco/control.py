@@ -11,47 +11,52 @@ from torch import Tensor
 
 from lightning_sdiloco.digest import combined
 
-# Padded to 40 bytes so that what follows it in a message is aligned.
-_FORMAT = struct.Struct("<IIHBxIqdQ")
+# What the host knows, and what comes from the device with the outer gradient. The latter is padded so that what follows
+# it in a message is aligned.
+_HOST, _DEVICE = struct.Struct("<IIHxxI"), struct.Struct("<qdQB7x")
 
 
 class Control(NamedTuple):
     """The control vector of a rank, or of a group once its ranks are merged.
 
+    It travels in two parts. What the host knows at the launch needs no outer gradient, so it has a way of its own on
+    which it waits for none. The rest goes in front of the payload.
+
     Attributes:
         fragment: The fragment that is launched.
         step: The inner step of the launch.
         requests: What the rank asks of all groups, one bit each, such as to stop.
-        finite: Whether the outer gradient is finite.
         weight: Inner steps in which the group trained since its own last launch of the fragment.
         digest: Digest of the outer parameters of the fragment.
         norm_squared: Squared norm of the outer gradient.
         changed: Buffers of the fragment that changed since its last landing, one bit each.
+        finite: Whether the outer gradient is finite.
 
     Examples:
-        >>> control = Control(2, 100, requests=0, finite=True, weight=50, digest=-5, norm_squared=0.25, changed=0)
+        >>> control = Control(2, 100, requests=0, weight=50, digest=-5, norm_squared=0.25, changed=0, finite=True)
         >>> Control.unpacked(control.packed()) == control, control.packed().numel()
-        (True, 40)
+        (True, 48)
     """
 
     fragment: int
     step: int
     requests: int
-    finite: bool
     weight: int
     digest: int
     norm_squared: float
     changed: int
+    finite: bool
 
     def packed(self) -> Tensor:
-        """The control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``."""
-        return torch.frombuffer(bytearray(_FORMAT.pack(*self)), dtype=torch.uint8)
+        """The control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``: the host's part, then the device's."""
+        return torch.frombuffer(bytearray(_HOST.pack(*self[:4]) + _DEVICE.pack(*self[4:])), dtype=torch.uint8)
 
     @staticmethod
     def unpacked(data: Tensor) -> "Control":
         """Reads a control vector back from its bytes."""
-        fragment, step, requests, finite, *rest = _FORMAT.unpack(bytes(data.tolist()))
-        return Control(fragment, step, requests, bool(finite), *rest)
+        packed = bytes(data.tolist())
+        *known, finite = _HOST.unpack_from(packed) + _DEVICE.unpack_from(packed, HOST_BYTES)
+        return Control._make([*known, bool(finite)])
 
     @staticmethod
     def merged(ranks: Sequence["Control"]) -> "Control":
@@ -68,4 +73,5 @@ class Control(NamedTuple):
         )
 
 
-CONTROL_BYTES = _FORMAT.size
+HOST_BYTES = _HOST.size
+CONTROL_BYTES = HOST_BYTES + _DEVICE.size

@@ -44,7 +44,7 @@ class Counting:
 
     Examples:
         >>> from lightning_sdiloco.control import Control
-        >>> long = Control(0, 100, 0, finite=True, weight=100, digest=0, norm_squared=16.0, changed=0)
+        >>> long = Control(0, 100, 0, weight=100, digest=0, norm_squared=16.0, changed=0, finite=True)
         >>> late = long._replace(weight=50, norm_squared=1.0)
         >>> idle = long._replace(weight=0)
         >>> Counting(groups=3, fragments=1, clip_norm=None, guard=None).count([long, long, idle]).factors

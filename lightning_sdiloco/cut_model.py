@@ -46,6 +46,8 @@ class CutModel:
         self.outer = Outer(shards, settings.make_outer_optimizer, settings.outer_lr_schedule)
         # What the compression remembers of this rank's shards. Tensors are replaced, never written to.
         self.memories: list[Tensor | None] = [None] * len(shards)
+        # What the second rounding of the mean has lost of the parts of them that this group adds up.
+        self.residuals: list[Tensor | None] = [None] * len(shards)
 
     def align_ranks(self) -> None:
         """Lets ranks of the group that hold the same values of sharded parameters start from the same."""
@@ -185,9 +187,10 @@ class CutModel:
 
     def saved(self, fragment: int) -> dict[str, Any]:
         """The outer state of a fragment as plain values and tensors on the host."""
-        layout, memory = self.layouts[fragment], self.memories[fragment]
+        layout = self.layouts[fragment]
         return {
-            "memory": None if memory is None else memory.to("cpu"),
+            "memory": _on_host(self.memories[fragment]),
+            "residual": _on_host(self.residuals[fragment]),
             **layout.described(),
             **self.outer.saved(fragment),
             **self.buffers[fragment].saved(),
@@ -197,8 +200,9 @@ class CutModel:
         """Takes back what `saved` returned."""
         self.outer.load(fragment, saved["outer"], saved["state"], saved["rounds"])
         self.buffers[fragment].load(saved["buffers"], saved["travelling"])
-        memory, device = saved["memory"], self.outer.values[fragment].device
-        self.memories[fragment] = None if memory is None else memory.to(device, copy=True)
+        device = self.outer.values[fragment].device
+        for kept, values in ((self.memories, saved["memory"]), (self.residuals, saved["residual"])):
+            kept[fragment] = None if values is None else values.to(device, copy=True)
 
     def _unless_known(self, fragment: int, parameters: Mapping[str, OuterParameter]) -> dict[str, Tensor]:
         """The local parameters of a fragment by name, whole, if not all of them are known. In-group collective."""
@@ -210,3 +214,7 @@ class CutModel:
 
     def _gathered(self, fragment: int) -> Tensor:
         return self.layouts[fragment].gathered(self.outer.values[fragment], self._topology.in_group)
+
+
+def _on_host(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.to("cpu")

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +55,8 @@ class StreamingDiLoCo:
             against parameter names.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
+        exchange: How they become their mean in every group: ``"gather"``, ``"two_shot"``, or ``"auto"`` for what suits
+            the number of groups and the compression.
         outer_lr: Learning rate of the outer Nesterov SGD; the paper's value by default.
         outer_momentum: Momentum of the outer Nesterov SGD.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
@@ -100,6 +101,7 @@ class StreamingDiLoCo:
         fragments: str | Sequence[Sequence[str]] = "strided",
         layers_per_fragment: int = 3,
         compression: str | Compression = "fp4",
+        exchange: str = "auto",
         outer_lr: float = 0.4,
         outer_momentum: float = 0.9,
         outer_optimizer: OuterOptimizer | None = None,
@@ -118,6 +120,7 @@ class StreamingDiLoCo:
             fragments=fragments,
             layers_per_fragment=layers_per_fragment,
             compression=compression,
+            exchange=exchange,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             outer_optimizer=outer_optimizer,
@@ -171,6 +174,7 @@ class StreamingDiLoCo:
             self.settings,
             self._cut.outer,
             self._cut.memories,
+            self._cut.residuals,
             self._cut.layouts,
             self._cut.buffers,
             self._counting,
@@ -493,7 +497,7 @@ class StreamingDiLoCo:
             self._fly(cargo, began)
 
     def _fly(self, cargo: Cargo, began: float) -> None:
-        pending = self._lane.start(partial(self._transfer.send, cargo), self._transfer.receive)
+        pending = self._lane.start(self._transfer.stages(cargo))
         self._flights.append(Flight(cargo, pending, (began, time.perf_counter())))
 
     def _deadline(self) -> float:
@@ -546,6 +550,8 @@ class StreamingDiLoCo:
             self._counting.commit(arrival.controls)
             if self.topology.group in arrival.counted.factors:
                 self._cut.memories[fragment] = arrival.memory
+            if arrival.counted.factors:
+                self._cut.residuals[fragment] = arrival.residual
         left_out = self.topology.group in arrival.left_out
         mixing = 0.0 if cargo.final or left_out else self._mixing(arrival.counted)
         _keep_until_done(arrival.gathered)

@@ -70,6 +70,7 @@ class Arrival(NamedTuple):
     Attributes:
         outer: The shard after the outer step.
         memory: What the compression remembers of the shard if the group counts in the mean.
+        residual: What the second rounding has lost of this group's part of the shard.
         gathered: Outer parameters of the fragment after the outer step, flat, float32, as far as this rank holds them.
         buffers: The new outer buffers by their index.
         controls: The control vectors of all groups, in their order.
@@ -83,6 +84,7 @@ class Arrival(NamedTuple):
 
     outer: Stepped
     memory: Tensor | None
+    residual: Tensor | None
     gathered: Tensor
     buffers: dict[int, Tensor]
     controls: list[Control]
@@ -162,8 +164,8 @@ class Landing(NamedTuple):
         counted: The groups that counted in the mean.
         group_norms: Norm of the outer gradient of each group, before any compression, by group.
         spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
-            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode`` and
-            ``outer_step`` in the lane.
+            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
+            ``relay`` if there are two shots, and ``outer_step`` in the lane.
         diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
     """
 
@@ -196,4 +198,5 @@ class Landing(NamedTuple):
         Where another group was late, its lateness is part of that time. 0 if nothing was sent.
         """
         bits = 8 * max(self.bytes_sent, self.bytes_received)
-        return bits / self.seconds("transfer") / 1e9 if bits and self.seconds("transfer") > 0 else 0.0
+        seconds = self.seconds("transfer") + self.seconds("relay")
+        return bits / seconds / 1e9 if bits and seconds > 0 else 0.0

@@ -1,6 +1,7 @@
 """What the strategies have in common: how worker groups start, whatever their ranks do among themselves."""
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -39,6 +40,7 @@ class GroupsMixin(StepsMixin):
     callback_type: type[StreamingDiLoCoCallbackMixin]
     num_nodes: int
     num_processes: int
+    set_world_ranks: Callable[[], None]
 
     def _choose(
         self, worker_groups: Any, exchange_backend: Any, on_resume: Any, evaluate: Any, **settings: Any

@@ -70,6 +70,10 @@ class Eager(Passes):
         return _divided(total, len(count.factors))
 
 
+EAGER = Eager()
+"""The reference."""
+
+
 class Compiled(Passes):
     """One pass each where the compression is `FP4`; all else runs operation by operation."""
 
@@ -77,7 +81,7 @@ class Compiled(Passes):
     def encode(self, values: Tensor, compression: Compression) -> Tensor:
         """Encodes as `Compression.encode` does."""
         if not isinstance(compression, FP4):
-            return Eager().encode(values, compression)
+            return EAGER.encode(values, compression)
         scales, codes = _compiled(_encoded)(compression.filled_up(values))
         # The codes of what filled up the last block do not travel.
         return torch.cat((scales.view(torch.uint8), codes))[: compression.wire_bytes(values.numel())]
@@ -86,7 +90,7 @@ class Compiled(Passes):
     def mean(self, payloads: Sequence[Tensor], count: Count, compression: Compression, like: Tensor) -> Tensor:
         """The float32 mean of the groups that count."""
         if not isinstance(compression, FP4) or not count.factors:
-            return Eager().mean(payloads, count, compression, like)
+            return EAGER.mean(payloads, count, compression, like)
         # A group that does not count adds zeros, which change no bit: so one program does for every mean.
         # Zero comes first, to start from: the compiler would leave out a zero that it knows, and with it a sign.
         factors = like.new_tensor([0.0, *(count.factors.get(group, 0.0) for group in range(len(payloads)))])
@@ -100,7 +104,7 @@ def passes_on(device: torch.device) -> Passes:
     Args:
         device: Where the shards are.
     """
-    return Compiled() if device.type == "cuda" and not missing_on(device) else Eager()
+    return Compiled() if device.type == "cuda" and not missing_on(device) else EAGER
 
 
 def missing_on(device: torch.device) -> str:

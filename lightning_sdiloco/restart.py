@@ -8,11 +8,10 @@ from torch import Tensor
 
 from lightning_sdiloco.control import Control
 from lightning_sdiloco.outer import Outer, Stepped
-from lightning_sdiloco.passes import Eager
 from lightning_sdiloco.places import Place
 from lightning_sdiloco.portable import OuterParameter, taken_apart, taken_apart_by_place
 from lightning_sdiloco.settings import Settings
-from lightning_sdiloco.transfer import encoded, norm_squared
+from lightning_sdiloco.transfer import norm_squared
 
 State = dict[str, Any]
 """What `StreamingDiLoCo.state_dict` returned on one rank."""
@@ -123,13 +122,13 @@ class _Landing:
         fragment = controls[0].fragment
         if count.factors:
             for shard, outer in enumerate(self._outers):
-                codec, mixing = self._settings.codec.at(controls[0].step), self._settings.mixing
-                memories = [group[shard]["fragments"][fragment]["memory"] for group in self._groups]
-                payloads = [
-                    encoded(group[shard]["gradient"], memory, codec, mixing, Eager())[0]
-                    for group, memory in zip(cargos, memories, strict=True)
-                ]
-                gradient = Eager().mean(payloads, count, codec, like=cargos[0][shard]["gradient"])
+                saved = [group[shard]["fragments"][fragment] for group in self._groups]
+                gradient = self._settings.make_shots(len(cargos), controls[0].step).in_one_place(
+                    [group[shard]["gradient"] for group in cargos],
+                    [fragment["memory"] for fragment in saved],
+                    [fragment["residual"] for fragment in saved],
+                    count,
+                )
                 outer.commit(fragment, outer.stepped(fragment, gradient))
             names = list(self._buffers[fragment])
             for position in cargos[0][0]["travelling"]:
@@ -145,9 +144,9 @@ def _control(cargo: dict[str, Any]) -> Control:
         fragment=cargo["fragment"],
         step=cargo["step"],
         requests=0,
-        finite=bool(gradient.isfinite().all()),
         weight=cargo["weight"],
         digest=0,
         norm_squared=norm_squared(gradient),
         changed=0,
+        finite=bool(gradient.isfinite().all()),
     )

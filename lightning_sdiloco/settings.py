@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_sdiloco.compression import Compression, resolve
 from lightning_sdiloco.counting import Counting
 from lightning_sdiloco.partition import check_fragments
+from lightning_sdiloco.passes import EAGER, Passes
+from lightning_sdiloco.shots import Gather, Shots, check_exchange, chosen
 
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
 """From the flat float32 shards, one per fragment, to a torch optimizer."""
@@ -45,6 +47,7 @@ class Settings:
     fragments: str | Sequence[Sequence[str]] = "strided"
     layers_per_fragment: int = 3
     compression: str | Compression = "fp4"
+    exchange: str = "auto"
     outer_lr: float = 0.4
     outer_momentum: float = 0.9
     outer_optimizer: OuterOptimizer | None = None
@@ -56,6 +59,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         resolve(self.compression)
+        check_exchange(self.exchange)
         check_fragments(self.fragments)
         self._check_schedule()
         self._check_outer_optimizer()
@@ -137,6 +141,14 @@ class Settings:
     def codec(self) -> Compression:
         """The compression itself, where it was given by name."""
         return resolve(self.compression)
+
+    def make_shots(self, groups: int, step: int, passes: Passes = EAGER) -> Shots:
+        """Makes the way from the outer gradients of a launch after an inner step to their mean."""
+        return chosen(self.exchange, groups, self.codec)(groups, self.codec.at(step), self.mixing, passes)
+
+    def make_final_shots(self, groups: int, passes: Passes = EAGER) -> Shots:
+        """Makes that of the final exchange, which nothing follows that could make up for a second rounding."""
+        return Gather(groups, self.codec.dense(), self.mixing, passes)
 
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
         """The settings without which a checkpoint cannot be resumed exactly, as text."""

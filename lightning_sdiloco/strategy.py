@@ -48,6 +48,8 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
             as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``.
+        exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, or
+            ``"auto"`` for what suits the number of groups and the compression.
         outer_lr: Learning rate of the outer Nesterov SGD.
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
@@ -88,6 +90,7 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         fragments: str | list[list[str]] = "strided",
         layers_per_fragment: int = 3,
         compression: str | Compression = "fp4",
+        exchange: Literal["auto", "gather", "two_shot"] = "auto",
         outer_lr: float = 0.4,
         outer_momentum: float = 0.9,
         outer_optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
@@ -118,6 +121,7 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
             fragments=fragments,
             layers_per_fragment=layers_per_fragment,
             compression=compression,
+            exchange=exchange,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             outer_optimizer=outer_optimizer,

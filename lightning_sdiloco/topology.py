@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_sdiloco.communicator import Communicator
-from lightning_sdiloco.exchange import Exchange, GatherExchange, InProcessExchange
-from lightning_sdiloco.lane import InlineLane, Lane, ThreadLane
+from lightning_sdiloco.exchange import DirectExchange, Exchange, InProcessExchange
+from lightning_sdiloco.lane import STAGES, InlineLane, Lane, ThreadLane
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,10 @@ class Topology:
         world: All ranks; used before training starts only.
         peers: The ranks with the same shard, one of each group; used before training starts only.
         in_group: The ranks of this group; for the training thread.
-        lane: The ranks of this group; for the background lane.
-        exchange: The way to the other groups; for the background lane.
+        lane: The ranks of this group, once for each stage of the background lane.
+        words: The way to the other groups for what the hosts say. Nothing waits there behind an outer gradient.
+        exchange: The way for outer gradients. What was launched first travels first.
+        relays: The way for means that are sent on, which must not wait behind what was launched later.
         make_lane: Makes the background lane for a device.
     """
 
@@ -95,17 +97,26 @@ class Topology:
     world: Communicator = field(default_factory=Communicator)
     peers: Communicator = field(default_factory=Communicator)
     in_group: Communicator = field(default_factory=Communicator)
-    lane: Communicator = field(default_factory=Communicator)
+    lane: tuple[Communicator, ...] = field(default_factory=lambda: (Communicator(),) * STAGES)
+    words: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     exchange: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    relays: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     make_lane: Callable[[torch.device], Lane] = ThreadLane
 
     @staticmethod
     def simulated(groups: int) -> list["Topology"]:
         """The topologies of several worker groups of one rank each, all in this process."""
-        exchanges = InProcessExchange.connect(groups)
+        words, exchanges, relays = (InProcessExchange.connect(groups) for _ in range(3))
         return [
-            Topology(groups=groups, group=group, exchange=exchange, make_lane=InlineLane)
-            for group, exchange in enumerate(exchanges)
+            Topology(
+                groups=groups,
+                group=group,
+                words=words[group],
+                exchange=exchanges[group],
+                relays=relays[group],
+                make_lane=make_lane,
+            )
+            for group, make_lane in enumerate(InlineLane.connect(groups))
         ]
 
     @property
@@ -140,10 +151,15 @@ class Topology:
         rank = dist.get_rank()
         # Twice the bound of a flight: in a group, a rank whose own exchange went well waits for one whose did not.
         in_group = Communicator(_own(rank, layout.ranks_of_groups(), None, timeout))
-        lane = Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout))
+        lane = tuple(Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout)) for _ in range(STAGES))
         with joining():
-            across = _own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout)
+            across = [_own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout) for _ in range(5)]
             peers = Communicator(_own(rank, layout.ranks_of_shards(), None, timeout))
+        alone = layout.worker_groups == 1
+        words, exchange, relays = (
+            InProcessExchange.connect(1)[0] if alone else DirectExchange(across[up], across[down])
+            for up, down in ((0, 0), (1, 2), (3, 4))
+        )
         return Topology(
             groups=layout.worker_groups,
             group=layout.group_of(rank),
@@ -153,7 +169,9 @@ class Topology:
             peers=peers,
             in_group=in_group,
             lane=lane,
-            exchange=InProcessExchange.connect(1)[0] if layout.worker_groups == 1 else GatherExchange(across),
+            words=words,
+            exchange=exchange,
+            relays=relays,
         )
 
 

@@ -1,35 +1,61 @@
-"""What happens to a fragment in flight, in the background lane: compress, exchange, average, outer step."""
+"""What happens to a fragment in flight, in the background lane: compress, exchange, average, outer step.
+
+A function for each stage of the lane. The first encodes and sends, the second averages what the groups sent, and the
+third makes the outer step. With two shots a group averages a part only: the second stage sends the mean on, and the
+third puts the parts together.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.control import CONTROL_BYTES, Control
+from lightning_sdiloco.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.counting import Count, Counting, plain
 from lightning_sdiloco.digest import digest
 from lightning_sdiloco.errors import AgreementError, ExchangeError
-from lightning_sdiloco.exchange import Unanswered
+from lightning_sdiloco.exchange import Exchange, Unanswered
 from lightning_sdiloco.flight import Arrival, Cargo
 from lightning_sdiloco.fragments import BufferLayout, FragmentLayout
+from lightning_sdiloco.lane import Stages
 from lightning_sdiloco.measuring import Stopwatch, agreement, diagnosed, distance, lost
 from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.passes import Passes
 from lightning_sdiloco.settings import Settings
+from lightning_sdiloco.shots import Relay, Shots
 from lightning_sdiloco.topology import Topology
 
+_SEND, _AVERAGE, _STEP = range(3)
 
-class Sent(NamedTuple):
-    """A launch whose message is on its way to the other groups."""
 
-    cargo: Cargo
+class _Sent(NamedTuple):
+    """After the first stage: the messages are on their way to the other groups."""
+
+    words: Any
     posted: Any
     memory: Tensor | None
     stopwatch: Stopwatch
     lost: Tensor | None
+
+
+class _Averaged(NamedTuple):
+    """After the second stage: the mean of what all groups sent to this one, which is relayed if it is a part."""
+
+    mean: Tensor
+    relay: Relay | None
+    posted: Any
+    memory: Tensor | None
+    buffers: dict[int, Tensor]
+    controls: list[Control]
+    counted: Count
+    sent: int
+    received: int
+    stopwatch: Stopwatch
+    lost: Tensor | None
+    agreement: Tensor | None
 
 
 class Transfer:
@@ -42,6 +68,7 @@ class Transfer:
         settings: How outer gradients are encoded, and how much of its own a group keeps on landing.
         outer: Outer parameters and outer optimizer of this rank's shards.
         memories: What the compression remembers of every fragment's shard. Only a landing changes it.
+        residuals: What the second rounding lost of this group's part of every shard. Only a landing changes it.
         layouts: The shards of every fragment, and how they are gathered.
         buffers: The buffers of every fragment.
         counting: How much each group counts in a mean.
@@ -55,6 +82,7 @@ class Transfer:
         settings: Settings,
         outer: Outer,
         memories: Sequence[Tensor | None],
+        residuals: Sequence[Tensor | None],
         layouts: Sequence[FragmentLayout],
         buffers: Sequence[BufferLayout],
         counting: Counting,
@@ -65,67 +93,107 @@ class Transfer:
         self._settings = settings
         self._outer = outer
         self._memories = memories
+        self._residuals = residuals
         self._layouts = layouts
         self._buffers = buffers
         self._counting = counting
         self._passes = passes
         self._diagnoses = diagnoses
 
-    def send(self, cargo: Cargo) -> Sent:
-        """Encodes the outer gradient of the shard and starts to send it, behind the control vector of the group."""
-        stopwatch, compression = Stopwatch(cargo.gradient.device), self._compression(cargo)
+    def stages(self, cargo: Cargo) -> Stages[Any, Any, Arrival]:
+        """What the lane does with a launch."""
+        return Stages(partial(self._send, cargo), partial(self._average, cargo), partial(self._receive, cargo))
+
+    def _send(self, cargo: Cargo) -> _Sent:
+        """Encodes the outer gradient of the shard and starts to send it, behind what goes with it."""
+        stopwatch, shots = Stopwatch(cargo.gradient.device), self._shots(cargo)
         with stopwatch.part("encode"):
+            control = self._merged(self._control(cargo)).packed()
+            words = self._topology.words.post([control[:HOST_BYTES]] * self._topology.groups)
             # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
             memory = None if cargo.final else self._memories[cargo.fragment]
-            payload, memory = encoded(cargo.gradient, memory, compression, self._settings.mixing, self._passes)
-            control = self._merged(self._control(cargo))
-            message = torch.cat([control.packed().to(payload.device), payload, *self._tail(cargo)])
-            posted = self._topology.exchange.post(message)
-        return Sent(cargo, posted, memory, stopwatch, self._lost(cargo, payload) if self._diagnoses else None)
+            encoded = shots.encode(cargo.gradient, memory)
+            head, tail = control[HOST_BYTES:].to(cargo.gradient.device), self._tail(cargo)
+            # A payload that goes to all groups becomes one message.
+            messages = {id(payload): payload for payload in encoded.payloads}
+            messages = {key: torch.cat([head, payload, *tail]) for key, payload in messages.items()}
+            posted = self._topology.exchange.post([messages[id(payload)] for payload in encoded.payloads])
+        loss = lost(cargo.gradient, shots.own(encoded.payloads, cargo.gradient)) if self._diagnoses else None
+        return _Sent(words, posted, encoded.memory, stopwatch, loss)
 
-    def receive(self, sent: Sent) -> Arrival:
-        """Waits for all groups, averages what they sent and makes the outer step."""
-        cargo, exchange, compression = sent.cargo, self._topology.exchange, self._compression(sent.cargo)
-        stopwatch = sent.stopwatch
-        sent_before, received_before = exchange.bytes_sent, exchange.bytes_received
-        with stopwatch.part("transfer"):
-            messages = self._collected(sent.posted, cargo)
-        controls = [Control.unpacked(message[:CONTROL_BYTES]) for message in messages]
+    def _average(self, cargo: Cargo, sent: _Sent) -> _Averaged:
+        """Waits for all groups and averages what they sent to this one."""
+        topology, shots = self._topology, self._shots(cargo)
+        sent_before, received_before = self._bytes(topology.words, topology.exchange)
+        with sent.stopwatch.part("transfer"):
+            words = self._collected(topology.words, sent.words, cargo, _AVERAGE)
+            messages = self._collected(topology.exchange, sent.posted, cargo, _AVERAGE)
+        head, end = CONTROL_BYTES - HOST_BYTES, CONTROL_BYTES - HOST_BYTES + shots.payload_bytes(cargo.gradient.numel())
+        pairs = zip(words, messages, strict=True)
+        controls = [Control.unpacked(torch.cat([word, message[:head].to(word.device)])) for word, message in pairs]
         self._check(controls, cargo)
-        end = CONTROL_BYTES + compression.wire_bytes(cargo.gradient.numel())
         count = plain(controls) if cargo.final else self._counting.count(controls)
-        payloads = [message[CONTROL_BYTES:end] for message in messages]
-        with stopwatch.part("decode"):
-            gradient = self._passes.mean(payloads, count, compression, like=cargo.gradient)
-        with stopwatch.part("outer_step"):
-            outer = self._step(cargo, gradient, count)
-            gathered = self._layouts[cargo.fragment].gathered(outer.values, self._topology.lane)
-        diagnostics = None
-        if sent.lost is not None:
-            agreed = agreement(payloads, compression, gradient)
-            moved = distance(cargo.gradient, self._outer.values[cargo.fragment], outer.state)
-            diagnostics = diagnosed(sent.lost, agreed, moved, self._topology.lane)
-        return Arrival(
-            outer=outer,
+        payloads = [message[head:end] for message in messages]
+        with sent.stopwatch.part("decode"):
+            mean = shots.mean(payloads, count, like=cargo.gradient)
+            relay = shots.relay(mean, self._residuals[cargo.fragment])
+            posted = None if relay is None else topology.relays.post([relay.payload] * topology.groups)
+        sent_after, received_after = self._bytes(topology.words, topology.exchange)
+        return _Averaged(
+            mean=mean,
+            relay=relay,
+            posted=posted,
             memory=sent.memory,
-            gathered=gathered,
             buffers=self._mean_buffers([message[end:] for message in messages], count, cargo),
             controls=controls,
             counted=count,
+            sent=sent_after - sent_before,
+            received=received_after - received_before,
+            stopwatch=sent.stopwatch,
+            lost=sent.lost,
+            agreement=agreement(payloads, shots.compression, mean) if self._diagnoses else None,
+        )
+
+    def _receive(self, cargo: Cargo, averaged: _Averaged) -> Arrival:
+        """Puts the mean of the whole shard together and makes the outer step."""
+        relays, gradient, residual = self._topology.relays, averaged.mean, self._residuals[cargo.fragment]
+        stopwatch, lane = averaged.stopwatch, self._topology.lane[_STEP]
+        sent_before, received_before = self._bytes(relays)
+        if averaged.relay is not None:
+            with stopwatch.part("relay"):
+                payloads = self._collected(relays, averaged.posted, cargo, _STEP)
+            gradient, residual = self._shots(cargo).joined(payloads, like=cargo.gradient), averaged.relay.residual
+        sent_after, received_after = self._bytes(relays)
+        with stopwatch.part("outer_step"):
+            outer = self._step(cargo, gradient, averaged.counted)
+            gathered = self._layouts[cargo.fragment].gathered(outer.values, lane)
+        diagnostics = None
+        if averaged.lost is not None and averaged.agreement is not None:
+            moved = distance(cargo.gradient, self._outer.values[cargo.fragment], outer.state)
+            diagnostics = diagnosed(averaged.lost, averaged.agreement, moved, lane)
+        return Arrival(
+            outer=outer,
+            memory=averaged.memory,
+            residual=residual,
+            gathered=gathered,
+            buffers=averaged.buffers,
+            controls=averaged.controls,
+            counted=averaged.counted,
             gradient_norm=self._norm(gradient),
-            bytes_sent=exchange.bytes_sent - sent_before,
-            bytes_received=exchange.bytes_received - received_before,
+            bytes_sent=averaged.sent + sent_after - sent_before,
+            bytes_received=averaged.received + received_after - received_before,
             spans=stopwatch.spans,
             diagnostics=diagnostics,
         )
 
-    def _lost(self, cargo: Cargo, payload: Tensor) -> Tensor:
-        decoded = torch.empty_like(cargo.gradient)
-        self._compression(cargo).decode(payload, decoded)
-        return lost(cargo.gradient, decoded)
+    def _shots(self, cargo: Cargo) -> Shots:
+        if cargo.final:
+            return self._settings.make_final_shots(self._topology.groups, self._passes)
+        return self._settings.make_shots(self._topology.groups, cargo.step, self._passes)
 
-    def _compression(self, cargo: Cargo) -> Compression:
-        return self._settings.codec.dense() if cargo.final else self._settings.codec.at(cargo.step)
+    @staticmethod
+    def _bytes(*exchanges: Exchange[Any]) -> tuple[int, int]:
+        return sum(e.bytes_sent for e in exchanges), sum(e.bytes_received for e in exchanges)
 
     def _tail(self, cargo: Cargo) -> list[Tensor]:
         """The buffers at the end of the message, as bytes. Only one rank of a group sends them."""
@@ -149,16 +217,17 @@ class Transfer:
         )
 
     def _merged(self, control: Control) -> Control:
-        return Control.merged([Control.unpacked(rank) for rank in self._topology.lane.gather(control.packed())])
+        ranks = self._topology.lane[_SEND].gather(control.packed())
+        return Control.merged([Control.unpacked(rank) for rank in ranks])
 
-    def _collected(self, posted: Any, cargo: Cargo) -> list[Tensor]:
+    def _collected(self, exchange: Exchange[Any], posted: Any, cargo: Cargo, stage: int) -> list[Tensor]:
         """The messages of all groups. A rank that misses one tells its group, so that all its ranks end alike."""
         try:
-            messages, missing = self._topology.exchange.collect(posted, cargo.deadline), None
+            messages, missing = exchange.collect(posted, cargo.deadline), None
         except Unanswered as error:
             messages, missing = [], error
         groups = torch.tensor([-1 if missing is None else missing.group])
-        reported = [int(group) for group in self._topology.lane.gather(groups)]
+        reported = [int(group) for group in self._topology.lane[stage].gather(groups)]
         if missing is None and max(reported) >= 0:
             group, shard = max(reported), reported.index(max(reported))
             own, other = (self._topology.shards * of + shard for of in (self._topology.group, group))
@@ -204,29 +273,13 @@ class Transfer:
         flat = torch.cat([cargo.buffers[index].reshape(-1) for index in cargo.travelling])
         if self._topology.shard == 0:
             flat = torch.stack([tails[group].clone().view(torch.float32) for group in count.factors]).mean(dim=0)
-        self._topology.lane.broadcast(flat)
+        self._topology.lane[_AVERAGE].broadcast(flat)
         parts = flat.split([cargo.buffers[index].numel() for index in cargo.travelling])
         return {index: part.view_as(cargo.buffers[index]) for index, part in zip(cargo.travelling, parts, strict=True)}
 
     def _norm(self, gradient: Tensor) -> float:
         norm = torch.linalg.vector_norm(gradient).reshape(1)
-        return float(torch.linalg.vector_norm(torch.cat(self._topology.lane.gather(norm))))
-
-
-def encoded(
-    gradient: Tensor, memory: Tensor | None, compression: Compression, mixing: float, passes: Passes
-) -> tuple[Tensor, Tensor | None]:
-    """The payload of an outer gradient, and what is to be remembered if it counts.
-
-    Args:
-        gradient: The outer gradient of a shard.
-        memory: What was remembered before.
-        compression: How to encode it.
-        mixing: Share of the local parameters that is kept on landing.
-        passes: What encodes.
-    """
-    payload = passes.encode(gradient if memory is None else gradient + memory, compression)
-    return payload, compression.remembered(gradient, memory, payload, mixing)
+        return float(torch.linalg.vector_norm(torch.cat(self._topology.lane[_STEP].gather(norm))))
 
 
 def norm_squared(gradient: Tensor) -> float:

@@ -47,7 +47,7 @@ def test_every_rank_sends_its_share_of_the_fragments(compression: str) -> None:
     shared = [report["bytes_sent"] for report in run_processes(run, 4)]
     assert set(whole) == {expected(compression, 1, FLIGHTS)}
     assert set(shared) == {expected(compression, 2, FLIGHTS)}
-    assert shared[0] == pytest.approx(whole[0] / 2, rel=0.01)
+    assert shared[0] == pytest.approx(whole[0] / 2, rel=0.02)
 
 
 def test_the_final_sync_sends_every_fragment_once_more() -> None:
@@ -77,7 +77,8 @@ def test_outer_state_is_shared_by_the_ranks_of_a_group() -> None:
 def test_with_more_groups_every_rank_sends_to_each_of_the_others() -> None:
     sent = []
     for groups in (1, 2, 4):
-        simulated = SimulatedGroups([mlp() for _ in range(groups)], sync_every=2, overlap_steps=0, fragments=LAYERS)
+        choices: dict[str, Any] = {"sync_every": 2, "overlap_steps": 0, "fragments": LAYERS, "exchange": "gather"}
+        simulated = SimulatedGroups([mlp() for _ in range(groups)], **choices)
         for _ in range(4):
             simulated.step()
         sent.append(simulated.engines[0].report()["bytes_sent"])

@@ -24,7 +24,7 @@ from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
 
 def said(weight: int = 100, norm: float = 1.0, finite: bool = True) -> Control:
     """What a group says at the launch of fragment 0."""
-    return Control(0, 100, 0, finite=finite, weight=weight, digest=0, norm_squared=norm**2, changed=0)
+    return Control(0, 100, 0, weight=weight, digest=0, norm_squared=norm**2, changed=0, finite=finite)
 
 
 def counting(groups: int = 2, clip_norm: float | None = None, guard: float | None = None) -> Counting:

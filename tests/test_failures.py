@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sdiloco import AgreementError, ExchangeError, Landing, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.exchange import Unanswered
-from lightning_sdiloco.exchange.gather import GatherExchange, _Transfer
+from lightning_sdiloco.exchange.direct import DirectExchange, _Transfer
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.topology import GroupLayout, Topology
 from tests import fits
@@ -170,9 +170,9 @@ class CountsWholeMilliseconds:
 
 
 def collect_in_vain(rank: int, world_size: int, seconds: float) -> str:
-    exchange = GatherExchange(dist.group.WORLD)
+    exchange = DirectExchange(dist.group.WORLD, dist.group.WORLD)
     never = CountsWholeMilliseconds()
-    posted = exchange.post(torch.zeros(1, dtype=torch.uint8))
+    posted = exchange.post([torch.zeros(1, dtype=torch.uint8)] * 2)
     with pytest.raises(Unanswered) as late:
         exchange.collect(posted._replace(transfers=[_Transfer(1, never, never)]), time.monotonic() + seconds)
     return str(late.value)

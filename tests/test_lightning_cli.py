@@ -152,6 +152,7 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "fragments": "strided",
         "layers_per_fragment": 3,
         "compression": "fp4",
+        "exchange": "auto",
         "outer_lr": 0.4,
         "outer_momentum": 0.9,
         "outer_optimizer": None,

@@ -58,7 +58,7 @@ def train(engines: SimulatedGroups, models: Sequence[nn.Module], steps: int) -> 
 
 
 @pytest.mark.parametrize("final_sync", [True, False])
-@pytest.mark.parametrize("compression", ["fp32", "bf16", "fp4"])
+@pytest.mark.parametrize("compression", ["fp32", "bf16", "fp4", "sparse"])
 @pytest.mark.parametrize("groups", [2, 3])
 def test_the_bytes_of_a_run_are_those_that_the_engine_counts(groups: int, compression: str, final_sync: bool) -> None:
     choices: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "fragments": LAYERS, "compression": compression}
@@ -139,7 +139,10 @@ def cases(draw: st.DrawFn) -> tuple[Settings, Groups, Link, Model]:
 
 def stepped(method: Streaming, groups: Groups, link: Link, rounds: int = 20) -> float:
     """The engine's loop with a clock: every inner step launches what is due, then lands what is due."""
-    clock = lane = wire = 0.0
+    clock = sender = wire = averager = stepper = 0.0
+    count, rate = groups.groups, groups.memory_rate
+    connections = (count - 1) * groups.group_size
+    two_shots = count > 2
     flights: list[tuple[int, float]] = []
     began = {}
     sync_every = method.settings.sync_every
@@ -147,14 +150,19 @@ def stepped(method: Streaming, groups: Groups, link: Link, rounds: int = 20) -> 
         clock += groups.step_time
         for fragment in method.schedule.launches(step):
             shard = -(-method.numels[fragment] // groups.group_size)
-            message = 40 + method.settings.codec.wire_bytes(shard)
-            clock += 16 * shard / groups.memory_rate
-            encoded = max(clock, lane) + 32 * shard / groups.memory_rate
-            warm = encoded - wire <= 0.2 + link.round_trip
-            connections = (groups.groups - 1) * groups.group_size
-            wire = encoded + link.seconds(connections * message, connections, warm)
-            lane = wire + (20 * groups.groups + 48) * shard / groups.memory_rate
-            flights.append((fragment, lane))
+            part = -(-shard // count) if two_shots else shard
+            payload = method.settings.codec.wire_bytes(part)
+            clock += 16 * shard / rate
+            sender = max(clock, sender) + 32 * shard / rate
+            warm = sender - (wire + link.round_trip) <= 0.2 + link.round_trip
+            wire = max(sender, wire) + link.seconds(connections * (48 + payload), connections, warm) - link.round_trip
+            averager = max(wire + link.round_trip, averager) + (20 * count + 32 * two_shots) * part / rate
+            there = averager
+            if two_shots:
+                relay = link.seconds(connections * payload, connections)
+                there, wire = averager + relay, wire + relay - link.round_trip
+            stepper = max(there, stepper) + (48 + 20 * two_shots) * shard / rate
+            flights.append((fragment, stepper))
         for fragment in method.schedule.landings(step):
             assert flights[0][0] == fragment
             clock = max(clock, flights.pop(0)[1]) + 12 * method.numels[fragment] / groups.memory_rate
@@ -196,7 +204,7 @@ def test_without_overlap_training_waits_for_every_byte() -> None:
     model, groups = Model.of_size(9_000_000, layers=9), Groups(0.5, memory_rate=FREE)
     chosen = Settings(sync_every=20, overlap_steps=0, compression="fp32")
     method = Streaming(model, chosen, groups)
-    on_link = 3 * (12_000_040 * 8 / 1e8)
+    on_link = 3 * (12_000_048 * 8 / 1e8)
     assert method.utilisation(Link(0.1)) == pytest.approx(10 / (10 + on_link))
     # A round trip for each of the three fragments; without overlap the link is silent for seconds, so TCP starts anew.
     assert method.utilisation(Link(0.1, round_trip=0.1)) < 10 / (10 + on_link + 0.3)
@@ -222,7 +230,8 @@ def test_ddp_hides_what_fits_into_backward() -> None:
 
 def test_more_groups_send_more_over_the_same_link() -> None:
     model, link = Model.of_size(10_000_000, layers=10), Link(0.02)
-    busy = [Streaming(model, Settings(), Groups(0.1, groups)).utilisation(link) for groups in (2, 4, 8)]
+    gather = Settings(exchange="gather")
+    busy = [Streaming(model, gather, Groups(0.1, groups)).utilisation(link) for groups in (2, 4, 8)]
     assert busy == sorted(busy, reverse=True)
     assert busy[0] > 1.5 * busy[2]
 
@@ -281,7 +290,7 @@ def test_the_peak_counts_all_that_is_in_flight_together() -> None:
     model, groups = Model.of_size(8_000, layers=8), Groups(1.0)
     # Eight fragments in four steps: two launch at a time, and those of three steps are in flight.
     chosen = Settings(sync_every=4, overlap_steps=3, layers_per_fragment=1, compression="fp32")
-    assert Streaming(model, chosen, groups).peak_gbit_s == pytest.approx(6 * 4_040 * 8 / 3 / 1e9)
+    assert Streaming(model, chosen, groups).peak_gbit_s == pytest.approx(6 * 4_048 * 8 / 3 / 1e9)
 
 
 def test_a_bandwidth_for_a_utilisation_is_the_least_that_reaches_it() -> None:
@@ -313,8 +322,8 @@ def test_held_memory_is_that_of_the_engines_tensors() -> None:
     method = Streaming(Model.of_module(mlp()), Settings(**choices), Groups(1.0))
     largest = max(method.numels)
     # Beside it at the worst moment: what a flight of the largest fragment holds, and what the lane does with it.
-    assert method.memory.device_bytes == held + 12 * largest + 3 * (40 + 4 * largest) + 8 * largest
-    assert method.memory.host_bytes == 2 * (40 + 4 * largest)
+    assert method.memory.device_bytes == held + 12 * largest + 3 * (48 + 4 * largest) + 8 * largest
+    assert method.memory.host_bytes == 2 * (48 + 4 * largest)
     assert method.memory.evaluation_bytes == sum(p.nbytes for p in mlp().parameters())
 
 
@@ -322,7 +331,7 @@ def test_a_fragment_that_is_launched_where_another_lands_is_held_beside_it() -> 
     model, groups = Model.of_size(4_000, layers=4), Groups(1.0)
     # One launch after every inner step, and each lands behind the next.
     chosen = Settings(sync_every=4, overlap_steps=1, layers_per_fragment=1, compression="fp32")
-    held, flying, in_lane = 4_000 * 8, 2 * 12_000, 3 * 4_040 + 8_000
+    held, flying, in_lane = 4_000 * 8, 2 * (12_000 + 2 * 4_048), 4_048 + 8_000
     assert Streaming(model, chosen, groups).memory.device_bytes == held + flying + in_lane
 
 

@@ -111,8 +111,9 @@ WITH_STATISTICS: dict[str, Any] = {**ENGINE, "fragments": [*LAYERS[:3], ["6.*", 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("poisoned", [False, True])
-def test_flights_land_as_their_groups_would_have_landed_them(compression: str, poisoned: bool) -> None:
-    choices = {**WITH_STATISTICS, "compression": compression}
+@pytest.mark.parametrize("exchange", ["gather", "two_shot"])
+def test_flights_land_as_their_groups_would_have_landed_them(compression: str, poisoned: bool, exchange: str) -> None:
+    choices = {**WITH_STATISTICS, "compression": compression, "exchange": exchange}
     run = Run(IN_FLIGHT_AFTER, **choices)
     if poisoned:
         run.models[1][4].weight.data[0, 0] = float("nan")

@@ -59,7 +59,8 @@ class Regression(L.LightningModule):
 
     def on_train_start(self) -> None:
         # Known on every rank; rank 0 tells it.
-        topology = self.trainer.strategy.topology
+        strategy: Any = self.trainer.strategy
+        topology = strategy.topology
         if self.trainer.is_global_zero:
             print(
                 f"{topology.groups} worker groups of {topology.shards}, from step {self.trainer.global_step}",

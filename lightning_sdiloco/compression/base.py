@@ -51,6 +51,13 @@ class Compression(ABC):
         """The compression of the final exchange, which must not leave values out, since nothing follows it."""
         return self
 
+    def suits_sums(self) -> bool:
+        """Whether the mean of what several groups send can be sent as well as what one of them sends.
+
+        Not where each sends values of its own choice: the mean has more of them than a payload.
+        """
+        return True
+
     def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor | None:
         """What shall be added to the next outer gradient, one memory for each shard of a fragment.
 

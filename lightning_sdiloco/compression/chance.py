@@ -46,6 +46,11 @@ class _Chance(Compression):
         return self.values.dense()
 
     @override
+    def suits_sums(self) -> bool:
+        """As for the values: all groups pick the same ones."""
+        return self.values.suits_sums()
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """The exact size in bytes of the payload of ``numel`` values.
 

@@ -58,6 +58,11 @@ class ErrorFeedback(Compression):
         return self.compression.dense()
 
     @override
+    def suits_sums(self) -> bool:
+        """As for the compression inside."""
+        return self.compression.suits_sums()
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """The size of the payload of the compression inside."""
         return self.compression.wire_bytes(numel)

@@ -61,6 +61,11 @@ class TopK(Compression):
         return self.values.dense()
 
     @override
+    def suits_sums(self) -> bool:
+        """No: every group chooses for itself."""
+        return False
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """The exact size in bytes of the payload of ``numel`` values.
 

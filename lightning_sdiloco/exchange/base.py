@@ -1,6 +1,7 @@
-"""What an exchange is: a message goes out to all worker groups, and those of all groups come back."""
+"""What an exchange is: a message goes out to each worker group, and one of each group comes in."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -25,7 +26,8 @@ class Unanswered(Exception):
 class Exchange(ABC, Generic[Posted]):
     """Carries messages between the worker groups.
 
-    All groups post messages of the same size in the same order. An exchange belongs to one thread.
+    All groups post in the same order, and what goes to one group has the same size from each of them. One thread posts,
+    and one thread collects.
 
     Attributes:
         groups: Number of worker groups.
@@ -39,25 +41,28 @@ class Exchange(ABC, Generic[Posted]):
         self.bytes_received = 0
 
     @abstractmethod
-    def post(self, message: Tensor) -> Posted:
-        """Starts to send a uint8 message to all groups, without waiting for them."""
+    def post(self, messages: Sequence[Tensor]) -> Posted:
+        """Starts to send messages, without waiting for anyone.
+
+        Args:
+            messages: One uint8 tensor for each group, in their order; that for this group comes back as it is.
+        """
 
     @abstractmethod
     def collect(self, posted: Posted, deadline: float) -> list[Tensor]:
         """Waits for the messages of all groups.
 
         Args:
-            posted: What `post` returned. Messages are collected in the order in which they were posted.
+            posted: What `post` returned. What was posted first is collected first.
             deadline: When to give up, on the clock of ``time.monotonic()``.
 
         Returns:
-            The messages of all groups, in the order of the groups, that of this group included.
+            What all groups sent to this one, in the order of the groups, that of this group included.
 
         Raises:
             Unanswered: If a group does not answer by then, or went away.
         """
 
-    def _count(self, message: Tensor) -> None:
-        others = (self.groups - 1) * message.numel()
-        self.bytes_sent += others
-        self.bytes_received += others
+    def _count(self, own: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        self.bytes_sent += sum(message.numel() for group, message in enumerate(sent) if group != own)
+        self.bytes_received += sum(message.numel() for group, message in enumerate(received) if group != own)

@@ -1,6 +1,7 @@
 """Worker groups simulated in one process: messages wait in a table until all groups have taken them."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,13 +12,13 @@ from lightning_sdiloco.exchange.base import Exchange, Unanswered
 
 @dataclass
 class _Slot:
-    messages: dict[int, Tensor] = field(default_factory=dict)
+    messages: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     collected: int = 0
 
 
 class _Posted(NamedTuple):
     number: int
-    message: Tensor
+    messages: Sequence[Tensor]
 
 
 class InProcessExchange(Exchange[_Posted]):
@@ -28,7 +29,7 @@ class InProcessExchange(Exchange[_Posted]):
     Examples:
         >>> import torch
         >>> one, other = InProcessExchange.connect(2)
-        >>> posted = [group.post(torch.tensor([i], dtype=torch.uint8)) for i, group in enumerate((one, other))]
+        >>> posted = [group.post([torch.tensor([i], dtype=torch.uint8)] * 2) for i, group in enumerate((one, other))]
         >>> [message.tolist() for message in one.collect(posted[0], deadline=0.0)]
         [[0], [1]]
     """
@@ -45,10 +46,10 @@ class InProcessExchange(Exchange[_Posted]):
         table: dict[int, _Slot] = defaultdict(_Slot)
         return [InProcessExchange(group, groups, table) for group in range(groups)]
 
-    def post(self, message: Tensor) -> _Posted:
-        """Puts the message on the table; see `Exchange.post`."""
-        posted = _Posted(self._posted, message)
-        self._table[posted.number].messages[self._group] = message
+    def post(self, messages: Sequence[Tensor]) -> _Posted:
+        """Puts the messages on the table; see `Exchange.post`."""
+        posted = _Posted(self._posted, messages)
+        self._table[posted.number].messages[self._group] = messages
         self._posted += 1
         return posted
 
@@ -61,5 +62,6 @@ class InProcessExchange(Exchange[_Posted]):
         slot.collected += 1
         if slot.collected == self.groups:
             del self._table[posted.number]
-        self._count(posted.message)
-        return [slot.messages[group] for group in range(self.groups)]
+        received = [slot.messages[group][self._group] for group in range(self.groups)]
+        self._count(self._group, posted.messages, received)
+        return received

@@ -72,7 +72,9 @@ class _Group:
     def __init__(self, step_time: float, absences: list[Absence]) -> None:
         self._step_time = step_time
         self._absences = sorted(absences, key=lambda absence: absence.start)
-        self.clock = self.lane_free = self.waited = self.longest_flight = 0.0
+        self.clock = self.waited = self.longest_flight = 0.0
+        # When each stage of the lane was done with its last flight.
+        self.encoded = self.averaged = self.stepped = 0.0
         self.landings: list[float] = []
         self.steps: list[float] = []
 
@@ -137,13 +139,20 @@ class _Play:
         for group in self._groups:
             launched.append(group.clock)
             group.clock += cost.launch
-        posted = max(max(group.clock, group.lane_free) + cost.before for group in self._groups)
-        warm = self._link.is_warm_after(posted - self._link_free)
-        self._link_free = posted + (cost.warm if warm else cost.cold)
+            group.encoded = max(group.clock, group.encoded) + cost.encode
+        posted, round_trip = max(group.encoded for group in self._groups), self._link.round_trip
+        warm = self._link.is_warm_after(posted - self._link_free - round_trip)
+        self._link_free = max(posted, self._link_free) + (cost.warm if warm else cost.cold)
+        arrived = self._link_free + round_trip
+        for group in self._groups:
+            group.averaged = max(group.averaged, arrived) + cost.average
+        if cost.relay:
+            arrived = max(group.averaged for group in self._groups) + cost.relay + round_trip
+            self._link_free += cost.relay
         for group, at in zip(self._groups, launched, strict=True):
-            group.longest_flight = max(group.longest_flight, self._link_free - at)
-            group.lane_free = self._link_free + cost.after
-            group.landings.append(group.lane_free)
+            group.longest_flight = max(group.longest_flight, arrived - at)
+            group.stepped = max(group.stepped, group.averaged, arrived) + cost.step
+            group.landings.append(group.stepped)
 
     def _land(self, fragment: int) -> None:
         cost = self._method.costs(fragment, self._link)

@@ -1,8 +1,8 @@
 """What a method sends between groups, how long training waits for it, and what memory it takes.
 
 Wire bytes, messages, fragments and schedule are the engine's own; only time is a model. It is that of the engine: a
-fragment is read after an inner step, flights go through one lane in the order of their launch, and a landing waits for
-its flight.
+fragment is read after an inner step, flights go through each stage of the lane and over the link in the order of their
+launch, and a landing waits for its flight.
 """
 
 import math
@@ -20,7 +20,7 @@ from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import Settings
 
 # Bytes of memory that are read and written for each value: reading a fragment, compressing it, decoding the message of
-# one group and adding it, the outer step, mixing a fragment into the model.
+# one group and adding it, the outer step, mixing a fragment into the model. A mean is sent on like an outer gradient.
 _LAUNCH, _ENCODE, _DECODE, _OUTER_STEP, _LAND = 16, 32, 20, 48, 12
 
 _DDP_BUCKET = 25 * 2**20
@@ -79,7 +79,7 @@ class DataParallel(Method):
     """
 
     def __init__(self, model: Model, groups: Groups) -> None:
-        self._groups = groups
+        self.groups = groups
         self._bytes = 2 * groups.others / groups.groups * model.nbytes
         self._buckets = max(1, math.ceil(model.nbytes / _DDP_BUCKET))
 
@@ -95,13 +95,13 @@ class DataParallel(Method):
     @property
     @override
     def peak_gbit_s(self) -> float:
-        return self._bytes * 8 / self._groups.step_time / 1e9
+        return self._bytes * 8 / self.groups.step_time / 1e9
 
     @override
     def utilisation(self, link: Link) -> float:
-        on_link = self._bytes * 8 / (link.gbit_s_of(self._groups.group_size) * 1e9)
-        each = on_link / self._buckets + self._groups.others * link.round_trip
-        step_time = self._groups.step_time
+        on_link = self._bytes * 8 / (link.gbit_s_of(self.groups.group_size) * 1e9)
+        each = on_link / self._buckets + self.groups.others * link.round_trip
+        step_time = self.groups.step_time
         backward_after_the_first = (1 - 1 / self._buckets) * step_time * 2 / 3
         return step_time / (step_time + max(each, self._buckets * each - backward_after_the_first))
 
@@ -122,8 +122,12 @@ class Streaming(Method):
         self.numels = model.fragments(settings)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels))
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
-        self._messages = [CONTROL_BYTES + settings.codec.wire_bytes(shard) for shard in self._shards]
-        self._sent = [groups.connections * message for message in self._messages]
+        self._shots, final = settings.make_shots(groups.groups, step=0), settings.make_final_shots(groups.groups)
+        self._parts = [self._shots.part(shard) for shard in self._shards]
+        self._messages = [CONTROL_BYTES + self._shots.payload_bytes(shard) for shard in self._shards]
+        self._relays = [self._shots.relay_bytes(shard) for shard in self._shards]
+        self._sent = [groups.connections * sum(both) for both in zip(self._messages, self._relays, strict=True)]
+        self._final = sum(groups.connections * (CONTROL_BYTES + final.payload_bytes(shard)) for shard in self._shards)
 
     @property
     @override
@@ -133,8 +137,8 @@ class Streaming(Method):
     @override
     def bytes_in(self, steps: int) -> float:
         """Bytes that a group sends in so many inner steps: exact but for buffers, the final exchange included."""
-        final = int(self.settings.final_sync)
-        return sum((self._launches(p, steps) + final) * sent for p, sent in enumerate(self._sent))
+        launched = sum(self._launches(p, steps) * sent for p, sent in enumerate(self._sent))
+        return launched + self.settings.final_sync * self._final
 
     def _launches(self, fragment: int, steps: int) -> int:
         return max(0, (steps - self.schedule.offset(fragment)) // self.settings.sync_every)
@@ -160,7 +164,7 @@ class Streaming(Method):
 
     def _rounds(self, link: Link) -> Iterator[float]:
         """Plays training thread and lane; the time at which fragment 0 has landed in each round."""
-        clock, lane_free, link_free, step = 0.0, 0.0, 0.0, 0
+        clock, encoded, link_free, averaged, stepped, step = 0.0, 0.0, 0.0, 0.0, 0.0, 0
         landings: list[float] = []
         costs = [self.costs(p, link) for p in range(len(self.numels))]
         for at, is_landing, fragment in _timetable(self.schedule):
@@ -171,11 +175,15 @@ class Streaming(Method):
                     yield clock
             else:
                 clock += cost.launch
-                posted = max(clock, lane_free) + cost.before
-                warm = link.is_warm_after(posted - link_free)
-                link_free = posted + (cost.warm if warm else cost.cold)
-                lane_free = link_free + cost.after
-                landings.append(lane_free)
+                encoded = max(clock, encoded) + cost.encode
+                warm = link.is_warm_after(encoded - link_free - link.round_trip)
+                link_free = max(encoded, link_free) + (cost.warm if warm else cost.cold)
+                averaged = max(averaged, link_free + link.round_trip) + cost.average
+                relayed = averaged + (cost.relay + link.round_trip if cost.relay else 0.0)
+                # What is launched later has the link while the others average, and not while they send their means.
+                link_free += cost.relay
+                stepped = max(stepped, relayed) + cost.step
+                landings.append(stepped)
 
     def costs(self, fragment: int, link: Link) -> "Costs":
         """What a flight of a fragment costs.
@@ -184,13 +192,17 @@ class Streaming(Method):
             fragment: The fragment.
             link: The way from a group to the others.
         """
-        per_value, shard, sent = 1 / self.groups.memory_rate, self._shards[fragment], self._sent[fragment]
+        per_value, shard, part = 1 / self.groups.memory_rate, self._shards[fragment], self._parts[fragment]
+        connections, relayed = self.groups.connections, self._relays[fragment] > 0
+        first, again = connections * self._messages[fragment], connections * self._relays[fragment]
         return Costs(
             launch=_LAUNCH * shard * per_value,
-            before=_ENCODE * shard * per_value,
-            warm=link.seconds(sent, self.groups.connections),
-            cold=link.seconds(sent, self.groups.connections, warm=False),
-            after=(self.groups.groups * _DECODE + _OUTER_STEP) * shard * per_value,
+            encode=_ENCODE * shard * per_value,
+            warm=link.seconds(first, connections) - link.round_trip,
+            cold=link.seconds(first, connections, warm=False) - link.round_trip,
+            average=(self.groups.groups * _DECODE + relayed * _ENCODE) * part * per_value,
+            relay=link.seconds(again, connections) - link.round_trip,
+            step=(relayed * _DECODE + _OUTER_STEP) * shard * per_value,
             land=_LAND * self.numels[fragment] * per_value,
         )
 
@@ -198,40 +210,51 @@ class Streaming(Method):
     def memory(self) -> Memory:
         """What a rank needs beside ordinary training."""
         gathered = FLOAT32 if self.groups.group_size > 1 else 0
-        held = [2 * FLOAT32 * shard for shard in self._shards]  # outer parameters, momentum
+        of_part = [FLOAT32 * part * (relay > 0) for part, relay in zip(self._parts, self._relays, strict=True)]
+        # Outer parameters, momentum; with two shots what the second rounding has lost.
+        held = [2 * FLOAT32 * shard + part for shard, part in zip(self._shards, of_part, strict=True)]
         # The outer gradient and both after the outer step; with several ranks also the fragment that they gathered.
         flying = [3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)]
-        # The payload, the messages of all groups, two vectors in which they are decoded and added up.
-        in_lane = [
-            (self.groups.groups + 1) * m + 2 * FLOAT32 * s for m, s in zip(self._messages, self._shards, strict=True)
-        ]
+        messages = [self.groups.groups * sum(both) for both in zip(self._messages, self._relays, strict=True)]
         # A fragment that lands after the step of a launch does so behind it.
-        together = self._together(self.settings.overlap_steps + 1)
-        most = max(sum(flying[p] for p in fragments) for fragments in together)
+        together = list(self._together(self.settings.overlap_steps + 1))
+        most = max(sum(flying[p] + messages[p] for p in fragments) for fragments in together)
+        # A payload before it becomes a message, two vectors in which others are decoded and added up, and with two
+        # shots the mean of the whole shard and what the second rounding has lost now.
+        in_lane = [
+            message + 2 * FLOAT32 * part + (FLOAT32 * shard + lost if lost else 0)
+            for message, part, shard, lost in zip(self._messages, self._parts, self._shards, of_part, strict=True)
+        ]
         return Memory(
             device_bytes=sum(held) + most + max(in_lane),
-            host_bytes=self.groups.groups * max(self._messages),
+            host_bytes=max(sum(messages[p] for p in fragments) for fragments in together),
             evaluation_bytes=self._model.nbytes + gathered * self._model.numel,
         )
 
 
 class Costs(NamedTuple):
-    """Seconds that a flight takes.
+    """Seconds that a flight takes: in the training thread at launch and landing, the others in the lane.
+
+    Those on the link, `warm` or `cold` and `relay`, are without the round trip in which others may send.
 
     Attributes:
-        launch: In the training thread, at the launch.
-        before: In the lane, before the message is posted.
+        launch: At the launch.
+        encode: Until the messages are posted.
         warm: On the link, if the connections are at speed.
         cold: On the link otherwise.
-        after: In the lane, until the outer step is made.
-        land: In the training thread, at the landing.
+        average: From the last message until the mean is there, and encoded again if it is relayed.
+        relay: On the link again; 0 if nothing is relayed.
+        step: Until the outer step is made.
+        land: At the landing.
     """
 
     launch: float
-    before: float
+    encode: float
     warm: float
     cold: float
-    after: float
+    average: float
+    relay: float
+    step: float
     land: float
 
 

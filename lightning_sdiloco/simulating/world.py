@@ -2,7 +2,7 @@
 
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sdiloco.communicator import Communicator
 from lightning_sdiloco.exchange import Exchange
+from lightning_sdiloco.lane import InlineLane
 from lightning_sdiloco.topology import Topology
 
 Until = Callable[[Callable[[], bool]], None]
@@ -23,12 +24,16 @@ def simulated_topologies(groups: int, until: Until) -> list[Topology]:
         until: Lets the other threads have their turns until something holds.
     """
     tables: dict[int, _Meeting] = defaultdict(_Meeting)
-    sent = [0] * groups
+    words, sent, relayed = ([0] * groups for _ in range(3))
     return [
         replace(
             topology,
             world=SimulatedWorld(topology.group, groups, tables, until),
+            words=TurnTakingExchange(topology.words, topology.group, words, until),
             exchange=TurnTakingExchange(topology.exchange, topology.group, sent, until),
+            relays=TurnTakingExchange(topology.relays, topology.group, relayed, until),
+            # Each for itself: what another group has to do first, it does when it has its turn.
+            make_lane=InlineLane.connect(1)[0],
         )
         for topology in Topology.simulated(groups)
     ]
@@ -111,15 +116,15 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
         self._sent = sent
         self._until = until
 
-    def post(self, message: Tensor) -> tuple[int, Any]:
+    def post(self, messages: Sequence[Tensor]) -> tuple[int, Any]:
         """See `Exchange.post`."""
         self._sent[self._group] += 1
-        return self._sent[self._group], self._exchange.post(message)
+        return self._sent[self._group], self._exchange.post(messages)
 
     def collect(self, posted: tuple[int, Any], deadline: float) -> list[Tensor]:
         """See `Exchange.collect`."""
-        number, message = posted
+        number, sent = posted
         self._until(lambda: min(self._sent) >= number)
-        messages = self._exchange.collect(message, deadline)
+        messages = self._exchange.collect(sent, deadline)
         self.bytes_sent, self.bytes_received = self._exchange.bytes_sent, self._exchange.bytes_received
         return messages

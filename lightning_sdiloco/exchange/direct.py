@@ -1,7 +1,8 @@
-"""Every group sends its message to every other group, point to point, over a gloo process group."""
+"""Every group sends directly to every other one, over gloo process groups."""
 
 import math
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -21,40 +22,49 @@ class _Transfer(NamedTuple):
 
 
 class _Posted(NamedTuple):
-    message: Tensor
+    messages: Sequence[Tensor]
     received: list[Tensor]
     transfers: list[_Transfer]
     failure: Unanswered | None
 
 
-class GatherExchange(Exchange[_Posted]):
-    """Gathers the messages of all groups in each of them.
+class DirectExchange(Exchange[_Posted]):
+    """Sends from each group to each other one.
 
     Point-to-point transfers rather than one collective, so that an error names the group that is missing.
 
+    A gloo send starts when the receiver has said that it is ready. In a connection that carries messages both ways this
+    word waits behind the message that goes the same way, and the link stands still for as long. So there is a
+    connection for each direction.
+
     Args:
-        process_group: A gloo process group with one rank of each worker group, in the order of the groups. Nothing
-            else may use it.
+        up: A gloo process group with one rank of each worker group, in the order of the groups. It carries the messages
+            to groups of higher number. Nothing else may use it.
+        down: Another one, for the messages to groups of lower number.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
-        super().__init__(dist.get_world_size(process_group))
-        self._process_group = process_group
-        self._group = dist.get_rank(process_group)
-        self._ranks = dist.get_process_group_ranks(process_group)
+    def __init__(self, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_world_size(up))
+        self._up = up
+        self._down = down
+        self._group = dist.get_rank(up)
+        self._ranks = dist.get_process_group_ranks(up)
 
-    def post(self, message: Tensor) -> _Posted:
-        """Starts to send; see `Exchange.post`. A message on another device is copied to the host first."""
-        sent = message.cpu()
-        received = [sent if group == self._group else torch.empty_like(sent) for group in range(self.groups)]
+    def post(self, messages: Sequence[Tensor]) -> _Posted:
+        """Starts to send; see `Exchange.post`. What is on another device is copied to the host first."""
+        # The same message for all groups is copied once.
+        on_host = {id(message): message.cpu() for message in messages}
+        sent = [on_host[id(message)] for message in messages]
+        own = sent[self._group]
+        received = [own if group == self._group else torch.empty_like(own) for group in range(self.groups)]
         transfers, failure = [], None
         for group in [group for group in range(self.groups) if group != self._group]:
             try:
-                transfers.append(self._transfer(group, sent, received[group]))
+                transfers.append(self._transfer(group, sent[group], received[group]))
             except RuntimeError as error:
                 # Told when the message is collected, so that all ranks of this group hear of it at the same point.
                 failure = failure or self._gone(group, error)
-        return _Posted(message, received, transfers, failure)
+        return _Posted(messages, received, transfers, failure)
 
     def collect(self, posted: _Posted, deadline: float) -> list[Tensor]:
         """Waits for all groups; see `Exchange.collect`."""
@@ -64,13 +74,14 @@ class GatherExchange(Exchange[_Posted]):
             self._wait(transfer.receiving, transfer.group, deadline)
         for transfer in posted.transfers:
             self._wait(transfer.sending, transfer.group, deadline)
-        self._count(posted.message)
-        return [part.to(posted.message.device) for part in posted.received]
+        self._count(self._group, posted.messages, posted.received)
+        return [part.to(posted.messages[self._group].device) for part in posted.received]
 
     def _transfer(self, group: int, sent: Tensor, into: Tensor) -> _Transfer:
-        # The receive comes first: a gloo send starts when the other side is known to be ready.
-        receiving = dist.irecv(into, group=self._process_group, group_src=group)
-        sending = dist.isend(sent, group=self._process_group, group_dst=group)
+        to, back = (self._up, self._down) if group > self._group else (self._down, self._up)
+        # The receive comes first, so that the other side knows early that this one is ready.
+        receiving = dist.irecv(into, group=back, group_src=group)
+        sending = dist.isend(sent, group=to, group_dst=group)
         assert receiving is not None, "this rank belongs to the process group"
         assert sending is not None, "this rank belongs to the process group"
         return _Transfer(group, receiving, sending)
