@@ -19,9 +19,7 @@ from tests.training import LAYERS, inner_optimizer, mlp, train_step
 GROUPS = 3  # always, since another number of payloads is compiled anew
 BIG = torch.finfo(torch.float32).max
 
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="needs a C++ compiler"
-)
+HAS_COMPILER = any(map(shutil.which, ("g++", "c++", "clang++")))
 
 anything = st.floats(width=32, allow_nan=False, allow_infinity=False)
 near = st.floats(min_value=-1.0, max_value=1.0, width=32)
@@ -39,7 +37,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 # --- compiled on a CPU, where nobody would, to compare ---------------------------------------------------------------
 
 
-@needs_compiler
+@pytest.mark.timeout(900)  # a compilation takes ten seconds, and minutes on a busy machine
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 @given(values=lists, numel=st.integers(129, 1500))
 @example(values=[0.0, -0.0, 1e-45, -1e-39, BIG], numel=129)
 @example(values=[1.5, 0.75, -0.0117187500, 0.0117187490], numel=256)
@@ -50,7 +49,8 @@ def test_codes_are_the_same_bits(values: list[float], numel: int) -> None:
     assert torch.equal(Compiled().encode(gradient, FP4()), Eager().encode(gradient, FP4()))
 
 
-@needs_compiler
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 @given(
     values=st.lists(lists, min_size=GROUPS, max_size=GROUPS),
     numel=st.integers(129, 1500),
@@ -70,7 +70,8 @@ def test_the_mean_is_the_same_bits(values: list[list[float]], numel: int, factor
     assert one.shape == like.shape
 
 
-@needs_compiler
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 def test_outer_parameters_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(passes: Any) -> dict[str, Tensor]:
         monkeypatch.setattr(engine, "passes_on", lambda device: passes)
