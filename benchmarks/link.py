@@ -234,10 +234,20 @@ def main() -> None:
                 share = "" if "ms" in name.split() else f"{rate / yardstick:.2f}"
                 print(f"| {name} | {rate:.0f} | {share} |", flush=True)
                 headline[f"{mbit} Mbit/s, {control}: {name}"] = round(rate, 1)
-    if asked.json:
-        machine = {"python": platform.python_version(), "machine": platform.machine(), "system": platform.release()}
-        told = {"headline": headline, **machine, "date": datetime.now(timezone.utc).date().isoformat()}
-        asked.json.write_text(json.dumps(told, indent=1) + "\n")
+            if asked.json:
+                asked.json.write_text(json.dumps({"headline": headline, **described()}, indent=1) + "\n")
+
+
+def described() -> dict[str, str]:
+    """The machine, the versions and the date."""
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
 
 
 if __name__ == "__main__":
