@@ -26,7 +26,7 @@ from lightning_sdiloco.epochs import begin_epochs_alike
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.flight import Landing
-from lightning_sdiloco.launched import meet
+from lightning_sdiloco.launched import meet, warn_of_shared_store
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.promptness import Promptness
 from lightning_sdiloco.reachability import require_reachable
@@ -264,6 +264,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
                 require_reachable(meeting, layout.group_of(self.global_rank), exchange_address, group_address)
         with for_exchange():
             super().setup_distributed()
+        warn_of_shared_store(self.global_rank)
         self._failures = Failures(store(), self.global_rank, layout.group_of(self.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
