@@ -127,12 +127,16 @@ def test_torchrun_restarts_a_run_on_two_machines(tmp_path: Path) -> None:
     through, killed = fresh(tmp_path / "through"), fresh(tmp_path / "killed")
     script = ["watched.py", "--num-nodes=2", "--devices=2", f"--steps={STEPS}", "--resume=last"]
 
+    def node(number: int) -> list[str]:
+        # The host names of these machines do not tell their addresses.
+        return [f"--local-addr=10.79.0.{number}", f"--rdzv-conf=is_host={int(number == 1)}"]
+
     def run(folder: Path, **environment: str) -> str:
         with two_sites() as sites:
             common = ["--nnodes=2", "--nproc-per-node=2", "--max-restarts=3"]
             common += ["--rdzv-backend=c10d", "--rdzv-endpoint=10.79.0.1:29400"]
             nodes = [
-                start(folder, [*TORCHRUN, *common, f"--local-addr=10.79.0.{n}", *script], site, **environment)
+                start(folder, [*TORCHRUN, *common, *node(n), *script], site, **environment)
                 for n, site in enumerate(sites, start=1)
             ]
             return ended(folder, *nodes)
