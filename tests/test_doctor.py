@@ -14,7 +14,7 @@ from lightning_sdiloco.cli import main
 from lightning_sdiloco.doctor import machine
 from lightning_sdiloco.doctor.checks import Examined, Finding, findings
 from lightning_sdiloco.doctor.links import Link
-from lightning_sdiloco.launched import Launch, how_launched
+from lightning_sdiloco.launched import Launch, how_launched, warn_of_shared_store
 from lightning_sdiloco.reachability import Failure, Place
 from tests.ranks import LAUNCHERS, run_processes
 
@@ -72,6 +72,20 @@ def test_a_process_that_cannot_know_its_rank_is_told_what_to_do(
     set_environment(monkeypatch, values)
     with pytest.raises(ValueError, match=message):
         how_launched(num_nodes)
+
+
+@pytest.mark.parametrize(
+    ("lent", "restarts", "warned"), [("True", "3", True), ("True", "0", False), ("False", "3", False)]
+)
+def test_torchrun_is_told_what_it_needs_to_restart_processes(
+    lent: str, restarts: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"TORCHELASTIC_USE_AGENT_STORE": lent, "TORCHELASTIC_MAX_RESTARTS": restarts}
+    set_environment(monkeypatch, values)
+    warn_of_shared_store(rank=1)
+    assert not caplog.text
+    warn_of_shared_store(rank=0)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) is warned
 
 
 # What it finds

@@ -91,6 +91,13 @@ def test_a_job_script_of_the_examples_trains_the_groups_that_it_says(
     assert said in wait_for(f"trained {STEPS} steps", folder / f"sdiloco-{job}.log")
 
 
+def test_the_doctor_runs_where_the_training_would(cluster: Slurm) -> None:
+    doctor = [sys.executable, "-m", "lightning_sdiloco.cli", "doctor", "--seconds=0.2"]
+    table = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *doctor)
+    assert "2 on 2 hosts (n0, n1), in 2 worker groups of 1" in table
+    assert "bandwidth 1 -> 0" in table
+
+
 def test_a_requeued_job_ends_with_the_bits_of_one_that_was_never_stopped(cluster: Slurm, tmp_path: Path) -> None:
     command = f"srun python watched.py --num-nodes 2 --devices 1 --steps {STEPS} && echo all ranks ended"
     choices = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--output=job.log"]
