@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sinfo", "unshare")
-SECONDS = 20.0
+SECONDS = 60.0
 
 CONFIGURATION = """
 ClusterName=tests
@@ -70,7 +70,7 @@ class Slurm:
             "GLOO_SOCKET_IFNAME": "lo",
         }
 
-    def run(self, *command: str, seconds: float = 100, cwd: Path | None = None, **environment: str) -> str:
+    def run(self, *command: str, seconds: float = 250, cwd: Path | None = None, **environment: str) -> str:
         """What a command of SLURM prints; both streams, because srun passes on those of the tasks."""
         done = subprocess.run(
             command,

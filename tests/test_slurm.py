@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 STEPS = 400
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Slow enough for a signal to come in the midst of it. Every rank keeps the model that it ends with.
 SCRIPT = """
@@ -64,7 +64,7 @@ def submitted(cluster: Slurm, folder: Path, *arguments: str) -> str:
     return cluster.run("sbatch", "--parsable", *arguments, cwd=folder).strip()
 
 
-def wait_for(condition: str, log: Path, seconds: float = 100) -> str:
+def wait_for(condition: str, log: Path, seconds: float = 250) -> str:
     """Waits until a log says something."""
     deadline = time.monotonic() + seconds
     while True:

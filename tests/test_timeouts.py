@@ -4,11 +4,16 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from tests import fits
 from tests.fits import fit
 from tests.ranks import run_processes
 
-TIMEOUT = 2.0
+pytestmark = pytest.mark.slow
+
+# Ranks that start later than this would fail before.
+TIMEOUT = 3.0
 CHOICES: dict[str, Any] = {"sync_every": 6, "fragments": [["*"]], "timeout": timedelta(seconds=TIMEOUT)}
 
 
@@ -48,12 +53,12 @@ def errors_of(groups: int, where: str) -> tuple[str, float]:
 
 def test_a_rank_that_waits_for_one_of_its_group_does_so_for_the_timeout() -> None:
     error, seconds = errors_of(groups=1, where="training_step")
-    assert "Timed out waiting 2000ms" in error
+    assert "Timed out waiting 3000ms" in error
     assert seconds < 30
 
 
 def test_a_rank_that_waits_for_all_others_does_so_for_the_timeout() -> None:
     error, seconds = errors_of(groups=2, where="barrier")
     assert "ExchangeError: This rank, of worker group 0, waited for all others at ('here',)" in error
-    assert "Timed out waiting 2000ms" in error
+    assert "Timed out waiting 3000ms" in error
     assert seconds < 30
