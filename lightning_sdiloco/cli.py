@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
+from lightning_sdiloco.doctor.command import Unwell, doctor
 from lightning_sdiloco.planning.command import plan
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import Settings
@@ -48,7 +49,12 @@ def schedule(
     return Schedule(sync_every, overlap_steps, fragments).table(first, last)
 
 
-COMMANDS: Mapping[str, Callable[..., str]] = {"plan": plan, "schedule": schedule, "simulate": simulate}
+COMMANDS: Mapping[str, Callable[..., str]] = {
+    "doctor": doctor,
+    "plan": plan,
+    "schedule": schedule,
+    "simulate": simulate,
+}
 """The subcommands by their names."""
 
 
@@ -59,7 +65,8 @@ def main(args: list[str] | None = None) -> None:
         args: The arguments of the command line, without the name of the program. By default those of this process.
 
     Raises:
-        SystemExit: With code 2 if the arguments are wrong, with code 0 after ``--help``.
+        SystemExit: With code 2 if the arguments are wrong, with code 1 if ``doctor`` finds that training would not
+            work, with code 0 after ``--help``.
     """
     parser = ArgumentParser(prog="sdiloco", description="Tools for Streaming DiLoCo.")
     subcommands = parser.add_subcommands(dest="command")
@@ -73,7 +80,12 @@ def main(args: list[str] | None = None) -> None:
         text = COMMANDS[chosen.command](**vars(chosen[chosen.command]))
     except ValueError as error:
         parser.error(str(error))
-    print(text)
+    except Unwell as found:
+        print(found)
+        raise SystemExit(1) from None
+    # Ranks but the first have nothing to say.
+    if text:
+        print(text)
 
 
 def _parser_of(command: Callable[..., str]) -> ArgumentParser:

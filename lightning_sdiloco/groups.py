@@ -16,7 +16,7 @@ from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.epochs import begin_epochs_alike
 from lightning_sdiloco.failures import Failures
-from lightning_sdiloco.launched import meet
+from lightning_sdiloco.launched import meet, warn_of_shared_store
 from lightning_sdiloco.promptness import Promptness
 from lightning_sdiloco.reachability import require_reachable
 from lightning_sdiloco.refused import refuse_what_cannot_work
@@ -111,6 +111,7 @@ class GroupsMixin(StepsMixin):
     def _join_groups(self) -> None:
         """Makes the ways between the ranks of a group and between groups, as soon as all processes are connected."""
         layout = self._layout()
+        warn_of_shared_store(self.global_rank)
         self._failures = Failures(store(), self.global_rank, layout.group_of(self.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():

@@ -28,23 +28,19 @@ class Meeting:
     """Ranks that have come to one store.
 
     Args:
-        store: The store.
+        store: The store. All keys begin with ``sdiloco/``.
         rank: This rank.
         world_size: How many ranks are expected.
         place: Address and port of the store, for messages.
         timeout: How long to wait for the others.
-        prefix: With which all keys begin.
     """
 
-    def __init__(
-        self, store: Any, rank: int, world_size: int, place: str, timeout: timedelta, prefix: str = "sdiloco"
-    ) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, place: str, timeout: timedelta) -> None:
         self.rank = rank
         self.world_size = world_size
         self.place = place
         self._store = store
         self._timeout = timeout
-        self._prefix = prefix
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """What every rank tells under a name, in the order of the ranks. All must call it.
@@ -56,11 +52,11 @@ class Meeting:
         Raises:
             ValueError: If ranks do not come in time. The message names them.
         """
-        keys = [f"{self._prefix}/{name}/{rank}" for rank in range(self.world_size)]
+        keys = [f"sdiloco/{name}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], json.dumps(value))
         self._wait_for_all(name, keys)
         told = [json.loads(told) for told in self._store.multi_get(keys)]
-        self._let_others_read(f"{self._prefix}/{name}/readers")
+        self._let_others_read(f"sdiloco/{name}/readers")
         return told
 
     def _let_others_read(self, key: str) -> None:

@@ -11,9 +11,9 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_sdiloco.meeting import Meeting, reason, try_to_connect
 
@@ -219,11 +219,12 @@ def described(failures: list[Failure], places: list[Place]) -> str:
         lines.append(f"  and {len(failures) - _SHOWN} more")
     pairs = len(places) * (len(places) - 1)
     return "\n".join(
-        [f"{len(failures)} of {pairs} connections between ranks cannot be made:", *lines, _advice(failures)]
+        [f"{len(failures)} of {pairs} connections between ranks cannot be made:", *lines, advice(failures)]
     )
 
 
-def _advice(failures: list[Failure]) -> str:
+def advice(failures: Sequence[Failure]) -> str:
+    """What to do about connections that cannot be made."""
     loopback = [failure for failure in failures if _is_loopback(failure.address.rpartition(":")[0].strip("[]"))]
     if loopback:
         return (
@@ -243,8 +244,3 @@ def _is_loopback(address: str) -> bool:
 
 def _who(rank: int, places: list[Place]) -> str:
     return f"rank {rank} (worker group {places[rank].group}, {places[rank].host})"
-
-
-def as_json(failures: list[Failure]) -> list[dict[str, Any]]:
-    """The connections that cannot be made, as plain values."""
-    return [failure._asdict() for failure in failures]

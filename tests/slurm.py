@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sinfo", "unshare")
-SECONDS = 20.0
+SECONDS = 60.0
 
 CONFIGURATION = """
 ClusterName=tests
@@ -48,6 +48,8 @@ SlurmctldTimeout=60
 SlurmdTimeout=60
 KillWait=10
 JobRequeue=1
+# Lightning makes the port at which ranks meet from the number of the job: each SLURM of this machine has its own.
+FirstJobId={first_job}
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
@@ -68,7 +70,7 @@ class Slurm:
             "GLOO_SOCKET_IFNAME": "lo",
         }
 
-    def run(self, *command: str, seconds: float = 100, cwd: Path | None = None, **environment: str) -> str:
+    def run(self, *command: str, seconds: float = 250, cwd: Path | None = None, **environment: str) -> str:
         """What a command of SLURM prints; both streams, because srun passes on those of the tasks."""
         done = subprocess.run(
             command,
@@ -126,7 +128,11 @@ def _configure(folder: Path, nodes: int, cores: int) -> None:
     ]
     (folder / "slurm.conf").write_text(
         CONFIGURATION.format(
-            host=socket.gethostname().partition(".")[0], port=_free_port(), folder=folder, nodes="\n".join(described)
+            host=socket.gethostname().partition(".")[0],
+            port=_free_port(),
+            folder=folder,
+            first_job=1 + os.getpid() % 900 * 10,
+            nodes="\n".join(described),
         )
     )
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "".join(f"127.0.0.1 {name}\n" for name in names))

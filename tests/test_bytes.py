@@ -144,9 +144,11 @@ def test_the_counter_of_the_interface_agrees(world_size: int, compression: str) 
 
 
 @pytest.mark.network
-def test_no_byte_crosses_between_launches() -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_byte_crosses_between_launches(world_size: int) -> None:
+    """With two ranks in a group not even those of DistributedDataParallel."""
     choices = {**CHOICES, "compression": "fp4", "final_sync": False, "overlap_steps": 0}
-    ranks = measured_without_retransmission(2, choices)
+    ranks = measured_without_retransmission(world_size, choices)
     sent = [counter[1] for counter in ranks[0]["inspected"]]
     per_step = {step: after - before for step, (before, after) in enumerate(zip(sent, sent[1:], strict=False), start=2)}
     launches = {6, 9, 12, 15}

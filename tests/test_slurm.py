@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 STEPS = 400
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Slow enough for a signal to come in the midst of it. Every rank keeps the model that it ends with.
 SCRIPT = """
@@ -64,7 +64,7 @@ def submitted(cluster: Slurm, folder: Path, *arguments: str) -> str:
     return cluster.run("sbatch", "--parsable", *arguments, cwd=folder).strip()
 
 
-def wait_for(condition: str, log: Path, seconds: float = 100) -> str:
+def wait_for(condition: str, log: Path, seconds: float = 250) -> str:
     """Waits until a log says something."""
     deadline = time.monotonic() + seconds
     while True:
@@ -89,6 +89,13 @@ def test_a_job_script_of_the_examples_trains_the_groups_that_it_says(
     folder = fresh(tmp_path / "job")
     job = submitted(cluster, folder, f"{script}.sbatch")
     assert said in wait_for(f"trained {STEPS} steps", folder / f"sdiloco-{job}.log")
+
+
+def test_the_doctor_runs_where_the_training_would(cluster: Slurm) -> None:
+    doctor = [sys.executable, "-m", "lightning_sdiloco.cli", "doctor", "--seconds=0.2"]
+    table = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *doctor)
+    assert "2 on 2 hosts (n0, n1), in 2 worker groups of 1" in table
+    assert "bandwidth 1 -> 0" in table
 
 
 def test_a_requeued_job_ends_with_the_bits_of_one_that_was_never_stopped(cluster: Slurm, tmp_path: Path) -> None:

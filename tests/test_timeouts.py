@@ -1,0 +1,64 @@
+"""Waits that have an end: for ranks of the same group, and for all ranks. Other files show the other timeouts."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests import fits
+from tests.fits import fit
+from tests.ranks import run_processes
+
+pytestmark = pytest.mark.slow
+
+# Ranks that start later than this would fail before.
+TIMEOUT = 3.0
+CHOICES: dict[str, Any] = {"sync_every": 6, "fragments": [["*"]], "timeout": timedelta(seconds=TIMEOUT)}
+
+
+def stalling(rank: int, where: str) -> Any:
+    """Makes a module with which the last rank stops at a place for longer than any timeout."""
+
+    def make(distribution: str, inner: str, seed: int) -> Any:
+        base = type(fits.module(distribution, inner, seed))
+
+        class Stalling(base):  # type: ignore[misc, valid-type]
+            def training_step(self, parts: Any, index: int) -> Any:
+                if where == "training_step" and index == 2 and rank == 1:
+                    time.sleep(3 * TIMEOUT)
+                return super().training_step(parts, index)
+
+            def on_train_epoch_start(self) -> None:
+                if where == "barrier":
+                    if rank == 1:
+                        time.sleep(3 * TIMEOUT)
+                    self.trainer.strategy.barrier("here")
+
+        return Stalling()
+
+    return make
+
+
+def errors_of(groups: int, where: str) -> tuple[str, float]:
+    """The error of the rank that waits, and after how many seconds all had ended."""
+
+    def run(rank: int, world_size: int) -> None:
+        fit(rank, world_size, groups, 5, CHOICES, make=stalling(rank, where))
+
+    start = time.monotonic()
+    errors = run_processes(run, 2, expect_failure=True)
+    return errors[0], time.monotonic() - start
+
+
+def test_a_rank_that_waits_for_one_of_its_group_does_so_for_the_timeout() -> None:
+    error, seconds = errors_of(groups=1, where="training_step")
+    assert "Timed out waiting 3000ms" in error
+    assert seconds < 30
+
+
+def test_a_rank_that_waits_for_all_others_does_so_for_the_timeout() -> None:
+    error, seconds = errors_of(groups=2, where="barrier")
+    assert "ExchangeError: This rank, of worker group 0, waited for all others at ('here',)" in error
+    assert "Timed out waiting 3000ms" in error
+    assert seconds < 30
