@@ -32,6 +32,6 @@ __all__ = [
 if find_spec("pytorch_lightning") is not None:
     from lightning_sdiloco import pytorch_lightning as pytorch_lightning
 if TYPE_CHECKING or find_spec("lightning") is not None:
-    from lightning_sdiloco.lightning_pytorch import StreamingDiLoCoStrategy
+    from lightning_sdiloco.lightning_pytorch import StreamingDiLoCoMonitor, StreamingDiLoCoStrategy
 
-    __all__ += ["StreamingDiLoCoStrategy"]
+    __all__ += ["StreamingDiLoCoMonitor", "StreamingDiLoCoStrategy"]

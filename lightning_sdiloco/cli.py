@@ -1,7 +1,7 @@
 """The command ``sdiloco``: every function in `COMMANDS` is a subcommand, and its parameters are the options.
 
 A subcommand is added by writing one function that returns the text to print. The first line of its docstring and the
-text beside each parameter are the help. What a user can get wrong is a ``ValueError``: its message goes to stderr, and
+text beside each parameter are the help. A parameter without a default is given by its place. What a user can get wrong is a ``ValueError``: its message goes to stderr, and
 the command ends with exit code 2.
 """
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser
 
 from lightning_sdiloco.planning.command import plan
+from lightning_sdiloco.reporting.command import report
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import Settings
 
@@ -47,7 +48,7 @@ def schedule(
     return Schedule(sync_every, overlap_steps, fragments).table(first, last)
 
 
-COMMANDS: Mapping[str, Callable[..., str]] = {"plan": plan, "schedule": schedule}
+COMMANDS: Mapping[str, Callable[..., str]] = {"plan": plan, "report": report, "schedule": schedule}
 """The subcommands by their names."""
 
 
@@ -76,13 +77,18 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _parser_of(command: Callable[..., str]) -> ArgumentParser:
-    """A parser with an option for every parameter, spelled with dashes or as in Python."""
+    """A parser with an option for every parameter, spelled with dashes or as in Python.
+
+    A parameter without a default has no option: its value is given by its place.
+    """
     parser = ArgumentParser(description=_summary(command))
     hints = get_type_hints(command, include_extras=True)
     for parameter in inspect.signature(command).parameters.values():
         value_type, text = get_args(hints[parameter.name])
         spellings = dict.fromkeys([f"--{parameter.name.replace('_', '-')}", f"--{parameter.name}"])
-        if value_type is bool:
+        if parameter.default is inspect.Parameter.empty:
+            parser.add_argument(parameter.name, type=value_type, help=text)
+        elif value_type is bool:
             parser.add_argument(*spellings, action="store_true", help=text)
         else:
             option = parser.add_argument(*spellings, type=value_type, default=parameter.default, help=text)

@@ -10,11 +10,16 @@ from typing_extensions import override
 
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.launcher import LauncherMixin
+from lightning_sdiloco.monitor import StreamingDiLoCoMonitorMixin
 from lightning_sdiloco.strategy import StreamingDiLoCoMixin
 
 
 class StreamingDiLoCoCallback(StreamingDiLoCoCallbackMixin, Callback):
     """See `StreamingDiLoCoCallbackMixin`."""
+
+
+class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):  # noqa: D101
+    __doc__ = StreamingDiLoCoMonitorMixin.__doc__
 
 
 class _Launcher(LauncherMixin, _MultiProcessingLauncher):

@@ -25,10 +25,12 @@ from lightning_sdiloco.epochs import begin_epochs_alike
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.flight import Landing
+from lightning_sdiloco.monitor import asks_for_diagnostics
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.promptness import Promptness
 from lightning_sdiloco.refused import refuse_what_cannot_work
 from lightning_sdiloco.requests import Request, Requests
+from lightning_sdiloco.scalars import shown
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
 from lightning_sdiloco.signals import Signals
@@ -357,6 +359,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
             inner_optimizers=self.optimizers,
             **vars(self._settings),
         )
+        self._engine.diagnose(asks_for_diagnostics(self.lightning_module.trainer))
         self._requests = Requests(self._engine)
         self._stepped = self.landed = False
         self._optimizer_steps = self._steps_per_batch = 0
@@ -503,7 +506,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         if self._engine is None:
             return {}
         in_flight = ", ".join(map(str, self._engine.in_flight)) or "-"
-        return {"outer_step": str(self.schedule.round(self._engine.inner_steps)), "in_flight": in_flight}
+        outer_step = str(self.schedule.round(self._engine.inner_steps))
+        return {"outer_step": outer_step, "in_flight": in_flight, **shown(self._engine.last_landing)}
 
     # What one rank asks and all do
 
