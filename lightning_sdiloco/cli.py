@@ -1,8 +1,8 @@
 """The command ``sdiloco``: every function in `COMMANDS` is a subcommand, and its parameters are the options.
 
 A subcommand is added by writing one function that returns the text to print. The first line of its docstring and the
-text beside each parameter are the help. A parameter without a default is given by its place. What a user can get wrong is a ``ValueError``: its message goes to stderr, and
-the command ends with exit code 2.
+text beside each parameter are the help. A parameter without a default is given by its place. What a user can get wrong
+is a ``ValueError``: its message goes to stderr, and the command ends with exit code 2.
 """
 
 import inspect

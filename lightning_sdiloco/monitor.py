@@ -30,8 +30,8 @@ _FORMAT = 1
 class StreamingDiLoCoMonitorMixin(_Base):
     """Keeps what a run did, for `sdiloco report` and for a trace viewer.
 
-    Every rank writes a record of its own, a file of JSON lines: inner steps, launches, flights, landings, waits, losses.
-    Nothing of it travels between groups, and training waits for none of it.
+    Every rank writes a record of its own, a file of JSON lines: inner steps, launches, flights, landings, waits and
+    losses. Nothing of it travels between groups, and training waits for none of it.
 
     Args:
         folder: Where the records go. By default ``sdiloco`` in the folder of the trainer's first logger, or in its
@@ -57,6 +57,8 @@ class StreamingDiLoCoMonitorMixin(_Base):
         self._done: float | None = None
         self._paused: float | None = None
         self._losses = Deferred()
+        self._names_before: set[str] = set()
+        self._validated: set[str] = set()
 
     # Hooks
 
@@ -64,7 +66,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
         """Refuses a strategy that there is nothing to watch of."""
         if not hasattr(trainer.strategy, "outer_state_dict"):
             raise ValueError(
-                f"StreamingDiLoCoMonitor watches Streaming DiLoCo, and the strategy is"
+                "StreamingDiLoCoMonitor watches Streaming DiLoCo, and the strategy is"
                 f" {type(trainer.strategy).__name__}. Take the monitor out, or choose strategy='streaming_diloco'."
             )
 
@@ -101,13 +103,17 @@ class StreamingDiLoCoMonitorMixin(_Base):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Begins a pause of training."""
         self._paused = time.perf_counter()
+        self._names_before = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends the pause, and notes what validation found."""
+        # Names that came with a validation; what training logs is among the metrics too.
+        self._validated |= set(trainer.callback_metrics) - self._names_before
         if self._file is None or self._done is None or self._paused is None:
             return
         # Lightning has read these numbers for the loggers already.
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        told = trainer.callback_metrics.items()
+        metrics = {name: float(value) for name, value in told if name in self._validated and value.numel() == 1}
         span = self._paused, time.perf_counter()
         self._write("validation", step=self._step, span=span, metrics=metrics)
 

@@ -20,14 +20,15 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     ),
     "bandwidth": (
         "Bandwidth between groups",
-        "What each group sent, spread evenly over the time from a launch to the arrival of all messages. The dashed line"
-        " is what a ring all-reduce of all gradients at every step would have needed, at the same speed.",
+        "What each group sent, in every quarter of a round, spread evenly from a launch to the arrival of all messages."
+        " The dashed line is what a ring all-reduce of all gradients at every step would have needed, at the same"
+        " speed.",
     ),
     "flights": (
         "Fragments in flight, at the end of the run",
-        "First row of a group: its inner steps, and where it waited. Below, each flight of its fragments from launch to"
-        " result: strong while on the link, weaker while it is encoded, decoded or stepped, pale while it waits for its"
-        " turn. The clocks of all ranks are put on that of rank 0.",
+        "The first groups, at most four. First row of a group: its inner steps, and where it waited. Below, each flight"
+        " of its fragments from launch to result: strong while on the link, weaker while it is encoded, decoded or"
+        " stepped, pale while it waits for its turn. The clocks of all ranks are put on that of rank 0.",
     ),
     "agreement": (
         "Agreement of the groups",
@@ -46,9 +47,9 @@ body { background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, "
   max-width: 60rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .3rem; }
 p { margin: .4rem 0; } .quiet { color: var(--quiet); font-size: .9rem; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .75rem; margin: 1.5rem 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.2rem, 1fr)); gap: .75rem; margin: 1.5rem 0; }
 .tile { background: var(--tile); border-radius: .5rem; padding: .7rem .9rem; }
-.tile b { display: block; font-size: 1.35rem; font-weight: 600; }
+.tile b { display: block; font-size: 1.2rem; font-weight: 600; white-space: nowrap; }
 .tile span { color: var(--quiet); font-size: .85rem; }
 .verdict { border-left: .25rem solid var(--accent); padding: .1rem 0 .1rem 1rem; margin: 1.5rem 0; }
 img { width: 100%; height: auto; display: block; }
@@ -112,7 +113,7 @@ def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
     tiles = [
         (f"{verdict.utilisation:.1%}", "compute utilisation"),
         (f"{steps:,}", "inner steps"),
-        (_seconds(max(series.step_seconds(rank) for rank in run.heads)), "inner step of the slowest group"),
+        (_seconds(max(series.step_seconds(rank) for rank in run.heads)), "slowest inner step"),
         (_size(sent), "sent by each group"),
     ]
     if sent:

@@ -1,7 +1,6 @@
 """The pictures of a report, each for light and for dark pages."""
 
 import io
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +62,12 @@ _SIZE = 9.2, 3.1
 _ROUNDS = 2
 """Of so many rounds the flights are drawn."""
 
+_GROUPS = 4
+"""So many groups are drawn with their flights, the first ones."""
+
+_POINTS = 1000
+"""A line has at most so many points; of more, means of neighbours are drawn."""
+
 
 def drawn(draw: Callable[[Any, Run, Theme], None], run: Run, theme: Theme, format: str) -> bytes:
     """A picture as a file.
@@ -118,32 +123,36 @@ def draw_utilisation(figure: Any, run: Run, theme: Theme) -> None:
 
 def draw_bandwidth(figure: Any, run: Run, theme: Theme) -> None:
     """What every group sent over time, and what data-parallel training would have needed."""
-    axes = _axes(figure, theme, "seconds since the first inner step", "Gbit/s")
-    least = math.inf
+    needed = series.ddp_gbit_s(run)
+    unit, name = (1.0, "Gbit/s") if needed >= 1 else (1000.0, "Mbit/s")
+    axes = _axes(figure, theme, "seconds since the first inner step", name)
+    rates = []
     for head in run.heads:
         ranks = [rank for rank in run.ranks if rank.group == head.group]
-        points = series.gbit_s_over_time(ranks, run.began)
+        points = [(at, unit * rate) for at, rate in series.gbit_s_over_time(ranks, run.began)]
+        rates += [rate for _, rate in points]
         if points:
-            least = min([least, *(rate for _, rate in points if rate > 0)])
             x, y = zip(*points, strict=True)
             axes.step(x, y, where="post", color=theme.of(head.group), linewidth=1.5, label=f"group {head.group}")
-    if least < math.inf:
+    if any(rates):
+        label = f"DDP at this speed: {unit * needed:.3g} {name}"
+        axes.axhline(unit * needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
+        # Where nothing was sent there is no logarithm: the axis ends at a thousandth of the most.
         axes.set_yscale("log")
-        axes.set_ylim(bottom=least / 2)
+        axes.set_ylim(max(max(rates) / 1000, min(rate for rate in rates if rate)) / 2, 3 * max([unit * needed, *rates]))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()
-        label = f"DDP at this speed: {series.ddp_gbit_s(run):.3g} Gbit/s"
-        axes.axhline(series.ddp_gbit_s(run), color=theme.ink, linewidth=1.6, linestyle="--", label=label)
     _legend(axes, theme)
 
 
 def draw_flights(figure: Any, run: Run, theme: Theme) -> None:
     """The last rounds: inner steps and waits of every group, and the flights of its fragments below."""
     axes = _axes(figure, theme, "seconds since the first inner step", "")
-    figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * sum(1 + len(head.fragments) for head in run.heads))
+    heads = run.heads[:_GROUPS]
+    figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * sum(1 + len(head.fragments) for head in heads))
     window = _last_rounds(run)
-    row, ticks = 0, []
-    for head in run.heads:
+    row, ticks = 0, list[tuple[int, str]]()
+    for head in heads:
         row = _draw_group(axes, head, run, window, theme, row, ticks)
     axes.set_xlim(window[0] - run.began, window[1] - run.began)
     axes.set_ylim(row - 0.5, -0.8)
@@ -160,7 +169,7 @@ _LANE = {"in flight": 0.25, "in the lane": 0.55, "on the link": 1.0}
 
 
 def _draw_group(
-    axes: Any, head: Rank, run: Run, window: tuple[float, float], theme: Theme, row: int, ticks: list[Any]
+    axes: Any, head: Rank, run: Run, window: tuple[float, float], theme: Theme, row: int, ticks: list[tuple[int, str]]
 ) -> int:
     def bars(place: int, spans: list[tuple[float, float]], color: str, alpha: float, height: float) -> None:
         seen = [(began - run.began, ended - began) for began, ended in spans if ended > window[0] and began < window[1]]
@@ -176,7 +185,10 @@ def _draw_group(
         flights = [landed for landed in head.landings if landed.fragment == fragment]
         ticks.append((place, f"fragment {fragment}"))
         bars(place, [landed.spans["flight"] for landed in flights], theme.of(head.group), _LANE["in flight"], 0.7)
-        for name, spans in (("in the lane", _in_lane(flights)), ("on the link", list(map(series.on_the_link, flights)))):
+        for name, spans in (
+            ("in the lane", _in_lane(flights)),
+            ("on the link", list(map(series.on_the_link, flights))),
+        ):
             bars(place, spans, theme.of(head.group), _LANE[name], 0.7)
     return row + 1 + len(head.fragments)
 
@@ -204,8 +216,8 @@ def draw_agreement(figure: Any, run: Run, theme: Theme) -> None:
         axes = _axes(figure, theme, "inner step", "norm of the outer gradient", 122)
     else:
         axes.set_ylabel("norm of the outer gradient", color=theme.ink)
-    for group, curve in norms.items():
-        color, label = (theme.ink, "mean") if group is None else (theme.of(group), f"group {group}")
+    for of, curve in norms.items():
+        color, label = (theme.ink, "mean") if of is None else (theme.of(of), f"group {of}")
         _line(axes, curve, color, 1, 2, label)
     axes.set_ylim(bottom=0)
     _legend(axes, theme)
@@ -235,19 +247,19 @@ def _axes(figure: Any, theme: Theme, x: str, y: str, place: int = 111) -> Any:
 
 def _line(axes: Any, points: series.Curve, color: str, alpha: float, width: float, label: str | None = None) -> None:
     if points:
-        x, y = zip(*points, strict=True)
+        x, y = zip(*series.rounds(points, -(-len(points) // _POINTS)), strict=True)
         marker = "o" if len(points) == 1 else None
         axes.plot(x, y, color=color, alpha=alpha, linewidth=width, label=label, marker=marker, markersize=4)
 
 
 def _legend(axes: Any, theme: Theme) -> None:
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="best")
+        axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="best", ncols=2)
 
 
 def _smoothed(points: series.Curve) -> series.Curve:
-    """The mean over the last tenth of the points, at most fifty, up to each of them."""
-    width = max(1, min(50, len(points) // 10))
+    """The mean over the last twentieth of the points, at most fifty, up to each of them."""
+    width = max(1, min(50, len(points) // 20))
     values = [value for _, value in points]
     return [
         (step, sum(values[max(0, place - width + 1) : place + 1]) / len(values[max(0, place - width + 1) : place + 1]))

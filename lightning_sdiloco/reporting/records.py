@@ -33,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Landed:
-    """A landing; the attributes are those of `lightning_sdiloco.Landing`, and whether it was one of the final exchange."""
+    """A landing, as `lightning_sdiloco.Landing` describes it, and whether it was one of the final exchange."""
 
     fragment: int
     launched_at: int
@@ -87,7 +87,7 @@ class Rank:
     steps: list[Step] = field(default_factory=list)
     landings: list[Landed] = field(default_factory=list)
     validations: list[Validation] = field(default_factory=list)
-    losses: list[tuple[int, float]] = field(default_factory=list)
+    losses: list[tuple[float, float]] = field(default_factory=list)
     uncertainty: float = 0.0
 
     @property
@@ -127,8 +127,9 @@ def read_run(folder: str | Path) -> Run:
                 return Run(ranks)
             raise ValueError(f"The records in {place} hold no inner step: the run ended before its first.")
     raise ValueError(
-        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder in which a StreamingDiLoCoMonitor wrote"
-        " them: add one to the trainer's callbacks; by default it writes into sdiloco in the folder of the logger."
+        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder in which a StreamingDiLoCoMonitor"
+        " wrote them: add one to the trainer's callbacks; by default it writes into sdiloco in the folder of the"
+        " logger."
     )
 
 
@@ -158,7 +159,7 @@ def _parts(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 class _Correction:
-    """Takes the offset of a clock out: what was measured at the start and at the end, and in between a straight line."""
+    """Takes the offset of a clock out: in between what was measured at the start and at the end a straight line."""
 
     def __init__(self, part: list[dict[str, Any]]) -> None:
         measured = [told for told in part if told["kind"] in ("start", "end")]

@@ -1,7 +1,8 @@
 """The records of a run as numbers over time: arithmetic on spans, no pictures."""
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -11,6 +12,9 @@ from lightning_sdiloco.reporting.records import Landed, Rank, Run
 Curve = list[tuple[float, float]]
 """Points of a line."""
 
+_BARS = 240
+"""So many are drawn at most."""
+
 
 def overlap(one: Span, other: Span) -> float:
     """How many seconds two spans have in common.
@@ -19,21 +23,6 @@ def overlap(one: Span, other: Span) -> float:
     (1, 0.0)
     """
     return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """Spans that do not overlap and cover the same.
-
-    >>> union([(4, 5), (0, 2), (1, 3)])
-    [(0, 3), (4, 5)]
-    """
-    joined: list[Span] = []
-    for began, ended in sorted(spans):
-        if joined and began <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], ended)
-        else:
-            joined.append((began, ended))
-    return joined
 
 
 def trained(rank: Rank) -> Span:
@@ -64,10 +53,12 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
     every = int(rank.about["settings"]["sync_every"])
     done = {step.step: step.done for step in rank.steps}
     ends = [rank.steps[0].span[0], *(done[step] for step in sorted(done) if step % every == 0)]
-    spans = [landed.spans["wait"] for landed in waits(rank)]
+    waited = [0.0] * (len(ends) + 1)
+    for landed in waits(rank):
+        waited[bisect_left(ends, landed.spans["wait"][1])] += landed.seconds("wait")
     return [
-        (ended - zero, 1 - sum(overlap(span, (began, ended)) for span in spans) / (ended - began))
-        for began, ended in pairwise(ends)
+        (ended - zero, 1 - waited[number] / (ended - began))
+        for number, (began, ended) in enumerate(pairwise(ends), start=1)
         if ended > began
     ]
 
@@ -77,8 +68,8 @@ def on_the_link(landed: Landed) -> Span:
     return landed.spans.get("transfer", landed.spans["flight"])
 
 
-def gbit_s_over_time(ranks: Iterable[Rank], zero: float, points: int = 120) -> Curve:
-    """What the ranks of a group sent together, in Gbit/s, as steps; seconds since ``zero``.
+def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
+    """What the ranks of a group sent together, in Gbit/s, in every quarter of a round; seconds since ``zero``.
 
     A message counts evenly over the time from its launch to the arrival of those of the others.
     """
@@ -90,9 +81,10 @@ def gbit_s_over_time(ranks: Iterable[Rank], zero: float, points: int = 120) -> C
     ]
     if not sent:
         return []
-    began, ended = min(zero, min(span[0] for span, _ in sent)), max(span[1] for span, _ in sent)
-    width = (ended - began) / points
-    edges = [began + number * width for number in range(points + 1)]
+    (began, trained_until), every = trained(ranks[0]), ranks[0].about["settings"]["sync_every"]
+    width = max((trained_until - began) * every / len(ranks[0].steps) / 4, (trained_until - began) / _BARS)
+    ended = max(trained_until, *(span[1] for span, _ in sent))
+    edges = [began + number * width for number in range(math.ceil((ended - began) / width) + 1)]
     return [
         (one - zero, sum(_bits(span, nbytes, (one, other)) for span, nbytes in sent) / width / 1e9)
         for one, other in pairwise(edges)

@@ -246,8 +246,8 @@ def _agreement(run: Run) -> list[str]:
     out = sum(len(landed.left_out) for landed in landings), sum(len(landed.outlying) for landed in landings)
     if any(out):
         sentences.append(
-            f"Groups were left out of a mean {sum(out)} times: {out[0]} times with values that were not finite,"
-            f" {out[1]} times because outlier_guard found them too long."
+            f"Of all outer gradients {out[0]} were left out of a mean because they were not finite, and {out[1]}"
+            " because outlier_guard found them too long."
         )
     last = [curve[-1][1] for curve in series.cosines(run).values()]
     if len(last) > 1:
