@@ -34,7 +34,7 @@ class Advice:
     """A setting to change.
 
     Attributes:
-        changes: The settings and their new values.
+        changes: The settings and their new values; none where the planner knows none that would gain much.
         now: The utilisation that the planner expects of the settings of the run.
         then: That with the changes.
     """
@@ -53,7 +53,7 @@ class Verdict:
         utilisation: Mean over the ranks of the share of the time in which training did not wait.
         causes: What training waited for, added up over the ranks.
         link: The link as it was measured; None if nothing travelled.
-        advice: Which setting to change; None if there is nothing to gain, or the planner cannot tell.
+        advice: Which setting to change; None if no setting would help, or the planner cannot tell.
         sentences: All of it in words.
     """
 
@@ -150,7 +150,7 @@ def advise(run: Run, link: Link) -> Advice | None:
             break
     names = ("overlap_steps", "compression", "sync_every", "layers_per_fragment")
     changes = {name: getattr(best, name) for name in names if getattr(best, name) != getattr(settings, name)}
-    return Advice(changes, now, reached) if changes else None
+    return Advice(changes, now, reached)
 
 
 def _small_changes(settings: Settings) -> Iterator[Settings]:
@@ -231,6 +231,13 @@ def _what_to_change(limit: str, advice: Advice | None) -> list[str]:
     if limit not in ("link", "lane"):
         return []
     if advice is None:
+        return ["The planner cannot tell what to change: it knows compressions by their names only."]
+    if not advice.changes and advice.now >= planner.TARGET:
+        return [
+            f"On a steady link of that rate the planner expects a compute utilisation of {advice.now:.1%} of these"
+            " settings: the link or the inner steps were uneven. A larger overlap_steps hides more of that."
+        ]
+    if not advice.changes:
         return ["The planner knows no change of the settings that would gain much: it takes a faster link."]
     changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
     return [
