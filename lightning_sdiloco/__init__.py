@@ -32,6 +32,10 @@ __all__ = [
 if find_spec("pytorch_lightning") is not None:
     from lightning_sdiloco import pytorch_lightning as pytorch_lightning
 if TYPE_CHECKING or find_spec("lightning") is not None:
-    from lightning_sdiloco.lightning_pytorch import StreamingDiLoCoModelParallelStrategy, StreamingDiLoCoStrategy
+    from lightning_sdiloco.lightning_pytorch import (
+        StreamingDiLoCoModelParallelStrategy,
+        StreamingDiLoCoMonitor,
+        StreamingDiLoCoStrategy,
+    )
 
-    __all__ += ["StreamingDiLoCoModelParallelStrategy", "StreamingDiLoCoStrategy"]
+    __all__ += ["StreamingDiLoCoModelParallelStrategy", "StreamingDiLoCoMonitor", "StreamingDiLoCoStrategy"]

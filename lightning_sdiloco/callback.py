@@ -4,7 +4,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.flight import Landing
+from lightning_sdiloco.monitor import monitors_of
 from lightning_sdiloco.requests import Request
+from lightning_sdiloco.scalars import Interval, lay_out, scalars_of
 from lightning_sdiloco.uneven import count_idle_batch, drop_what_not_all_logged, end_epoch
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class StreamingDiLoCoCallbackMixin(_Base):
-    """Gives the strategy the hooks that strategies do not have. It holds no state of its own.
+    """Gives the strategy the hooks that strategies do not have. It holds no state that a checkpoint would need.
 
     Args:
         strategy: The strategy that attaches it.
@@ -27,6 +29,12 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def __init__(self, strategy: "GroupsMixin") -> None:
         self._strategy = strategy
+        self._interval: Interval | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Tells TensorBoard which scalars belong together."""
+        lay_out(trainer)
+        self._interval = None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Tells the strategy, which may have to cut the model anew."""
@@ -34,7 +42,7 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes the inner step, logs what landed, and ends a fit with its last batch."""
-        _write(trainer, self._strategy.end_batch(self._is_idle_step(trainer, batch)))
+        self._write(trainer, self._strategy.end_batch(self._is_idle_step(trainer, batch)))
         if self._strategy.agreed(Request.TIME_LIMIT):
             trainer.should_stop = True
         if self._strategy.agreed(Request.END_EPOCH):
@@ -48,7 +56,7 @@ class StreamingDiLoCoCallbackMixin(_Base):
         """Ends a fit whose last batch is over."""
         if _is_last(trainer):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
-            _write(trainer, self._strategy.finish())
+            self._write(trainer, self._strategy.finish())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops what cannot be reduced, and says once if no batch counts as an inner step."""
@@ -67,7 +75,25 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends a fit that was stopped early, before other callbacks look at the model."""
-        _write(trainer, self._strategy.finish())
+        self._write(trainer, self._strategy.finish())
+
+    def _write(self, trainer: Any, landings: list[Landing]) -> None:
+        """Logs landings, and hands them to the monitors."""
+        for landing in landings:
+            metrics = scalars_of(landing) | self._scalars_of_interval(landing)
+            # Not through self.log: every landing counts, whatever log_every_n_steps is.
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        for monitor in monitors_of(trainer):
+            monitor.note(landings)
+
+    def _scalars_of_interval(self, landing: Landing) -> dict[str, float]:
+        engine = self._strategy.engine
+        if self._interval is None and engine is not None:
+            # It begins with the first landing: what came before had nothing to wait for.
+            self._interval = Interval(engine.settings.sync_every, landing.landed_at)
+            return {}
+        return self._interval.scalars_with(landing) if self._interval is not None else {}
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Tells the strategy first, before another callback saves a checkpoint."""
@@ -80,18 +106,3 @@ def _is_last(trainer: Any) -> bool:
     limited = trainer.max_epochs not in (-1, None)
     last_batch = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
     return bool(limited and last_batch and trainer.current_epoch + 1 >= trainer.max_epochs)
-
-
-def _write(trainer: Any, landings: list[Landing]) -> None:
-    for landing in landings:
-        metrics = {
-            "sdiloco/bytes_sent": landing.bytes_sent,
-            "sdiloco/exposed_wait_ms": 1000 * landing.exposed_wait_s,
-            "sdiloco/outer_grad_norm": landing.outer_grad_norm,
-            "sdiloco/outer_lr": landing.outer_lr,
-            "sdiloco/groups_left_out": len(landing.left_out),
-            "sdiloco/groups_outlying": len(landing.outlying),
-        }
-        # Not through self.log: every landing counts, whatever log_every_n_steps is.
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -1,8 +1,8 @@
 """The command ``sdiloco``: every function in `COMMANDS` is a subcommand, and its parameters are the options.
 
 A subcommand is added by writing one function that returns the text to print. The first line of its docstring and the
-text beside each parameter are the help. What a user can get wrong is a ``ValueError``: its message goes to stderr, and
-the command ends with exit code 2.
+text beside each parameter are the help. A parameter without a default is given by its place. What a user can get wrong
+is a ``ValueError``: its message goes to stderr, and the command ends with exit code 2.
 """
 
 import inspect
@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_sdiloco.doctor.command import Unwell, doctor
 from lightning_sdiloco.planning.command import plan
+from lightning_sdiloco.reporting.command import report
 from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.simulating.command import simulate
@@ -52,6 +53,7 @@ def schedule(
 COMMANDS: Mapping[str, Callable[..., str]] = {
     "doctor": doctor,
     "plan": plan,
+    "report": report,
     "schedule": schedule,
     "simulate": simulate,
 }
@@ -89,13 +91,18 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _parser_of(command: Callable[..., str]) -> ArgumentParser:
-    """A parser with an option for every parameter, spelled with dashes or as in Python."""
+    """A parser with an option for every parameter, spelled with dashes or as in Python.
+
+    A parameter without a default has no option: its value is given by its place.
+    """
     parser = ArgumentParser(description=_summary(command))
     hints = get_type_hints(command, include_extras=True)
     for parameter in inspect.signature(command).parameters.values():
         value_type, text = get_args(hints[parameter.name])
         spellings = dict.fromkeys([f"--{parameter.name.replace('_', '-')}", f"--{parameter.name}"])
-        if value_type is bool:
+        if parameter.default is inspect.Parameter.empty:
+            parser.add_argument(parameter.name, type=value_type, help=text)
+        elif value_type is bool:
             parser.add_argument(*spellings, action="store_true", help=text)
         elif get_origin(value_type) is list:
             # One value each time that the option is given.

@@ -24,6 +24,7 @@ from lightning_sdiloco.fragments import (
     unwrapped,
 )
 from lightning_sdiloco.lane import Lane
+from lightning_sdiloco.measuring import Span
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.passes import passes_on
 from lightning_sdiloco.portable import OuterParameter
@@ -143,6 +144,7 @@ class StreamingDiLoCo:
         self._unfinished: dict[str, Any] | None = None
         self._closed = False
         self._counts = Counts()
+        self.step_span: Span = (0.0, 0.0)
         self.last_landing: Landing | None = None
         self.final_landings: list[Landing] = []
 
@@ -221,6 +223,8 @@ class StreamingDiLoCo:
         if self._closed:
             raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")
         self._counts.inner_steps += 1
+        began = time.perf_counter()
+        self.step_span = began, began
         if not idle:
             self._trained = [steps + 1 for steps in self._trained]
         due = self.schedule.launches(self.steps_in_rounds)
@@ -234,6 +238,7 @@ class StreamingDiLoCo:
         """The second half of `step`: lands what is due."""
         landed = [self._land(self._flights.pop(0)) for _ in self.schedule.landings(self.steps_in_rounds)]
         self._counts.landings += len(landed)
+        self.step_span = self.step_span[0], time.perf_counter()
         return landed
 
     def finish(self) -> list[Landing]:

@@ -17,6 +17,7 @@ from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.epochs import begin_epochs_alike
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.launched import meet, warn_of_shared_store
+from lightning_sdiloco.monitor import asks_for_diagnostics
 from lightning_sdiloco.promptness import Promptness
 from lightning_sdiloco.reachability import require_reachable
 from lightning_sdiloco.refused import refuse_what_cannot_work
@@ -183,6 +184,7 @@ class GroupsMixin(StepsMixin):
             inner_optimizers=self.optimizers,
             **vars(self._settings),
         )
+        self._engine.diagnose(asks_for_diagnostics(self.lightning_module.trainer))
         self._requests = Requests(self._engine)
         self._stepped = self.landed = False
         self._optimizer_steps = self._steps_per_batch = 0

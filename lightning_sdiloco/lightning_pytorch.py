@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.launcher import LauncherMixin
 from lightning_sdiloco.model_parallel import StreamingDiLoCoModelParallelMixin
+from lightning_sdiloco.monitor import StreamingDiLoCoMonitorMixin
 from lightning_sdiloco.simulating.processes import SimulatedProcessesMixin
 from lightning_sdiloco.simulating.recording import RecorderMixin
 from lightning_sdiloco.strategy import StreamingDiLoCoMixin
@@ -19,6 +20,10 @@ from lightning_sdiloco.strategy import StreamingDiLoCoMixin
 
 class StreamingDiLoCoCallback(StreamingDiLoCoCallbackMixin, Callback):
     """See `StreamingDiLoCoCallbackMixin`."""
+
+
+class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):  # noqa: D101
+    __doc__ = StreamingDiLoCoMonitorMixin.__doc__
 
 
 class _Launcher(LauncherMixin, _MultiProcessingLauncher):

@@ -17,6 +17,7 @@ from lightning_sdiloco.flight import Landing
 from lightning_sdiloco.promptness import Promptness
 from lightning_sdiloco.reading import ReadingMixin
 from lightning_sdiloco.requests import Request
+from lightning_sdiloco.scalars import shown
 from lightning_sdiloco.signals import Signals
 
 _log = logging.getLogger(__name__)
@@ -170,7 +171,8 @@ class StepsMixin(ReadingMixin, CollectivesMixin):
         if self._engine is None:
             return {}
         in_flight = ", ".join(map(str, self._engine.in_flight)) or "-"
-        return {"outer_step": str(self.schedule.round(self._engine.inner_steps)), "in_flight": in_flight}
+        outer_step = str(self.schedule.round(self._engine.inner_steps))
+        return {"outer_step": outer_step, "in_flight": in_flight, **shown(self._engine.last_landing)}
 
     # What one rank asks and all do
 

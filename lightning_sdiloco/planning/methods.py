@@ -29,6 +29,11 @@ _DDP_BUCKET = 25 * 2**20
 _ROUNDS = 8
 
 
+def lane_bytes(groups: int) -> int:
+    """Bytes of memory that the lane reads and writes for each value of a flight, with so many groups."""
+    return _ENCODE + groups * _DECODE + _OUTER_STEP
+
+
 class Memory(NamedTuple):
     """Bytes that Streaming DiLoCo takes beside ordinary training, in each rank.
 
