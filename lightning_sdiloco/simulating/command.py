@@ -132,7 +132,7 @@ def _progress(runs: int) -> Iterator[Callable[[int, dict[str, Any]], Callable[[]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         every = progress.add_task("runs", total=runs, visible=runs > 1)
         bar = progress.add_task("inner steps of all groups", total=None)
-        begun = []
+        begun: list[dict[str, Any]] = []
 
         def begin(groups: int, choices: dict[str, Any]) -> Callable[[], None]:
             progress.update(every, completed=len(begun))

@@ -33,8 +33,12 @@ class SimulatedProcessesMixin(_Base):
 
     place: Place
     reset_seed: Callable[[], None]
-    in_batch: bool
     _topology: Topology | None
+
+    @property
+    def in_batch(self) -> bool:
+        """See `CollectivesMixin`."""
+        raise NotImplementedError
 
     @property
     @override
