@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_sdiloco import checkpoint as files
 from lightning_sdiloco.averaging import Averaging
+from lightning_sdiloco.choosing import Choosing
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.fragments import clean_name
 from lightning_sdiloco.placing import Placing
@@ -30,6 +31,7 @@ class SavingMixin(_Base):
     """The checkpoints of a strategy. It reads what the strategy sets up and keeps only what was loaded."""
 
     _settings: Settings
+    _choosing: Choosing
     _topology: Topology | None
     _engine: StreamingDiLoCo | None
     _requests: Requests | None
@@ -143,7 +145,7 @@ class SavingMixin(_Base):
     def _layout_and_settings(self) -> dict[str, Any]:
         topology = self.topology
         layout = {"worker_groups": topology.groups, "group_size": topology.shards}
-        return {"layout": layout, "settings": self._settings.fixed_by_a_checkpoint()}
+        return {"layout": layout, "settings": self._choosing.described(self._settings.fixed_by_a_checkpoint())}
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -162,6 +164,7 @@ class SavingMixin(_Base):
         return checkpoint
 
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
+        self._settings = self._choosing.restored(self._settings, header["settings"])
         if other := self._other_settings(header):
             raise ValueError(
                 f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"

@@ -18,6 +18,7 @@ from lightning_sdiloco.agreement import align_model, is_aligned, require_same_mo
 from lightning_sdiloco.averaging import Averaging
 from lightning_sdiloco.buckets import fix_bucket_order
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
+from lightning_sdiloco.choosing import Choosing, Measured, tell
 from lightning_sdiloco.collectives import CollectivesMixin
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import StreamingDiLoCo
@@ -30,7 +31,7 @@ from lightning_sdiloco.promptness import Promptness
 from lightning_sdiloco.refused import refuse_what_cannot_work
 from lightning_sdiloco.requests import Request, Requests
 from lightning_sdiloco.schedule import Schedule
-from lightning_sdiloco.settings import DEFAULT_TIMEOUT, Settings
+from lightning_sdiloco.settings import DEFAULT_TIMEOUT
 from lightning_sdiloco.signals import Signals
 from lightning_sdiloco.silence import silence, silence_without_fit
 from lightning_sdiloco.start import cut
@@ -50,12 +51,14 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     Args:
         worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per node when
             there are several nodes, otherwise one per device.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper).
+        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and in the next,
+            ``"auto"`` leaves it to the planner, which measures the first inner steps and the link between groups.
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
-            ``sync_every``.
+            ``sync_every``; or ``"auto"``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.
         fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
-            shell-style patterns matched against parameter names, one list for each fragment.
+            shell-style patterns matched against parameter names, one list for each fragment; or ``"auto"``, which
+            chooses ``layers_per_fragment`` too.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
             as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``.
@@ -94,8 +97,8 @@ class StreamingDiLoCoMixin(CollectivesMixin):
     def __init__(
         self,
         worker_groups: int | Literal["auto"] = "auto",
-        sync_every: int = 100,
-        overlap_steps: int = 5,
+        sync_every: int | Literal["auto"] = 100,
+        overlap_steps: int | Literal["auto"] = 5,
         mixing: float = 0.5,
         fragments: str | list[list[str]] = "strided",
         layers_per_fragment: int = 3,
@@ -119,7 +122,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        self._settings = Settings(
+        self._choosing, self._settings = Choosing.of(
             sync_every=sync_every,
             overlap_steps=overlap_steps,
             mixing=mixing,
@@ -201,6 +204,11 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         return self._source.report()
 
     @property
+    def measured(self) -> Measured | None:
+        """What the planner chose ``"auto"`` settings from; None if it did not, or took them from a checkpoint."""
+        return self._choosing.measured
+
+    @property
     def engine(self) -> StreamingDiLoCo | None:
         """The engine of the fit that runs, or of the last one; None before the first in this process."""
         return self._engine
@@ -263,7 +271,7 @@ class StreamingDiLoCoMixin(CollectivesMixin):
                 "evaluate": self._evaluate,
                 "on_resume": self._on_resume,
             }
-            settings = {**self._settings.described(), **choices}
+            settings = {**self._choosing.described(self._settings.described()), **choices}
             require_same_settings(settings, world())
             self._topology = Topology.of_world(layout, self._settings.timeout)
 
@@ -360,12 +368,18 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._requests = Requests(self._engine)
         self._stepped = self.landed = False
         self._optimizer_steps = self._steps_per_batch = 0
-        self._promptness = Promptness(self._engine.schedule) if self.is_global_zero else None
+        self._choosing.start()
+        self._watch_signals()
         for optimizer in self.optimizers:
             if isinstance(optimizer, Optimizer):  # Lightning takes anything that has its methods.
                 # In manual optimization they may be stepped without Lightning's wrapper.
                 optimizer.register_step_post_hook(self._note_step)
         self._resume()
+
+    def _watch_signals(self) -> None:
+        assert self._engine is not None
+        is_chosen = not self._choosing.names
+        self._promptness = Promptness(self._engine.schedule) if self.is_global_zero and is_chosen else None
 
     # Training
 
@@ -464,7 +478,20 @@ class StreamingDiLoCoMixin(CollectivesMixin):
         self._agreed = self._requests.agreed(landings)
         if self._promptness is not None:
             self._promptness.step(self._engine.inner_steps)
+        if self._choosing.step(self._settings.sync_every - self._engine.steps_in_rounds):
+            self._choose(self._engine)
         return landings
+
+    def _choose(self, engine: StreamingDiLoCo) -> None:
+        """See [Note: what is chosen when]."""
+        assert self.lightning_module is not None
+        self._settings = self._choosing.choose(self._settings, self.lightning_module, self.topology)
+        engine.choose(self._settings)
+        self._fragments = engine.fragments
+        self._watch_signals()
+        if self.is_global_zero:
+            trainer = self.lightning_module.trainer
+            tell(self._settings, len(engine.fragments), self._choosing.measured, trainer.loggers, trainer.global_step)
 
     def finish(self) -> list[Landing]:
         """Ends a fit that ran to its end: the module is left with the outer parameters. Returns what landed."""

@@ -24,6 +24,7 @@ EDGE = {
     f"{NAME}.buckets",
     f"{NAME}.callback",
     f"{NAME}.checkpoint",
+    f"{NAME}.choosing",
     f"{NAME}.cli",
     f"{NAME}.collectives",
     f"{NAME}.epochs",
