@@ -244,7 +244,7 @@ def tell(settings: Settings, fragments: int, measured: Measured | None, loggers:
         loggers: The loggers.
         step: The step of their metrics.
     """
-    numbers = {
+    numbers: dict[str, float] = {
         "sdiloco/sync_every": settings.sync_every,
         "sdiloco/overlap_steps": settings.overlap_steps,
         "sdiloco/fragments": fragments,

@@ -176,7 +176,12 @@ class StreamingDiLoCoMixin(CollectivesMixin):
 
     @property
     def schedule(self) -> Schedule:
-        """When fragments launch and land; prints as a table. Known from ``on_fit_start`` on."""
+        """When fragments launch and land; prints as a table. Known from ``on_fit_start`` on.
+
+        Where settings are ``"auto"``, it is known when they are chosen, after the first inner steps.
+        """
+        if self._summary is not None:
+            return self._summary.schedule
         return Schedule(self._settings.sync_every, self._settings.overlap_steps, len(self.fragments))
 
     @property
