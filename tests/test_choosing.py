@@ -125,6 +125,7 @@ def test_an_engine_chooses_as_if_from_the_start() -> None:
             engine.step()
             if step == change_at:
                 engine.choose(wanted)
+                assert {fragment["trained"] for fragment in engine.state_dict()["fragments"]} == {change_at}
         engine.finish()
         return {**engine.outer_state_dict(), "mean": model.get_buffer("1.running_mean")}
 
