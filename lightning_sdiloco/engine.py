@@ -432,6 +432,29 @@ class StreamingDiLoCo:
         self._start_rounds(restart.parameters, restart.buffers)
         self._cut.write_outer(self._cut.gathered())
 
+    @torch.no_grad()
+    def choose(self, settings: Settings) -> None:
+        """Goes on as if the settings had been these from the start of the rounds. All ranks must call it.
+
+        Args:
+            settings: The settings, the same on all ranks.
+
+        Raises:
+            RuntimeError: If there has been a launch, or with these settings there would have been.
+            ValueError: If the model cannot be cut as they ask.
+        """
+        if self._flights or self.steps_in_rounds >= min(self.settings.sync_every, settings.sync_every):
+            raise RuntimeError(
+                f"choose() was called after {self.steps_in_rounds} inner steps with sync_every={settings.sync_every}."
+                f" Settings can be chosen before the first launch only: before inner step {self.settings.sync_every}."
+            )
+        model, trained = self._cut.model, self._trained[0]
+        parameters, buffers = self._cut.outer_parameters(), self._cut.outer_buffers()
+        self.settings = settings
+        self._divide(model, cut(model, settings).fragments)
+        self._cut.start_from(parameters, buffers)
+        self._trained = [trained] * len(self.fragments)
+
     def has_other_parameters(self) -> bool:
         """Whether parameters were frozen or became trainable since the model was cut."""
         return self._cut.has_other_parameters()

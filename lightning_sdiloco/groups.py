@@ -13,16 +13,15 @@ from lightning_sdiloco.addresses import exchange_address, for_exchange, group_ad
 from lightning_sdiloco.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.averaging import Averaging
 from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
+from lightning_sdiloco.choosing import Choosing
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.epochs import begin_epochs_alike
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.launched import meet, warn_of_shared_store
 from lightning_sdiloco.monitor import asks_for_diagnostics
-from lightning_sdiloco.promptness import Promptness
 from lightning_sdiloco.reachability import require_reachable
 from lightning_sdiloco.refused import refuse_what_cannot_work
 from lightning_sdiloco.requests import Requests
-from lightning_sdiloco.settings import Settings
 from lightning_sdiloco.signals import Signals
 from lightning_sdiloco.silence import silence, silence_without_fit
 from lightning_sdiloco.start import cut
@@ -43,11 +42,9 @@ class GroupsMixin(StepsMixin):
     num_processes: int
     set_world_ranks: Callable[[], None]
 
-    def _choose(
-        self, worker_groups: Any, exchange_backend: Any, on_resume: Any, evaluate: Any, **settings: Any
-    ) -> None:
+    def _keep(self, worker_groups: Any, exchange_backend: Any, on_resume: Any, evaluate: Any, **settings: Any) -> None:
         """Checks and keeps the arguments that all strategies have. Nothing is started: strategies are pickled."""
-        self._settings = Settings(**settings)
+        self._choosing, self._settings = Choosing.of(**settings)
         self._worker_groups = checked_worker_groups(worker_groups)
         _require_backend(exchange_backend)
         self._on_resume = _checked_on_resume(on_resume)
@@ -126,7 +123,7 @@ class GroupsMixin(StepsMixin):
             "evaluate": self._evaluate,
             "on_resume": self._on_resume,
         }
-        return {**self._settings.described(), **choices}
+        return {**self._choosing.described(self._settings.described()), **choices}
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -188,7 +185,8 @@ class GroupsMixin(StepsMixin):
         self._requests = Requests(self._engine)
         self._stepped = self.landed = False
         self._optimizer_steps = self._steps_per_batch = 0
-        self._promptness = Promptness(self._engine.schedule) if self.is_global_zero else None
+        self._choosing.start()
+        self._watch_signals()
         for optimizer in self.optimizers:
             if isinstance(optimizer, Optimizer):  # Lightning takes anything that has its methods.
                 # In manual optimization they may be stepped without Lightning's wrapper.

@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_sdiloco.partition import Fragment
+from lightning_sdiloco.schedule import Schedule
 from lightning_sdiloco.summary import Summary
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def summary_to_bytes(summary: Summary) -> bytes:
     """Writes a summary as bytes: tensors must not travel as handles to shared memory."""
     plain = {
         "fragments": [asdict(fragment) for fragment in summary.fragments],
+        "schedule": asdict(summary.schedule),
         "outer": summary.outer,
         "counts": summary.counts,
     }
@@ -139,6 +141,7 @@ def summary_from_bytes(data: bytes) -> Summary:
     plain = torch.load(io.BytesIO(data), weights_only=True)
     return Summary(
         fragments=tuple(Fragment(tuple(f["names"]), tuple(f["sizes"])) for f in plain["fragments"]),
+        schedule=Schedule(**plain["schedule"]),
         outer=plain["outer"],
         counts=plain["counts"],
     )

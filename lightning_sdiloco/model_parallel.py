@@ -103,7 +103,7 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_resume: Literal["exact", "restart"] = "exact",
     ) -> None:
-        self._choose(
+        self._keep(
             worker_groups=worker_groups,
             exchange_backend=exchange_backend,
             on_resume=on_resume,

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from lightning_sdiloco.choosing import Choosing, Measured
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.schedule import Schedule
@@ -13,13 +14,19 @@ class ReadingMixin:
     """The readable side of a strategy. It holds nothing of its own."""
 
     _settings: Settings
+    _choosing: Choosing
     _engine: StreamingDiLoCo | None
     _summary: Summary | None
     _fragments: tuple[Fragment, ...]
 
     @property
     def schedule(self) -> Schedule:
-        """When fragments launch and land; prints as a table. Known from ``on_fit_start`` on."""
+        """When fragments launch and land; prints as a table. Known from ``on_fit_start`` on.
+
+        Where settings are ``"auto"``, it is known when they are chosen, after the first inner steps.
+        """
+        if self._summary is not None:
+            return self._summary.schedule
         return Schedule(self._settings.sync_every, self._settings.overlap_steps, len(self.fragments))
 
     @property
@@ -45,6 +52,11 @@ class ReadingMixin:
             were in flight, added up.
         """
         return self._source.report()
+
+    @property
+    def measured(self) -> Measured | None:
+        """What the planner chose ``"auto"`` settings from; None if it did not, or took them from a checkpoint."""
+        return self._choosing.measured
 
     @property
     def engine(self) -> StreamingDiLoCo | None:

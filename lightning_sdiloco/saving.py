@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_sdiloco import checkpoint as files
 from lightning_sdiloco.averaging import Averaging
+from lightning_sdiloco.choosing import Choosing
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.fragments import clean_name
 from lightning_sdiloco.metrics import logged, take_up
@@ -31,6 +32,7 @@ class SavingMixin(_Base):
     """The checkpoints of a strategy. It reads what the strategy sets up and keeps only what was loaded."""
 
     _settings: Settings
+    _choosing: Choosing
     _topology: Topology | None
     _engine: StreamingDiLoCo | None
     _requests: Requests | None
@@ -160,7 +162,8 @@ class SavingMixin(_Base):
         return states
 
     def _layout_and_settings(self) -> dict[str, Any]:
-        return {"layout": self._ranks_as_saved(), "settings": self._settings.fixed_by_a_checkpoint()}
+        settings = self._choosing.described(self._settings.fixed_by_a_checkpoint())
+        return {"layout": self._ranks_as_saved(), "settings": settings}
 
     def _ranks_as_saved(self) -> dict[str, int]:
         """What must be the same for ranks to take up their own files."""
@@ -200,6 +203,7 @@ class SavingMixin(_Base):
         checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
 
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
+        self._settings = self._choosing.restored(self._settings, header["settings"])
         if other := self._other_settings(header):
             raise ValueError(
                 f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from lightning_sdiloco.agreement import is_aligned
+from lightning_sdiloco.choosing import tell
 from lightning_sdiloco.collectives import CollectivesMixin
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import AgreementError
@@ -132,7 +133,25 @@ class StepsMixin(ReadingMixin, CollectivesMixin):
         self._agreed = self._requests.agreed(landings)
         if self._promptness is not None:
             self._promptness.step(self._engine.inner_steps)
+        if self._choosing.step(self._settings.sync_every - self._engine.steps_in_rounds):
+            self._choose(self._engine)
         return landings
+
+    def _choose(self, engine: StreamingDiLoCo) -> None:
+        """See [Note: what is chosen when]."""
+        assert self.lightning_module is not None
+        self._settings = self._choosing.choose(self._settings, self.lightning_module, self.topology)
+        engine.choose(self._settings)
+        self._fragments = engine.fragments
+        self._watch_signals()
+        if self.is_global_zero:
+            trainer = self.lightning_module.trainer
+            tell(self._settings, len(engine.fragments), self._choosing.measured, trainer.loggers, trainer.global_step)
+
+    def _watch_signals(self) -> None:
+        assert self._engine is not None
+        is_chosen = not self._choosing.names
+        self._promptness = Promptness(self._engine.schedule) if self.is_global_zero and is_chosen else None
 
     def finish(self) -> list[Landing]:
         """Ends a fit that ran to its end: the module is left with the outer parameters. Returns what landed."""

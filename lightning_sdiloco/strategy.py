@@ -39,12 +39,14 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
     Args:
         worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per node when
             there are several nodes, otherwise one per device.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper).
+        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and in the next,
+            ``"auto"`` leaves it to the planner, which measures the first inner steps and the link between groups.
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
-            ``sync_every``.
+            ``sync_every``; or ``"auto"``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.
         fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
-            shell-style patterns matched against parameter names, one list for each fragment.
+            shell-style patterns matched against parameter names, one list for each fragment; or ``"auto"``, which
+            chooses ``layers_per_fragment`` too.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
             as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``.
@@ -84,8 +86,8 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
     def __init__(
         self,
         worker_groups: int | Literal["auto"] = "auto",
-        sync_every: int = 100,
-        overlap_steps: int = 5,
+        sync_every: int | Literal["auto"] = 100,
+        overlap_steps: int | Literal["auto"] = 5,
         mixing: float = 0.5,
         fragments: str | list[list[str]] = "strided",
         layers_per_fragment: int = 3,
@@ -110,7 +112,7 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
-        self._choose(
+        self._keep(
             worker_groups=worker_groups,
             exchange_backend=exchange_backend,
             on_resume=on_resume,

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.partition import Fragment
+from lightning_sdiloco.schedule import Schedule
 
 
 class Summary(NamedTuple):
@@ -13,18 +14,20 @@ class Summary(NamedTuple):
 
     Attributes:
         fragments: See `StreamingDiLoCo`.
+        schedule: When they launched and landed.
         outer: What ``outer_state_dict()`` returns.
         counts: What ``report()`` returns.
     """
 
     fragments: tuple[Fragment, ...]
+    schedule: Schedule
     outer: dict[str, Tensor]
     counts: dict[str, float]
 
     @staticmethod
     def of(engine: StreamingDiLoCo) -> "Summary":
         """Reads a finished engine."""
-        return Summary(engine.fragments, engine.outer_state_dict(), engine.report())
+        return Summary(engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report())
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """See `StreamingDiLoCo.outer_state_dict`."""

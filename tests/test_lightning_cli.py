@@ -1,5 +1,6 @@
 """The strategy from a YAML file and from the command line of a LightningCLI, in a script that does not import us."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,15 @@ def test_arguments_override_the_yaml_file_and_an_outer_optimizer_comes_by_its_cl
         '--trainer.strategy.fragments=[["net.0.*"],["net.1.*"]]',
     )
     assert "RESULT 4 0 AdamW" in output
+
+
+def test_auto_is_an_argument_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS["lightning.pytorch"]))
+    arguments = ("sync_every=auto", "overlap_steps=auto", "fragments=auto", "layers_per_fragment=3")
+    overriding = (f"--trainer.strategy.{argument}" for argument in arguments)
+    output = run(tmp_path, "lightning.pytorch", "fit", "--config=settings.yaml", "--trainer.max_epochs=3", *overriding)
+    # Without a choice there would be no overlap. Fifteen inner steps are too few for a launch.
+    assert re.search("RESULT 0 [1-9][0-9]? SGD", output)
 
 
 WRAPPED = """

@@ -25,6 +25,7 @@ EDGE = {
     f"{NAME}.buckets",
     f"{NAME}.callback",
     f"{NAME}.checkpoint",
+    f"{NAME}.choosing",
     f"{NAME}.cli",
     f"{NAME}.collectives",
     f"{NAME}.doctor",

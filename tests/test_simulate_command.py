@@ -148,6 +148,7 @@ def test_the_same_runs_draw_the_same_picture(
         (["FILE", "--sweep=sync_every=5", "--sweep=sync_every=6"], "names something twice"),
         (["FILE", "--sweep=sync_every=10,2"], "overlap_steps=2 is out of range"),
         (["FILE", "--sweep=compression=fp4,fp5"], "compression='fp5'"),
+        (["FILE", "--sweep=overlap_steps=2,auto"], "overlap_steps='auto' cannot be simulated"),
         (["FILE", "--round-trip=0.1"], "--round-trip tells how long a run takes on a link. Give its --bandwidth"),
         (["FILE", "--bandwidth=0"], "bandwidth=0.0 is out of range"),
         (["FILE", "--bandwidth=1", "--speeds=1,x"], "speeds has 'x' where a number should be"),

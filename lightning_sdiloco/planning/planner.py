@@ -1,6 +1,6 @@
 """From a model and a link to what each method needs and gets there, and to the settings that suit them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -106,7 +106,7 @@ def candidates() -> Iterator[Settings]:
         )
 
 
-def recommend(model: Model, groups: Groups, link: Link) -> Streaming:
+def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings] | None = None) -> Streaming:
     """The first of the candidates that keeps training busy for `TARGET` of the time.
 
     If none does, it is the first that comes within a hundredth of the best.
@@ -118,10 +118,11 @@ def recommend(model: Model, groups: Groups, link: Link) -> Streaming:
         model: The model.
         groups: The groups.
         link: The way from a group to the others.
+        among: The candidates, those that change training least first; by default `candidates`.
     """
     slower = with_margin(link)
     best, reached = None, 0.0
-    for settings in candidates():
+    for settings in candidates() if among is None else among:
         method = Streaming(model, settings, groups)
         utilisation = method.utilisation(slower)
         if utilisation > 1.01 * reached or utilisation >= TARGET:

@@ -100,7 +100,9 @@ class Configuration:
                 super().before_instantiate_classes()
                 trainer = self.config[self.subcommand].trainer
                 arguments = _arguments_of(trainer)
-                arguments |= {**choices, "worker_groups": place.topology.groups, "start_method": "popen"}
+                arguments |= choices
+                _refuse_what_is_measured(arguments)
+                arguments |= {"worker_groups": place.topology.groups, "start_method": "popen"}
                 trainer.strategy = {"class_path": name, "init_args": arguments}
 
             def instantiate_classes(self) -> None:
@@ -136,6 +138,15 @@ def _arguments_of(trainer: Any) -> dict[str, Any]:
     arguments = dict(strategy.init_args)
     _refuse_groups_of_several(trainer, arguments["worker_groups"])
     return arguments
+
+
+def _refuse_what_is_measured(arguments: Mapping[str, Any]) -> None:
+    names = [name for name in ("sync_every", "overlap_steps", "fragments") if arguments.get(name) == "auto"]
+    if names:
+        raise ValueError(
+            f"{names[0]}='auto' cannot be simulated: it is chosen from a real link. Vary {names[0]} with --sweep, or"
+            " take what sdiloco plan recommends."
+        )
 
 
 def _refuse_groups_of_several(trainer: Any, groups: Any) -> None:
