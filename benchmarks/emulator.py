@@ -1,0 +1,155 @@
+"""Joins network namespaces by slow links: a star of sites whose packets wait as they would on the way.
+
+A process of its own, started by `benchmarks.links`. It needs root, Linux and nothing but the standard library: each
+site has a TUN device, and a packet read from one is written to another when it would have arrived. TCP hands over
+segments of up to 64 KB, which are counted as the packets of 1500 bytes that they stand for. So a link of 1 Gbit/s costs
+a third of a core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import heapq
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+_CLONE_NEWNET = 0x40000000
+_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 1, 0x1000, 0x4000
+_ETHERNET = 14
+_AT_ONCE = 16  # packets that are read from one site before the others have their turn
+_VNET = struct.Struct("<BBHH")  # <linux/virtio_net.h>, of its 10 bytes the first 6
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Site:
+    """A site: its link to the star, alike in both directions.
+
+    `up` and `down` are the times at which the link is free again.
+    """
+
+    device: int
+    up: float = 0.0
+    down: float = 0.0
+    arrived: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What all links have in common: bytes per second (0: unlimited), seconds between two sites, share that is lost."""
+
+    rate: float
+    delay: float
+    loss: float
+    queue: float
+
+
+def main() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    choices = json.loads(sys.argv[1])
+    link = Link(**choices["link"])
+    home = os.open("/proc/self/ns/net", os.O_RDONLY)
+    sites = [Site(_device(libc, home, name, host)) for name, host in choices["sites"]]
+    hosts = {socket.inet_aton(host): site for (_, host), site in zip(choices["sites"], sites, strict=True)}
+    os.nice(-10)  # a packet that waits for the processor is a slower link
+    print("ready", flush=True)
+    Star(link, sites, hosts).run()
+
+
+def _device(libc: Any, home: int, name: str, host: str) -> int:
+    """The TUN device of a site."""
+    with open(f"/var/run/netns/{name}") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"wan0", _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+    fcntl.ioctl(device, _TUNSETOFFLOAD, 1 | 2)
+    for words in ("link set lo up", f"addr add {host}/24 dev wan0", "link set wan0 mtu 1500 txqueuelen 10000 up"):
+        subprocess.run(["ip", *words.split()], check=True)
+    libc.setns(home, _CLONE_NEWNET)
+    return device
+
+
+class Star:
+    """The packets on their way."""
+
+    def __init__(self, link: Link, sites: list[Site], hosts: dict[bytes, Site]) -> None:
+        self._link = link
+        self._sites = {site.device: site for site in sites}
+        self._hosts = hosts
+        # When, a number that keeps the order, whether it has come through the receiver's link, from, to, bytes, packet.
+        self._waiting: list[tuple[float, int, bool, Site, Site, int, bytes]] = []
+        self._number = 0
+
+    def run(self) -> None:
+        devices = list(self._sites)
+        while True:
+            wait = max(0.0, self._waiting[0][0] - time.monotonic()) if self._waiting else None
+            for device in select.select(devices, [], [], wait)[0]:
+                self._read(self._sites[device])
+            self._deliver()
+
+    def _read(self, site: Site) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                packet = os.read(site.device, 70_000)
+            except BlockingIOError:
+                return
+            to = self._hosts.get(packet[26:30])
+            if packet[10] >> 4 == 4 and to is not None and to is not site:
+                self._send(site, to, packet)
+
+    def _send(self, site: Site, to: Site, packet: bytes) -> None:
+        _, segmented, header, size = _VNET.unpack_from(packet)
+        length, count = len(packet) - 10, 1
+        wire = length + _ETHERNET
+        if segmented and size:
+            count = -(-(length - header) // size)
+            wire = length - header + count * (header + _ETHERNET)
+        at, link = time.monotonic(), self._link
+        if link.rate:
+            if site.up - at > link.queue:
+                return
+            at = site.up = max(at, site.up) + wire / link.rate
+        if link.loss and random.random() < 1 - (1 - link.loss) ** count:
+            return
+        at = site.arrived[to.device] = max(at + link.delay, site.arrived.get(to.device, 0.0))
+        self._wait(at, False, site, to, wire, packet)
+
+    def _wait(self, at: float, through: bool, site: Site, to: Site, wire: int, packet: bytes) -> None:
+        self._number += 1
+        heapq.heappush(self._waiting, (at, self._number, through, site, to, wire, packet))
+
+    def _deliver(self) -> None:
+        now, rate = time.monotonic(), self._link.rate
+        while self._waiting and self._waiting[0][0] <= now:
+            at, _, through, site, to, wire, packet = heapq.heappop(self._waiting)
+            if rate and not through:
+                if to.down - at > self._link.queue:
+                    continue
+                # What came through a link as fast as this one waits only behind others.
+                to.down = max(at - wire / rate, to.down) + wire / rate
+                if to.down > at:
+                    self._wait(to.down, True, site, to, wire, packet)
+                    continue
+            try:
+                os.write(to.device, packet)
+            except OSError:
+                continue
+
+
+if __name__ == "__main__":
+    main()

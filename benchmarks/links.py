@@ -1,0 +1,169 @@
+"""Sites on this machine, joined by slow links: network namespaces and an emulator. Linux, and root.
+
+with Links(sites=2, rate=100e6, one_way_delay=0.025) as links:
+    ranks = [links.start(site, [sys.executable, "train.py"]) for site in range(2)]
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_CLONE_NEWNET = 0x40000000
+_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+
+
+def missing() -> str | None:
+    """What this machine lacks for slow links, as a sentence; None if it has all."""
+    if sys.platform != "linux":
+        return "Slow links are made of Linux network namespaces, and this is not Linux."
+    if os.geteuid() != 0:
+        return "Slow links are made of network namespaces, which need root. Run the command as root."
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "Slow links need the commands ip and unshare. Install the packages iproute2 and util-linux."
+    if not Path("/dev/net/tun").exists():
+        return "Slow links need TUN devices, and there is no /dev/net/tun here."
+    return None
+
+
+class Links:
+    """Sites joined by slow links, for the time of a ``with`` block.
+
+    Site ``i`` is a network namespace of its own with the address ``10.77.0.(i + 1)`` on the interface ``wan0`` and the
+    host name ``site<i>``, which all sites resolve. Its link has a rate in each direction, and all packets from one site
+    to another take the same time. Namespaces are named after this process, so several processes may have links at the
+    same time; they then share the cores.
+
+    Args:
+        sites: Number of sites.
+        rate: Bits per second of every site's link, in each direction; None: unlimited.
+        one_way_delay: Seconds that a packet takes from a site to another one, half a round trip.
+        loss: Share of the packets that are lost.
+        queue: Seconds of data that wait before a link at most; more is dropped.
+        congestion_control: That of TCP in all sites, such as ``"bbr"`` or ``"cubic"``; None: that of the machine.
+        slow_start_after_idle: Whether TCP starts slowly again after it was idle, which is Linux's default.
+        buffers: Bytes that a TCP connection may buffer at most in each direction; None: the machine's default.
+
+    Raises:
+        RuntimeError: If this machine lacks something; see `missing`.
+    """
+
+    interface = "wan0"
+
+    def __init__(
+        self,
+        sites: int,
+        rate: float | None,
+        one_way_delay: float = 0.025,
+        *,
+        loss: float = 0.0,
+        queue: float = 0.1,
+        congestion_control: str | None = None,
+        slow_start_after_idle: bool = True,
+        buffers: int | None = 32 << 20,
+    ) -> None:
+        self.names = [f"sdl{os.getpid()}x{site}" for site in range(sites)]
+        self._link = {"rate": (rate or 0.0) / 8, "delay": one_way_delay, "loss": loss, "queue": queue}
+        self._sysctl = {"tcp_slow_start_after_idle": str(int(slow_start_after_idle)), "tcp_no_metrics_save": "1"}
+        if congestion_control is not None:
+            self._sysctl["tcp_congestion_control"] = congestion_control
+        if buffers is not None:
+            self._sysctl |= {"tcp_rmem": f"4096 131072 {buffers}", "tcp_wmem": f"4096 65536 {buffers}"}
+        self._emulator: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Links:
+        if (lacks := missing()) is not None:
+            raise RuntimeError(lacks)
+        try:
+            self._open()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def address(self, site: int) -> str:
+        """The address of a site."""
+        return f"10.77.0.{site + 1}"
+
+    def environment(self, site: int, port: int = 29500) -> dict[str, str]:
+        """What a process group of one rank per site needs; Lightning takes such ranks for launched by hand."""
+        return {
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(len(self.names)),
+            "RANK": str(site),
+            "NODE_RANK": str(site),
+            "LOCAL_RANK": "0",
+        }
+
+    def command(self, site: int, words: Sequence[str]) -> list[str]:
+        """The words of a command that runs another one in a site."""
+        name_host = f'hostname site{site}; exec "$@"'
+        return ["ip", "netns", "exec", self.names[site], "unshare", "--uts", "sh", "-c", name_host, "sh", *words]
+
+    def start(
+        self, site: int, words: Sequence[str], environment: Mapping[str, str] | None = None, **popen: Any
+    ) -> subprocess.Popen[Any]:
+        """Starts a command in a site.
+
+        Args:
+            site: The site.
+            words: The command.
+            environment: What is added to the environment of this process.
+            **popen: As for ``subprocess.Popen``.
+        """
+        return subprocess.Popen(self.command(site, words), env={**os.environ, **(environment or {})}, **popen)
+
+    def enter(self, site: int) -> None:
+        """Moves this process into a site: for a process that was forked for it."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path("/var/run/netns", self.names[site]).open() as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter site {site}")
+
+    def _open(self) -> None:
+        hosts = "127.0.0.1 localhost\n" + "".join(f"{self.address(s)} site{s}\n" for s in range(len(self.names)))
+        for name in self.names:
+            subprocess.run(["ip", "netns", "add", name], check=True)
+            folder = Path("/etc/netns", name)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(hosts)
+        self._allow(self._sysctl.get("tcp_congestion_control"))
+        sites = [(name, self.address(site)) for site, name in enumerate(self.names)]
+        words = [sys.executable, "-S", "-E", str(Path(__file__).with_name("emulator.py"))]
+        choices = json.dumps({"link": self._link, "sites": sites})
+        self._emulator = subprocess.Popen([*words, choices], stdout=subprocess.PIPE, text=True)
+        assert self._emulator.stdout is not None
+        if self._emulator.stdout.readline() != "ready\n":
+            raise RuntimeError("The emulator of the links did not start; its error is above.")
+        for name in self.names:
+            settings = [f"net.ipv4.{key}={value}" for key, value in self._sysctl.items()]
+            subprocess.run(["ip", "netns", "exec", name, "sysctl", "-qw", *settings], check=True)
+
+    def _allow(self, congestion_control: str | None) -> None:
+        """In a namespace only the default one may be chosen, and those that are allowed for everyone."""
+        allowed = _CONGESTION_CONTROLS.read_text().split()
+        if congestion_control is not None and congestion_control not in allowed:
+            _CONGESTION_CONTROLS.write_text(" ".join([*allowed, congestion_control]))
+
+    def _close(self) -> None:
+        if self._emulator is not None:
+            self._emulator.terminate()
+            self._emulator.wait()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
