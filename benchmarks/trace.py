@@ -30,7 +30,7 @@ Span = tuple[str, float, float]
 """What ran, from when to when, in ms of the step."""
 
 Steps = dict[str, dict[str, list[Span]]]
-"""For the step with a launch and the one with a landing: what ran in the training thread and in the background."""
+"""For each picture: what ran in the training thread and in the background."""
 
 
 class Recorder:
@@ -73,22 +73,22 @@ def traced(size: Size, rank: int, world_size: int) -> Steps:
 
 
 def spans(events: Any) -> Steps:
-    """The outermost ranges of both threads in the two steps."""
+    """The outermost ranges of both threads: a step with a launch and the one after it, and a step with a landing."""
     found: Steps = {}
-    for what, number in (("launch", WARM), ("landing", WARM + OVERLAP_STEPS)):
-        step = next(event for event in events if event.name == f"inner step {number}")
-        begin, end = step.time_range.start, step.time_range.end
+    for what, first, last in (("launch", WARM, WARM + 1), ("landing", *[WARM + OVERLAP_STEPS] * 2)):
+        steps = [event for event in events if event.name in (f"inner step {first}", f"inner step {last}")]
+        begin, end = min(step.time_range.start for step in steps), max(step.time_range.end for step in steps)
         threads: dict[str, list[Span]] = {"training": [], "background": []}
         for event in events:
             start, stop = event.time_range.start, event.time_range.end
-            if event is step or stop <= begin or start >= end or event.name.startswith("inner step"):
+            if stop <= begin or start >= end:
                 continue
-            outermost = event.cpu_parent is None or event.cpu_parent.name.startswith("inner step")
-            if event.name.startswith("sdiloco::") or outermost:
-                thread = "training" if event.thread == step.thread else "background"
-                inside = max(start, begin), min(stop, end)
-                threads[thread].append((event.name, *((at - begin) / 1000 for at in inside)))
-        threads["training"].append(("inner step", 0.0, (end - begin) / 1000))
+            parent = event.cpu_parent
+            outermost = parent is None or parent.name.startswith("inner step")
+            if event.name.startswith(("sdiloco::", "inner step")) or outermost:
+                thread = "training" if event.thread == steps[0].thread else "background"
+                name = "inner step" if event.name.startswith("inner step") else event.name
+                threads[thread].append((name, *((at - begin) / 1000 for at in (max(start, begin), min(stop, end)))))
         found[what] = threads
     return found
 
@@ -112,9 +112,10 @@ def headline(found: Steps) -> dict[str, float]:
     numbers = {}
     for what, name in (("launch", "sdiloco::launch"), ("landing", "sdiloco::land")):
         training = found[what]["training"]
-        numbers[f"step with a {what}: ms"] = length(training, "inner step")
+        steps = sum(1 for span in training if span[0] == "inner step")
+        numbers[f"{what}: ms of a step"] = length(training, "inner step") / steps
         numbers[f"{what}: ms in the training thread"] = length(training, name)
-        numbers[f"step with a {what}: ms of work in the background"] = covered(found[what]["background"])
+        numbers[f"{what}: ms of work in the background"] = covered(found[what]["background"])
     return numbers
 
 
@@ -129,21 +130,24 @@ def draw(found: Steps, path: Path | None) -> None:
         return
     from matplotlib.patches import Patch
 
-    picture, panels = figure(columns=2, height=2.4)
+    picture, panels = figure(columns=2, height=2.4, widths=(2, 1))
     for axes, (what, threads) in zip(panels, found.items(), strict=True):
-        step = length(threads["training"], "inner step")
+        whole = length(threads["training"], "inner step")
         for row, (thread, ranges) in enumerate(threads.items()):
             for name, start, end in ranges:
                 if name != "inner step":
                     color = BLUE if thread == "background" else color_of(name)
                     ours = name.startswith("sdiloco::")
                     axes.barh(
-                        -row, max(end - start, step / 400 if ours else 0), 0.6, start, color=color, zorder=2 + ours
+                        -row, max(end - start, whole / 400 if ours else 0), 0.6, start, color=color, zorder=2 + ours
                     )
-        axes.set_xlim(0, step)
+        axes.set_xlim(0, whole)
+        for name, start, _ in threads["training"]:
+            if name == "inner step" and start:
+                axes.axvline(start, color=INK, linewidth=1, linestyle=":", zorder=5)
         axes.set_yticks([0, -1], list(threads) if axes is panels[0] else [])
         axes.set_xlabel("ms")
-        axes.set_title(f"a step with a {what}")
+        axes.set_title(_TITLES[what])
         axes.grid(visible=False, axis="y")
     labels = {
         "model and inner optimizer": "#b0bec5",
@@ -157,12 +161,15 @@ def draw(found: Steps, path: Path | None) -> None:
     save(picture, path)
 
 
+_TITLES = {"launch": "a step with a launch, and the one after it", "landing": "a step with a landing"}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the benchmark."""
     options = report.options(__doc__, arguments)
     found = run_processes(partial(traced, TINY if options.quick else TEN_MILLION), 2, timeout=300)[0]
     numbers = headline(found)
-    report.write(options.json, numbers, report.measured("trace", options.quick), steps=found)
+    report.write(options.json, numbers, report.measured("trace", options.quick))
     report.show("What the profiler saw, ms", ["", "ms"], [[name, f"{value:.2f}"] for name, value in numbers.items()])
     draw(found, options.picture)
 
