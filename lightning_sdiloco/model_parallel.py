@@ -46,15 +46,19 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
             or a single file.
         worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per node when
             there are several nodes, otherwise one per device.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper).
+        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and in the next,
+            ``"auto"`` leaves it to the planner, which measures the first inner steps and the link between groups.
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
-            ``sync_every``.
+            ``sync_every``; or ``"auto"``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.
         fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
-            shell-style patterns matched against parameter names, one list for each fragment.
+            shell-style patterns matched against parameter names, one list for each fragment; or ``"auto"``, which
+            chooses ``layers_per_fragment`` too.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
             as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``.
+        exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, or
+            ``"auto"`` for what suits the number of groups and the compression.
         outer_lr: Learning rate of the outer Nesterov SGD.
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
@@ -85,12 +89,13 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
         tensor_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,
         worker_groups: int | Literal["auto"] = "auto",
-        sync_every: int = 100,
-        overlap_steps: int = 5,
+        sync_every: int | Literal["auto"] = 100,
+        overlap_steps: int | Literal["auto"] = 5,
         mixing: float = 0.5,
         fragments: str | list[list[str]] = "strided",
         layers_per_fragment: int = 3,
         compression: str | Compression = "fp4",
+        exchange: Literal["auto", "gather", "two_shot"] = "auto",
         outer_lr: float = 0.4,
         outer_momentum: float = 0.9,
         outer_optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
@@ -114,6 +119,7 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
             fragments=fragments,
             layers_per_fragment=layers_per_fragment,
             compression=compression,
+            exchange=exchange,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             outer_optimizer=outer_optimizer,

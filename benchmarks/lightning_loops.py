@@ -1,0 +1,45 @@
+"""Training loops with a Lightning Trainer, beside those of the peers: ours, and Lightning's DDP."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from benchmarks.case import Case
+from benchmarks.fits import Timed, fit
+from benchmarks.peers.loops import Batches, Loop
+from benchmarks.stamps import Stamps
+from lightning_sdiloco import StreamingDiLoCoStrategy
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def streaming(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+    """Ours. Without the final exchange, which is no part of what is counted."""
+    strategy = StreamingDiLoCoStrategy(
+        sync_every=case.sync_every,
+        overlap_steps=case.overlap_steps,
+        mixing=case.mixing,
+        fragments=case.patterns("net."),
+        compression=case.compression,
+        final_sync=False,
+        timeout=TIMEOUT,
+    )
+    _fit(case, net, batches, stamps, steps, strategy)
+    return {**strategy.report(), "fragments": [fragment.nbytes // 4 for fragment in strategy.fragments]}
+
+
+def lightning_ddp(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+    """Lightning's DDP. Ranks start alike, so it need not send the weights around first."""
+    _fit(case, net, batches, stamps, steps, DDPStrategy(init_sync=False, timeout=TIMEOUT))
+    return {}
+
+
+def _fit(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int, strategy: Any) -> None:
+    nodes = int(os.environ["WORLD_SIZE"])
+    fit(Timed(net, stamps, case.inner), batches, steps + 1, strategy=strategy, devices=1, num_nodes=nodes)
+
+
+LOOPS: dict[str, Loop] = {"streaming": streaming, "lightning_ddp": lightning_ddp}

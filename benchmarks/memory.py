@@ -1,0 +1,231 @@
+"""Memory of a rank, and what a flight costs: over parameters, worker groups and fragments.
+
+    python -m benchmarks.memory [--quick] [--json FILE] [--picture FILE]
+
+First how much the resident memory of a rank grows while it trains, for each method. Then the engine alone in real
+processes: the processor time that a launch and a landing take from the training thread, and what the background takes.
+The peers need Pythons of their own: benchmarks/peers/install.sh.
+"""
+
+import gc
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import report
+from benchmarks.case import Case
+from benchmarks.models import Size
+from benchmarks.picture import BLUE, GREEN, GREY, PURPLE, RED, figure, save
+from benchmarks.sites import Job, results
+from lightning_sdiloco import StreamingDiLoCo
+from tests.ranks import run_ranks
+
+SIZES = {
+    "1M": Size(layers=8, width=96, heads=4, context=16),
+    "3M": Size(layers=8, width=176, heads=4, context=16),
+    "10M": Size(layers=8, width=320, heads=5, context=16),
+    "30M": Size(layers=8, width=560, heads=8, context=16),
+    "100M": Size(layers=8, width=1024, heads=8, context=16),
+}
+QUICK = {"tiny": Size(layers=8, width=32, heads=2, context=16)}
+
+METHODS = {
+    "alone": ("no exchange", GREY),
+    "lightning_ddp": ("Lightning DDP", BLUE),
+    "torchft": ("torchft DiLoCo, fp32", PURPLE),
+    "streaming": ("Streaming DiLoCo, fp4", RED),
+}
+
+Row = dict[str, Any]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def memory(sizes: dict[str, Size], methods: list[str]) -> list[Row]:
+    """How much a rank grows while it trains, with an inner optimizer that has no state."""
+    # Several rounds, so that everything that is kept or in flight has been there at once.
+    wanted = {
+        (name, method): Job(method, Case(size, 4, step_seconds=0.0, sync_every=8, overlap_steps=1), 2, None, 1, 22)
+        for name, size in sizes.items()
+        for method in methods
+    }
+    rows = []
+    for ((name, method), job), (_, found) in zip(wanted.items(), results(list(wanted.values())), strict=True):
+        numel = parameters(job.case.size)
+        rows.append({"size": name, "parameters": numel, "method": method, **found})
+        told = f"{found['memory'] / numel:.1f} bytes a parameter" if "memory" in found else found["reason"]
+        report.said(f"{name}, {method}: {told}")
+    return rows
+
+
+def parameters(size: Size) -> int:
+    """Number of values of a model."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in size.make().parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flights:
+    """A model that is cut and exchanged, without training."""
+
+    size: Size
+    groups: int = 2
+    fragments: int = 4
+    rounds: int = 3
+
+
+def flown(flights: Flights, rank: int, world_size: int) -> Row:
+    """What the flights of one rank cost, each the median, in seconds of processor time."""
+    net = flights.size.make()
+    patterns = Case(flights.size, flights.fragments).patterns("")
+    engine = StreamingDiLoCo(
+        net, sync_every=2 * flights.fragments, overlap_steps=1, fragments=patterns, final_sync=False
+    )
+    gc.disable()
+    launches, landings, everything = [], [], []
+    for _ in range(flights.rounds * 2 * flights.fragments):
+        whole, before = time.process_time(), time.thread_time()
+        engine.launch_due()
+        launched = time.thread_time()
+        # Processor time of this thread: waiting for the others is none.
+        landed = engine.land_due()
+        if landed:
+            landings.append(time.thread_time() - launched)
+            everything[-1] += time.process_time() - whole
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(1e-3)
+        elif engine.in_flight:
+            launches.append(launched - before)
+            everything.append(time.process_time() - whole)
+    told = engine.report()
+    dist.barrier()
+    engine.close()
+    return {
+        "launch": median(launches[1:]),
+        "landing": median(landings[1:]),
+        "background": max(0.0, median(everything[1:]) - median(launches[1:]) - median(landings[1:])),
+        "bytes": told["bytes_sent"] / told["landings"],
+    }
+
+
+def costs(wanted: dict[str, Flights]) -> list[Row]:
+    """What the flights of each case cost."""
+    rows = []
+    for name, flights in wanted.items():
+        found = run_ranks(partial(flown, flights), flights.groups, timeout=900)[0]
+        numel = parameters(flights.size)
+        rows.append({"name": name, **asdict(flights), "parameters": numel, **found})
+        report.said(f"{name}: launch {1e3 * found['launch']:.2f} ms, landing {1e3 * found['landing']:.2f} ms")
+    return rows
+
+
+def flights(quick: bool) -> dict[str, Flights]:
+    """All cases: over parameters, groups and fragments."""
+    if quick:
+        return {"tiny": Flights(QUICK["tiny"], rounds=2), "tiny, M=4": Flights(QUICK["tiny"], groups=4, rounds=2)}
+    over_size = {f"{name} parameters": Flights(size) for name, size in SIZES.items()}
+    over_groups = {f"10M, M={groups}": Flights(SIZES["10M"], groups=groups) for groups in (4, 8)}
+    over_fragments = {f"10M, P={count}": Flights(SIZES["10M"], fragments=count) for count in (1, 2, 8)}
+    return over_size | over_groups | over_fragments
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def headline(memories: list[Row], flown: list[Row]) -> dict[str, float]:
+    """Bytes a parameter, and nanoseconds a value."""
+    numbers = {
+        f"{row['method']}, {row['size']}: bytes per parameter": row["memory"] / row["parameters"]
+        for row in memories
+        if "memory" in row
+    }
+    for row in flown:
+        values = row["parameters"] / row["fragments"]
+        for what in ("launch", "landing", "background"):
+            numbers[f"{row['name']}: {what}, ns per value"] = row[what] * 1e9 / values
+    return numbers
+
+
+def show(memories: list[Row], flown: list[Row]) -> None:
+    """Prints two tables."""
+    sizes = list(dict.fromkeys((row["size"], row["parameters"]) for row in memories))
+    table = []
+    for method in dict.fromkeys(row["method"] for row in memories):
+        cells = []
+        for size, numel in sizes:
+            row = next(row for row in memories if (row["method"], row["size"]) == (method, size))
+            told = f"{row['memory'] / 1e6:,.0f} ({row['memory'] / numel:.1f})" if "memory" in row else "-"
+            cells.append(told)
+        table.append([METHODS[method][0], *cells])
+    columns = ["method", *(f"{numel:,} parameters" for _, numel in sizes)]
+    report.show("Peak memory of a rank over that before training, MB (bytes per parameter)", columns, table)
+    for reason in dict.fromkeys(f"{METHODS[r['method']][0]}: {r['reason']}" for r in memories if "reason" in r):
+        print(f"\nLeft out: {reason}")
+    table = []
+    for row in flown:
+        values = row["parameters"] / row["fragments"]
+        times = [f"{1e3 * row[what]:.2f}" for what in ("launch", "landing", "background")]
+        each = [f"{row[what] * 1e9 / values:.2f}" for what in ("launch", "landing", "background")]
+        shape = [str(row["groups"]), str(row["fragments"]), f"{values:,.0f}", f"{row['bytes']:,.0f}"]
+        table.append([row["name"], *shape, *(f"{a} ({b})" for a, b in zip(times, each, strict=True))])
+    columns = ["", "M", "P", "values in a fragment", "bytes sent per flight"]
+    columns += [f"{what}, ms (ns per value)" for what in ("launch", "landing", "background")]
+    caption = "Processor time of a flight: of the training thread at launch and landing, of all others between them."
+    report.show("What a flight costs", columns, table, caption)
+
+
+def draw(memories: list[Row], flown: list[Row], path: Path | None) -> None:
+    """Draws both over the number of parameters."""
+    if path is None:
+        return
+    picture, (left, right) = figure(columns=2, height=3.4)
+    for method, (label, color) in METHODS.items():
+        found = [row for row in memories if row["method"] == method and "memory" in row]
+        points = [row["parameters"] for row in found], [row["memory"] / row["parameters"] for row in found]
+        left.plot(*points, "o-", color=color, label=label)
+    left.set_title("peak memory, bytes per parameter")
+    left.set_ylim(bottom=0)
+    left.legend(frameon=False, fontsize=8)
+    found = [row for row in flown if row["groups"] == 2 and row["fragments"] == 4]
+    for what, color in (("launch", BLUE), ("landing", GREEN), ("background", RED)):
+        points = [row["parameters"] for row in found], [1e3 * row[what] for row in found]
+        right.plot(*points, "o-", color=color, label=what)
+    right.set_yscale("log")
+    right.set_title("processor time of a flight, ms")
+    right.legend(frameon=False, fontsize=8)
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xlabel("parameters")
+    save(picture, path)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark."""
+    options = report.options(__doc__, arguments)
+    flown_ = costs(flights(options.quick))
+    methods = [method for method in METHODS if not options.quick or method != "torchft"]
+    memories = memory(QUICK if options.quick else SIZES, methods)
+    about = report.measured("memory", options.quick)
+    report.write(options.json, headline(memories, flown_), about, memory=memories, flights=flown_)
+    show(memories, flown_)
+    draw(memories, flown_, options.picture)
+
+
+if __name__ == "__main__":
+    main()

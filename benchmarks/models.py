@@ -1,0 +1,58 @@
+"""The model that the benchmarks train: the one of the examples, in several sizes.
+
+The examples are scripts, not a package, so their folder is put on the path. What they hold is one model and one text
+for everybody who measures something here.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
+
+from gpt import GPT  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a model."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+
+    def make(self, seed: int = 0) -> nn.Module:
+        """A model with the weights of a seed."""
+        torch.manual_seed(seed)
+        return GPT(self.layers, self.width, self.heads, self.context)
+
+
+TINY = Size(layers=2, width=32, heads=2, context=16)
+"""31,000 parameters: does it run at all."""
+
+DEMO = Size(layers=4, width=128, heads=4, context=128)
+"""0.87 million parameters: that of examples/demo.py."""
+
+TEN_MILLION = Size(layers=6, width=384, heads=6, context=128)
+"""10.9 million parameters."""
+
+
+def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy in nats per byte."""
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def random_batches(size: Size, batch: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """A few batches of random bytes, again and again: what they say matters for neither time nor bytes nor memory."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(256, (8, batch, size.context + 1), generator=generator)
+    while True:
+        for windows in text:
+            yield windows[:, :-1], windows[:, 1:]

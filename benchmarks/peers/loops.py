@@ -1,0 +1,175 @@
+"""Training loops of the peers: plain torch, and what each peer asks for. One function for each, called in every rank.
+
+All train the same network with the same inner optimizer on the same batches; the virtual accelerator sleeps after
+backward, so DDP hides its gradients behind it, and what comes after is on top.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.case import Case
+from benchmarks.models import next_byte_loss
+from benchmarks.stamps import Stamps
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+Loop = Callable[[Case, nn.Module, Batches, Stamps, int], dict[str, Any]]
+TIMEOUT = timedelta(minutes=10)
+
+
+def alone(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+    """Nothing between the ranks: what the others are to be compared with."""
+    train(net, net, case.inner(net.parameters()), batches, stamps, steps)
+    return {}
+
+
+def train(
+    net: nn.Module,
+    model: nn.Module,
+    optimizer: Any,
+    batches: Batches,
+    stamps: Stamps,
+    steps: int,
+    after: Callable[[], object] = lambda: None,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+) -> None:
+    """The loop itself; one more step begins than is counted, so that the last one has an end."""
+    for _ in range(steps + 1):
+        stamps.begin()
+        optimizer.zero_grad()
+        backward(next_byte_loss(model, *next(batches)))
+        stamps.pad()
+        optimizer.step()
+        after()
+
+
+def ddp(hook: str | None = None) -> Loop:
+    """DistributedDataParallel, with a communication hook of torch."""
+
+    def loop(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        # With several buckets two ranks abort in PowerSGD: "3328 vs 3072 ... collective mismatch".
+        bucket = 1000 if hook == "powersgd" else 25
+        model = DistributedDataParallel(net, init_sync=False, bucket_cap_mb=bucket)
+        if hook in ("fp16", "bf16"):
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            model.register_comm_hook(dist.group.WORLD, getattr(default_hooks, f"{hook}_compress_hook"))
+        elif hook == "powersgd":
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+            # Two is the least that PowerSGD with error feedback takes; the first steps are not counted.
+            state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        train(net, model, case.inner(net.parameters()), batches, stamps, steps)
+        return {}
+
+    return loop
+
+
+def post_local_sgd(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+    """torch's PostLocalSGDOptimizer with its hook: every rank is a node of its own, no warm-up."""
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model = DistributedDataParallel(net, init_sync=False)
+    model.register_comm_hook(PostLocalSGDState(None, own, start_localSGD_iter=0), post_localSGD_hook)
+    averager = PeriodicModelAverager(period=case.sync_every, warmup_steps=case.sync_every)
+    train(net, model, PostLocalSGDOptimizer(case.inner(net.parameters()), averager), batches, stamps, steps)
+    return {}
+
+
+def accelerate_local_sgd(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+    """LocalSGD of Hugging Face accelerate."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    _without_the_first_broadcast()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(net, case.inner(net.parameters()))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=case.sync_every, enabled=True) as local_sgd:
+        train(net, model, optimizer, batches, stamps, steps, after=local_sgd.step, backward=accelerator.backward)
+    return {}
+
+
+def _without_the_first_broadcast() -> None:
+    """All ranks start alike; accelerate has no option to leave out the broadcast, which takes long on a slow link."""
+    original = DistributedDataParallel.__init__
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**kwargs, "init_sync": False})
+
+    DistributedDataParallel.__init__ = without  # type: ignore[method-assign]
+
+
+def torchft_diloco(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
+    """Streaming DiLoCo of torchft with the same fragments, H, tau and mixing. Uncompressed: on a CPU it cannot."""
+    from torchft._torchft import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    rank, world, first = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    own, door = os.environ["OWN_ADDR"], int(os.environ["MASTER_PORT"]) + 1
+    lighthouse = None
+    if rank == 0:
+        lighthouse = LighthouseServer(bind=f"0.0.0.0:{door}", min_replicas=world, join_timeout_ms=10_000)
+    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    inner = case.inner(net.parameters())
+    fragments = [nn.ModuleList(modules) for modules in case.modules(net)]
+    outers = [torch.optim.SGD(part.parameters(), lr=0.4, momentum=0.9, nesterov=True) for part in fragments]
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=world,
+        use_async_quorum=False,
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+        init_sync=False,
+        rank=0,
+        world_size=1,
+        store_addr=own,
+        store_port=store.port,
+        lighthouse_addr=f"http://{first}:{door}",
+        replica_id=f"group{rank}_",
+        hostname=own,
+    )
+    choices = {
+        "sync_every": case.sync_every,
+        "fragment_sync_delay": case.overlap_steps,
+        "fragment_update_alpha": case.mixing,
+        "use_bucketization": True,
+    }
+    with DiLoCo(manager, fragments, inner, outers, **choices):
+        train(net, net, inner, batches, stamps, steps)
+    told = {"outer_steps": manager.current_step(), "participants": manager.num_participants()}
+    time.sleep(1)  # the others may still be in their last step
+    manager.shutdown(wait=False)
+    if lighthouse is not None:
+        time.sleep(2)
+        lighthouse.shutdown()
+    return told
+
+
+LOOPS: dict[str, Loop] = {
+    "alone": alone,
+    "ddp": ddp(),
+    "ddp_fp16": ddp("fp16"),
+    "ddp_bf16": ddp("bf16"),
+    "ddp_powersgd": ddp("powersgd"),
+    "post_local_sgd": post_local_sgd,
+    "accelerate": accelerate_local_sgd,
+    "torchft": torchft_diloco,
+}

@@ -1,0 +1,114 @@
+"""What all benchmarks have in common at their ends: the command line, and the file of results.
+
+A file of results is JSON: ``headline`` (names to numbers), ``measured`` (where and when), and what the benchmark adds.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+def options(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line.
+
+    Args:
+        description: What the benchmark is about.
+        arguments: The command line, by default that of the process.
+
+    Returns:
+        ``quick``: whether to only try that it runs; ``json``, ``picture``: files to write, or None.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--picture", type=Path, help="draw them into this .svg or .png file")
+    torch.set_num_threads(1)
+    return parser.parse_args(arguments)
+
+
+def measured(module: str, quick: bool) -> dict[str, Any]:
+    """Where, when and with what something was measured."""
+    flag = " --quick" if quick else ""
+    return {
+        "command": f"python -m benchmarks.{module}{flag}",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        **versions("torch", "lightning"),
+    }
+
+
+def processor() -> str:
+    """The name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def versions(*names: str) -> dict[str, str]:
+    """The versions of some packages."""
+    from importlib.metadata import version
+
+    return {name: version(name) for name in names}
+
+
+def write(path: Path | None, headline: Mapping[str, float], about: Mapping[str, Any], **found: Any) -> None:
+    """Writes a file of results, whole or not at all.
+
+    Args:
+        path: The file; None writes nothing.
+        headline: The few numbers to compare between versions.
+        about: What `measured` returned.
+        **found: All that was measured.
+    """
+    if path is not None:
+        rounded = {name: float(f"{value:.6g}") for name, value in headline.items()}
+        content = {"headline": rounded, "measured": dict(about), **found}
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+
+
+def show(title: str, columns: list[str], rows: list[list[str]], caption: str = "") -> None:
+    """Prints a table: the first column is text, the others are numbers. As Markdown where nobody watches."""
+    if not sys.stdout.isatty():
+        print(f"\n{title}\n")
+        print("| " + " | ".join(columns) + " |")
+        print("|---|" + "---:|" * (len(columns) - 1))
+        for row in rows:
+            print("| " + " | ".join(row) + " |")
+        if caption:
+            print(f"\n{caption}")
+        sys.stdout.flush()
+        return
+    table = Table(title=title, caption=caption or None)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def said(message: str) -> None:
+    """Tells how far it is, apart from the results."""
+    print(f"{datetime.now():%H:%M:%S} {message}", file=sys.stderr, flush=True)
+
+
+def typed(*words: str) -> str:
+    """A command as it is typed."""
+    return shlex.join(words)

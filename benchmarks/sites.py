@@ -1,0 +1,167 @@
+"""Runs a method in several sites, one rank in each, and tells what it took: in this process or in a peer's Python.
+
+As a command it reads jobs as JSON and prints what was found, a line for each. A peer's Python need not have Lightning.
+"""
+
+import ctypes
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+from benchmarks.case import Case
+from benchmarks.links import Links
+from benchmarks.models import Size, random_batches
+from benchmarks.peers.loops import LOOPS, Loop
+from benchmarks.sampler import peak, sampled
+from benchmarks.stamps import Stamps, bytes_sent, forget_peak_memory, peak_memory
+from tests.ranks import RankError, run_processes
+
+_CLONE_NEWUTS = 0x04000000
+
+ROOT = Path(__file__).resolve().parent.parent
+PEERS = Path(os.environ.get("PEERS_DIR", ROOT / ".peers")).resolve()
+"""Where benchmarks/peers/install.sh put the virtual environments of the peers."""
+
+ENVIRONMENTS = {"accelerate": "accelerate", "torchft": "torchft"}
+"""The methods that need a Python of their own."""
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A method, and the links it runs over.
+
+    Attributes:
+        method: Its name.
+        case: What is trained.
+        sites: Number of sites, with one rank in each.
+        mbit_s: Bandwidth of every link; None: this machine's loopback, without namespaces.
+        first: Steps that do not count.
+        counted: Steps that do.
+        one_way_delay: Seconds between two sites.
+        seconds: When to give up.
+        sampled: Whether the interface is looked at all the time.
+    """
+
+    method: str
+    case: Case
+    sites: int
+    mbit_s: float | None
+    first: int
+    counted: int
+    one_way_delay: float = 0.025
+    seconds: float = 900.0
+    sampled: bool = False
+
+    @staticmethod
+    def read(text: str) -> "Job":
+        """Takes back what was written as JSON."""
+        fields = json.loads(text)
+        case = fields.pop("case")
+        return Job(case=Case(**{**case, "size": Size(**case["size"])}), **fields)
+
+
+def run(job: Job) -> Found:
+    """Runs a job in processes forked from this one.
+
+    Returns:
+        ``seconds``: per step, the mean over the steps that count and the ranks; ``cpu_seconds``: likewise;
+        ``bytes``: what the interface of a site sent per step, the mean over the sites; ``bytes_to_the_end``: from the
+        first step that counts to the end of training; ``peak_mbit_s``: the most that site 0 sent within any 100 ms from
+        that step on; ``memory``: bytes by which the resident memory of a rank grew at most, the mean over the ranks;
+        ``told``: what the method says of itself in rank 0. Or ``reason``: why there is nothing.
+    """
+    loop = _loop(job.method)
+    slow = job.mbit_s is not None
+    links = Links(job.sites, job.mbit_s * 1e6 if job.mbit_s else None, job.one_way_delay) if slow else nullcontext()
+    try:
+        with links as entered:
+            ranks = run_processes(partial(_rank, job, loop, entered), job.sites, ranks_per_node=1, timeout=job.seconds)
+    except (RankError, TimeoutError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return {"reason": lines[-1].strip()[:200]}
+
+    def per_step(name: str) -> float:
+        spans = [rank[name][job.first + job.counted] - rank[name][job.first] for rank in ranks]
+        return float(sum(spans) / len(spans) / job.counted)
+
+    # On the loopback all ranks share one interface.
+    sharing = 1 if slow else job.sites
+    return {
+        "seconds": per_step("wall"),
+        "cpu_seconds": per_step("cpu"),
+        "bytes": per_step("sent") / sharing,
+        "bytes_to_the_end": sum(rank["sent_in_all"] - rank["sent"][job.first] for rank in ranks) / len(ranks) / sharing,
+        "peak_mbit_s": peak(ranks[0]["samples"], since=ranks[0]["wall"][job.first]) * 8 / 1e6 / sharing,
+        "memory": sum(rank["memory"] for rank in ranks) / len(ranks),
+        "told": ranks[0]["told"],
+    }
+
+
+def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int) -> dict[str, Any]:
+    if links is not None:
+        links.enter(rank)
+        os.environ.update(links.environment(rank))
+        _call_this_host(links.address(rank))
+    os.environ["OWN_ADDR"] = "127.0.0.1" if links is None else links.address(rank)
+    stamps = Stamps(job.case.step_seconds)
+    batches = random_batches(job.case.size, job.case.batch, seed=rank)
+    before = forget_peak_memory()
+    with sampled() if rank == 0 and job.sampled else nullcontext([]) as samples:
+        told = loop(job.case, job.case.net(), batches, stamps, job.first + job.counted)
+    times = {"wall": stamps.wall, "cpu": stamps.cpu, "sent": stamps.sent, "samples": samples}
+    return {**times, "sent_in_all": bytes_sent(), "memory": peak_memory() - before, "told": told}
+
+
+def _call_this_host(address: str) -> None:
+    """Some peers tell others the name of their host: an address is a name that everybody can resolve."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "cannot have a host name of its own")
+    socket.sethostname(address)
+
+
+def _loop(method: str) -> Loop:
+    """The loop of a method. Called before ranks are forked, so that they need not import what it does."""
+    if method in LOOPS:
+        return LOOPS[method]
+    from benchmarks import lightning_loops
+
+    return lightning_loops.LOOPS[method]
+
+
+def results(jobs: list[Job]) -> Iterator[tuple[Job, Found]]:
+    """Runs jobs one after the other, each in the Python that its method needs."""
+    for job in jobs:
+        environment = ENVIRONMENTS.get(job.method)
+        if environment is None:
+            yield job, run(job)
+        elif (python := PEERS / environment / "bin" / "python").exists():
+            yield job, _elsewhere(python, job)
+        else:
+            yield job, {"reason": "not installed: benchmarks/peers/install.sh"}
+
+
+def _elsewhere(python: Path, job: Job) -> Found:
+    words = [str(python), "-m", "benchmarks.sites", json.dumps(asdict(job))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+    with Popen(words, stdout=PIPE, text=True, cwd=ROOT, env=environment) as process:
+        assert process.stdout is not None
+        lines = [line for line in process.stdout if line.startswith('{"')]
+    return json.loads(lines[-1]) if lines else {"reason": f"ended with exit code {process.returncode}"}
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    print(json.dumps(run(Job.read(sys.argv[1]))), flush=True)

@@ -1,0 +1,123 @@
+"""The benchmarks run, write down what they found, and count what they say they count."""
+
+import importlib
+import json
+import math
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
+
+from benchmarks import quality, slow_links, wire_bytes
+from benchmarks.links import missing
+from benchmarks.models import DEMO
+from benchmarks.sampler import peak
+from benchmarks.sites import Job
+
+NETWORK = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+def quick(module: ModuleType, folder: Path) -> dict[str, Any]:
+    """Runs a benchmark as little as shows that it runs, and returns the file of results."""
+    results, picture = folder / "results.json", folder / "picture.svg"
+    module.main(["--quick", "--json", str(results), "--picture", str(picture)])
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+    content: dict[str, Any] = json.loads(results.read_text())
+    return content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["overhead", "memory", "quality", "trace"])
+def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
+    content = quick(importlib.import_module(f"benchmarks.{name}"), tmp_path)
+    assert content["headline"], "there are numbers"
+    assert all(math.isfinite(number) for number in content["headline"].values())
+    assert content["measured"]["command"] == f"python -m benchmarks.{name} --quick"
+    assert {"date", "processor", "cores", "python", "torch", "lightning"} <= content["measured"].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@NETWORK
+def test_ours_keeps_its_speed_on_a_slow_link_where_ddp_does_not(tmp_path: Path) -> None:
+    content = quick(slow_links, tmp_path)
+    rows = content["rows"]
+    ours, ddp = (slow_links.row_of(rows, method, 2, 10) for method in ("streaming", "lightning_ddp"))
+    # 0.28 MB over 10 Mbit/s take 0.22 s, four steps of it: what ours sends is nothing beside that.
+    assert ddp["seconds"] > 0.2
+    assert ours["bytes"] < ddp["bytes"] / 50
+    assert content["headline"]["2 sites, 10 Mbit/s: best peer's step over ours"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@NETWORK
+def test_what_is_reported_is_what_the_arithmetic_says_and_the_interface_sent_no_less(tmp_path: Path) -> None:
+    content = quick(wire_bytes, tmp_path)
+    numbers = content["headline"]
+    for name in wire_bytes.OURS:
+        assert numbers[f"{name}: report over arithmetic"] == 1
+        assert numbers[f"{name}: interface over arithmetic"] >= 1
+
+
+def test_runs_that_the_file_has_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def one_run(*args: Any) -> list[tuple[Any, ...]]:
+        return [("tiny", quality.Training(DEMO, steps=1), name, 0) for name in ("DDP", "Streaming")]
+
+    monkeypatch.setattr(quality, "runs", one_run)
+    monkeypatch.setattr(quality, "Text", lambda *_: type("Text", (), {"loss": lambda self, model: 2.5})())
+    monkeypatch.setattr(quality, "trained", lambda training, setting, text, seed: made.append(str(setting.choices)))
+    path = tmp_path / "quality.json"
+    quality.measure(True, path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "runs": content["runs"][:1]}))
+    quality.measure(True, path)
+    assert len(made) == 3
+    assert "fp4" in made[-1]
+    assert [run["setting"] for run in json.loads(path.read_text())["runs"]] == ["DDP", "Streaming"]
+
+
+def test_all_methods_cut_the_model_into_the_same_fragments() -> None:
+    case = slow_links.CASE
+    streaming = slow_links.plan(case, 2)
+    modules = [sum(p.numel() for part in fragment for p in part.parameters()) for fragment in case.modules(case.net())]
+    assert list(streaming.numels) == modules
+    assert sum(modules) > 9_000_000
+
+
+def test_a_link_suffices_if_a_fragment_fits_in_tau_steps_and_all_fit_in_a_round() -> None:
+    case = slow_links.CASE
+    streaming = slow_links.plan(case, 2)
+    span = case.overlap_steps * case.step_seconds
+    fragment = 8 * max(streaming.numels) * 4.125 / 8 / 1e6 / (span - slow_links.ROUND_TRIP)
+    round_ = 8 * sum(streaming.numels) * 4.125 / 8 / 1e6 / (case.sync_every * case.step_seconds)
+    least = max(fragment, round_)
+    assert slow_links.fits(streaming, case, 1.01 * least)
+    assert not slow_links.fits(streaming, case, 0.99 * least)
+
+
+def test_the_peak_is_that_of_the_busiest_tenth_of_a_second() -> None:
+    steady = [(0.01 * tick, 1000 * tick) for tick in range(100)]
+    assert peak(steady) == pytest.approx(100_000, rel=0.11)
+    burst = [(at, sent + (50_000 if at > 0.5 else 0)) for at, sent in steady]
+    assert peak(burst) == pytest.approx(600_000, rel=0.05)
+    assert peak(burst, since=0.6) == pytest.approx(100_000, rel=0.11)
+
+
+def test_a_job_is_read_back_as_it_was_written() -> None:
+    from dataclasses import asdict
+
+    job = Job("torchft", slow_links.CASE, sites=4, mbit_s=30, first=10, counted=20)
+    assert Job.read(json.dumps(asdict(job))) == job
+
+
+def test_methods_that_exchange_in_rounds_are_measured_over_whole_ones() -> None:
+    for job in slow_links.jobs(quick=False):
+        if job.method in ("streaming", "torchft", "post_local_sgd", "accelerate"):
+            assert job.counted % job.case.sync_every == 0
