@@ -61,7 +61,7 @@ def lengths(method: str, mbit_s: float | None, case: Case) -> tuple[int, int]:
     """
     fast = mbit_s is None or mbit_s >= 1000
     if method in _EVERY_STEP:
-        return (3, 10) if fast else (1, 4 if mbit_s == 100 else 2)
+        return (3, 10) if fast else (1, {100: 4, 30: 2}.get(mbit_s, 1))
     if method == "ddp_powersgd":
         return 3, 10
     if method == "streaming":

@@ -107,6 +107,17 @@ def covered(spans: list[Span]) -> float:
     return total
 
 
+def merged(spans: list[Span], gap: float) -> list[Span]:
+    """Ranges of one name as one where no more than a gap lies between them: nobody sees it, and a file is small."""
+    joined: list[Span] = []
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        if joined and joined[-1][0] == name and start - joined[-1][2] <= gap:
+            joined[-1] = (name, joined[-1][1], max(end, joined[-1][2]))
+        else:
+            joined.append((name, start, end))
+    return joined
+
+
 def headline(found: Steps) -> dict[str, float]:
     """Milliseconds in the training thread, and in the background."""
     numbers = {}
@@ -134,13 +145,14 @@ def draw(found: Steps, path: Path | None) -> None:
     for axes, (what, threads) in zip(panels, found.items(), strict=True):
         whole = length(threads["training"], "inner step")
         for row, (thread, ranges) in enumerate(threads.items()):
-            for name, start, end in ranges:
-                if name != "inner step":
-                    color = BLUE if thread == "background" else color_of(name)
-                    ours = name.startswith("sdiloco::")
-                    axes.barh(
-                        -row, max(end - start, whole / 400 if ours else 0), 0.6, start, color=color, zorder=2 + ours
-                    )
+            ours = [span for span in ranges if span[0].startswith("sdiloco::")]
+            others = [
+                ("", start, end) for name, start, end in ranges if not name.startswith(("sdiloco::", "inner step"))
+            ]
+            for name, start, end in [*merged(others, whole / 1000), *ours]:
+                color = color_of(name) if thread == "training" else BLUE
+                shown = max(end - start, whole / 400 if name else 0)
+                axes.barh(-row, shown, 0.6, start, color=color, zorder=3 if name else 2)
         axes.set_xlim(0, whole)
         for name, start, _ in threads["training"]:
             if name == "inner step" and start:
