@@ -525,8 +525,10 @@ class StreamingDiLoCo:
             self._fly(cargo, began)
 
     def _fly(self, cargo: Cargo, began: float) -> None:
+        # Noted before the lane may begin.
+        launch = began, time.perf_counter()
         pending = self._lane.start(self._transfer.stages(cargo))
-        self._flights.append(Flight(cargo, pending, (began, time.perf_counter())))
+        self._flights.append(Flight(cargo, pending, launch))
 
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.timeout.total_seconds()
@@ -543,6 +545,7 @@ class StreamingDiLoCo:
             self._counts.bytes_received += arrival.bytes_received
             self._apply(flight.cargo, arrival)
             launched = flight.launch[1]
+            ended = max([launched + flight.pending.seconds, *(ended for _, ended in arrival.spans.values())])
             landing = Landing(
                 fragment=flight.cargo.fragment,
                 launched_at=flight.cargo.step,
@@ -560,7 +563,7 @@ class StreamingDiLoCo:
                 group_norms=arrival.group_norms,
                 spans={
                     "launch": flight.launch,
-                    "flight": (launched, launched + flight.pending.seconds),
+                    "flight": (launched, min(ended, arrived)),
                     **arrival.spans,
                     "wait": (began, arrived),
                     "land": (arrived, time.perf_counter()),

@@ -186,7 +186,7 @@ def test_every_scalar_is_logged_and_documented(distribution: str, tmp_path: Path
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     names = [name for name in header.split(",") if name.startswith("sdiloco/")]
     page = (Path(lightning_sdiloco.__file__).parents[1] / "docs" / "monitoring.md").read_text()
-    assert len(names) == 23
+    assert len(names) == 24
     for name in names:
         documented = name.removesuffix("_0").removesuffix("_1")
         assert f"| `{documented}" in page, name
