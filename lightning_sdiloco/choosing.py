@@ -262,8 +262,8 @@ def tell(settings: Settings, fragments: int, measured: Measured | None, loggers:
             f" trip of {1000 * link.round_trip:.3g} ms, as measured"
         )
     _log.warning(
-        "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r, layers_per_fragment=%d, which makes %d fragments: %s."
-        " A resumed fit takes these settings from its checkpoint.",
+        "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r, layers_per_fragment=%d (number of fragments: %d),"
+        " because %s. A resumed fit takes these settings from its checkpoint.",
         settings.sync_every,
         settings.overlap_steps,
         settings.fragments,
