@@ -15,13 +15,16 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sdiloco
+from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.control import CONTROL_BYTES
 from tests import fits, sharded
 from tests.fits import LIGHTNING
-from tests.ranks import run_processes
+from tests.ranks import run_processes, run_ranks
 from tests.training import batch
 
 # One layer each, so that a fragment may lie on a part of the ranks only.
@@ -142,6 +145,54 @@ def test_validation_sees_the_outer_model_and_changes_nothing(sizes: tuple[int, i
     x, y = batch(9, 1)
     expected = float(nn.functional.mse_loss(model.net(x), y))
     assert all(abs(rank["logged"]["seen"] - expected) < 1e-6 for rank in validated)
+
+
+def test_validating_before_between_and_after_fits_sees_the_outer_model() -> None:
+    def fit(rank: int, world_size: int) -> dict[str, Any]:
+        model = sharded.sharded(seed=rank // 2)
+        data = DataLoader(fits.Batches(9, 0, 1), batch_size=None)
+
+        def seen() -> float:
+            metrics = trainer.validate(model, data, verbose=False)
+            return float(metrics[0]["seen"])
+
+        chosen = sharded.strategy(worker_groups=2, data_parallel_size=2, tensor_parallel_size=1, **CHOICES)
+        trainer = fits.trainer(strategy=chosen, devices=world_size, max_steps=7, limit_val_batches=1)
+        before = seen()
+        trainer.fit(model, sharded.StatefulBatches(rank // 2, rank % 2, 2, 100))
+        after_first = seen()
+        trainer.fit_loop.epoch_loop.max_steps = 12
+        trainer.fit(model, sharded.StatefulBatches(rank // 2, rank % 2, 2, 100))
+        return {"seen": (before, after_first, seen()), "outer": chosen.outer_state_dict()}
+
+    ranks = run_processes(fit, 4)
+    assert all(rank["seen"] == ranks[0]["seen"] for rank in ranks)
+    model, (x, y) = sharded.plain(seed=0), batch(9, 1)
+    assert abs(ranks[0]["seen"][0] - float(nn.functional.mse_loss(model.net(x), y).detach())) < 1e-6
+    model.load_state_dict(ranks[0]["outer"])
+    assert abs(ranks[0]["seen"][2] - float(nn.functional.mse_loss(model.net(x), y).detach())) < 1e-6
+    assert len(set(ranks[0]["seen"])) == 3
+
+
+def test_a_loop_of_your_own_trains_a_sharded_model() -> None:
+    def train(rank: int, world_size: int) -> dict[str, Any]:
+        model, mesh = sharded.even(0), init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "data"))["data"]
+        fully_shard(model[2], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        engine = StreamingDiLoCo(model, worker_groups=2, inner_optimizers=[optimizer], **CHOICES)
+        for step in range(1, 21):
+            x, y = (part.chunk(2)[rank % 2] for part in batch(rank // 2, step))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            engine.step()
+        engine.finish()
+        return engine.outer_state_dict()
+
+    expected = run_processes(fit_plain, 2, 2, 20)[0]["outer"]
+    for outer in run_ranks(train, 4):
+        assert distance(outer, expected) < 1e-5
 
 
 def test_saving_before_the_first_step_and_within_an_accumulation_changes_nothing(tmp_path: Path) -> None:
