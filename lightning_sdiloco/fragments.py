@@ -217,13 +217,16 @@ class ShardedLayout(FragmentLayout):
     def gathered(self, shard: Tensor, group: Communicator) -> Tensor:
         if not any(self._in_common):
             return shard
-        parts = self._of_all(shard, group)
-        starts, gathered = [0] * len(parts), []
-        for ranks, own in zip(self._places, self._own, strict=True):
-            for holder in own.holders:
-                gathered.append(parts[holder][starts[holder] : starts[holder] + ranks[holder].length])
-            starts = [start + place.length for start, place in zip(starts, ranks, strict=True)]
-        return torch.cat(gathered)
+        own = list(shard[: sum(place.length for place in self._own)].split([place.length for place in self._own]))
+        common = torch.cat([part for part, in_common in zip(own, self._in_common, strict=True) if in_common])
+        parts = group.gather(_filled_up(common, max(self._common_lengths())))
+        starts = [0] * len(parts)
+        for index, ranks in enumerate(self._places):
+            if self._in_common[index]:
+                of_holders = [(parts[h], starts[h], ranks[h].length) for h in self._own[index].holders]
+                own[index] = torch.cat([part[start : start + length] for part, start, length in of_holders])
+                starts = [start + place.length for start, place in zip(starts, ranks, strict=True)]
+        return torch.cat(own)
 
     @override
     def whole(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
@@ -251,7 +254,16 @@ class ShardedLayout(FragmentLayout):
 
     def _of_all(self, shard: Tensor, group: Communicator) -> list[Tensor]:
         """The shards of all ranks, filled up to the length of the longest."""
-        return group.gather(nn.functional.pad(shard, (0, self._longest - shard.numel())))
+        return group.gather(_filled_up(shard, self._longest))
+
+    def _common_lengths(self) -> list[int]:
+        """How much every rank exchanges of the parameters of which several ranks hold the same."""
+        common = [ranks for ranks, in_common in zip(self._places, self._in_common, strict=True) if in_common]
+        return [sum(place.length for place in of_rank) for of_rank in zip(*common, strict=True)]
+
+
+def _filled_up(values: Tensor, length: int) -> Tensor:
+    return nn.functional.pad(values, (0, length - values.numel()))
 
 
 def layouts_of(

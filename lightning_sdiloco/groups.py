@@ -150,7 +150,7 @@ class GroupsMixin(StepsMixin):
         begin_epochs_alike(trainer, self._noise)
 
     def _setup_without_fit(self, trainer: Any) -> None:
-        raise NotImplementedError
+        super().setup(trainer)
 
     def _prepare(self, model: nn.Module) -> None:
         """Refuses models that cannot be trained, and lets all ranks start from the same."""

@@ -16,10 +16,11 @@ from typing_extensions import override
 
 from lightning_sdiloco import checkpoint as files
 from lightning_sdiloco import sharded_files
+from lightning_sdiloco.agreement import align_model
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.groups import GroupsMixin
 from lightning_sdiloco.own_state import own_state, take_up_state
-from lightning_sdiloco.places import local, ranks_of
+from lightning_sdiloco.places import local, ranks_of, reshard
 from lightning_sdiloco.refused import refuse_what_cannot_work_sharded
 from lightning_sdiloco.settings import DEFAULT_TIMEOUT
 from lightning_sdiloco.topology import GroupLayout, mesh_of
@@ -204,8 +205,16 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
         super().connect(model)
 
     @override
+    def _setup_without_fit(self, trainer: Any) -> None:
+        super()._setup_without_fit(trainer)
+        assert self.model is not None
+        if self._engine is None or not self._engine.is_training(self.model):
+            align_model(self.model, self.topology)
+
+    @override
     def setup_optimizers(self, trainer: Any) -> None:
         assert self.lightning_module is not None
+        reshard(self.lightning_module)
         self._require_averaged_gradients(self.lightning_module)
         self._prepare(self.lightning_module)
         super().setup_optimizers(trainer)

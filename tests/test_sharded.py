@@ -15,17 +15,22 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sdiloco
+from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.control import CONTROL_BYTES
 from tests import fits, sharded
 from tests.fits import LIGHTNING
-from tests.ranks import run_processes
+from tests.ranks import run_processes, run_ranks
 from tests.training import batch
 
 # One layer each, so that a fragment may lie on a part of the ranks only.
 CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "layers_per_fragment": 1, "compression": "fp32"}
+# Up to eight ranks may share few cores.
+PATIENCE = 180.0
 INSIDE = [(2, 1), (1, 2), (2, 2), (4, 1), (3, 1)]
 
 
@@ -41,7 +46,7 @@ def fit_plain(rank: int, world_size: int, groups: int, steps: int, inner: str = 
 def fit_sharded(*args: Any, **choices: Any) -> list[dict[str, Any]]:
     (groups, sizes, steps), chosen = args, {**CHOICES, **choices}
     fit = partial(sharded.fit, **chosen)
-    return list(run_processes(fit, groups * sizes[0] * sizes[1], groups, sizes, steps))
+    return list(run_processes(fit, groups * sizes[0] * sizes[1], groups, sizes, steps, timeout=PATIENCE))
 
 
 @pytest.mark.parametrize("distribution", [LIGHTNING, "pytorch_lightning"])
@@ -119,7 +124,7 @@ def losses(rank: int, world_size: int, inner: str, sizes: tuple[int, int] | None
 def test_with_fp4_the_losses_agree_within_the_spread_of_seeds(inner: str) -> None:
     def mean(sizes: tuple[int, int] | None, seed: int) -> float:
         world_size = 2 if sizes is None else 2 * sizes[0] * sizes[1]
-        ranks = run_processes(losses, world_size, inner, sizes, seed)
+        ranks = run_processes(losses, world_size, inner, sizes, seed, timeout=PATIENCE)
         return float(torch.tensor(ranks).mean())
 
     seeds = torch.tensor([mean(None, seed) for seed in range(4)])
@@ -144,6 +149,54 @@ def test_validation_sees_the_outer_model_and_changes_nothing(sizes: tuple[int, i
     assert all(abs(rank["logged"]["seen"] - expected) < 1e-6 for rank in validated)
 
 
+def test_validating_before_between_and_after_fits_sees_the_outer_model() -> None:
+    def fit(rank: int, world_size: int) -> dict[str, Any]:
+        model = sharded.sharded(seed=rank // 2)
+        data = DataLoader(fits.Batches(9, 0, 1), batch_size=None)
+
+        def seen() -> float:
+            metrics = trainer.validate(model, data, verbose=False)
+            return float(metrics[0]["seen"])
+
+        chosen = sharded.strategy(worker_groups=2, data_parallel_size=2, tensor_parallel_size=1, **CHOICES)
+        trainer = fits.trainer(strategy=chosen, devices=world_size, max_steps=7, limit_val_batches=1)
+        before = seen()
+        trainer.fit(model, sharded.StatefulBatches(rank // 2, rank % 2, 2, 100))
+        after_first = seen()
+        trainer.fit_loop.epoch_loop.max_steps = 12
+        trainer.fit(model, sharded.StatefulBatches(rank // 2, rank % 2, 2, 100))
+        return {"seen": (before, after_first, seen()), "outer": chosen.outer_state_dict()}
+
+    ranks = run_processes(fit, 4)
+    assert all(rank["seen"] == ranks[0]["seen"] for rank in ranks)
+    model, (x, y) = sharded.plain(seed=0), batch(9, 1)
+    assert abs(ranks[0]["seen"][0] - float(nn.functional.mse_loss(model.net(x), y).detach())) < 1e-6
+    model.load_state_dict(ranks[0]["outer"])
+    assert abs(ranks[0]["seen"][2] - float(nn.functional.mse_loss(model.net(x), y).detach())) < 1e-6
+    assert len(set(ranks[0]["seen"])) == 3
+
+
+def test_a_loop_of_your_own_trains_a_sharded_model() -> None:
+    def train(rank: int, world_size: int) -> dict[str, Any]:
+        model, mesh = sharded.even(0), init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "data"))["data"]
+        fully_shard(model[2], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        engine = StreamingDiLoCo(model, worker_groups=2, inner_optimizers=[optimizer], **CHOICES)
+        for step in range(1, 21):
+            x, y = (part.chunk(2)[rank % 2] for part in batch(rank // 2, step))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            engine.step()
+        engine.finish()
+        return engine.outer_state_dict()
+
+    expected = run_processes(fit_plain, 2, 2, 20)[0]["outer"]
+    for outer in run_ranks(train, 4):
+        assert distance(outer, expected) < 1e-5
+
+
 def test_saving_before_the_first_step_and_within_an_accumulation_changes_nothing(tmp_path: Path) -> None:
     callback = sharded.callbacks_of().Callback
 
@@ -165,25 +218,29 @@ def test_saving_before_the_first_step_and_within_an_accumulation_changes_nothing
 
 def test_a_part_that_is_not_finite_in_one_rank_leaves_its_group_out_on_all_its_ranks() -> None:
     def fit(rank: int, world_size: int) -> dict[str, Any]:
-        model = sharded.sharded(inner="adamw", seed=rank // 2)
-        landings = []
+        model, taken = sharded.sharded(inner="adamw", seed=rank // 2), []
 
         class Spoiler(sharded.callbacks_of().Callback):  # type: ignore[misc, name-defined]
-            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-                landings.append(trainer.strategy.engine.report()["landings"])
-                if trainer.global_step == 6 and rank == 3:
-                    module.net[4].weight.detach().to_local().fill_(float("nan"))
+            def on_train_start(self, trainer: Any, module: Any) -> None:
+                trainer.optimizers[0].register_step_post_hook(self.spoil)
 
-        chosen = sharded.strategy(worker_groups=2, data_parallel_size=2, tensor_parallel_size=1, **CHOICES)
-        trainer = fits.trainer(strategy=chosen, devices=world_size, max_steps=30, callbacks=[Spoiler()])
-        trainer.fit(model, DataLoader(fits.Batches(rank // 2, rank % 2, 2), batch_size=None))
-        return {"outer": chosen.outer_state_dict(), "landings": landings}
+            def spoil(self, *args: Any) -> None:
+                taken.append(1)
+                if len(taken) == 5 and rank == 3:
+                    # The first lands at once. Of the second the other rank of the group has only finite values.
+                    for layer in (model.net[0], model.net[2]):
+                        layer.weight.detach().to_local().fill_(float("nan"))
 
-    ranks = run_processes(fit, 4)
-    for rank in ranks:
-        assert all(bool(values.isfinite().all()) for values in rank["outer"].values())
-        assert all(torch.equal(values, ranks[0]["outer"][name]) for name, values in rank["outer"].items())
-        assert rank["landings"] == ranks[0]["landings"]
+        choices = {**CHOICES, "overlap_steps": 0, "timeout": timedelta(seconds=10)}
+        chosen = sharded.strategy(worker_groups=2, data_parallel_size=1, tensor_parallel_size=2, **choices)
+        trainer = fits.trainer(strategy=chosen, devices=world_size, max_steps=14, callbacks=[Spoiler()])
+        trainer.fit(model, DataLoader(fits.Batches(rank // 2, 0, 1), batch_size=None))
+        return chosen.outer_state_dict()
+
+    ranks = run_processes(fit, 4, timeout=PATIENCE)
+    for outer in ranks:
+        assert all(bool(values.isfinite().all()) for values in outer.values())
+        assert all(torch.equal(values, ranks[0][name]) for name, values in outer.items())
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
@@ -207,7 +264,7 @@ def test_data_are_divided_among_groups_and_data_parallel_ranks_and_tensor_parall
         trainer.fit(model, DataLoader(data, batch_size=1))
         return seen
 
-    seen = run_processes(fit, 8)
+    seen = run_processes(fit, 8, timeout=PATIENCE)
     assert seen[::2] == seen[1::2]
     assert sorted(example for examples in seen[::2] for example in examples) == list(range(8))
 
@@ -236,7 +293,7 @@ def test_a_group_that_stalls_between_launches_keeps_no_other_waiting() -> None:
         trainer.fit(sharded.sharded(seed=rank // 4), data)
         return started
 
-    ranks = run_processes(fit, 8)
+    ranks = run_processes(fit, 8, timeout=PATIENCE)
     # Nothing has been launched when the other group stalls, before inner step 11.
     assert ranks[0][18] < ranks[7][10]
     assert ranks[0][24] > ranks[7][10], "and a landing waits, or the test would show nothing"

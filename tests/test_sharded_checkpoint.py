@@ -29,7 +29,8 @@ def run(
     fit = partial(sharded.fit, **{**CHOICES, **choices})
     world_size, path = groups * sizes[0] * sizes[1], resume and str(resume)
     distribution, inner = choices.pop("distribution", LIGHTNING), "adamw"
-    return list(run_processes(fit, world_size, groups, sizes, steps, distribution, inner, callbacks, path))
+    arguments = (groups, sizes, steps, distribution, inner, callbacks, path)
+    return list(run_processes(fit, world_size, *arguments, timeout=180.0))
 
 
 def saving(folder: Path, **choices: Any) -> list[Any]:
