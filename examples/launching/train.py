@@ -5,7 +5,7 @@ The checkpoints must lie in a folder that all machines see, because each rank re
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -58,14 +58,10 @@ class Regression(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def on_train_start(self) -> None:
-        # Known on every rank; rank 0 tells it.
-        strategy: Any = self.trainer.strategy
-        topology = strategy.topology
+        strategy = cast(Any, self.trainer.strategy)
         if self.trainer.is_global_zero:
-            print(
-                f"{topology.groups} worker groups of {topology.shards}, from step {self.trainer.global_step}",
-                flush=True,
-            )
+            topology, step = strategy.topology, self.trainer.global_step
+            print(f"{topology.groups} worker groups of {topology.shards}, from step {step}", flush=True)
 
 
 def parse() -> argparse.Namespace:
