@@ -138,6 +138,16 @@ def test_a_fit_resumed_from_any_step_gives_the_same_bits(
             assert all(one["report"][key] == other["report"][key] for key in counted)
 
 
+def test_a_checkpoint_of_one_distribution_is_resumed_by_the_other_to_the_same_bits(tmp_path: Path) -> None:
+    callbacks = saving(LIGHTNING, tmp_path, every_n_train_steps=11)
+    plain = run_processes(run_fit, 2, LIGHTNING, STEPS, callbacks)
+    resumed = run_processes(run_fit, 2, "pytorch_lightning", STEPS, [], str(tmp_path / "step=11.ckpt"))
+    for one, other in zip(resumed, plain, strict=True):
+        assert sorted(one["trace"]) == list(range(11, STEPS))
+        assert_same(one["trace"][STEPS - 1], other["trace"][STEPS - 1])
+        assert_same(one["outer"], other["outer"])
+
+
 def test_a_fit_resumed_with_a_schedule_a_guard_and_clipping_gives_the_same_bits(tmp_path: Path) -> None:
     choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "outer_clip_norm": 0.05, "outlier_guard": 1.02}
 

@@ -132,7 +132,7 @@ def test_a_time_limit_stops_all_ranks_after_the_same_inner_step(distribution: st
 
     steps = run_processes(run, 2)
     assert steps[0] == steps[1]
-    assert 20 < steps[0] < 10_000
+    assert steps[0] < 10_000
     assert steps[0] % 10 == 3, "the decision was read at a landing"
 
 
