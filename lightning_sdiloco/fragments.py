@@ -421,6 +421,11 @@ def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[dict[str
     fragment_of = {name: index for index, fragment in enumerate(fragments) for name in fragment.names}
     chosen: list[dict[str, Tensor]] = [{} for _ in fragments]
     for name, buffer in _persistent_floating_buffers(model):
+        if is_sharded(buffer):
+            raise ValueError(
+                f"The buffer {name!r} is sharded. Buffers travel whole, from one rank of a group: keep it as a plain"
+                " tensor, or register it with persistent=False."
+            )
         nearest = max(fragment_of, key=lambda parameter: _common_depth(name, parameter))
         chosen[fragment_of[nearest]][name] = buffer
     return chosen

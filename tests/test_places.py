@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.outer import Stepped
 from lightning_sdiloco.places import part_of, places_of, shared
 from lightning_sdiloco.portable import OuterParameter, put_together_by_place, taken_apart_by_place
@@ -96,3 +97,14 @@ def test_ways_to_divide_that_are_not_known_are_refused_on_all_ranks() -> None:
     ranks = run_ranks(check, 4)
     assert all("no whole values on any rank" in texts[0] for texts in ranks)
     assert all("ranks of several worker groups: ranks [0] belong to others" in texts[1] for texts in ranks)
+
+
+def test_sharded_buffers_are_refused() -> None:
+    def check(rank: int, world_size: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(4, 4)
+        model.register_buffer("mean", distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        with pytest.raises(ValueError, match="The buffer 'mean' is sharded"):
+            StreamingDiLoCo(model, worker_groups=1)
+
+    run_ranks(check, 2)
