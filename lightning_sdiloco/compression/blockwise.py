@@ -151,8 +151,8 @@ class Blockwise(Compression):
 
 
 def stretch(device: torch.device) -> int:
-    """Values at a time: on a CPU what stays in the cache (2 MiB), elsewhere enough to hide the launch of a kernel."""
-    return 1 << 19 if device.type == "cpu" else 1 << 23
+    """Values at a time: on a CPU what stays in the cache (4 MiB), elsewhere enough to hide the launch of a kernel."""
+    return 1 << 20 if device.type == "cpu" else 1 << 23
 
 
 def as_bfloat16(tops: Tensor) -> Tensor:
