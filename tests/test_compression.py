@@ -32,7 +32,7 @@ from lightning_sdiloco.compression import (
 from lightning_sdiloco.compression.fp4 import BLOCK
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-CHUNK = 1 << 19  # values that are taken at a time on a CPU
+CHUNK = 1 << 20
 
 BITS = {
     "fp32": 32.0,
