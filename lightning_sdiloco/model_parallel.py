@@ -167,8 +167,8 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
 
     @override
     def _configure_launcher(self) -> None:
-        # Here a world that cannot be split is refused inside Trainer(), before any process starts.
-        assert self._mesh_shape
+        # A world that cannot be split is refused here: inside Trainer(), before any process starts.
+        _ = self._mesh_shape
         super()._configure_launcher()
 
     @override
