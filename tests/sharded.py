@@ -116,6 +116,7 @@ def fit(
         "outer": {name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()},
         "model": {name: whole(p) for name, p in model.net.named_parameters()},
         "report": chosen.report(),
+        "settings": chosen.engine.settings,
         "trace": model.trace,
         "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }

@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sdiloco
-from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco import StreamingDiLoCo, choosing
 from lightning_sdiloco.control import CONTROL_BYTES
+from lightning_sdiloco.planning.link import Link
 from tests import fits, sharded
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes, run_ranks
@@ -447,3 +448,16 @@ def test_what_becomes_trainable_within_a_fit_is_refused() -> None:
 
     for text in run_processes(fit, 2):
         assert "Parameters were frozen or became trainable" in text
+
+
+def test_settings_that_the_planner_chooses_give_the_bits_of_a_run_that_had_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "measure_link", lambda topology, timeout: Link(gbit_s=5e-6, round_trip=0.05))
+    monkeypatch.setattr(choosing.Choosing, "_step_time", lambda self: 0.05)
+    names = ("sync_every", "overlap_steps", "fragments")
+    auto = run_processes(partial(sharded.fit, **dict.fromkeys(names, "auto")), 4, 2, (2, 1), 100)
+    chosen = {name: getattr(auto[0]["settings"], name) for name in (*names, "layers_per_fragment")}
+    explicit = run_processes(partial(sharded.fit, **chosen), 4, 2, (2, 1), 100)
+    assert auto[0]["report"]["landings"] > 0
+    for one, other in zip(auto, explicit, strict=True):
+        assert all(torch.equal(one["outer"][name], values) for name, values in other["outer"].items())
+        assert all(torch.equal(one["model"][name], values) for name, values in other["model"].items())
