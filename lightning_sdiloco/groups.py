@@ -1,8 +1,8 @@
 """What the strategies have in common: how worker groups start, whatever their ranks do among themselves."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,19 +92,19 @@ class GroupsMixin(StepsMixin):
         automatic = self.num_nodes if self.num_nodes > 1 else world_size
         return GroupLayout(world_size, automatic if isinstance(self._worker_groups, str) else self._worker_groups)
 
-    def _reached_groups(self) -> AbstractContextManager[None]:
-        """Refuses to start where ranks cannot reach each other.
-
-        Returns:
-            The context in which all processes are to be connected.
-        """
+    @contextmanager
+    def _reached_groups(self) -> Iterator[None]:
+        """Refuses to start where ranks cannot reach each other. Within it all processes are to be connected."""
         layout = self._layout()
+        # Kept until then: the default process group takes over the store of the meeting.
+        meeting = None
         if self.num_nodes > 1:
             self.set_world_ranks()
             meeting = meet(self.cluster_environment, layout.world_size, self._settings.timeout)
-            if meeting is not None:
-                require_reachable(meeting, layout.group_of(self.global_rank), exchange_address, group_address)
-        return for_exchange()
+        if meeting is not None:
+            require_reachable(meeting, layout.group_of(self.global_rank), exchange_address, group_address)
+        with for_exchange():
+            yield
 
     def _join_groups(self) -> None:
         """Makes the ways between the ranks of a group and between groups, as soon as all processes are connected."""

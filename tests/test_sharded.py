@@ -450,7 +450,9 @@ def test_what_becomes_trainable_within_a_fit_is_refused() -> None:
         assert "Parameters were frozen or became trainable" in text
 
 
-def test_settings_that_the_planner_chooses_give_the_bits_of_a_run_that_had_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_are_chosen_give_the_bits_of_a_run_that_had_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(choosing, "measure_link", lambda topology, timeout: Link(gbit_s=5e-6, round_trip=0.05))
     monkeypatch.setattr(choosing.Choosing, "_step_time", lambda self: 0.05)
     names = ("sync_every", "overlap_steps", "fragments")
