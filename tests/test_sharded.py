@@ -77,6 +77,28 @@ def test_what_happens_inside_a_group_does_not_change_the_outer_parameters(sizes:
     assert distance(expected["outer"], sharded.plain(seed=0).net.state_dict()) > 0.1
 
 
+class InDouble(nn.Linear):
+    """A layer whose parameters are float64 among others that are float32."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values.double()).to(values.dtype)
+
+
+def of_two_dtypes(seed: int, make: Callable[[int], nn.Sequential] = sharded.even) -> nn.Sequential:
+    net = make(seed)
+    net[2] = InDouble(12, 7).double()
+    return net
+
+
+def test_parameters_of_several_dtypes_are_trained_as_without_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "even", of_two_dtypes)
+    alone = run_processes(fit_plain, 2, 2, 50)[0]
+    for rank in fit_sharded(2, (2, 1), 50):
+        assert {values.dtype for values in rank["model"].values()} == {torch.float32, torch.float64}
+        assert distance(rank["outer"], alone["outer"]) < 1e-5
+        assert all(torch.equal(rank["model"][name].float(), values) for name, values in rank["outer"].items())
+
+
 def test_ddp_inside_gives_the_outer_parameters_of_one_rank_per_group() -> None:
     alone, ddp = (run_processes(fit_plain, world_size, 2, 50)[0] for world_size in (2, 4))
     assert distance(ddp["outer"], alone["outer"]) < 1e-5
