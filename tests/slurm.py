@@ -64,7 +64,8 @@ class Slurm:
 
     def __init__(self, folder: Path) -> None:
         self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+            # Lightning in this process may have left there where ranks met.
+            **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))},
             "SLURM_CONF": str(folder / "slurm.conf"),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
