@@ -36,9 +36,6 @@ RATES: tuple[float | None, ...] = (None, 1000, 100, 30, 10)
 
 ROUND_TRIP = 0.05
 
-GOODPUT = 0.95
-"""Share of a link that is payload, the rest being headers: what one TCP stream reaches (`benchmarks.link`)."""
-
 METHODS = {
     "streaming": ("Streaming DiLoCo, fp4", RED),
     "torchft": ("torchft DiLoCo, fp32", PURPLE),
@@ -155,7 +152,7 @@ def predictions(rows: list[Row]) -> list[Row]:
             step = row_of(rows, "alone", row["sites"], None)["seconds"]
             groups = Groups(step_time=step, groups=row["sites"], memory_rate=10e9)
             predicted = Streaming(Model.of_module(case.net()), method.settings, groups)
-            link = Link(gbit_s=GOODPUT * row["mbit_s"] / 1000, round_trip=ROUND_TRIP)
+            link = Link(gbit_s=row["mbit_s"] / 1000, round_trip=ROUND_TRIP)
             found.append(
                 {
                     "sites": row["sites"],
