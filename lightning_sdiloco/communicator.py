@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sdiloco.staging import to_device, to_host
+
 
 class Communicator:
     """Gathers and broadcasts among some ranks. One rank alone needs no process group.
@@ -28,7 +30,7 @@ class Communicator:
         sent = self._staged(tensor).contiguous()
         received = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(received, sent, group=self.process_group)
-        return [part.to(tensor.device) for part in received]
+        return [to_device(part, tensor.device) for part in received]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The picklable objects of all ranks, in the order of the ranks."""
@@ -48,4 +50,4 @@ class Communicator:
             tensor.copy_(staged)
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self._on_host else tensor
+        return to_host(tensor) if self._on_host else tensor

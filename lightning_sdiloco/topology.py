@@ -86,7 +86,7 @@ class Topology:
         lane: The ranks of this group, once for each stage of the background lane.
         words: The way to the other groups for what the hosts say. Nothing waits there behind an outer gradient.
         exchange: The way for outer gradients. What was launched first travels first.
-        relays: The way for means that are sent on, which must not wait behind what was launched later.
+        relays: The way for means that are sent on.
         make_lane: Makes the background lane for a device.
     """
 
@@ -153,12 +153,13 @@ class Topology:
         in_group = Communicator(_own(rank, layout.ranks_of_groups(), None, timeout))
         lane = tuple(Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout)) for _ in range(STAGES))
         with joining():
-            across = [_own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout) for _ in range(5)]
+            across = [_own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout) for _ in range(3)]
             peers = Communicator(_own(rank, layout.ranks_of_shards(), None, timeout))
         alone = layout.worker_groups == 1
         words, exchange, relays = (
-            InProcessExchange.connect(1)[0] if alone else DirectExchange(across[up], across[down])
-            for up, down in ((0, 0), (1, 2), (3, 4))
+            InProcessExchange.connect(1)[0] if alone else DirectExchange(across[up], across[down], tag)
+            # Means are relayed where the payloads came in: a connection that has just carried something is at its best.
+            for up, down, tag in ((0, 0, 0), (1, 2, 0), (1, 2, 1))
         )
         return Topology(
             groups=layout.worker_groups,

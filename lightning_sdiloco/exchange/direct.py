@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdiloco.exchange.base import Exchange, Unanswered
+from lightning_sdiloco.staging import page_locked, to_device, to_host
 
 
 class _Transfer(NamedTuple):
@@ -39,24 +39,26 @@ class DirectExchange(Exchange[_Posted]):
 
     Args:
         up: A gloo process group with one rank of each worker group, in the order of the groups. It carries the messages
-            to groups of higher number. Nothing else may use it.
+            to groups of higher number.
         down: Another one, for the messages to groups of lower number.
+        tag: What tells these messages apart from those of another exchange over the same process groups.
     """
 
-    def __init__(self, up: dist.ProcessGroup, down: dist.ProcessGroup) -> None:
+    def __init__(self, up: dist.ProcessGroup, down: dist.ProcessGroup, tag: int = 0) -> None:
         super().__init__(dist.get_world_size(up))
         self._up = up
         self._down = down
+        self._tag = tag
         self._group = dist.get_rank(up)
         self._ranks = dist.get_process_group_ranks(up)
 
     def post(self, messages: Sequence[Tensor]) -> _Posted:
         """Starts to send; see `Exchange.post`. What is on another device is copied to the host first."""
         # The same message for all groups is copied once.
-        on_host = {id(message): message.cpu() for message in messages}
+        on_host = {id(message): to_host(message) for message in messages}
         sent = [on_host[id(message)] for message in messages]
-        own = sent[self._group]
-        received = [own if group == self._group else torch.empty_like(own) for group in range(self.groups)]
+        own, device = sent[self._group], messages[self._group].device
+        received = [own if group == self._group else page_locked(own, device) for group in range(self.groups)]
         transfers, failure = [], None
         for group in [group for group in range(self.groups) if group != self._group]:
             try:
@@ -75,13 +77,16 @@ class DirectExchange(Exchange[_Posted]):
         for transfer in posted.transfers:
             self._wait(transfer.sending, transfer.group, deadline)
         self._count(self._group, posted.messages, posted.received)
-        return [part.to(posted.messages[self._group].device) for part in posted.received]
+        own = posted.messages[self._group]
+        return [
+            own if group == self._group else to_device(part, own.device) for group, part in enumerate(posted.received)
+        ]
 
     def _transfer(self, group: int, sent: Tensor, into: Tensor) -> _Transfer:
         to, back = (self._up, self._down) if group > self._group else (self._down, self._up)
         # The receive comes first, so that the other side knows early that this one is ready.
-        receiving = dist.irecv(into, group=back, group_src=group)
-        sending = dist.isend(sent, group=to, group_dst=group)
+        receiving = dist.irecv(into, group=back, group_src=group, tag=self._tag)
+        sending = dist.isend(sent, group=to, group_dst=group, tag=self._tag)
         assert receiving is not None, "this rank belongs to the process group"
         assert sending is not None, "this rank belongs to the process group"
         return _Transfer(group, receiving, sending)
