@@ -1,6 +1,6 @@
 """A model cut into fragments, with the outer state of this rank's shards: the training thread's side of the engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_sdiloco.fragments import (
     trainable,
     with_finite_state,
 )
+from lightning_sdiloco.homes import Coming, Home
 from lightning_sdiloco.outer import Outer, Stepped
 from lightning_sdiloco.partition import Fragment
 from lightning_sdiloco.places import is_sharded, local, reshard
@@ -33,17 +34,22 @@ class CutModel:
         fragments: Its fragments.
         settings: What makes the outer optimizer.
         topology: The ranks of this group.
+        home: Where outer state rests.
     """
 
-    def __init__(self, model: nn.Module, fragments: Sequence[Fragment], settings: Settings, topology: Topology) -> None:
+    def __init__(
+        self, model: nn.Module, fragments: Sequence[Fragment], settings: Settings, topology: Topology, home: Home
+    ) -> None:
         self.model = model
         self.fragments = tuple(fragments)
         self._topology = topology
         parameters = trainable(model)
         self.layouts = layouts_of(fragments, parameters, topology)
         self.buffers = [BufferLayout(buffers) for buffers in buffers_of(model, fragments)]
-        shards = [layout.read() for layout in self.layouts]
-        self.outer = Outer(shards, settings.make_outer_optimizer, settings.outer_lr_schedule)
+        self._home = home
+        shards = [home.kept(layout.read()) for layout in self.layouts]
+        self.outer = Outer(shards, settings.make_outer_optimizer, settings.outer_lr_schedule, home)
+        self._coming: dict[int, Coming] = {}
         # What the compression remembers of this rank's shards. Tensors are replaced, never written to.
         self.memories: list[Tensor | None] = [None] * len(shards)
         # What the second rounding of the mean has lost of the parts of them that this group adds up.
@@ -84,11 +90,24 @@ class CutModel:
 
     # Launch and landing
 
-    def outer_gradient(self, fragment: int) -> Tensor:
-        """The outer gradient of this rank's shard: outer parameters minus local ones."""
-        layout = self.layouts[fragment]
-        shard = layout.read()
-        return torch.sub(self.outer.values[fragment], shard, out=shard)
+    def prefetch(self, fragment: int) -> None:
+        """Starts to bring the outer parameters of a fragment to the device, which is about to be launched."""
+        self._coming[fragment] = self._home.coming(self.outer.values[fragment])
+
+    def outer_shard(self, fragment: int) -> Tensor:
+        """The outer parameters of this rank's shard, on the device."""
+        coming, kept = self._coming.pop(fragment, None), self.outer.values[fragment]
+        # What was prefetched before a checkpoint was loaded is not what is launched.
+        return (coming if coming is not None and coming.kept is kept else self._home.coming(kept)).arrived()
+
+    def outer_gradient(self, fragment: int, outer: Tensor) -> Tensor:
+        """The outer gradient of this rank's shard: outer parameters minus local ones.
+
+        Args:
+            fragment: The fragment.
+            outer: Its `outer_shard`.
+        """
+        return self.layouts[fragment].subtracted_from(outer)
 
     def write(self, fragment: int, gathered: Tensor, mixing: float) -> None:
         """Mixes the outer parameters of a fragment into the local ones."""
@@ -122,26 +141,36 @@ class CutModel:
 
     # The outer model
 
-    def gathered(self) -> list[Tensor]:
+    def gathered(self) -> Iterator[Tensor]:
         """The outer parameters of every fragment, flat, as far as this rank holds them. In-group collective."""
-        return [self._gathered(fragment) for fragment in range(len(self.fragments))]
+        return (self._gathered(fragment) for fragment in range(len(self.fragments)))
 
     @torch.no_grad()
-    def write_outer(self, gathered: Sequence[Tensor]) -> None:
-        """Leaves the outer parameters and buffers in the model."""
+    def write_outer(self) -> list[Tensor]:
+        """Leaves the outer parameters and buffers in the model. In-group collective.
+
+        Returns:
+            What `gathered` gives, as it is kept.
+        """
         reshard(self.model)
-        for layout, buffers, values in zip(self.layouts, self.buffers, gathered, strict=True):
+        written = []
+        for fragment, (layout, buffers) in enumerate(zip(self.layouts, self.buffers, strict=True)):
+            values = self._gathered(fragment)
             layout.write(values)
             buffers.mix(0.0, buffers.all())
+            # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
+            written.append(self.outer.values[fragment] if self._topology.shards == 1 else values.cpu())
+        return written
 
     @torch.no_grad()
-    def named(self, gathered: Sequence[Tensor]) -> dict[str, Tensor]:
+    def named(self, gathered: Iterable[Tensor]) -> dict[str, Tensor]:
         """Outer parameters by name, copied to the host, in the parameters' shapes.
 
         In-group collective where ranks hold parts of them.
         """
         named: dict[str, Tensor] = {}
-        for layout, values, shard in zip(self.layouts, gathered, self.outer.values, strict=True):
+        for fragment, (layout, values) in enumerate(zip(self.layouts, gathered, strict=True)):
+            shard = self._home.fetched(self.outer.values[fragment])
             named |= layout.whole(values, shard, self._topology.in_group)
         return named
 
@@ -200,9 +229,8 @@ class CutModel:
         """Takes back what `saved` returned."""
         self.outer.load(fragment, saved["outer"], saved["state"], saved["rounds"])
         self.buffers[fragment].load(saved["buffers"], saved["travelling"])
-        device = self.outer.values[fragment].device
         for kept, values in ((self.memories, saved["memory"]), (self.residuals, saved["residual"])):
-            kept[fragment] = None if values is None else values.to(device, copy=True)
+            kept[fragment] = None if values is None else self._home.copied(values)
 
     def _unless_known(self, fragment: int, parameters: Mapping[str, OuterParameter]) -> dict[str, Tensor]:
         """The local parameters of a fragment by name, whole, if not all of them are known. In-group collective."""
@@ -213,7 +241,8 @@ class CutModel:
         return layout.whole(layout.gathered(shard, group), shard, group)
 
     def _gathered(self, fragment: int) -> Tensor:
-        return self.layouts[fragment].gathered(self.outer.values[fragment], self._topology.in_group)
+        outer = self._home.fetched(self.outer.values[fragment])
+        return self.layouts[fragment].gathered(outer, self._topology.in_group)
 
 
 def _on_host(values: Tensor | None) -> Tensor | None:

@@ -23,6 +23,7 @@ from lightning_sdiloco.fragments import (
     trainable,
     unwrapped,
 )
+from lightning_sdiloco.homes import home_on
 from lightning_sdiloco.lane import Lane
 from lightning_sdiloco.measuring import Span
 from lightning_sdiloco.partition import Fragment
@@ -68,6 +69,8 @@ class StreamingDiLoCo:
         outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
             is left out of the mean; None leaves out none.
         final_sync: Whether `finish` ends with a plain mean of the groups' local parameters.
+        offload: Whether outer parameters and outer momentum rest in page-locked memory of the host, so that the device
+            holds those in flight only; ``"auto"``: where the device is CUDA. It changes no bit.
         timeout: How long a fragment may be in flight.
         inner_optimizers: The optimizers of the training loop; their state is reset where it is not finite after the
             group was left out of a mean.
@@ -110,6 +113,7 @@ class StreamingDiLoCo:
         outer_clip_norm: float | None = None,
         outlier_guard: float | None = None,
         final_sync: bool = True,
+        offload: bool | str = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
@@ -129,6 +133,7 @@ class StreamingDiLoCo:
             outer_clip_norm=outer_clip_norm,
             outlier_guard=outlier_guard,
             final_sync=final_sync,
+            offload=offload,
             timeout=timeout,
         )
         self.topology = topology or default_topology(worker_groups, timeout)
@@ -153,18 +158,19 @@ class StreamingDiLoCo:
         require_same_settings(self.settings.described(), self.topology.world)
         require_same_model(model, self.topology.world)
         chosen = cut(model, self.settings)
-        self._device = next(iter(trainable(model).values())).device
-        say_what_is_unusual(chosen, self.settings, self.topology, self._device)
+        device = next(iter(trainable(model).values())).device
+        say_what_is_unusual(chosen, self.settings, self.topology, device)
         align_model(model, self.topology)
-        self._passes = passes_on(self._device)
+        self._passes = passes_on(device)
+        self._home = home_on(device, self.settings.offload)
         self._divide(model, chosen.fragments)
         self._cut.align_ranks()
         require_same_settings({**self._cut.outer.described(), "passes": self._passes.name}, self.topology.world)
-        self._lane: Lane = self.topology.make_lane(self._device)
+        self._lane: Lane = self.topology.make_lane(device)
 
     def _divide(self, model: nn.Module, fragments: tuple[Fragment, ...]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
-        self._cut = CutModel(model, fragments, self.settings, self.topology)
+        self._cut = CutModel(model, fragments, self.settings, self.topology, self._home)
         self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(fragments))
         self._counting = self.settings.make_counting(self.topology.groups, len(fragments))
         self._trained = [0] * len(fragments)
@@ -181,6 +187,7 @@ class StreamingDiLoCo:
             self._cut.buffers,
             self._counting,
             self._passes,
+            self._home,
             self._diagnoses,
         )
 
@@ -233,6 +240,8 @@ class StreamingDiLoCo:
         for fragment in due:
             self._launch(fragment)
             self._counts.launches += 1
+        for fragment in self.schedule.launches(self.steps_in_rounds + 1):
+            self._cut.prefetch(fragment)
 
     def land_due(self) -> list[Landing]:
         """The second half of `step`: lands what is due."""
@@ -283,10 +292,7 @@ class StreamingDiLoCo:
         """The last part of `finish`: lands the means, and leaves the outer parameters in the model."""
         while self._flights:
             self.final_landings.append(self._land(self._flights.pop(0)))
-        gathered = self._cut.gathered()
-        self._cut.write_outer(gathered)
-        # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
-        self._finished = gathered if self.topology.shards == 1 else [values.cpu() for values in gathered]
+        self._finished = self._cut.write_outer()
         self.close()
 
     def close(self) -> None:
@@ -353,8 +359,8 @@ class StreamingDiLoCo:
     def show_outer(self) -> None:
         """Puts the outer parameters and buffers into the model, and the local ones aside. In-group collective."""
         if self._stash is None and self._finished is None:
-            self._stash = [tensor.clone() for tensor in self._cut.local_tensors()]
-            self._cut.write_outer(self._cut.gathered())
+            self._stash = [self._home.copied(tensor) for tensor in self._cut.local_tensors()]
+            self._cut.write_outer()
 
     @torch.no_grad()
     def show_local(self) -> None:
@@ -416,7 +422,9 @@ class StreamingDiLoCo:
         self._absences.load(state)
         self._requests = state["requests"]
         for saved in state["flights"]:
-            self._fly(Cargo.loaded(saved, self._device, self._deadline()), time.perf_counter())
+            self._fly(
+                Cargo.loaded(saved, self._cut.outer_shard(saved["fragment"]), self._deadline()), time.perf_counter()
+            )
 
     @torch.no_grad()
     def restart(self, restart: Restart) -> None:
@@ -430,7 +438,7 @@ class StreamingDiLoCo:
         """
         self._counts = Counts(**restart.counts)
         self._start_rounds(restart.parameters, restart.buffers)
-        self._cut.write_outer(self._cut.gathered())
+        self._cut.write_outer()
 
     @torch.no_grad()
     def choose(self, settings: Settings) -> None:
@@ -506,13 +514,14 @@ class StreamingDiLoCo:
     def _launch(self, fragment: int, final: bool = False) -> None:
         began = time.perf_counter()
         with record_function("sdiloco::launch"):
-            buffers = self._cut.buffers[fragment]
+            buffers, outer = self._cut.buffers[fragment], self._cut.outer_shard(fragment)
             # A signal handler may request something at any moment: only what is taken along is taken away.
             requests = self._requests
             cargo = Cargo(
                 fragment=fragment,
                 step=self.inner_steps,
-                gradient=self._cut.outer_gradient(fragment),
+                outer=outer,
+                gradient=self._cut.outer_gradient(fragment, outer),
                 buffers=buffers.snapshot(),
                 travelling=buffers.all() if final else buffers.travelling(),
                 requests=requests,

@@ -7,7 +7,6 @@ from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_sdiloco.control import Control
@@ -23,7 +22,9 @@ class Cargo(NamedTuple):
     Attributes:
         fragment: The fragment.
         step: The inner step of the launch.
-        gradient: Outer gradient of this rank's shard, shape ``(shard_numel,)``, float32.
+        outer: Outer parameters of this rank's shard, shape ``(shard_numel,)``, float32, on the device. Nobody writes to
+            them.
+        gradient: Outer gradient of the shard, of the same shape.
         buffers: Copies of the buffers that belong to the fragment.
         travelling: Indices of those that travel this time.
         requests: What this rank asks of all groups, one bit each.
@@ -34,6 +35,7 @@ class Cargo(NamedTuple):
 
     fragment: int
     step: int
+    outer: Tensor
     gradient: Tensor
     buffers: list[Tensor]
     travelling: list[int]
@@ -43,7 +45,7 @@ class Cargo(NamedTuple):
     final: bool
 
     def saved(self) -> dict[str, Any]:
-        """The cargo as plain values and tensors on the host; what depends on the process is left out."""
+        """The cargo as plain values and tensors on the host, without outer parameters and what the process decides."""
         return {
             "fragment": self.fragment,
             "step": self.step,
@@ -55,11 +57,12 @@ class Cargo(NamedTuple):
         }
 
     @staticmethod
-    def loaded(saved: dict[str, Any], device: torch.device, deadline: float) -> "Cargo":
-        """Takes back what `saved` returned."""
+    def loaded(saved: dict[str, Any], outer: Tensor, deadline: float) -> "Cargo":
+        """Takes back what `saved` returned, beside the outer parameters."""
         tensors = {
-            "gradient": saved["gradient"].to(device, copy=True),
-            "buffers": [buffer.to(device, copy=True) for buffer in saved["buffers"]],
+            "outer": outer,
+            "gradient": saved["gradient"].to(outer.device, copy=True),
+            "buffers": [buffer.to(outer.device, copy=True) for buffer in saved["buffers"]],
         }
         return Cargo(**{**saved, **tensors}, deadline=deadline, final=False)
 

@@ -1,7 +1,7 @@
 """Between a model and flat float32 vectors: the one place that touches parameters and buffers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -55,12 +55,38 @@ class FragmentLayout(ABC):
         return sum(parameter.numel() for parameter in self.parameters)
 
     @abstractmethod
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """What of each parameter belongs to the shard, flat, and where it lies in it."""
+
     def read(self) -> Tensor:
         """Copies the shard out of the parameters.
 
         Returns:
             A new float32 tensor of shape ``(length,)``.
         """
+        shard = self.parameters[0].new_zeros(self.length, dtype=torch.float32)
+        for where, values in self._pieces():
+            shard[where] = values
+        return shard
+
+    def subtracted_from(self, outer: Tensor) -> Tensor:
+        """The outer gradient: outer values minus those of the shard, in one pass over both.
+
+        Args:
+            outer: float32 tensor of shape ``(length,)``.
+
+        Returns:
+            A new float32 tensor of shape ``(length,)``.
+        """
+        gradient = torch.empty_like(outer)
+        end = 0
+        for where, values in self._pieces():
+            # Longer types are rounded first, as they are where the shard is read.
+            exact = torch.promote_types(values.dtype, torch.float32) == torch.float32
+            torch.sub(outer[where], values if exact else values.to(torch.float32), out=gradient[where])
+            end = where.stop
+        gradient[end:] = 0
+        return gradient
 
     @abstractmethod
     def gathered(self, shard: Tensor, group: Communicator) -> Tensor:
@@ -140,15 +166,14 @@ class WholeLayout(FragmentLayout):
         self.start = shard * self.length
 
     @override
-    def read(self) -> Tensor:
-        flat = self.parameters[0].new_zeros(self.length, dtype=torch.float32)
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
         position, start, end = 0, self.start, self.start + self.length
         for parameter in self.parameters:
             first, last = max(position, start), min(position + parameter.numel(), end)
             if first < last:
-                flat[first - start : last - start] = parameter.reshape(-1)[first - position : last - position]
+                values = parameter.reshape(-1)[first - position : last - position]
+                yield slice(first - start, last - start), values
             position += parameter.numel()
-        return flat
 
     @override
     def gathered(self, shard: Tensor, group: Communicator) -> Tensor:
@@ -204,14 +229,12 @@ class ShardedLayout(FragmentLayout):
         self._in_common = [any(len(place.holders) > 1 for place in ranks) for ranks in places]
 
     @override
-    def read(self) -> Tensor:
-        flat = self.parameters[0].new_zeros(self.length, dtype=torch.float32)
+    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
         position = 0
         for parameter, place in zip(self.parameters, self._own, strict=True):
             values = parameter.reshape(-1)[place.first : place.first + place.length]
-            flat[position : position + place.length] = values
+            yield slice(position, position + place.length), values
             position += place.length
-        return flat
 
     @override
     def gathered(self, shard: Tensor, group: Communicator) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_sdiloco.homes import Home, OnDevice
 from lightning_sdiloco.rates import Make as MakeSchedule
 from lightning_sdiloco.rates import Rates
 
@@ -17,7 +18,7 @@ Make = Callable[[Sequence[Tensor]], Optimizer]
 
 
 class Stepped(NamedTuple):
-    """A fragment after an outer step that nobody has seen yet.
+    """The outer state of a fragment.
 
     Attributes:
         values: Outer parameters of the shard, shape ``(numel,)``, float32.
@@ -39,17 +40,22 @@ class Outer:
     another thread or for a checkpoint, sees the values before it.
 
     Args:
-        values: The shards, one per fragment, each a float32 tensor of shape ``(numel,)``. They are never written to.
+        values: The shards, one per fragment, each a float32 tensor of shape ``(numel,)``, kept at home. They are never
+            written to.
         make: From the shards to a torch optimizer that works elementwise.
         make_schedule: From that optimizer to a torch scheduler that counts the rounds of a fragment, if there is one.
+        home: Where outer parameters and optimizer state rest; by default on their device.
 
     Raises:
         ValueError: If ``make`` gives something that is not an optimizer over all shards, or one that does not work
             elementwise; if ``make_schedule`` gives something that is no scheduler, or one that needs a metric.
     """
 
-    def __init__(self, values: Sequence[Tensor], make: Make, make_schedule: MakeSchedule | None = None) -> None:
+    def __init__(
+        self, values: Sequence[Tensor], make: Make, make_schedule: MakeSchedule | None = None, home: Home | None = None
+    ) -> None:
         _check_elementwise(make, len(values))
+        self._home = home or OnDevice(values[0].device)
         self.values = list(values)
         parameters = [Parameter(value) for value in values]
         self._optimizer = make(parameters)
@@ -59,16 +65,17 @@ class Outer:
         self._release_parameters()
         self._rates = Rates(self._optimizer, make_schedule)
 
-    def stepped(self, fragment: int, gradient: Tensor) -> Stepped:
-        """What an outer step makes of a fragment. Changes nothing.
+    def stepped(self, fragment: int, values: Tensor, gradient: Tensor) -> Stepped:
+        """What an outer step makes of a fragment, on the device. Changes nothing.
 
         Args:
             fragment: The fragment.
+            values: Its outer parameters, on the device.
             gradient: Mean outer gradient of the shard, shape ``(numel,)``, float32.
         """
-        parameter = Parameter(self.values[fragment].clone())
+        parameter = Parameter(values.clone())
         parameter.grad = gradient
-        state = {key: _copied(value) for key, value in self.states[fragment].items()}
+        state = {key: self._copied(value, values) for key, value in self.states[fragment].items()}
         group = self._rates.of(self.rounds[fragment])[self._group_of[fragment]]
         twin = self._twin(group, parameter, state)
         with torch.enable_grad():
@@ -76,16 +83,17 @@ class Outer:
         lr = float(group.get("lr", nan))
         return Stepped(parameter.detach(), dict(twin.state[parameter]), self.rounds[fragment] + 1, lr)
 
-    def moved(self, fragment: int, gradient: Tensor) -> Stepped:
-        """What a fragment becomes without learning rate and momentum: ``outer - gradient``. Changes nothing."""
-        return self.kept(fragment)._replace(values=self.values[fragment] - gradient)
-
     def kept(self, fragment: int) -> Stepped:
         """A fragment as it is, without an outer step."""
         return Stepped(self.values[fragment], self.states[fragment], self.rounds[fragment])
 
+    def at_home(self, step: Stepped) -> Stepped:
+        """What is kept of a step, for `commit`. May wait for the device."""
+        state = {k: self._home.kept(v) if is_of_values(v, step.values) else v for k, v in step.state.items()}
+        return step._replace(values=self._home.kept(step.values), state=state)
+
     def commit(self, fragment: int, step: Stepped) -> None:
-        """Makes a step the one that everybody sees."""
+        """Makes a step that is at home the one that everybody sees."""
         self.values[fragment] = step.values
         self.states[fragment] = step.state
         self.rounds[fragment] = step.rounds
@@ -97,9 +105,14 @@ class Outer:
 
     def load(self, fragment: int, values: Tensor, state: dict[str, Any], rounds: int) -> None:
         """Takes back what `saved` returned."""
-        device = self.values[fragment].device
-        moved = {key: _moved(value, device) for key, value in state.items()}
-        self.commit(fragment, Stepped(_moved(values, device), moved, rounds))
+        group = self._optimizer.param_groups[self._group_of[fragment]]
+        # A count of steps is on the host, as torch has it, unless the optimizer counts on the device.
+        counts_on = self._home.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+        loaded = {
+            key: self._home.copied(value) if is_of_values(value, values) else _moved(value, counts_on)
+            for key, value in state.items()
+        }
+        self.commit(fragment, Stepped(self._home.copied(values), loaded, rounds))
 
     def described(self) -> dict[str, str]:
         """Optimizer and schedule, each as text that is the same on all ranks if and only if its choices are."""
@@ -110,6 +123,12 @@ class Outer:
             "outer_optimizer": f"{type(self._optimizer).__name__}({groups})",
             "outer_lr_schedule": self._rates.described(),
         }
+
+    def _copied(self, value: Any, values: Tensor) -> Any:
+        """A part of the optimizer's state of a shard as a step may write to it."""
+        if is_of_values(value, values):
+            return self._home.working_copy(value)
+        return value.clone() if isinstance(value, Tensor) else value
 
     def _twin(self, group: dict[str, Any], parameter: Parameter, state: dict[str, Any]) -> Optimizer:
         """The same optimizer over one parameter and its state; made without calling the user's code again."""
@@ -178,5 +197,11 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def is_of_values(value: Any, values: Tensor) -> bool:
+    """Whether a part of the optimizer's state belongs to single values of a shard, as a momentum does.
+
+    Args:
+        value: The part.
+        values: The shard.
+    """
+    return isinstance(value, Tensor) and value.shape == values.shape

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.outer import Stepped
+from lightning_sdiloco.outer import Stepped, is_of_values
 from lightning_sdiloco.places import Place
 
 
@@ -40,14 +40,14 @@ def taken_apart(sizes: Mapping[str, int], shards: Sequence[Stepped]) -> dict[str
     """
     first = shards[0]
     whole = {
-        key: torch.cat([shard.state[key] for shard in shards]) if _is_of_values(value, first.values) else value
+        key: torch.cat([shard.state[key] for shard in shards]) if is_of_values(value, first.values) else value
         for key, value in first.state.items()
     }
     values, parts, start = torch.cat([shard.values for shard in shards]), {}, 0
     for name, size in sizes.items():
         stretch = slice(start, start + size)
         state = {
-            key: value[stretch].clone() if _is_of_values(first.state[key], first.values) else value
+            key: value[stretch].clone() if is_of_values(first.state[key], first.values) else value
             for key, value in whole.items()
         }
         parts[name] = OuterParameter(values[stretch].clone(), state, first.rounds)
@@ -75,7 +75,7 @@ def taken_apart_by_place(places: Mapping[str, Sequence[Place]], shards: Sequence
             _put_in_places(ranks, starts, [shard.values for shard in shards]),
             {
                 key: _put_in_places(ranks, starts, [shard.state[key] for shard in shards])
-                if _is_of_values(value, first.values)
+                if is_of_values(value, first.values)
                 else value
                 for key, value in first.state.items()
             },
@@ -126,15 +126,11 @@ def _put_together(parameters: Sequence[OuterParameter], cut: Callable[[list[Tens
     state: dict[str, Any] = {}
     for key in dict.fromkeys(key for parameter in parameters for key in parameter.state):
         known = [p.state[key] for p in parameters if key in p.state]
-        if any(_is_of_values(p.state[key], p.values) for p in parameters if key in p.state):
+        if any(is_of_values(p.state[key], p.values) for p in parameters if key in p.state):
             state[key] = cut([p.state.get(key, torch.zeros_like(p.values)) for p in parameters])
         else:
             state[key] = max(known, key=float) if None not in known else known[0]
     return Stepped(cut([p.values for p in parameters]), state, max(parameter.rounds for parameter in parameters))
-
-
-def _is_of_values(value: Any, values: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == values.shape
 
 
 def _stretch(whole: Tensor, start: int, length: int) -> Tensor:

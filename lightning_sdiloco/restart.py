@@ -129,7 +129,7 @@ class _Landing:
                     [fragment["residual"] for fragment in saved],
                     count,
                 )
-                outer.commit(fragment, outer.stepped(fragment, gradient))
+                outer.commit(fragment, outer.stepped(fragment, outer.values[fragment], gradient))
             names = list(self._buffers[fragment])
             for position in cargos[0][0]["travelling"]:
                 sent = [cargos[group][0]["buffers"][position] for group in count.factors]

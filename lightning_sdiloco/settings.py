@@ -24,7 +24,7 @@ OuterLRSchedule = Callable[[Optimizer], LRScheduler]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # A run that is resumed with others of these goes on as it was until it ends.
-_MAY_CHANGE = ("final_sync", "timeout")
+_MAY_CHANGE = ("final_sync", "offload", "timeout")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Settings:
     outer_clip_norm: float | None = None
     outlier_guard: float | None = None
     final_sync: bool = True
+    offload: bool | str = "auto"
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
 
     def __post_init__(self) -> None:
@@ -72,6 +73,13 @@ class Settings:
             "0.5 is the default",
         )
         _require_whole("layers_per_fragment", self.layers_per_fragment, 1, "3 is the paper's choice")
+        _require(
+            self.offload == "auto" or isinstance(self.offload, bool),
+            "offload",
+            self.offload,
+            "it must be True, False or 'auto'",
+            "'auto' is the default",
+        )
         _require(
             isinstance(self.timeout, timedelta) and self.timeout > timedelta(0),
             "timeout",

@@ -62,6 +62,8 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
             is left out of the mean. None leaves out none.
         final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
+        offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
+            the device is CUDA.
         evaluate: Which model validation inside a fit sees: ``"outer"``, the same in all groups, or ``"local"``, that of
             each group. Checkpoints hold the outer one.
         exchange_backend: Backend of the process groups that join the worker groups. By default gloo.
@@ -100,6 +102,7 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         outer_clip_norm: float | None = None,
         outlier_guard: float | None = None,
         final_sync: bool = True,
+        offload: bool | str = "auto",
         evaluate: Literal["outer", "local"] = "outer",
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -131,6 +134,7 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
             outer_clip_norm=outer_clip_norm,
             outlier_guard=outlier_guard,
             final_sync=final_sync,
+            offload=offload,
             timeout=timeout,
         )
         self._buffers_are_due = False

@@ -20,6 +20,7 @@ from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.exchange import Exchange, Unanswered
 from lightning_sdiloco.flight import Arrival, Cargo
 from lightning_sdiloco.fragments import BufferLayout, FragmentLayout
+from lightning_sdiloco.homes import Home
 from lightning_sdiloco.lane import Stages
 from lightning_sdiloco.measuring import Stopwatch, agreement, diagnosed, distance, lost
 from lightning_sdiloco.outer import Outer, Stepped
@@ -73,6 +74,7 @@ class Transfer:
         buffers: The buffers of every fragment.
         counting: How much each group counts in a mean.
         passes: What encodes and takes the means.
+        home: Where what is remembered rests.
         diagnoses: Whether to measure how far the groups agree.
     """
 
@@ -87,6 +89,7 @@ class Transfer:
         buffers: Sequence[BufferLayout],
         counting: Counting,
         passes: Passes,
+        home: Home,
         diagnoses: bool,
     ) -> None:
         self._topology = topology
@@ -98,6 +101,7 @@ class Transfer:
         self._buffers = buffers
         self._counting = counting
         self._passes = passes
+        self._home = home
         self._diagnoses = diagnoses
 
     def stages(self, cargo: Cargo) -> Stages[Any, Any, Arrival]:
@@ -111,7 +115,7 @@ class Transfer:
             control = self._merged(self._control(cargo)).packed()
             words = self._topology.words.post([control[:HOST_BYTES]] * self._topology.groups)
             # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
-            memory = None if cargo.final else self._memories[cargo.fragment]
+            memory = None if cargo.final else self._fetched(self._memories[cargo.fragment])
             encoded = shots.encode(cargo.gradient, memory)
             head, tail = control[HOST_BYTES:].to(cargo.gradient.device), self._tail(cargo)
             # A payload that goes to all groups becomes one message.
@@ -136,7 +140,7 @@ class Transfer:
         payloads = [message[head:end] for message in messages]
         with sent.stopwatch.part("decode"):
             mean = shots.mean(payloads, count, like=cargo.gradient)
-            relay = shots.relay(mean, self._residuals[cargo.fragment])
+            relay = shots.relay(mean, self._fetched(self._residuals[cargo.fragment]))
             posted = None if relay is None else topology.relays.post([relay.payload] * topology.groups)
         sent_after, received_after = self._bytes(topology.words, topology.exchange)
         return _Averaged(
@@ -169,12 +173,12 @@ class Transfer:
             gathered = self._layouts[cargo.fragment].gathered(outer.values, lane)
         diagnostics = None
         if averaged.lost is not None and averaged.agreement is not None:
-            moved = distance(cargo.gradient, self._outer.values[cargo.fragment], outer.state)
+            moved = distance(cargo.gradient, cargo.outer, outer.state)
             diagnostics = diagnosed(averaged.lost, averaged.agreement, moved, lane)
         return Arrival(
-            outer=outer,
-            memory=averaged.memory,
-            residual=residual,
+            outer=self._outer.at_home(outer),
+            memory=self._kept(averaged.memory),
+            residual=self._kept(residual),
             gathered=gathered,
             buffers=averaged.buffers,
             controls=averaged.controls,
@@ -185,6 +189,12 @@ class Transfer:
             spans=stopwatch.spans,
             diagnostics=diagnostics,
         )
+
+    def _fetched(self, kept: Tensor | None) -> Tensor | None:
+        return None if kept is None else self._home.fetched(kept)
+
+    def _kept(self, values: Tensor | None) -> Tensor | None:
+        return None if values is None else self._home.kept(values)
 
     def _shots(self, cargo: Cargo) -> Shots:
         if cargo.final:
@@ -202,7 +212,6 @@ class Transfer:
         return [cargo.buffers[index].reshape(-1).view(torch.uint8) for index in cargo.travelling]
 
     def _control(self, cargo: Cargo) -> Control:
-        values = self._outer.values[cargo.fragment]
         norm = norm_squared(cargo.gradient)
         return Control(
             fragment=cargo.fragment,
@@ -211,7 +220,7 @@ class Transfer:
             # A norm that is not finite does not decide: it may overflow where every value is finite.
             finite=isfinite(norm) or bool(cargo.gradient.isfinite().all()),
             weight=cargo.weight,
-            digest=digest(values, start=self._layouts[cargo.fragment].start),
+            digest=digest(cargo.outer, start=self._layouts[cargo.fragment].start),
             norm_squared=norm,
             changed=self._buffers[cargo.fragment].changed(cargo.buffers),
         )
@@ -260,11 +269,12 @@ class Transfer:
             )
 
     def _step(self, cargo: Cargo, gradient: Tensor, count: Count) -> Stepped:
-        if cargo.final:
-            return self._outer.moved(cargo.fragment, gradient)
-        if not count.factors:
-            return self._outer.kept(cargo.fragment)
-        return self._outer.stepped(cargo.fragment, gradient)
+        """The outer state after a landing; its values are on the device of the gradient."""
+        if not cargo.final and count.factors:
+            return self._outer.stepped(cargo.fragment, cargo.outer, gradient)
+        # No group has trained, or it is the end: then it moves without learning rate and momentum.
+        values = cargo.outer - gradient if cargo.final else cargo.outer
+        return self._outer.kept(cargo.fragment)._replace(values=values)
 
     def _mean_buffers(self, tails: Sequence[Tensor], count: Count, cargo: Cargo) -> dict[int, Tensor]:
         """The plain mean of the buffers that travel, over the groups that count; rank 0 of a group speaks for it."""

@@ -170,6 +170,7 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "outer_clip_norm": None,
         "outlier_guard": None,
         "final_sync": True,
+        "offload": "auto",
         "evaluate": "outer",
         "exchange_backend": None,
         "timeout": "0:30:00",

@@ -69,7 +69,7 @@ def test_every_outer_step_is_that_of_torch_with_the_same_schedule(
         scheduler = schedule(optimizer)
         for number in range(9):
             parameter.grad = gradients[number, fragment].clone()
-            step = outer.stepped(fragment, gradients[number, fragment].clone())
+            step = outer.stepped(fragment, outer.values[fragment], gradients[number, fragment].clone())
             assert step.lr == float(optimizer.param_groups[0]["lr"])
             outer.commit(fragment, step)
             optimizer.step()
@@ -85,7 +85,7 @@ def test_fragments_may_have_rates_of_their_own() -> None:
     outer = Outer([torch.zeros(3), torch.zeros(3)], apart, partial(StepLR, step_size=1, gamma=0.5))
     rates = []
     for _ in range(3):
-        steps = [outer.stepped(fragment, torch.ones(3)) for fragment in range(2)]
+        steps = [outer.stepped(fragment, outer.values[fragment], torch.ones(3)) for fragment in range(2)]
         rates.append([step.lr for step in steps])
         for fragment, step in enumerate(steps):
             outer.commit(fragment, step)
@@ -94,10 +94,10 @@ def test_fragments_may_have_rates_of_their_own() -> None:
 
 def test_a_step_that_is_not_committed_is_no_round() -> None:
     outer = Outer([torch.zeros(3)], OPTIMIZERS["nesterov"], partial(ExponentialLR, gamma=0.5))
-    assert [outer.stepped(0, torch.ones(3)).lr for _ in range(3)] == [0.4] * 3
-    outer.commit(0, outer.moved(0, torch.ones(3)))
+    assert [outer.stepped(0, outer.values[0], torch.ones(3)).lr for _ in range(3)] == [0.4] * 3
     outer.commit(0, outer.kept(0))
-    assert outer.stepped(0, torch.ones(3)).lr == 0.4, "neither is the final exchange, nor a landing without a step"
+    rate = outer.stepped(0, outer.values[0], torch.ones(3)).lr
+    assert rate == 0.4, "neither is the final exchange, nor a landing without a step"
 
 
 @ALL_SCHEDULES
@@ -106,7 +106,7 @@ def test_no_scheduler_complains(schedule: Schedule) -> None:
         warnings.simplefilter("error")
         outer = Outer([torch.zeros(3)], OPTIMIZERS["nesterov"], schedule)
         for _ in range(12):
-            outer.commit(0, outer.stepped(0, torch.ones(3)))
+            outer.commit(0, outer.stepped(0, outer.values[0], torch.ones(3)))
 
 
 def simulate(steps: int, **choices: Any) -> tuple[SimulatedGroups, list[Landing]]:

@@ -152,7 +152,7 @@ def stepped(method: Streaming, groups: Groups, link: Link, rounds: int = 20) -> 
             shard = -(-method.numels[fragment] // groups.group_size)
             part = -(-shard // count) if two_shots else shard
             payload = method.settings.codec.wire_bytes(part)
-            clock += 16 * shard / rate
+            clock += 12 * shard / rate
             sender = max(clock, sender) + 32 * shard / rate
             warm = sender - (wire + link.round_trip) <= 0.2 + link.round_trip
             wire = max(sender, wire) + link.seconds(connections * (48 + payload), connections, warm) - link.round_trip
@@ -313,6 +313,7 @@ def test_no_bandwidth_is_enough_where_the_round_trip_alone_takes_too_long() -> N
 
 def test_held_memory_is_that_of_the_engines_tensors() -> None:
     choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": LAYERS, "compression": "fp32"}
+    choices["offload"] = False
     models = [mlp(), mlp()]
     simulated = SimulatedGroups(models, **choices)
     train(simulated, models, steps=12)
@@ -330,14 +331,24 @@ def test_held_memory_is_that_of_the_engines_tensors() -> None:
 def test_a_fragment_that_is_launched_where_another_lands_is_held_beside_it() -> None:
     model, groups = Model.of_size(4_000, layers=4), Groups(1.0)
     # One launch after every inner step, and each lands behind the next.
-    chosen = Settings(sync_every=4, overlap_steps=1, layers_per_fragment=1, compression="fp32")
+    chosen = Settings(sync_every=4, overlap_steps=1, layers_per_fragment=1, compression="fp32", offload=False)
     held, flying, in_lane = 4_000 * 8, 2 * (12_000 + 2 * 4_048), 4_048 + 8_000
     assert Streaming(model, chosen, groups).memory.device_bytes == held + flying + in_lane
 
 
+def test_offloaded_the_device_holds_what_is_in_flight_and_the_host_the_rest() -> None:
+    choices: dict[str, Any] = {"sync_every": 100, "overlap_steps": 5, "layers_per_fragment": 1, "compression": "fp32"}
+    on_device, on_host = (
+        Streaming(Model.of_size(24_000_000, layers=24), Settings(**choices, offload=offload), Groups(1.0)).memory
+        for offload in (False, "auto")
+    )
+    assert on_device.device_bytes - on_host.device_bytes == 8 * (24_000_000 - 1_000_000)
+    assert on_host.host_bytes - on_device.host_bytes == 8 * (24_000_000 + 2_000_000), "and what two flights bring"
+
+
 def test_outer_memory_is_shared_by_the_ranks_of_a_group() -> None:
     model = Model.of_size(96_000_000, layers=24)
-    alone, shared = (Streaming(model, Settings(), Groups(1.0, 2, size)).memory for size in (1, 8))
+    alone, shared = (Streaming(model, Settings(offload=False), Groups(1.0, 2, size)).memory for size in (1, 8))
     assert shared.device_bytes < alone.device_bytes / 5
     assert shared.host_bytes < alone.host_bytes / 7
 

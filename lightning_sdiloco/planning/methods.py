@@ -21,7 +21,7 @@ from lightning_sdiloco.settings import Settings
 
 # Bytes of memory that are read and written for each value: reading a fragment, compressing it, decoding the message of
 # one group and adding it, the outer step, mixing a fragment into the model. A mean is sent on like an outer gradient.
-_LAUNCH, _ENCODE, _DECODE, _OUTER_STEP, _LAND = 16, 32, 20, 48, 12
+_LAUNCH, _ENCODE, _DECODE, _OUTER_STEP, _LAND = 12, 32, 20, 48, 12
 
 _DDP_BUCKET = 25 * 2**20
 
@@ -40,9 +40,12 @@ class Memory(NamedTuple):
     On a CPU, device and host are the same memory.
 
     Attributes:
-        device_bytes: On the device: outer parameters, outer momentum, and what is in flight at the worst moment.
-        host_bytes: On the host: the messages of all groups on their way.
-        evaluation_bytes: On the device, in addition, while validation shows the outer model: the local one put aside.
+        device_bytes: On the device: what is in flight at the worst moment, and without ``offload`` outer parameters and
+            outer momentum.
+        host_bytes: On the host: the messages of all groups on their way, and with ``offload`` outer parameters and
+            outer momentum.
+        evaluation_bytes: In addition, while validation shows the outer model: the local one put aside, on the host with
+            ``offload``.
     """
 
     device_bytes: int
@@ -217,7 +220,7 @@ class Streaming(Method):
         gathered = FLOAT32 if self.groups.group_size > 1 else 0
         of_part = [FLOAT32 * part * (relay > 0) for part, relay in zip(self._parts, self._relays, strict=True)]
         # Outer parameters, momentum; with two shots what the second rounding has lost.
-        held = [2 * FLOAT32 * shard + part for shard, part in zip(self._shards, of_part, strict=True)]
+        held = sum(2 * FLOAT32 * shard + part for shard, part in zip(self._shards, of_part, strict=True))
         # The outer gradient and both after the outer step; with several ranks also the fragment that they gathered.
         flying = [3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)]
         messages = [self.groups.groups * sum(both) for both in zip(self._messages, self._relays, strict=True)]
@@ -230,11 +233,21 @@ class Streaming(Method):
             message + 2 * FLOAT32 * part + (FLOAT32 * shard + lost if lost else 0)
             for message, part, shard, lost in zip(self._messages, self._parts, self._shards, of_part, strict=True)
         ]
+        on_their_way = max(sum(messages[p] for p in fragments) for fragments in together)
+        # Where outer state rests on the host, outer parameters come to the device at the launch and one step before,
+        # and the momentum for the outer step; both leave it again before the landing.
+        visiting = 2 * FLOAT32 * max(self._shards) if self.offloads else held
+        resting = held + 2 * FLOAT32 * max(sum(self._shards[p] for p in fragments) for fragments in together)
         return Memory(
-            device_bytes=sum(held) + most + max(in_lane),
-            host_bytes=max(sum(messages[p] for p in fragments) for fragments in together),
-            evaluation_bytes=self._model.nbytes + gathered * self._model.numel,
+            device_bytes=visiting + most + max(in_lane),
+            host_bytes=on_their_way + (resting if self.offloads else 0),
+            evaluation_bytes=self._model.nbytes + gathered * max(self.numels),
         )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether outer state rests on the host; ``"auto"`` is taken as on CUDA."""
+        return self.settings.offload is not False
 
 
 class Costs(NamedTuple):
