@@ -21,6 +21,7 @@ from benchmarks.links import missing
 from benchmarks.models import Size
 from benchmarks.picture import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, TEAL, figure, save
 from benchmarks.sites import Job, results
+from lightning_sdiloco.planning.clock import play
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
@@ -35,6 +36,9 @@ RATES: tuple[float | None, ...] = (None, 1000, 100, 30, 10)
 """Mbit/s; None is the loopback, as fast as this machine can."""
 
 ROUND_TRIP = 0.05
+
+PAYLOAD = 1448 / 1514
+"""Share of a link that is left beside the headers of Ethernet, IP and TCP."""
 
 METHODS = {
     "streaming": ("Streaming DiLoCo, fp4", RED),
@@ -152,7 +156,9 @@ def predictions(rows: list[Row]) -> list[Row]:
             step = row_of(rows, "alone", row["sites"], None)["seconds"]
             groups = Groups(step_time=step, groups=row["sites"], memory_rate=10e9)
             predicted = Streaming(Model.of_module(case.net()), method.settings, groups)
-            link = Link(gbit_s=row["mbit_s"] / 1000, round_trip=ROUND_TRIP)
+            link = Link(gbit_s=row["mbit_s"] / 1000 * PAYLOAD, round_trip=ROUND_TRIP)
+            skipped, counted = lengths("streaming", row["mbit_s"], case)
+            ends = play(predicted, link, skipped + counted + 1, [1.0] * row["sites"])[0].steps
             found.append(
                 {
                     "sites": row["sites"],
@@ -161,6 +167,8 @@ def predictions(rows: list[Row]) -> list[Row]:
                     "relative": relative(rows, row),
                     "utilisation": step / row["seconds"],
                     "predicted": predicted.utilisation(link),
+                    "seconds": row["seconds"],
+                    "simulated": (ends[-2] - ends[skipped - 1]) / counted,
                     "bytes_per_step": row["bytes"],
                     "predicted_bytes_per_step": method.bytes_per_step,
                 }
@@ -218,7 +226,7 @@ def cell(rows: list[Row], row: Row) -> str:
 
 def show_predictions(rows: list[Row]) -> None:
     """Prints what the planner says beside what was measured."""
-    columns = ["link", "suffices", "throughput kept", "utilisation", "planner says", "bytes per step", "planner says"]
+    columns = ["link", "suffices", "kept", "utilisation", "planner says", "ms per step", "simulated", "bytes", "planner"]
     table = [
         [
             f"{found['sites']} sites, {found['mbit_s']:g} Mbit/s",
@@ -226,12 +234,17 @@ def show_predictions(rows: list[Row]) -> None:
             f"{found['relative']:.3f}" if found["relative"] else "-",
             f"{found['utilisation']:.3f}",
             f"{found['predicted']:.3f}",
+            f"{1000 * found['seconds']:.0f}",
+            f"{1000 * found['simulated']:.0f}",
             f"{found['bytes_per_step']:,.0f}",
             f"{found['predicted_bytes_per_step']:,.0f}",
         ]
         for found in predictions(rows)
     ]
-    caption = "suffices: a fragment and one round trip fit in tau steps, and all fragments in H steps."
+    caption = (
+        "suffices: a fragment and one round trip fit in tau steps, and all fragments in H steps. kept: throughput"
+        " relative to the loopback. bytes: per step, counted by the interface, and by the planner."
+    )
     report.show("Streaming DiLoCo: measured and planned", columns, table, caption)
 
 
