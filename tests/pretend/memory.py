@@ -60,10 +60,13 @@ class Memory:
 
     Where an accelerator frees memory, it gives it to what the same stream allocates next. So what other streams do with
     it must be over by then, unless `record_stream` told of it.
+
+    Attributes:
+        owner: The stream that allocated it; None for pinned memory.
     """
 
     def __init__(self, owner: Stream | None) -> None:
-        self._owner = owner
+        self.owner = owner
         self._accesses: list[Access] = []
         self._recorded: set[int] = set()
 
@@ -86,9 +89,9 @@ class Memory:
 
     def __del__(self) -> None:
         with suppress(Exception), lock:  # the interpreter may be ending
-            if self._owner is not None:
-                others = [a for a in self._accesses if a.stream.number not in (self._owner.number, *self._recorded)]
-                _freed.setdefault(self._owner.number, []).extend(others)
+            if self.owner is not None:
+                others = [a for a in self._accesses if a.stream.number not in (self.owner.number, *self._recorded)]
+                _freed.setdefault(self.owner.number, []).extend(others)
 
 
 _freed: dict[int, list[Access]] = {}

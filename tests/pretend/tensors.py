@@ -1,11 +1,12 @@
 """Tensors of the pretended device: every operation is computed on the host, and its accesses are noted."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.pretend.clocks import Stream, learn, lock
 from tests.pretend.memory import Memory, Operation, allocated, pin, to_device, to_host
@@ -32,16 +33,16 @@ class PretendTensor(Tensor):
     memory: Memory
 
     @staticmethod
-    def __new__(cls, real: Tensor, memory: Memory) -> "PretendTensor":
+    def __new__(cls, held: Tensor, memory: Memory) -> "PretendTensor":
         made: PretendTensor = Tensor._make_wrapper_subclass(
             cls,
-            real.size(),
-            strides=real.stride(),
-            storage_offset=real.storage_offset(),
-            dtype=real.dtype,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
             device=torch.device("pretend", 0),
         )
-        made.held, made.memory = real, memory
+        made.held, made.memory = held, memory
         return made
 
     @classmethod
@@ -68,33 +69,90 @@ class PretendTensor(Tensor):
         self.held, self.memory = values.held, values.memory
 
 
+class _Kind(NamedTuple):
+    """What the schema of an operation says.
+
+    Attributes:
+        name: Its name without overload.
+        arguments: The names of the arguments.
+        written: Those that are written to.
+        accesses: Whether it touches any memory: not where it makes views, or a tensor like another one.
+        waits: Whether the host waits for the result.
+        indexes: Whether its further arguments are indices, which may be on the host.
+    """
+
+    name: str
+    arguments: list[str]
+    written: set[str]
+    accesses: bool
+    waits: bool
+    indexes: bool
+
+    def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[bool, Tensor]]:
+        """The tensors among some arguments, each with whether it is written to."""
+        for name, value in chain(zip(self.arguments, args, strict=False), kwargs.items()):
+            for leaf in _tensors(value):
+                yield name in self.written, leaf
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    schema, name = func._schema, func._schema.name.removeprefix("aten::")
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    is_view = not written and any(returned.alias_info for returned in schema.returns)
+    return _Kind(
+        name=schema.name,
+        arguments=[argument.name for argument in schema.arguments],
+        written=written,
+        accesses=not is_view and name not in _READ_NOTHING,
+        waits=any(tag in func.tags for tag in _WAITING) and name not in _INDEXING,
+        indexes=name in _INDEXING,
+    )
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is aten._to_copy.default:
         return _to_copy(*args, **kwargs)
     if func is aten.copy_.default and not all(isinstance(tensor, PretendTensor) for tensor in args[:2]):
         return copy_across(*args, **kwargs)
-    reads, writes = _accessed(func, args, kwargs)
-    _check_devices(func, args, kwargs)
-    operation = Operation.begun(func._schema.name)
-    for tensor in reads:
-        tensor.memory.touch(operation.access(tensor.held, writes=False))
-    for tensor in writes:
-        tensor.memory.touch(operation.access(tensor.held, writes=True))
-    shapes = [(tensor.held.shape, tensor.held.stride()) for tensor in writes]
-    elsewhere = "device" in kwargs and torch.device(kwargs["device"]).type == "cpu"
-    result = func(*tree_map(_held, args), **tree_map(_held, _on_host(kwargs)))
-    if shapes != [(tensor.held.shape, tensor.held.stride()) for tensor in writes]:
-        raise NotImplementedError(f"{operation.name} changed the shape of what it was given")
-    if _waits(func, args):
-        learn(operation.stream.clock, operation.name)
-    if elsewhere:
+    kind = _kind(func)
+    tensors = list(kind.tensors(args, kwargs))
+    _check_devices(kind, tensors)
+    operation = Operation.begun(kind.name)
+    given = [(writes, tensor) for writes, tensor in tensors if isinstance(tensor, PretendTensor)]
+    if kind.accesses:
+        # Reads first. What is written in place may be read too: who writes waits for all accesses before it anyway.
+        for writes, tensor in sorted(given, key=lambda pair: pair[0]):
+            tensor.memory.touch(operation.access(tensor.held, writes))
+    shapes = [(tensor.held.shape, tensor.held.stride()) for writes, tensor in given if writes]
+    result = func(*_mapped(_held, args), **{key: _mapped(_held, value) for key, value in _on_host(kwargs).items()})
+    if shapes != [(tensor.held.shape, tensor.held.stride()) for writes, tensor in given if writes]:
+        raise NotImplementedError(f"{kind.name} changed the shape of what it was given")
+    if kind.waits or kind.indexes and _must_be_read(args[1]):
+        learn(operation.stream.clock, kind.name)
+    if "device" in kwargs and torch.device(kwargs["device"]).type == "cpu":
         return pin(result) if kwargs.get("pin_memory") else result
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PretendTensor)]
-    return tree_map(lambda leaf: _pretended(leaf, given, operation) if isinstance(leaf, Tensor) else leaf, result)
+    own = [tensor for _, tensor in given]
+    return _mapped(lambda leaf: _pretended(leaf, own, operation), result)
 
 
-def _held(leaf: Any) -> Any:
-    return leaf.held if isinstance(leaf, PretendTensor) else leaf
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same lists and tuples with what a function makes of the tensors in them."""
+    if isinstance(value, Tensor):
+        return function(value)
+    return type(value)(_mapped(function, part) for part in value) if type(value) in (list, tuple) else value
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return tensor.held if isinstance(tensor, PretendTensor) else tensor
 
 
 def _on_host(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,60 +160,35 @@ def _on_host(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in kwargs.items() if key != "pin_memory"}, **cpu}
 
 
-def _arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[bool, Any]]:
-    """Every tensor among the arguments, with whether it is written to."""
-    for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                yield writes, leaf
-
-
-def _accessed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The tensors that are read and those that are written to: none where an operation makes views."""
-    arguments = list(_arguments(func, args, kwargs))
-    name = func._schema.name.removeprefix("aten::")
-    is_view = not any(writes for writes, _ in arguments) and any(r.alias_info for r in func._schema.returns)
-    if is_view or name in _READ_NOTHING:
-        return [], []
-    own = [(writes, tensor) for writes, tensor in arguments if isinstance(tensor, PretendTensor)]
-    # What is written in place may be read too: a write that waits for all accesses before it covers both.
-    return [tensor for writes, tensor in own if not writes], [tensor for writes, tensor in own if writes]
-
-
-def _check_devices(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    for index, (writes, tensor) in enumerate(_arguments(func, args, kwargs)):
-        is_index = index > 0 and func._schema.name.removeprefix("aten::") in _INDEXING and not tensor.dtype.is_complex
-        if tensor.device.type == "cpu" and (writes or tensor.dim() > 0) and not is_index:
+def _check_devices(kind: _Kind, tensors: Sequence[tuple[bool, Tensor]]) -> None:
+    for place, (writes, tensor) in enumerate(tensors):
+        if tensor.device.type == "cpu" and (writes or tensor.dim() > 0) and not (place and kind.indexes):
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, pretend:0 and cpu!"
-                f" (in {func._schema.name})"
+                f" (in {kind.name})"
             )
 
 
-def _waits(func: Any, args: Sequence[Any]) -> bool:
-    if func._schema.name.removeprefix("aten::") in _INDEXING:
-        indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
-        return any(leaf.dtype in (torch.bool, torch.uint8) or leaf.device.type == "cpu" for leaf in indices)
-    return any(tag in func.tags for tag in _WAITING)
+def _must_be_read(indices: Any) -> bool:
+    """Whether the host waits for the device where these are indices: masks, and what it holds itself."""
+    return any(leaf.dtype in (torch.bool, torch.uint8) or leaf.device.type == "cpu" for leaf in _tensors(indices))
 
 
-def _pretended(real: Tensor, given: Sequence[PretendTensor], operation: Operation) -> PretendTensor:
+def _pretended(held: Tensor, given: Sequence[PretendTensor], operation: Operation) -> PretendTensor:
     """What is returned for a tensor on the host: one that was given, a view of one, or a new one."""
     for tensor in given:
-        if tensor.held is real:
+        if tensor.held is held:
             return tensor
-    place = real.untyped_storage()._cdata
+    place = held.untyped_storage()._cdata
     for tensor in given:
         if tensor.held.untyped_storage()._cdata == place:
-            return PretendTensor(real, tensor.memory)
-    return PretendTensor(real, allocated(operation, real))
+            return PretendTensor(held, tensor.memory)
+    return PretendTensor(held, allocated(operation, held))
 
 
-def _new(real: Tensor, name: str) -> PretendTensor:
+def _new(held: Tensor, name: str) -> PretendTensor:
     with lock:
-        return PretendTensor(real, allocated(Operation.begun(name), real))
+        return PretendTensor(held, allocated(Operation.begun(name), held))
 
 
 # Copies between host and device
@@ -171,8 +204,8 @@ def _to_copy(
     layout: Any = None,
     pin_memory: Any = None,
 ) -> Any:
-    real = _held(source)
-    into = torch.empty_like(real, dtype=dtype, memory_format=memory_format or torch.preserve_format)
+    held = _held(source)
+    into = torch.empty_like(held, dtype=dtype, memory_format=memory_format or torch.preserve_format)
     goes_to = source.device.type if device is None else torch.device(device).type
     if goes_to == "cpu":
         # As an accelerator does it, which surprises many: without waiting the copy lies in pinned memory.
