@@ -18,6 +18,7 @@ from torch.optim import AdamW
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.compression import ErrorFeedback, Int2, RandomK, TopK
+from lightning_sdiloco.deferred import Deferred
 from lightning_sdiloco.lane import Pending, Stages, ThreadLane, _Flight
 from lightning_sdiloco.start import default_topology
 from tests import pretend
@@ -278,3 +279,15 @@ def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_end
     for waited, launches, landings in run_ranks(run, GROUPS, timeout=50):
         assert waited == []
         assert launches > landings > 4
+
+
+@alone
+def test_a_loss_is_logged_once_it_is_there_and_nobody_waits_for_it() -> None:
+    losses = Deferred()
+    with synchronisations() as log:
+        losses.take(1, torch.full((), 0.5, device="pretend"))
+        assert losses.ready() == []
+        assert losses.ready() == [(1, 0.5)]
+        losses.take(2, torch.full((), 0.25, device="pretend"))
+    assert log == []
+    assert losses.ready(wait=True) == [(2, 0.25)]
