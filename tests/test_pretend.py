@@ -11,7 +11,7 @@ from lightning_sdiloco.compression import COMPRESSIONS
 from tests import pretend
 from tests.pretend import Event, Race, Stream, alone, current_stream, stream, synchronisations
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(90)
 
 
 def ones(length: int = 4) -> Tensor:
@@ -285,6 +285,24 @@ def test_pinned_memory_must_stay_as_it_is_until_it_is_copied() -> None:
     host.add_(1)
     with pytest.raises(Race, match="the host changed pinned memory"):
         current_stream().synchronize()
+
+
+@alone
+def test_a_side_stream_may_carry_rounds_through_the_same_pinned_memory() -> None:
+    side, out, back = Stream(), torch.empty(4, pin_memory=True), torch.ones(1).new_empty(4, pin_memory=True)
+    sums: list[Tensor] = []
+    for _ in range(3):
+        values = ones().add_(len(sums))
+        side.wait_stream(current_stream())
+        with stream(side):
+            out.copy_(values, non_blocking=True)
+            side.record_event().synchronize()
+            back.copy_(out)
+            there = back.to("pretend", non_blocking=True)
+        current_stream().wait_stream(side)
+        there.record_stream(current_stream())  # type: ignore[arg-type]
+        sums.append(there + 1)
+    assert [values[0].item() for values in sums] == [2.0, 3.0, 4.0]
 
 
 @alone

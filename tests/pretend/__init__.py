@@ -102,6 +102,8 @@ def install() -> None:
     _library.impl("_copy_from", _copied, "PrivateUse1")
     for name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "empty_strided"):
         setattr(torch, name, _pinning(getattr(torch, name)))
+    for name in ("new_empty", "new_zeros", "new_full"):
+        setattr(torch.Tensor, name, _pinning(getattr(torch.Tensor, name)))
     torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.is_pinned = _is_pinned  # type: ignore[method-assign, assignment]
 
