@@ -153,6 +153,27 @@ def test_overwriting_what_another_stream_reads_needs_a_wait() -> None:
 
 
 @alone
+def test_every_reader_must_be_waited_for_not_the_last_one_alone() -> None:
+    values, first, second = ones(), Stream(), Stream()
+    for side in (first, second):
+        side.wait_stream(current_stream())
+        with stream(side):
+            values.sum()
+    current_stream().wait_stream(second)
+    with pytest.raises(Race, match="overwrites what aten::sum on stream 1"):
+        values.zero_()
+
+
+@alone
+def test_copies_to_and_from_the_host_need_a_wait_too() -> None:
+    values, side = ones(), Stream()
+    with stream(side):
+        for copy in (values.cpu, lambda: values.to("cpu", non_blocking=True), lambda: values.copy_(torch.zeros(4))):
+            with pytest.raises(Race, match="copy to the .* on stream 1"):
+                copy()
+
+
+@alone
 def test_an_event_orders_what_comes_before_it_alone() -> None:
     values, later, side = ones(), ones(), Stream()
     event = Event()
