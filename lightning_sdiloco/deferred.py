@@ -22,7 +22,7 @@ class Deferred:
 
     def take(self, step: int, value: Tensor) -> None:
         """Starts to copy a scalar."""
-        copied = torch.empty((), dtype=value.dtype, pin_memory=value.device.type == "cuda")
+        copied = torch.empty((), dtype=value.dtype, pin_memory=value.device.type != "cpu")
         copied.copy_(value.detach().reshape(()), non_blocking=True)
         event = None
         if value.device.type != "cpu":

@@ -1,7 +1,7 @@
 """The engine of Streaming DiLoCo: launches and lands the fragments of a model, in any training loop."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -594,7 +594,7 @@ class StreamingDiLoCo:
                 self._cut.residuals[fragment] = arrival.residual
         left_out = self.topology.group in arrival.left_out
         mixing = 0.0 if cargo.final or left_out else self._mixing(arrival.counted)
-        _keep_until_done(arrival.gathered)
+        _keep_until_done([arrival.gathered, arrival.outer.values, *arrival.buffers.values()])
         self._cut.write(fragment, arrival.gathered, mixing)
         buffers.mix(mixing, arrival.buffers)
         if left_out:
@@ -627,7 +627,8 @@ class StreamingDiLoCo:
         }
 
 
-def _keep_until_done(values: Tensor) -> None:
-    """Tells the allocator of an accelerator that the training stream still reads a tensor of the side stream."""
-    if values.device.type == "cuda":
-        values.record_stream(torch.cuda.current_stream(values.device))
+def _keep_until_done(tensors: Iterable[Tensor]) -> None:
+    """Tells the allocator of an accelerator that the training stream still reads tensors of the side stream."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
