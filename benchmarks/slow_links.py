@@ -226,7 +226,17 @@ def cell(rows: list[Row], row: Row) -> str:
 
 def show_predictions(rows: list[Row]) -> None:
     """Prints what the planner says beside what was measured."""
-    columns = ["link", "suffices", "kept", "utilisation", "planner says", "ms per step", "simulated", "bytes", "planner"]
+    columns = [
+        "link",
+        "suffices",
+        "kept",
+        "utilisation",
+        "planner says",
+        "ms per step",
+        "simulated",
+        "bytes",
+        "planner",
+    ]
     table = [
         [
             f"{found['sites']} sites, {found['mbit_s']:g} Mbit/s",

@@ -96,9 +96,9 @@ class CutModel:
 
     def outer_shard(self, fragment: int) -> Tensor:
         """The outer parameters of this rank's shard, on the device."""
-        coming, kept = self._coming.pop(fragment, None), self.outer.values[fragment]
-        # What was prefetched before a checkpoint was loaded is not what is launched.
-        return (coming if coming is not None and coming.kept is kept else self._home.coming(kept)).arrived()
+        if fragment not in self._coming:
+            self.prefetch(fragment)
+        return self._coming.pop(fragment).arrived()
 
     def outer_gradient(self, fragment: int, outer: Tensor) -> Tensor:
         """The outer gradient of this rank's shard: outer parameters minus local ones.
@@ -227,6 +227,7 @@ class CutModel:
 
     def load(self, fragment: int, saved: Mapping[str, Any]) -> None:
         """Takes back what `saved` returned."""
+        self._coming.clear()
         self.outer.load(fragment, saved["outer"], saved["state"], saved["rounds"])
         self.buffers[fragment].load(saved["buffers"], saved["travelling"])
         for kept, values in ((self.memories, saved["memory"]), (self.residuals, saved["residual"])):

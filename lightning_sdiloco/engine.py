@@ -240,12 +240,12 @@ class StreamingDiLoCo:
         for fragment in due:
             self._launch(fragment)
             self._counts.launches += 1
-        for fragment in self.schedule.launches(self.steps_in_rounds + 1):
-            self._cut.prefetch(fragment)
 
     def land_due(self) -> list[Landing]:
-        """The second half of `step`: lands what is due."""
+        """The second half of `step`: lands what is due, and brings near what the next inner step launches."""
         landed = [self._land(self._flights.pop(0)) for _ in self.schedule.landings(self.steps_in_rounds)]
+        for fragment in self.schedule.launches(self.steps_in_rounds + 1):
+            self._cut.prefetch(fragment)
         self._counts.landings += len(landed)
         self.step_span = self.step_span[0], time.perf_counter()
         return landed

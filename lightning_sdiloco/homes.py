@@ -13,9 +13,6 @@ from lightning_sdiloco.staging import page_locked, to_device, to_host
 class Coming(ABC):
     """A tensor on its way to the device."""
 
-    def __init__(self, kept: Tensor) -> None:
-        self.kept = kept
-
     @abstractmethod
     def arrived(self) -> Tensor:
         """The tensor, for the current stream of the calling thread. It must not be written to."""
@@ -61,9 +58,12 @@ class Home(ABC):
 
 
 class _There(Coming):
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
     @override
     def arrived(self) -> Tensor:
-        return self.kept
+        return self._values
 
 
 class OnDevice(Home):
@@ -127,7 +127,6 @@ class _OnItsWay(Coming):
     """A copy on a stream of its own, in memory of the stream that asked for it."""
 
     def __init__(self, kept: Tensor, device: torch.device, copies: Any) -> None:
-        super().__init__(kept)
         self._device = device
         self._module = torch.get_device_module(device)
         self._values = torch.empty(kept.shape, dtype=kept.dtype, device=device)

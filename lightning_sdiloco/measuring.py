@@ -92,7 +92,7 @@ def distance(gradient: Tensor, outer: Tensor, state: dict[str, Any]) -> Tensor:
     """Squared norms of the outer gradient, the outer parameters and the outer momentum of a shard."""
     momentum = next((state[name] for name in _MOMENTA if isinstance(state.get(name), Tensor)), None)
     unknown = torch.full((1,), math.nan, dtype=torch.float64, device=gradient.device)
-    return torch.cat([_sums([gradient, outer]), unknown if momentum is None else _sums([momentum])])
+    return torch.cat([_sums([gradient, outer]), unknown if momentum is None else _sums([momentum.to(outer.device)])])
 
 
 def diagnosed(lost: Tensor, agreement: Tensor, distance: Tensor, in_group: Communicator) -> Diagnostics:

@@ -19,6 +19,7 @@ from torch.optim import AdamW
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.compression import ErrorFeedback, Int2, RandomK, TopK
 from lightning_sdiloco.deferred import Deferred
+from lightning_sdiloco.homes import OnHost
 from lightning_sdiloco.lane import Pending, Stages, ThreadLane, _Flight
 from lightning_sdiloco.start import default_topology
 from tests import pretend
@@ -148,6 +149,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "random, two shots": {"compression": RandomK(2, Int2()), "exchange": "two_shot", "outer_clip_norm": 0.1},
     "outer AdamW": {"compression": "int8", "outer_optimizer": partial(AdamW, lr=0.1), "outlier_guard": 2.0},
 }
+CHOICES |= {f"{name}, offloaded": {**choices, "offload": True} for name, choices in CHOICES.items()}
 
 
 @pytest.mark.parametrize(
@@ -159,6 +161,11 @@ CHOICES: dict[str, dict[str, Any]] = {
         ("error feedback", ThreadLane),
         ("random, two shots", LateLane),
         ("outer AdamW", ThreadLane),
+        ("fp4, offloaded", ThreadLane),
+        ("fp32, two shots, offloaded", LateLane),
+        ("error feedback, offloaded", LateLane),
+        ("random, two shots, offloaded", ThreadLane),
+        ("outer AdamW, offloaded", LateLane),
     ],
 )
 def test_a_run_gives_the_bits_of_the_cpu(name: str, lane: type[ThreadLane]) -> None:
@@ -185,9 +192,10 @@ def test_a_run_gives_the_bits_of_the_cpu(name: str, lane: type[ThreadLane]) -> N
     on_both(train)
 
 
-def test_a_group_of_several_ranks_gives_the_bits_of_the_cpu() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_group_of_several_ranks_gives_the_bits_of_the_cpu(offload: bool) -> None:
     def train(device: str, rank: int) -> list[list[Tensor]]:
-        training = Training(device, rank // 2, groups=2)
+        training = Training(device, rank // 2, groups=2, offload=offload)
         for _ in range(STEPS):
             training.step()
             with training.engine.evaluate():
@@ -199,7 +207,7 @@ def test_a_group_of_several_ranks_gives_the_bits_of_the_cpu() -> None:
     on_both(train, ranks=4)
 
 
-@pytest.mark.parametrize("name", ["fp4", "error feedback", "outer AdamW"])
+@pytest.mark.parametrize("name", ["fp4", "error feedback", "outer AdamW", "random, two shots, offloaded"])
 def test_a_run_goes_on_from_what_was_saved_in_flight(name: str) -> None:
     def train(device: str, group: int) -> list[list[Tensor]]:
         whole, first, second = (Training(device, group, **CHOICES[name]) for _ in range(3))
@@ -240,11 +248,77 @@ def test_freezing_parameters_gives_the_bits_of_the_cpu() -> None:
 
 
 @alone
-def test_simulated_groups_give_the_bits_of_the_cpu() -> None:
+def test_what_is_prefetched_has_landed_before() -> None:
+    """The last inner step before a launch is also that in which the flight of the same fragment lands."""
+
+    def train(device: str) -> list[list[Tensor]]:
+        training = Training(device, 0, sync_every=4, overlap_steps=3, offload=True)
+        for _ in range(STEPS):
+            training.step()
+        return training.trajectory()
+
+    assert same(train("pretend"), train("cpu"))
+
+
+@alone
+def test_memory_of_a_copy_that_nobody_takes_is_not_used_before_it_is_done() -> None:
+    home = OnHost(torch.device("pretend"))
+    kept = home.kept(torch.ones(1000, device="pretend"))
+    coming = home.coming(kept)
+    del coming
+    assert torch.zeros(1000, device="pretend").sum().item() == 0
+
+
+@alone
+def test_what_is_kept_on_the_host_is_page_locked_wherever_it_came_from() -> None:
+    home = OnHost(torch.device("pretend"))
+    for device in ("pretend", "cpu"):
+        values = torch.arange(5.0, device=device)
+        copied = home.copied(values)
+        assert copied.device.type == "cpu"
+        assert copied.is_pinned()
+        assert copied is not values
+        assert copied.tolist() == [0, 1, 2, 3, 4]
+
+
+def extra_memory(layers: int, offload: bool) -> int:
+    """Bytes of the device that an engine takes at most, in fragments of equal size of which one is in flight."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).to("pretend")
+    before = pretend.memory_allocated()
+    engine = StreamingDiLoCo(
+        model,
+        sync_every=4 * layers,
+        overlap_steps=2,
+        fragments=[[f"{layer}.*"] for layer in range(layers)],
+        compression="fp32",
+        offload=offload,
+    )
+    most = []
+    for _ in range(16 * layers):
+        pretend.reset_peak_memory_stats()
+        engine.step()
+        wait_for_flights(engine)
+        most.append(pretend.max_memory_allocated() - before)
+    engine.finish()
+    return max(most)
+
+
+@alone
+def test_offloaded_the_device_holds_what_is_in_flight_whatever_the_size_of_the_model() -> None:
+    of_fragment = 4 * 64 * 64
+    on_device = extra_memory(4, offload=False), extra_memory(8, offload=False)
+    offloaded = extra_memory(4, offload=True), extra_memory(8, offload=True)
+    assert on_device[1] - on_device[0] == 2 * 4 * of_fragment, "outer parameters and momentum of four more"
+    assert offloaded[1] == offloaded[0]
+
+
+@alone
+@pytest.mark.parametrize("offload", [False, True])
+def test_simulated_groups_give_the_bits_of_the_cpu(offload: bool) -> None:
     def train(device: str) -> list[Tensor]:
         models = [model_on(device) for _ in range(GROUPS)]
         noise = [[values.to(device) for values in noise_of(group)[0]] for group in range(GROUPS)]
-        simulated = SimulatedGroups(models, **SHORT)
+        simulated = SimulatedGroups(models, **SHORT, offload=offload)
         for _ in range(STEPS):
             for model, own in zip(models, noise, strict=True):
                 move(model, own)
@@ -255,20 +329,26 @@ def test_simulated_groups_give_the_bits_of_the_cpu() -> None:
     assert same([train("pretend")], [train("cpu")])
 
 
-def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_ended() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_ended(offload: bool) -> None:
     def run(rank: int, world_size: int) -> tuple[list[Synchronisation], int, int]:
         pretend.install()
-        training = Training("pretend", rank, **CHOICES["error feedback"])
+        training = Training("pretend", rank, **CHOICES["error feedback"], offload=offload)
         training.engine.diagnose()
         with synchronisations() as log:
             for _ in range(STEPS):
                 training.inner_step()
                 wait_for_flights(training.engine)
                 training.engine.step()
-            with training.engine.evaluate():
-                training.keep()
-        of_lane = [values.memory.owner for values in training.engine._cut.outer.values]  # type: ignore[attr-defined]
-        assert pretend.default_stream() not in of_lane
+            if not offload:
+                with training.engine.evaluate():
+                    training.keep()
+        outer = training.engine._cut.outer.values
+        if offload:
+            assert all(values.device.type == "cpu" and values.is_pinned() for values in outer)
+        else:
+            of_lane = [values.memory.owner for values in outer]  # type: ignore[attr-defined]
+            assert pretend.default_stream() not in of_lane
         report = training.engine.report()
         assert any(entry.thread == "sdiloco-lane" for entry in log)
         return (

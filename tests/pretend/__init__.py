@@ -82,6 +82,21 @@ def set_device(device: Any) -> None:
     pass
 
 
+def memory_allocated(device: Any = None) -> int:
+    """Bytes that are held on the device."""
+    return memory.statistics.held
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """Bytes that were held at most since `reset_peak_memory_stats`."""
+    return memory.statistics.peak
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Forgets what was held before."""
+    memory.statistics.peak = memory.statistics.held
+
+
 def manual_seed_all(seed: int) -> None:
     """Random numbers come from the generator of the CPU."""
 

@@ -63,10 +63,12 @@ class Memory:
 
     Attributes:
         owner: The stream that allocated it; None for pinned memory.
+        nbytes: Its size on the device.
     """
 
-    def __init__(self, owner: Stream | None) -> None:
+    def __init__(self, owner: Stream | None, nbytes: int = 0) -> None:
         self.owner = owner
+        self.nbytes = nbytes
         self._accesses: list[Access] = []
         self._recorded: set[int] = set()
 
@@ -89,12 +91,32 @@ class Memory:
 
     def __del__(self) -> None:
         with suppress(Exception), lock:  # the interpreter may be ending
+            statistics.held -= self.nbytes
             if self.owner is not None:
                 others = [a for a in self._accesses if a.stream.number not in (self.owner.number, *self._recorded)]
                 _freed.setdefault(self.owner.number, []).extend(others)
 
 
 _freed: dict[int, list[Access]] = {}
+
+
+class Statistics:
+    """What is held on the device, in bytes.
+
+    Attributes:
+        held: Now.
+        peak: At most, since the last reset.
+    """
+
+    def __init__(self) -> None:
+        self.held = self.peak = 0
+
+    def add(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+
+
+statistics = Statistics()
 
 
 def _replaces(access: Access, other: Access) -> bool:
@@ -111,7 +133,9 @@ def allocated(operation: Operation, tensor: Tensor) -> Memory:
                 f"{operation.name} on {operation.stream} may get memory that {access} still"
                 f" {'writes' if access.writes else 'reads'}: it was freed, and no record_stream told of that stream"
             )
-    memory = Memory(operation.stream)
+    nbytes = tensor.untyped_storage().nbytes()
+    memory = Memory(operation.stream, nbytes)
+    statistics.add(nbytes)
     memory.touch(operation.access(tensor, writes=True))
     return memory
 
