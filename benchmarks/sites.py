@@ -21,7 +21,7 @@ from benchmarks.links import Links
 from benchmarks.models import Size, random_batches
 from benchmarks.peers.loops import LOOPS, Loop
 from benchmarks.sampler import peak, sampled
-from benchmarks.stamps import Stamps, bytes_sent, forget_peak_memory, peak_memory
+from benchmarks.stamps import Stamps, forget_peak_memory, peak_memory, sent_so_far
 from tests.ranks import RankError, run_processes
 
 _CLONE_NEWUTS = 0x04000000
@@ -74,11 +74,12 @@ def run(job: Job) -> Found:
     """Runs a job in processes forked from this one.
 
     Returns:
-        ``seconds``: per step, the mean over the steps that count and the ranks; ``cpu_seconds``: likewise;
-        ``bytes``: what the interface of a site sent per step, the mean over the sites; ``bytes_to_the_end``: from the
-        first step that counts to the end of training; ``peak_mbit_s``: the most that site 0 sent within any 100 ms from
-        that step on; ``memory``: bytes by which the resident memory of a rank grew at most, the mean over the ranks;
-        ``told``: what the method says of itself in rank 0. Or ``reason``: why there is nothing.
+        ``seconds``: per step, the mean over the steps that count and the ranks; ``cpu_seconds``: likewise; ``bytes``:
+        what the interface of a site sent per step, the mean over the sites; ``bytes_to_the_end``,
+        ``packets_to_the_end``: from the first step that counts to the end of training; ``peak_mbit_s``: the most that
+        site 0 sent within any 100 ms from that step on; ``memory``: bytes by which the resident memory of a rank grew
+        at most, the mean over the ranks; ``told``: what the method says of itself in rank 0. Or ``reason``: why there
+        is nothing.
     """
     loop = _loop(job.method)
     slow = job.mbit_s is not None
@@ -96,11 +97,17 @@ def run(job: Job) -> Found:
 
     # On the loopback all ranks share one interface.
     sharing = 1 if slow else job.sites
+
+    def to_the_end(name: str) -> float:
+        spans = [rank[f"{name}_in_all"] - rank[name][job.first] for rank in ranks]
+        return float(sum(spans) / len(spans) / sharing)
+
     return {
         "seconds": per_step("wall"),
         "cpu_seconds": per_step("cpu"),
         "bytes": per_step("sent") / sharing,
-        "bytes_to_the_end": sum(rank["sent_in_all"] - rank["sent"][job.first] for rank in ranks) / len(ranks) / sharing,
+        "bytes_to_the_end": to_the_end("sent"),
+        "packets_to_the_end": to_the_end("packets"),
         "peak_mbit_s": peak(ranks[0]["samples"], since=ranks[0]["wall"][job.first]) * 8 / 1e6 / sharing,
         "memory": sum(rank["memory"] for rank in ranks) / len(ranks),
         "told": ranks[0]["told"],
@@ -118,8 +125,10 @@ def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int)
     before = forget_peak_memory()
     with sampled() if rank == 0 and job.sampled else nullcontext([]) as samples:
         told = loop(job.case, job.case.net(), batches, stamps, job.first + job.counted)
-    times = {"wall": stamps.wall, "cpu": stamps.cpu, "sent": stamps.sent, "samples": samples}
-    return {**times, "sent_in_all": bytes_sent(), "memory": peak_memory() - before, "told": told}
+    in_all = sent_so_far()
+    times = {"wall": stamps.wall, "cpu": stamps.cpu, "sent": stamps.sent, "packets": stamps.packets, "samples": samples}
+    ends = {"sent_in_all": in_all.bytes, "packets_in_all": in_all.packets}
+    return {**times, **ends, "memory": peak_memory() - before, "told": told}
 
 
 def _call_this_host(address: str) -> None:

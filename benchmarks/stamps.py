@@ -3,20 +3,28 @@
 import os
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 
-def bytes_sent() -> int:
-    """What the interface that gloo uses has sent in all, by the system's own counter; 0 where it has none."""
+class Sent(NamedTuple):
+    """What an interface has sent in all."""
+
+    bytes: int
+    packets: int
+
+
+def sent_so_far() -> Sent:
+    """What the interface that gloo uses has sent, by the system's own counters; nothing where it has none."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
     except OSError:
-        return 0
+        return Sent(0, 0)
     for line in lines:
         name, _, counters = line.partition(":")
         if name.strip() == interface:
-            return int(counters.split()[8])
-    return 0
+            return Sent(*map(int, counters.split()[8:10]))
+    return Sent(0, 0)
 
 
 def forget_peak_memory() -> int:
@@ -51,12 +59,15 @@ class Stamps:
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.sent: list[int] = []
+        self.packets: list[int] = []
 
     def begin(self) -> None:
         """An inner step begins."""
         self.wall.append(time.perf_counter())
         self.cpu.append(time.process_time())
-        self.sent.append(bytes_sent())
+        sent = sent_so_far()
+        self.sent.append(sent.bytes)
+        self.packets.append(sent.packets)
 
     def pad(self) -> None:
         """Forward and backward are done."""
