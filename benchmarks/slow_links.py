@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.case import Case
+from benchmarks.examined import examine
 from benchmarks.links import missing
 from benchmarks.models import Size
 from benchmarks.picture import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, TEAL, figure, save
@@ -36,9 +37,6 @@ RATES: tuple[float | None, ...] = (None, 1000, 100, 30, 10)
 """Mbit/s; None is the loopback, as fast as this machine can."""
 
 ROUND_TRIP = 0.05
-
-PAYLOAD = 1448 / 1514
-"""Share of a link that is left beside the headers of Ethernet, IP and TCP."""
 
 METHODS = {
     "streaming": ("Streaming DiLoCo, fp4", RED),
@@ -88,6 +86,13 @@ def jobs(quick: bool) -> Iterator[Job]:
                 yield Job(method, case, sites, mbit_s, *lengths(method, mbit_s, case), one_way_delay=ROUND_TRIP / 2)
 
 
+def measured_links(rows: list[Row], quick: bool) -> Iterator[Row]:
+    """What the doctor says of the links of ours, but for what the rows have."""
+    for job in jobs(quick):
+        if job.method == "streaming" and job.mbit_s is not None and not row_of(rows, "doctor", job.sites, job.mbit_s):
+            yield {**key(job), "method": "doctor", **examine(job.sites, job.mbit_s, ROUND_TRIP / 2)._asdict()}
+
+
 def key(job: Job) -> Row:
     """What tells rows apart."""
     return {"method": job.method, "sites": job.sites, "mbit_s": job.mbit_s, "case": asdict(job.case)}
@@ -96,10 +101,13 @@ def key(job: Job) -> Row:
 def measure(quick: bool, path: Path | None) -> list[Row]:
     """Measures what the file does not have."""
     kept = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
-    rows: list[Row] = [row for row in kept if "seconds" in row]
+    rows: list[Row] = [row for row in kept if "reason" not in row]
     wanted = [job for job in jobs(quick) if not any(row.items() >= key(job).items() for row in rows)]
     if any(job.mbit_s is not None for job in wanted) and (lacks := missing()) is not None:
         raise SystemExit(lacks)
+    for row in measured_links(rows, quick):
+        rows.append(row)
+        report.said(f"doctor, {row['sites']} sites, {row['mbit_s']} Mbit/s: {row['bits_per_second'] / 1e6:.1f} Mbit/s")
     for job, found in results(wanted):
         rows.append({**key(job), "steps": job.counted, **found})
         told = f"{1000 * found['seconds']:.0f} ms" if "seconds" in found else found["reason"]
@@ -156,13 +164,15 @@ def predictions(rows: list[Row]) -> list[Row]:
             step = row_of(rows, "alone", row["sites"], None)["seconds"]
             groups = Groups(step_time=step, groups=row["sites"], memory_rate=10e9)
             predicted = Streaming(Model.of_module(case.net()), method.settings, groups)
-            link = Link(gbit_s=row["mbit_s"] / 1000 * PAYLOAD, round_trip=ROUND_TRIP)
+            seen = row_of(rows, "doctor", row["sites"], row["mbit_s"])
+            link = Link(gbit_s=seen["bits_per_second"] / 1e9, round_trip=seen["round_trip"])
             skipped, counted = lengths("streaming", row["mbit_s"], case)
             ends = play(predicted, link, skipped + counted + 1, [1.0] * row["sites"])[0].steps
             found.append(
                 {
                     "sites": row["sites"],
                     "mbit_s": row["mbit_s"],
+                    "doctor_mbit_s": seen["bits_per_second"] / 1e6,
                     "fits": fits(method, case, row["mbit_s"]),
                     "relative": relative(rows, row),
                     "utilisation": step / row["seconds"],
@@ -226,20 +236,12 @@ def cell(rows: list[Row], row: Row) -> str:
 
 def show_predictions(rows: list[Row]) -> None:
     """Prints what the planner says beside what was measured."""
-    columns = [
-        "link",
-        "suffices",
-        "kept",
-        "utilisation",
-        "planner says",
-        "ms per step",
-        "simulated",
-        "bytes",
-        "planner",
-    ]
+    columns = ["link", "doctor", "suffices", "kept", "utilisation", "planned", "ms per step", "simulated", "bytes"]
+    columns.append("planned")
     table = [
         [
             f"{found['sites']} sites, {found['mbit_s']:g} Mbit/s",
+            f"{found['doctor_mbit_s']:.1f}",
             "yes" if found["fits"] else "no",
             f"{found['relative']:.3f}" if found["relative"] else "-",
             f"{found['utilisation']:.3f}",
@@ -252,8 +254,9 @@ def show_predictions(rows: list[Row]) -> None:
         for found in predictions(rows)
     ]
     caption = (
-        "suffices: a fragment and one round trip fit in tau steps, and all fragments in H steps. kept: throughput"
-        " relative to the loopback. bytes: per step, counted by the interface, and by the planner."
+        "doctor: Mbit/s that sdiloco doctor measures; planner and simulator predict from that and the step without any"
+        " exchange. suffices: a fragment and one round trip fit in tau steps, and all fragments in H steps. kept:"
+        " throughput relative to the loopback. bytes: per step, by the interface's counter."
     )
     report.show("Streaming DiLoCo: measured and planned", columns, table, caption)
 
