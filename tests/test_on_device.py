@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
+from lightning_sdiloco import StreamingDiLoCoStrategy
 from lightning_sdiloco.choosing import measure_link
 from lightning_sdiloco.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
 from lightning_sdiloco.lane import ThreadLane
@@ -22,7 +25,7 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.topology import GroupLayout, Topology
 from tests import pretend
 from tests.pretend import IS_POSSIBLE, ccl
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, run_processes, run_ranks
 from tests.test_accelerator import CHOICES, STEPS, LateLane, Training, same, wait_for_flights
 
 pytestmark = [
@@ -168,6 +171,28 @@ def test_the_link_is_measured_from_device_to_device() -> None:
     assert link == other
     assert link.gbit_s > 0
     assert sent > 64_000
+
+
+def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Joined(Exception):
+        pass
+
+    def of_world(*args: Any) -> Any:
+        raise Joined(args[3])
+
+    monkeypatch.setattr("lightning_sdiloco.groups.nccl_on", lambda device: DeviceBackend("stub", device))
+    monkeypatch.setattr(Topology, "of_world", of_world)
+
+    def run(rank: int, world_size: int, given: str | None) -> str:
+        strategy = StreamingDiLoCoStrategy(exchange_backend=given)
+        trainer = Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
+        with pytest.raises(Joined) as joined:
+            trainer.fit(BoringModel())
+        return str(joined.value)
+
+    stub = DeviceBackend("stub", torch.device("cpu"))
+    assert run_processes(run, 1, "nccl") == [str(stub)]
+    assert run_processes(run, 1, "gloo") == run_processes(run, 1, None) == ["None"]
 
 
 @pytest.mark.parametrize(
