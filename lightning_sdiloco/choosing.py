@@ -224,7 +224,7 @@ def measure_link(topology: Topology, timeout: float) -> Link:
 
 
 def _exchange_seconds(exchange: Exchange[Any], nbytes: int, timeout: float) -> float:
-    message = torch.zeros(nbytes, dtype=torch.uint8)
+    message = torch.zeros(nbytes, dtype=torch.uint8, device=exchange.device)
     started = time.monotonic()
     exchange.collect(exchange.post([message] * exchange.groups), started + timeout)
     return time.monotonic() - started

@@ -16,6 +16,8 @@ from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.choosing import Choosing
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.epochs import begin_epochs_alike
+from lightning_sdiloco.exchange import DeviceBackend
+from lightning_sdiloco.exchange.on_device import nccl_on
 from lightning_sdiloco.failures import Failures
 from lightning_sdiloco.launched import meet, warn_of_shared_store
 from lightning_sdiloco.monitor import asks_for_diagnostics
@@ -46,7 +48,7 @@ class GroupsMixin(StepsMixin):
         """Checks and keeps the arguments that all strategies have. Nothing is started: strategies are pickled."""
         self._choosing, self._settings = Choosing.of(**settings)
         self._worker_groups = checked_worker_groups(worker_groups)
-        _require_backend(exchange_backend)
+        self._exchange_backend = _checked_backend(exchange_backend)
         self._on_resume = _checked_on_resume(on_resume)
         self._evaluate = _checked_model_to_evaluate(evaluate)
         self._topology: Topology | None = None
@@ -92,6 +94,10 @@ class GroupsMixin(StepsMixin):
         automatic = self.num_nodes if self.num_nodes > 1 else world_size
         return GroupLayout(world_size, automatic if isinstance(self._worker_groups, str) else self._worker_groups)
 
+    def _device_backend(self) -> DeviceBackend | None:
+        """What carries outer gradients from device to device, if anything does."""
+        return nccl_on(self.root_device) if self._exchange_backend == "nccl" else None
+
     @contextmanager
     def _reached_groups(self) -> Iterator[None]:
         """Refuses to start where ranks cannot reach each other. Within it all processes are to be connected."""
@@ -114,7 +120,7 @@ class GroupsMixin(StepsMixin):
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
             require_same_settings(self._described(), world())
-            self._topology = Topology.of_world(layout, self._settings.timeout, for_exchange)
+            self._topology = Topology.of_world(layout, self._settings.timeout, for_exchange, self._device_backend())
 
     def _described(self) -> dict[str, str]:
         """All that must be the same on all ranks, as text."""
@@ -122,6 +128,7 @@ class GroupsMixin(StepsMixin):
             "worker_groups": str(self._worker_groups),
             "evaluate": self._evaluate,
             "on_resume": self._on_resume,
+            "exchange_backend": self._exchange_backend,
         }
         return {**self._choosing.described(self._settings.described()), **choices}
 
@@ -226,12 +233,13 @@ class GroupsMixin(StepsMixin):
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def _require_backend(exchange_backend: str | None) -> None:
-    if exchange_backend not in (None, "gloo"):
+def _checked_backend(exchange_backend: Any) -> str:
+    if exchange_backend not in (None, "gloo", "nccl"):
         raise ValueError(
             f"exchange_backend={exchange_backend!r} is not available: worker groups exchange over 'gloo', on every"
-            " device. Leave exchange_backend out."
+            " device, or over 'nccl' between CUDA devices. Leave exchange_backend out for gloo."
         )
+    return exchange_backend or "gloo"
 
 
 def _checked_on_resume(on_resume: Any) -> str:

@@ -74,7 +74,8 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
             the device is CUDA.
         evaluate: Which model validation inside a fit sees: ``"outer"``, the same in all groups, or ``"local"``, that of
             each group. Checkpoints hold the outer one.
-        exchange_backend: Backend of the process groups that join the worker groups. By default gloo.
+        exchange_backend: What carries outer gradients between worker groups: ``"gloo"``, the default, or ``"nccl"``
+            from CUDA device to CUDA device.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
@@ -173,6 +174,7 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
     def _configure_launcher(self) -> None:
         # A world that cannot be split is refused here: inside Trainer(), before any process starts.
         _ = self._mesh_shape
+        self._device_backend()
         super()._configure_launcher()
 
     @override

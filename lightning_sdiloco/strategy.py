@@ -66,7 +66,8 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
             the device is CUDA.
         evaluate: Which model validation inside a fit sees: ``"outer"``, the same in all groups, or ``"local"``, that of
             each group. Checkpoints hold the outer one.
-        exchange_backend: Backend of the process groups that join the worker groups. By default gloo.
+        exchange_backend: What carries outer gradients between worker groups: ``"gloo"``, the default, or ``"nccl"``
+            from CUDA device to CUDA device.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
@@ -151,8 +152,10 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
 
     @override
     def _configure_launcher(self) -> None:
-        # Here a world that cannot be split is refused inside Trainer(), before any process starts.
+        # Here a world that cannot be split, or devices that NCCL does not join, are refused: inside Trainer(), before
+        # any process starts.
         self._layout()
+        self._device_backend()
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = self._make_launcher(self._start_method)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_sdiloco.communicator import Communicator
-from lightning_sdiloco.exchange import DirectExchange, Exchange, InProcessExchange
+from lightning_sdiloco.exchange import DeviceBackend, DeviceExchange, DirectExchange, Exchange, InProcessExchange
 from lightning_sdiloco.lane import STAGES, InlineLane, Lane, ThreadLane
 
 
@@ -130,7 +130,10 @@ class Topology:
 
     @staticmethod
     def of_world(
-        layout: GroupLayout, timeout: timedelta, joining: Callable[[], AbstractContextManager[None]] = nullcontext
+        layout: GroupLayout,
+        timeout: timedelta,
+        joining: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_device: DeviceBackend | None = None,
     ) -> "Topology":
         """The process groups of a rank, made once for each layout. All ranks of the default process group must call it.
 
@@ -138,29 +141,32 @@ class Topology:
             layout: The worker groups.
             timeout: Bound of one flight.
             joining: In its context the process groups are made that join worker groups.
+            on_device: What carries outer gradients and relayed means from device to device; without it they go through
+                the hosts, over gloo.
+
+        Raises:
+            ValueError: If the devices of the worker groups cannot reach each other.
         """
-        if (layout, timeout) not in _made or _made[layout, timeout].is_stale():
-            _made[layout, timeout] = Topology._make(layout, timeout, joining)
+        key = (layout, timeout, on_device)
+        if key not in _made or _made[key].is_stale():
+            _made[key] = Topology._make(layout, timeout, joining, on_device)
             _settle_at_exit()
-        return _made[layout, timeout]
+        return _made[key]
 
     @staticmethod
     def _make(
-        layout: GroupLayout, timeout: timedelta, joining: Callable[[], AbstractContextManager[None]]
+        layout: GroupLayout,
+        timeout: timedelta,
+        joining: Callable[[], AbstractContextManager[None]],
+        on_device: DeviceBackend | None,
     ) -> "Topology":
         rank = dist.get_rank()
         # Twice the bound of a flight: in a group, a rank whose own exchange went well waits for one whose did not.
         in_group = Communicator(_own(rank, layout.ranks_of_groups(), None, timeout))
         lane = tuple(Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout)) for _ in range(STAGES))
         with joining():
-            across = [_own(rank, layout.ranks_of_shards(), "gloo", 2 * timeout) for _ in range(3)]
+            words, exchange, relays = _ways(rank, layout, timeout, on_device)
             peers = Communicator(_own(rank, layout.ranks_of_shards(), None, timeout))
-        alone = layout.worker_groups == 1
-        words, exchange, relays = (
-            InProcessExchange.connect(1)[0] if alone else DirectExchange(across[up], across[down], tag)
-            # Means are relayed where the payloads came in: a connection that has just carried something is at its best.
-            for up, down, tag in ((0, 0, 0), (1, 2, 0), (1, 2, 1))
-        )
         return Topology(
             groups=layout.worker_groups,
             group=layout.group_of(rank),
@@ -177,7 +183,7 @@ class Topology:
 
 
 # Process groups have threads and sockets, and torch keeps them until the default group is destroyed.
-_made: dict[tuple[GroupLayout, timedelta], Topology] = {}
+_made: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology] = {}
 
 
 @functools.cache
@@ -260,6 +266,29 @@ def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
             " one group per node (per device on a single node). Choose one of them."
         )
     return worker_groups
+
+
+def _ways(
+    rank: int, layout: GroupLayout, timeout: timedelta, on_device: DeviceBackend | None
+) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any]]:
+    """The ways for words, for outer gradients, and for means that are sent on."""
+
+    def joined(backend: str) -> dist.ProcessGroup:
+        return _own(rank, layout.ranks_of_shards(), backend, 2 * timeout)
+
+    if layout.worker_groups == 1:
+        words, exchange, relays = (InProcessExchange.connect(1)[0] for _ in range(3))
+        return words, exchange, relays
+    both = joined("gloo")
+    if on_device is None:
+        up, down = joined("gloo"), joined("gloo")
+        # Means are relayed where the payloads came in: a connection that has just carried something is at its best.
+        return DirectExchange(both, both), DirectExchange(up, down), DirectExchange(up, down, tag=1)
+    # One each: outer gradients and means are posted by two threads, in an order that may differ between ranks.
+    on_devices = [DeviceExchange(joined(on_device.name), on_device.device) for _ in range(2)]
+    for one in on_devices:
+        one.meet(time.monotonic() + timeout.total_seconds())
+    return DirectExchange(both, both), on_devices[0], on_devices[1]
 
 
 def _own(rank: int, all_ranks: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:

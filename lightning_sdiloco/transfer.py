@@ -235,12 +235,9 @@ class Transfer:
             messages, missing = exchange.collect(posted, cargo.deadline), None
         except Unanswered as error:
             messages, missing = [], error
-        groups = torch.tensor([-1 if missing is None else missing.group])
-        reported = [int(group) for group in self._topology.lane[stage].gather(groups)]
+        reported = [int(code) for code in self._topology.lane[stage].gather(torch.tensor([self._coded(missing)]))]
         if missing is None and max(reported) >= 0:
-            group, shard = max(reported), reported.index(max(reported))
-            own, other = (self._topology.shards * of + shard for of in (self._topology.group, group))
-            missing = Unanswered(group, f"did not answer rank {own} of this group (rank {other} should have)")
+            missing = self._missed_by(reported.index(max(reported)), max(reported))
         if missing is not None:
             raise ExchangeError(
                 f"{missing} while fragment {cargo.fragment}, launched after inner step {cargo.step}, was in flight."
@@ -248,6 +245,19 @@ class Transfer:
                 " raise timeout."
             ) from missing
         return messages
+
+    def _coded(self, missing: Unanswered | None) -> int:
+        """Which group is missing, as a number for the ranks of this group: -1 for none, their number for any."""
+        if missing is None:
+            return -1
+        return self._topology.groups if missing.group is None else missing.group
+
+    def _missed_by(self, shard: int, code: int) -> Unanswered:
+        """What another rank of this group misses."""
+        own, other = (self._topology.shards * of + shard for of in (self._topology.group, code))
+        if code == self._topology.groups:
+            return Unanswered(None, f"did not answer rank {own} of this group")
+        return Unanswered(code, f"did not answer rank {own} of this group (rank {other} should have)")
 
     def _check(self, controls: Sequence[Control], cargo: Cargo) -> None:
         own = controls[self._topology.group]

@@ -22,6 +22,7 @@ from lightning_sdiloco.deferred import Deferred
 from lightning_sdiloco.homes import OnHost
 from lightning_sdiloco.lane import Pending, Stages, ThreadLane, _Flight
 from lightning_sdiloco.start import default_topology
+from lightning_sdiloco.topology import Topology
 from tests import pretend
 from tests.pretend import IS_POSSIBLE, Synchronisation, alone, synchronisations
 from tests.ranks import run_ranks
@@ -85,15 +86,22 @@ class Training:
         group: The worker group, whose noise differs from that of others.
         groups: Number of worker groups.
         lane: What works beside the training thread.
+        topology: The ranks, in place of the number of groups.
         choices: What is chosen for the engine.
     """
 
     def __init__(
-        self, device: str, group: int, groups: int | str = "auto", lane: type[ThreadLane] = ThreadLane, **choices: Any
+        self,
+        device: str,
+        group: int,
+        groups: int | str = "auto",
+        lane: type[ThreadLane] = ThreadLane,
+        topology: Topology | None = None,
+        **choices: Any,
     ) -> None:
         self.model = model_on(device)
         self.noise = [[values.to(device) for values in step] for step in noise_of(group)]
-        topology = replace(default_topology(groups, timedelta(seconds=30)), make_lane=lane)
+        topology = replace(topology or default_topology(groups, timedelta(seconds=30)), make_lane=lane)
         self.engine = StreamingDiLoCo(self.model, topology=topology, **{**SHORT, **choices})
         self.seen: list[list[Tensor]] = []
 

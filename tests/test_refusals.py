@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco import FP4, Compression, StreamingDiLoCo, StreamingDiLoCoStrategy
+from lightning_sdiloco import (
+    FP4,
+    Compression,
+    StreamingDiLoCo,
+    StreamingDiLoCoModelParallelStrategy,
+    StreamingDiLoCoStrategy,
+)
+from lightning_sdiloco.exchange.on_device import nccl_on
 from lightning_sdiloco.pytorch_lightning import StreamingDiLoCoStrategy as OtherStrategy
 from tests.ranks import run_processes, run_ranks
 from tests.training import mlp
@@ -200,7 +207,27 @@ def test_an_unknown_way_to_resume_is_refused(make: Make) -> None:
 @STRATEGIES
 def test_an_exchange_backend_that_is_not_there_is_refused(make: Make) -> None:
     message = refusal(make, exchange_backend="mpi")
-    assert_says(message, "exchange_backend='mpi' is not available", "'gloo'", "Leave exchange_backend out")
+    assert_says(message, "exchange_backend='mpi' is not available", "'gloo'", "'nccl'", "Leave exchange_backend out")
+
+
+@pytest.mark.parametrize(("trainer", "strategy"), [(L.Trainer, StreamingDiLoCoStrategy), (pl.Trainer, OtherStrategy)])
+def test_nccl_between_devices_that_are_not_cuda_is_refused_before_any_process_starts(
+    trainer: Make, strategy: Make
+) -> None:
+    message = refusal(trainer, accelerator="cpu", devices=2, strategy=strategy(exchange_backend="nccl"))
+    assert_says(message, "exchange_backend='nccl' was given", "trains on cpu", "CUDA devices only", "leave", "for gloo")
+
+
+def test_nccl_between_sharded_devices_that_are_not_cuda_is_refused_before_any_process_starts() -> None:
+    strategy = StreamingDiLoCoModelParallelStrategy(exchange_backend="nccl")
+    message = refusal(L.Trainer, accelerator="cpu", devices=2, strategy=strategy)
+    assert_says(message, "exchange_backend='nccl' was given", "trains on cpu")
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_nccl_that_torch_does_not_have_is_refused() -> None:
+    message = refusal(nccl_on, device=torch.device("cuda"))
+    assert_says(message, "exchange_backend='nccl' was given", "built without NCCL", "Install a torch that has it")
 
 
 # The outer optimizer

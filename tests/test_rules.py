@@ -86,7 +86,7 @@ LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_ut
 WITHOUT_TENSORS = {
     f"{NAME}.{name}" for name in ("counting", "errors", "partition", "planning.link", "planning.paper", "schedule")
 }
-NETWORK = {f"{NAME}.communicator", f"{NAME}.exchange.direct", f"{NAME}.topology"}
+NETWORK = {f"{NAME}.{name}" for name in ("communicator", "exchange.direct", "exchange.on_device", "topology")}
 
 
 # Reading the source
@@ -238,7 +238,7 @@ def test_only_the_communicator_and_the_exchanges_send_anything() -> None:
         for name in chains(list(MODULES))
         if ": dist." in name and any(word in name.rpartition(".")[2] for word in COLLECTIVES)
     }
-    assert {name.split(":")[0] for name in calls} == {f"{NAME}.communicator", f"{NAME}.exchange.direct"}
+    assert {name.split(":")[0] for name in calls} == NETWORK - {f"{NAME}.topology"}
 
 
 def test_only_the_topology_names_the_world_and_makes_process_groups() -> None:

@@ -3,5 +3,6 @@
 from lightning_sdiloco.exchange.base import Exchange, Unanswered
 from lightning_sdiloco.exchange.direct import DirectExchange
 from lightning_sdiloco.exchange.in_process import InProcessExchange
+from lightning_sdiloco.exchange.on_device import DeviceBackend, DeviceExchange
 
-__all__ = ["DirectExchange", "Exchange", "InProcessExchange", "Unanswered"]
+__all__ = ["DeviceBackend", "DeviceExchange", "DirectExchange", "Exchange", "InProcessExchange", "Unanswered"]

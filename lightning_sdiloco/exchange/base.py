@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 Posted = TypeVar("Posted")
@@ -13,12 +14,12 @@ class Unanswered(Exception):
     """A worker group did not answer.
 
     Attributes:
-        group: The group.
+        group: The group; None if it is one of the others, and nobody knows which.
         reason: What happened, as the end of a sentence that starts with the group.
     """
 
-    def __init__(self, group: int, reason: str) -> None:
-        super().__init__(f"worker group {group} {reason}")
+    def __init__(self, group: int | None, reason: str) -> None:
+        super().__init__(f"{'one of the other worker groups' if group is None else f'worker group {group}'} {reason}")
         self.group = group
         self.reason = reason
 
@@ -31,12 +32,14 @@ class Exchange(ABC, Generic[Posted]):
 
     Attributes:
         groups: Number of worker groups.
+        device: The device whose messages it carries with the least effort.
         bytes_sent: Bytes that this rank has sent to other groups so far.
         bytes_received: Bytes that this rank has received from other groups so far.
     """
 
     def __init__(self, groups: int) -> None:
         self.groups = groups
+        self.device = torch.device("cpu")
         self.bytes_sent = 0
         self.bytes_received = 0
 

@@ -1,0 +1,134 @@
+"""A backend of torch.distributed for the pretended accelerator, which keeps time as NCCL does.
+
+Messages go on a stream of the backend's own, which waits for what the current stream has been given at the call. Nobody
+waits at the call, and what is received is there when the work is over. ``wait()`` lets the current stream wait, and no
+host. In truth gloo carries the bytes.
+
+It is stricter than NCCL: only ``wait()`` lets a stream go on after the messages, not what the host has seen before. And
+it is an error to let a stream wait for another rank, see `StreamWaits`.
+"""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.pretend.clocks import Event, Stream, current_stream, lock, stream
+from tests.pretend.memory import Operation
+
+NAME = "pretend_ccl"
+
+
+class StreamWaits(Exception):
+    """A stream would wait for another rank, and without a bound for everybody who waits for the stream."""
+
+
+class Work:
+    """Messages that are on their way.
+
+    Args:
+        carried: What gloo does with the bytes.
+        over: Called once they are there.
+        event: When they are there, on the stream of the backend.
+        before: The work before it on that stream, which is over first.
+    """
+
+    def __init__(self, carried: Any, over: Callable[[], None], event: Event, before: "Work | None") -> None:
+        self._carried = carried
+        self._over = over
+        self._event = event
+        self._before = before
+        self._arrived = threading.Event()
+        self._settled = self._asked = False
+        self._error: RuntimeError | None = None
+        threading.Thread(target=self._carry, daemon=True).start()
+
+    def _carry(self) -> None:
+        try:
+            self._carried.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._arrived.set()
+
+    def _is_over(self) -> bool:
+        if not self._settled and self._arrived.is_set() and (self._before is None or self._before._is_over()):
+            if self._error is None:
+                self._over()
+            self._settled, self._before = True, None
+        return self._settled
+
+    def is_completed(self) -> bool:
+        """Whether it is over; not yet when that is first asked."""
+        with lock:
+            asked, self._asked = self._asked, self._is_over()
+            return asked and self._asked
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Lets the current stream wait, or raises what went wrong."""
+        with lock:
+            if not self._is_over():
+                raise StreamWaits("a stream would wait for another rank")
+            if self._error is not None:
+                raise self._error
+            current_stream().wait_event(self._event)
+            return True
+
+
+class Communicator(dist.ProcessGroup):
+    """The ranks of a process group.
+
+    Attributes:
+        aborted: Set once `abort` was called.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._carrier = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._stream = Stream()
+        self._last: Work | None = None
+        self.aborted = threading.Event()
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        """Sends a tensor to a rank."""
+        bytes_, event = self._begun("send", tensors, writes=False)
+        return self._noted(self._carrier.send([bytes_.clone()], dst, tag), lambda: None, event)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        """Receives a tensor from a rank."""
+        into, event = self._begun("recv", tensors, writes=True)
+        arriving = torch.empty_like(into)
+        return self._noted(self._carrier.recv([arriving], src, tag), lambda: into.copy_(arriving), event)
+
+    def abort(self) -> None:
+        """Ends what is on its way; here it is only noted."""
+        self.aborted.set()
+
+    def _begun(self, name: str, tensors: list[Tensor], writes: bool) -> tuple[Tensor, Event]:
+        (tensor,) = tensors
+        assert tensor.device.type == "pretend", "such a backend takes tensors of the device alone"
+        assert tensor.is_contiguous(), "such a backend takes contiguous tensors alone"
+        assert tensor.numel(), "nothing is sent for nothing"
+        with lock:
+            self._stream.wait_stream(current_stream())
+            with stream(self._stream):
+                operation = Operation.begun(f"{NAME}::{name}")
+                tensor.memory.touch(operation.access(tensor.held, writes))  # type: ignore[attr-defined]
+            return tensor.held, self._stream.record_event()  # type: ignore[attr-defined]
+
+    def _noted(self, carried: Any, over: Callable[[], Any], event: Event) -> Work:
+        self._last = Work(carried, over, event, self._last)
+        return self._last
+
+    def getBackendName(self) -> str:
+        return NAME
+
+
+@cache
+def register() -> None:
+    """Makes the backend known to torch.distributed in this process, for good. The device must be known."""
+    dist.Backend.register_backend(NAME, Communicator, devices=["pretend"])
