@@ -289,10 +289,11 @@ def test_what_is_kept_on_the_host_is_page_locked_wherever_it_came_from() -> None
         assert copied.tolist() == [0, 1, 2, 3, 4]
 
 
-def extra_memory(layers: int, offload: bool) -> int:
+def extra_memory(layers: int, offload: bool, device: str = "pretend") -> int:
     """Bytes of the device that an engine takes at most, in fragments of equal size of which one is in flight."""
-    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).to("pretend")
-    before = pretend.memory_allocated()
+    module = torch.get_device_module(device)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).to(device)
+    before = module.memory_allocated()
     engine = StreamingDiLoCo(
         model,
         sync_every=4 * layers,
@@ -303,10 +304,10 @@ def extra_memory(layers: int, offload: bool) -> int:
     )
     most = []
     for _ in range(16 * layers):
-        pretend.reset_peak_memory_stats()
+        module.reset_peak_memory_stats()
         engine.step()
         wait_for_flights(engine)
-        most.append(pretend.max_memory_allocated() - before)
+        most.append(module.max_memory_allocated() - before)
     engine.finish()
     return max(most)
 
