@@ -206,7 +206,7 @@ def headline(rows: list[Row]) -> dict[str, float]:
 def show(rows: list[Row]) -> None:
     """Prints a table for each number of sites, and the prediction."""
     case = rows[0]["case"]
-    rates = list(dict.fromkeys(row["mbit_s"] for row in rows))
+    rates = list(dict.fromkeys(row["mbit_s"] for row in rows if row["method"] != "doctor"))
     for sites in dict.fromkeys(row["sites"] for row in rows):
         table = []
         for method in METHODS:
