@@ -146,21 +146,29 @@ class CutModel:
         return (self._gathered(fragment) for fragment in range(len(self.fragments)))
 
     @torch.no_grad()
-    def write_outer(self) -> list[Tensor]:
-        """Leaves the outer parameters and buffers in the model. In-group collective.
+    def write_outer(self) -> None:
+        """Leaves the outer parameters and buffers in the model, one fragment after the other. In-group collective."""
+        reshard(self.model)
+        for fragment in range(len(self.fragments)):
+            self._write_outer(fragment)
+
+    @torch.no_grad()
+    def end(self) -> list[Tensor]:
+        """Leaves them in the model for good. In-group collective.
 
         Returns:
-            What `gathered` gives, as it is kept.
+            What `gathered` gives. A gathered copy is kept on the host; what this rank holds anyway costs nothing.
         """
         reshard(self.model)
-        written = []
-        for fragment, (layout, buffers) in enumerate(zip(self.layouts, self.buffers, strict=True)):
-            values = self._gathered(fragment)
-            layout.write(values)
-            buffers.mix(0.0, buffers.all())
-            # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
-            written.append(self.outer.values[fragment] if self._topology.shards == 1 else values.cpu())
-        return written
+        alone = self._topology.shards == 1
+        written = (self._write_outer(fragment) for fragment in range(len(self.fragments)))
+        return [kept if alone else values.cpu() for kept, values in zip(self.outer.values, written, strict=True)]
+
+    def _write_outer(self, fragment: int) -> Tensor:
+        values, buffers = self._gathered(fragment), self.buffers[fragment]
+        self.layouts[fragment].write(values)
+        buffers.mix(0.0, buffers.all())
+        return values
 
     @torch.no_grad()
     def named(self, gathered: Iterable[Tensor]) -> dict[str, Tensor]:

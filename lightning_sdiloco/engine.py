@@ -292,7 +292,7 @@ class StreamingDiLoCo:
         """The last part of `finish`: lands the means, and leaves the outer parameters in the model."""
         while self._flights:
             self.final_landings.append(self._land(self._flights.pop(0)))
-        self._finished = self._cut.write_outer()
+        self._finished = self._cut.end()
         self.close()
 
     def close(self) -> None:
