@@ -198,7 +198,7 @@ def plan(model: Model, settings: Settings, groups: Groups, link: Link, steps: in
         >>> model, groups, link = Model.of_size(10**9, layers=24), Groups(step_time=0.1), Link(gbit_s=1.0)
         >>> planned = plan(model, Settings(), groups, link, steps=10_000)
         >>> {name: round(method.utilisation, 3) for name, method in planned.methods.items()}
-        {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap': 0.973}
+        {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap': 0.974}
     """
     own = Streaming(model, settings, groups)
     compressed = {name: replace(settings, compression=name) for name in COMPRESSIONS}
