@@ -107,6 +107,7 @@ def measure(quick: bool, path: Path | None) -> list[Row]:
         raise SystemExit(lacks)
     for row in measured_links(rows, quick):
         rows.append(row)
+        report.write(path, headline(rows), report.measured("slow_links", quick), rows=rows)
         report.said(f"doctor, {row['sites']} sites, {row['mbit_s']} Mbit/s: {row['bits_per_second'] / 1e6:.1f} Mbit/s")
     for job, found in results(wanted):
         rows.append({**key(job), "steps": job.counted, **found})
@@ -236,8 +237,8 @@ def cell(rows: list[Row], row: Row) -> str:
 
 def show_predictions(rows: list[Row]) -> None:
     """Prints what the planner says beside what was measured."""
-    columns = ["link", "doctor", "suffices", "kept", "utilisation", "planned", "ms per step", "simulated", "bytes"]
-    columns.append("planned")
+    predicted = ["utilisation", "planned", "ms per step", "simulated", "bytes", "planned"]
+    columns = ["link", "doctor", "suffices", "kept", *predicted]
     table = [
         [
             f"{found['sites']} sites, {found['mbit_s']:g} Mbit/s",

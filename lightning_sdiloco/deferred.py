@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sdiloco.staging import page_locked
+
 
 class Deferred:
     """Scalars on their way from the device to the host, in the order in which they were taken.
@@ -22,8 +24,8 @@ class Deferred:
 
     def take(self, step: int, value: Tensor) -> None:
         """Starts to copy a scalar."""
-        copied = torch.empty((), dtype=value.dtype, pin_memory=value.device.type != "cpu")
-        copied.copy_(value.detach().reshape(()), non_blocking=True)
+        scalar = value.detach().reshape(())
+        copied = page_locked(scalar, value.device).copy_(scalar, non_blocking=True)
         event = None
         if value.device.type != "cpu":
             event = torch.get_device_module(value.device).Event()

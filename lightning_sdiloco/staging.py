@@ -12,7 +12,7 @@ def page_locked(values: Tensor, device: torch.device) -> Tensor:
         device: The device that is to reach it.
     """
     # What is freed is kept for the next of its size: locking pages takes longer than a copy.
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type not in _WITHOUT)
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type != "cpu")
 
 
 def to_host(values: Tensor) -> Tensor:
@@ -36,7 +36,3 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
         device: The device.
     """
     return values.to(device, non_blocking=True)
-
-
-# Devices that share the memory of the host.
-_WITHOUT = ("cpu", "mps")
