@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_sdiloco.algorithm.digest import digest
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -33,8 +34,7 @@ from lightning_sdiloco.compression import (
     Threshold,
     TopK,
 )
-from lightning_sdiloco.digest import digest
-from lightning_sdiloco.transfer import norm_squared
+from lightning_sdiloco.engine.pipeline import norm_squared
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data: outer gradients of a small language model, and synthetic vectors that are harder than those

@@ -6,8 +6,8 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.links import Links
-from lightning_sdiloco.doctor import links as doctor
-from lightning_sdiloco.launched import meet_at
+from lightning_sdiloco.launch.environment import meet_at
+from lightning_sdiloco.tools.doctor import links as doctor
 from tests.ranks import run_processes
 
 

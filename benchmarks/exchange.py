@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.compression import Replica, Replicas, Training, corpus
+from lightning_sdiloco.algorithm.aggregation import Count
+from lightning_sdiloco.algorithm.reduction import Gather, Shots, TwoShot
 from lightning_sdiloco.compression import COMPRESSIONS, FP4, Compression, ErrorFeedback, Float32, Int2, RandomK, TopK
-from lightning_sdiloco.counting import Count
-from lightning_sdiloco.shots import Gather, Shots, TwoShot
 
 TRAINING = Training(width=64, layers=2, context=64, rounds=16)
 QUICK = Training(width=32, layers=2, context=32, rounds=3, sync_every=5)

@@ -22,11 +22,12 @@ from benchmarks.links import missing
 from benchmarks.models import Size
 from benchmarks.picture import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, TEAL, figure, save
 from benchmarks.sites import Job, results
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.engine.parameters.layouts import trainable
 from lightning_sdiloco.planning.clock import play
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
-from lightning_sdiloco.settings import Settings
 
 CASE = Case(Size(layers=8, width=320, heads=5, context=16), fragments=4)
 """10 million parameters in four fragments of equal size; H=20, tau=4, fp4."""
@@ -144,7 +145,7 @@ def plan(case: Case, sites: int) -> Streaming:
         compression=case.compression,
     )
     groups = Groups(step_time=case.step_seconds, groups=sites, memory_rate=10e9)
-    return Streaming(Model.of_module(case.net()), settings, groups)
+    return Streaming(Model.of_parameters(trainable(case.net())), settings, groups)
 
 
 def fits(method: Streaming, case: Case, mbit_s: float) -> bool:
@@ -164,7 +165,7 @@ def predictions(rows: list[Row]) -> list[Row]:
             method = plan(case, row["sites"])
             step = row_of(rows, "alone", row["sites"], None)["seconds"]
             groups = Groups(step_time=step, groups=row["sites"], memory_rate=10e9)
-            predicted = Streaming(Model.of_module(case.net()), method.settings, groups)
+            predicted = Streaming(Model.of_parameters(trainable(case.net())), method.settings, groups)
             seen = row_of(rows, "doctor", row["sites"], row["mbit_s"])
             link = Link(gbit_s=seen["bits_per_second"] / 1e9, round_trip=seen["round_trip"])
             skipped, counted = lengths("streaming", row["mbit_s"], case)

@@ -16,9 +16,10 @@ from benchmarks.links import missing
 from benchmarks.picture import figure, save
 from benchmarks.sites import Found, Job, results
 from benchmarks.slow_links import CASE, METHODS, QUICK
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.engine.parameters.layouts import trainable
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
-from lightning_sdiloco.settings import Settings
 
 STEPS = 10_000
 """The length of a run for which the bytes are extrapolated."""
@@ -58,7 +59,7 @@ def planned(case: Case) -> Streaming:
         compression=case.compression,
         final_sync=False,
     )
-    return Streaming(Model.of_module(case.net()), settings, Groups(step_time=case.step_seconds))
+    return Streaming(Model.of_parameters(trainable(case.net())), settings, Groups(step_time=case.step_seconds))
 
 
 def counted(job: Job, found: Found) -> dict[str, float]:

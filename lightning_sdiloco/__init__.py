@@ -3,13 +3,13 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
-from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.errors import AgreementError, ExchangeError
-from lightning_sdiloco.flight import Landing
-from lightning_sdiloco.partition import Fragment
-from lightning_sdiloco.schedule import Schedule
-from lightning_sdiloco.simulation import SimulatedGroups
 
 __version__ = "0.1.0"
 

@@ -9,13 +9,13 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_sdiloco.callback import StreamingDiLoCoCallbackMixin
-from lightning_sdiloco.launcher import LauncherMixin
-from lightning_sdiloco.model_parallel import StreamingDiLoCoModelParallelMixin
-from lightning_sdiloco.monitor import StreamingDiLoCoMonitorMixin
-from lightning_sdiloco.simulating.processes import SimulatedProcessesMixin
-from lightning_sdiloco.simulating.recording import RecorderMixin
-from lightning_sdiloco.strategy import StreamingDiLoCoMixin
+from lightning_sdiloco.lightning.callback import StreamingDiLoCoCallbackMixin
+from lightning_sdiloco.lightning.launcher import LauncherMixin
+from lightning_sdiloco.lightning.model_parallel import StreamingDiLoCoModelParallelMixin
+from lightning_sdiloco.lightning.monitor.monitor import StreamingDiLoCoMonitorMixin
+from lightning_sdiloco.lightning.strategy import StreamingDiLoCoMixin
+from lightning_sdiloco.tools.simulate.processes import SimulatedProcessesMixin
+from lightning_sdiloco.tools.simulate.recording import RecorderMixin
 
 
 class StreamingDiLoCoCallback(StreamingDiLoCoCallbackMixin, Callback):

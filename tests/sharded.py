@@ -13,7 +13,7 @@ import lightning_sdiloco
 from lightning_sdiloco import pytorch_lightning as other_distribution
 from tests import fits
 from tests.fits import LIGHTNING
-from tests.test_checkpoint import StatefulBatches
+from tests.lightning.test_checkpoint import StatefulBatches
 from tests.training import inner_optimizer
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}

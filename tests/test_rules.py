@@ -1,4 +1,4 @@
-"""The rules of the code as tests: who may import what, no Lightning in the engine, one door to the network, docs."""
+"""The rules of the house as tests: rooms whose imports go down only, one door to the network, no Lightning below."""
 
 import ast
 import re
@@ -17,76 +17,24 @@ PACKAGE = Path(lightning_sdiloco.__file__).parent
 ROOT = PACKAGE.parent
 NAME = "lightning_sdiloco"
 
-# Everything else is engine: a new file belongs to it until it is named here.
-EDGE = {
-    NAME,
-    f"{NAME}.addresses",
-    f"{NAME}.averaging",
-    f"{NAME}.buckets",
-    f"{NAME}.callback",
-    f"{NAME}.checkpoint",
-    f"{NAME}.choosing",
-    f"{NAME}.cli",
-    f"{NAME}.collectives",
-    f"{NAME}.doctor",
-    f"{NAME}.doctor.checks",
-    f"{NAME}.doctor.command",
-    f"{NAME}.doctor.links",
-    f"{NAME}.doctor.machine",
-    f"{NAME}.doctor.text",
-    f"{NAME}.epochs",
-    f"{NAME}.failures",
-    f"{NAME}.groups",
-    f"{NAME}.launcher",
-    f"{NAME}.lightning_pytorch",
-    f"{NAME}.model_parallel",
-    f"{NAME}.own_state",
-    f"{NAME}.metrics",
-    f"{NAME}.launched",
-    f"{NAME}.meeting",
-    f"{NAME}.monitor",
-    f"{NAME}.placing",
-    f"{NAME}.promptness",
-    f"{NAME}.planning.command",
-    f"{NAME}.planning.picture",
-    f"{NAME}.planning.text",
-    f"{NAME}.pytorch_lightning",
-    f"{NAME}.reading",
-    f"{NAME}.reachability",
-    f"{NAME}.refused",
-    f"{NAME}.reporting.command",
-    f"{NAME}.reporting.page",
-    f"{NAME}.reporting.pictures",
-    f"{NAME}.reporting.records",
-    f"{NAME}.reporting.series",
-    f"{NAME}.reporting.timeline",
-    f"{NAME}.reporting.verdict",
-    f"{NAME}.replacing",
-    f"{NAME}.requests",
-    f"{NAME}.saving",
-    f"{NAME}.sharded_files",
-    f"{NAME}.scalars",
-    f"{NAME}.signals",
-    f"{NAME}.silence",
-    f"{NAME}.steps",
-    f"{NAME}.simulating.command",
-    f"{NAME}.simulating.configuration",
-    f"{NAME}.simulating.picture",
-    f"{NAME}.simulating.processes",
-    f"{NAME}.simulating.recording",
-    f"{NAME}.simulating.running",
-    f"{NAME}.simulating.sweeping",
-    f"{NAME}.simulating.text",
-    f"{NAME}.simulating.turns",
-    f"{NAME}.strategy",
-    f"{NAME}.uneven",
-}
+FLOORS = [
+    {"errors"},
+    {"compression", "comm"},
+    {"algorithm", "launch"},
+    {"engine", "planning"},
+    {"lightning"},
+    {"tools"},
+]
+BELOW_LIGHTNING = sorted(set().union(*FLOORS[:4]))
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FACE = {"__init__", "lightning_pytorch", "pytorch_lightning"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # Arithmetic on numbers and names.
 WITHOUT_TENSORS = {
-    f"{NAME}.{name}" for name in ("counting", "errors", "partition", "planning.link", "planning.paper", "schedule")
+    *(f"{NAME}.algorithm.{name}" for name in ("partition", "schedule")),
+    *(f"{NAME}.planning.{name}" for name in ("link", "paper")),
+    f"{NAME}.errors",
 }
-NETWORK = {f"{NAME}.{name}" for name in ("communicator", "exchange.direct", "exchange.on_device", "topology")}
 
 
 # Reading the source
@@ -98,7 +46,16 @@ def name_of(path: Path) -> str:
 
 
 MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-ENGINE = sorted(set(MODULES) - EDGE)
+
+
+def room_of(module: str) -> str:
+    """The room of a module; that of the face is its own file."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def of_rooms(*rooms: str) -> list[str]:
+    return [module for module in MODULES if room_of(module) in rooms]
 
 
 @cache
@@ -106,28 +63,23 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text())
 
 
-def is_for_types_only(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+def nodes_of(module: str) -> Iterator[ast.AST]:
+    """All that a module says, inside functions and for type checkers too: both hide cycles."""
+    return ast.walk(tree_of(module))
 
 
-def executed(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything below a node but what only type checkers read. Inside functions too: late imports hide cycles."""
-    yield node
-    for child in node.orelse if is_for_types_only(node) else ast.iter_child_nodes(node):  # type: ignore[attr-defined]
-        yield from executed(child)
-
-
-def imports_of(module: str) -> set[str]:
+@cache
+def imports_of(module: str) -> frozenset[str]:
     """The full names of all that a module imports; of ours the files, of others whatever stands in the statement."""
     names = set()
-    for node in executed(tree_of(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} has a relative import"
             submodules = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= submodules & MODULES.keys() or {str(node.module)}
-    return names
+    return frozenset(names)
 
 
 def tops_of(module: str) -> set[str]:
@@ -135,67 +87,115 @@ def tops_of(module: str) -> set[str]:
     return {name.split(".")[0] for name in imports_of(module)}
 
 
-GRAPH = {module: imports_of(module) & MODULES.keys() for module in MODULES}
+GRAPH = {module: imports_of(module) & MODULES.keys() - {module} for module in MODULES}
 
 
-def chains(names: list[str]) -> set[str]:
+def dotted_names(modules: list[str]) -> set[str]:
     """The dotted names, such as os.environ, that occur in modules, each with its module."""
     return {
         f"{module}: {ast.unparse(node)}"
-        for module in names
-        for node in executed(tree_of(module))
+        for module in modules
+        for node in nodes_of(module)
         if isinstance(node, (ast.Attribute, ast.Name))
     }
 
 
-# Imports
+# Rooms
 
 
 def test_the_reading_of_the_source_finds_what_is_known() -> None:
-    assert GRAPH[f"{NAME}.simulation"] >= {f"{NAME}.engine", f"{NAME}.flight", f"{NAME}.topology"}
+    assert GRAPH[f"{NAME}.engine.simulation"] >= {f"{NAME}.engine.engine", f"{NAME}.comm.topology"}
     assert "lightning" in tops_of(f"{NAME}.lightning_pytorch")
-    assert f"{NAME}.strategy" not in GRAPH[f"{NAME}.callback"], "an import for types only"
     assert f"{NAME}.pytorch_lightning" in GRAPH[NAME]
-    assert len(ENGINE) > 15
+    assert all(of_rooms(room) for room in FLOOR)
 
 
-@pytest.mark.parametrize("module", ENGINE)
-def test_no_file_of_the_engine_imports_lightning(module: str) -> None:
-    assert not tops_of(module) & LIGHTNING
+def test_every_file_is_in_a_room() -> None:
+    assert {path.stem for path in PACKAGE.glob("*.py")} == FACE | {"errors"}
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == FLOOR.keys() - {"errors"}
 
 
-@pytest.mark.parametrize("module", ENGINE)
-def test_no_file_of_the_engine_imports_the_edge(module: str) -> None:
-    assert not GRAPH[module] & EDGE
+@pytest.mark.parametrize("module", of_rooms(*FLOOR))
+def test_imports_go_down_only(module: str) -> None:
+    own = room_of(module)
+    # A room knows itself; the face, which is above all, is no room.
+    others = {other for other in GRAPH[module] if room_of(other) != own}
+    assert [other for other in others if FLOOR.get(room_of(other), len(FLOORS)) >= FLOOR[own]] == []
 
 
-@pytest.mark.parametrize("module", ENGINE)
-def test_the_engine_needs_torch_alone(module: str) -> None:
-    # typing_extensions comes with torch.
-    assert tops_of(module) <= {NAME, "torch", "typing_extensions"} | sys.stdlib_module_names
-
-
-def test_only_one_file_of_the_edge_imports_each_distribution() -> None:
-    assert [module for module in MODULES if "lightning" in tops_of(module)] == [f"{NAME}.lightning_pytorch"]
-    assert [module for module in MODULES if "pytorch_lightning" in tops_of(module)] == [f"{NAME}.pytorch_lightning"]
-
-
-def cycle_from(module: str, path: tuple[str, ...] = ()) -> tuple[str, ...]:
+def circle_from(module: str, path: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Modules that import each other in a circle, if following the imports of one leads into it."""
     if module in path:
         return (*path[path.index(module) :], module)
-    return next(filter(None, (cycle_from(other, (*path, module)) for other in sorted(GRAPH[module]))), ())
+    return next(filter(None, (circle_from(other, (*path, module)) for other in sorted(GRAPH[module]))), ())
 
 
-def test_imports_go_one_way() -> None:
-    for module in GRAPH:
-        assert cycle_from(module) == ()
+def test_no_imports_form_a_circle() -> None:
+    for module in set(GRAPH) - set(of_rooms("lightning")):
+        assert circle_from(module) == ()
 
 
-def test_the_engine_does_not_depend_on_how_it_is_used() -> None:
-    users = {f"{NAME}.engine", f"{NAME}.simulation", f"{NAME}.summary"}
-    for module in set(ENGINE) - users:
-        assert not GRAPH[module] & users
+# Methods of named tuples, and names that Lightning's objects have too.
+OF_OTHERS = {"_make", "_replace", "_asdict", "_duration", "_results"}
+
+
+def private_names(modules: list[str]) -> set[str]:
+    """The private names that modules define: functions, classes, methods, and attributes of ``self``."""
+    names = set()
+    for module in modules:
+        for node in nodes_of(module):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")} - OF_OTHERS
+
+
+@pytest.mark.parametrize("room", sorted(FLOOR.keys() - {"errors"}))
+def test_no_room_reaches_into_the_private_names_of_another(room: str) -> None:
+    own, others = private_names(of_rooms(room)), private_names(of_rooms(*FLOOR.keys() - {room}))
+    for module in of_rooms(room):
+        reached = {
+            node.attr
+            for node in nodes_of(module)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()")
+        }
+        assert reached & others - own == set(), module
+        imported = {
+            alias.name
+            for node in nodes_of(module)
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(NAME)
+            for alias in node.names
+        }
+        assert [name for name in imported if name.startswith("_")] == [], module
+
+
+# What a room may know
+
+
+def test_only_the_rooms_of_lightning_know_it() -> None:
+    users = {room_of(module) for module in MODULES if tops_of(module) & LIGHTNING}
+    assert users <= {"lightning", "tools", *FACE}
+
+
+# What is mixed with classes of either distribution is checked against one of them.
+FOR_TYPES = set(of_rooms("lightning", "tools"))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "face"), [("lightning", "lightning_pytorch"), ("pytorch_lightning", "pytorch_lightning")]
+)
+def test_only_its_face_imports_a_distribution(distribution: str, face: str) -> None:
+    assert {module for module in MODULES if distribution in tops_of(module)} - FOR_TYPES == {f"{NAME}.{face}"}
+    for module in FOR_TYPES & MODULES.keys():
+        statements = [node for node in tree_of(module).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        assert not [node for node in statements if ast.unparse(node).split()[1].split(".")[0] == distribution]
+
+
+@pytest.mark.parametrize("module", of_rooms(*BELOW_LIGHTNING))
+def test_what_is_below_lightning_needs_torch_alone(module: str) -> None:
+    # typing_extensions comes with torch.
+    assert tops_of(module) <= {NAME, "torch", "typing_extensions"} | sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("module", sorted(WITHOUT_TENSORS))
@@ -203,10 +203,16 @@ def test_arithmetic_needs_neither_torch_nor_the_rest_of_the_package(module: str)
     assert tops_of(module) <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize(("family", "shared"), [("compression", {"base", "blockwise"}), ("exchange", {"base"})])
+@pytest.mark.parametrize("module", of_rooms("planning"))
+def test_planning_is_plain_numbers(module: str) -> None:
+    assert tops_of(module) <= {NAME, "typing_extensions"} | sys.stdlib_module_names
+
+
+@pytest.mark.parametrize(("family", "shared"), [("compression", {"base", "blockwise"}), ("comm.exchange", {"base"})])
 def test_a_member_of_a_family_knows_no_other_member(family: str, shared: set[str]) -> None:
-    bases = {f"{NAME}.{family}.{name}" for name in shared} | {f"{NAME}.staging"}
-    members = [module for module in MODULES if module.startswith(f"{NAME}.{family}.") and module not in bases]
+    bases = {f"{NAME}.{family}.{name}" for name in shared} | {f"{NAME}.comm.staging"}
+    users = {f"{NAME}.compression.kernels"}
+    members = [module for module in MODULES if module.startswith(f"{NAME}.{family}.") and module not in bases | users]
     assert len(members) >= 2
     for member in members:
         assert GRAPH[member] <= bases
@@ -216,43 +222,40 @@ def test_a_member_of_a_family_knows_no_other_member(family: str, shared: set[str
 # The environment and the network
 
 
-def test_the_engine_does_not_read_the_environment() -> None:
-    reads = {name for name in chains(ENGINE) if any(word in name for word in ("environ", "getenv"))}
-    assert reads == set()
-    for module in ENGINE:
-        imported = {
-            alias.name
-            for node in executed(tree_of(module))
-            if isinstance(node, ast.ImportFrom) and node.module == "os"
-            for alias in node.names
-        }
-        assert not imported & {"environ", "environb", "getenv", "getenvb"}
-
-
-COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "barrier", "send", "recv", "reduce", "scatter", "all_to_all")
-
-
-def test_only_the_communicator_and_the_exchanges_send_anything() -> None:
-    calls = {
-        name
-        for name in chains(list(MODULES))
-        if ": dist." in name and any(word in name.rpartition(".")[2] for word in COLLECTIVES)
+def test_only_launch_and_tools_read_the_environment() -> None:
+    words = ("environ", "environb", "getenv", "getenvb")
+    readers = {name.split(":")[0] for name in dotted_names(list(MODULES)) if name.rpartition(".")[2] in words}
+    readers |= {
+        module
+        for module in MODULES
+        for node in nodes_of(module)
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & set(words)
     }
-    assert {name.split(":")[0] for name in calls} == NETWORK - {f"{NAME}.topology"}
+    assert readers
+    assert {room_of(module) for module in readers} <= {"launch", "tools"}
 
 
-def test_only_the_topology_names_the_world_and_makes_process_groups() -> None:
-    words = ("WORLD", "new_group", "init_process_group", "get_world_group")
-    users = {name.split(":")[0] for name in chains(list(MODULES)) if name.rpartition(".")[2] in words}
-    assert users == {f"{NAME}.topology"}
+# What rooms other than comm may take from torch.distributed: types, stores at which ranks meet, and files.
+OF_DISTRIBUTED = {
+    "launch": ("torch.distributed.elastic", "Store", "TCPStore", "PrefixStore"),
+    "lightning": ("torch.distributed.checkpoint",),
+}
+TYPES = ("ProcessGroup", "DTensor", "DeviceMesh", "Work")
 
 
-def test_torch_distributed_is_imported_under_one_name_by_few() -> None:
-    users = {module for module in MODULES if any(name.startswith("torch.distributed") for name in imports_of(module))}
-    # The engine's start asks only whether there is a world; torch itself writes sharded checkpoints.
-    assert users == NETWORK | {f"{NAME}.start", f"{NAME}.sharded_files"}
-    asked = {name.split(": ")[1] for name in chains([f"{NAME}.start"]) if ": dist." in name}
-    assert asked <= {"dist.is_available", "dist.is_initialized", "dist.get_world_size"}
+def test_only_comm_issues_collectives_and_makes_process_groups() -> None:
+    for module in MODULES:
+        if room_of(module) == "comm":
+            continue
+        allowed = OF_DISTRIBUTED.get(room_of(module), ())
+        for node in nodes_of(module):
+            if isinstance(node, ast.Import):
+                assert not [a.name for a in node.names if a.name.startswith("torch.distributed")], module
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch.distributed"):
+                names = {alias.name for alias in node.names}
+                assert str(node.module).startswith(allowed or ("-",)) or names <= {*TYPES, *allowed}, module
+            elif isinstance(node, ast.Attribute):
+                assert "torch.distributed" not in ast.unparse(node), module
 
 
 # Without Lightning
@@ -390,7 +393,7 @@ def test_every_row_of_what_works_with_what_names_a_test_that_exists() -> None:
     assert named
     for name in named:
         file, test = name.split("::")
-        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), name
+        assert f"\ndef {test}(" in next((ROOT / "tests").rglob(file)).read_text(), name
     rows = [
         line
         for line in page.read_text().splitlines()

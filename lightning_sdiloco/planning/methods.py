@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from lightning_sdiloco.control import CONTROL_BYTES
+from lightning_sdiloco.algorithm.control import CONTROL_BYTES
+from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
-from lightning_sdiloco.schedule import Schedule
-from lightning_sdiloco.settings import Settings
 
 # Bytes of memory that are read and written for each value: reading a fragment, compressing it, decoding the message of
 # one group and adding it, the outer step, mixing a fragment into the model. A mean is sent on like an outer gradient.

@@ -5,11 +5,11 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
-from lightning_sdiloco.settings import Settings
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 """The compute utilisations for which a prediction says what bandwidth they take: those of the paper's Table 4."""

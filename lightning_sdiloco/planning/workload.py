@@ -1,15 +1,14 @@
 """What a plan is made for: a model, and worker groups that train it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from torch import nn
-
-from lightning_sdiloco.fragments import described, trainable
-from lightning_sdiloco.partition import Parameter, partition
+from lightning_sdiloco.algorithm.partition import Parameter, partition
+from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.planning.link import require
-from lightning_sdiloco.settings import Settings
 
 FLOAT32 = 4
 """Bytes of a float32 value."""
@@ -28,10 +27,14 @@ class Model:
     numels: tuple[int, ...]
 
     @staticmethod
-    def of_module(module: nn.Module) -> "Model":
-        """Describes a module. Its parameters may be on the meta device."""
-        parameters = trainable(module)
-        return Model(tuple(described(parameters)), tuple(p.numel() for p in parameters.values()))
+    def of_parameters(parameters: Mapping[str, Any]) -> "Model":
+        """Describes the trainable parameters of a module, which may be on the meta device.
+
+        Args:
+            parameters: Tensors by name, in the order of ``named_parameters()``, tied ones once.
+        """
+        described = (Parameter(name, p.numel() * p.element_size(), p.ndim) for name, p in parameters.items())
+        return Model(tuple(described), tuple(p.numel() for p in parameters.values()))
 
     @staticmethod
     def of_size(values: int, layers: int) -> "Model":

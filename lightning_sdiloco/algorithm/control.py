@@ -1,0 +1,77 @@
+"""The control vector: what a group says with every launch, apart from the outer gradient itself."""
+
+import struct
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sdiloco.algorithm.digest import combined
+
+# What the host knows, and what comes from the device with the outer gradient. The latter is padded so that what follows
+# it in a message is aligned.
+_HOST, _DEVICE = struct.Struct("<IIHxxI"), struct.Struct("<qdQB7x")
+
+
+class Control(NamedTuple):
+    """The control vector of a rank, or of a group once its ranks are merged.
+
+    It travels in two parts. What the host knows at the launch needs no outer gradient, so it has a way of its own on
+    which it waits for none. The rest goes in front of the payload.
+
+    Attributes:
+        fragment: The fragment that is launched.
+        step: The inner step of the launch.
+        requests: What the rank asks of all groups, one bit each, such as to stop.
+        weight: Inner steps in which the group trained since its own last launch of the fragment.
+        digest: Digest of the outer parameters of the fragment.
+        norm_squared: Squared norm of the outer gradient.
+        changed: Buffers of the fragment that changed since its last landing, one bit each.
+        finite: Whether the outer gradient is finite.
+
+    Examples:
+        >>> control = Control(2, 100, requests=0, weight=50, digest=-5, norm_squared=0.25, changed=0, finite=True)
+        >>> Control.unpacked(control.packed()) == control, control.packed().numel()
+        (True, 48)
+    """
+
+    fragment: int
+    step: int
+    requests: int
+    weight: int
+    digest: int
+    norm_squared: float
+    changed: int
+    finite: bool
+
+    def packed(self) -> Tensor:
+        """The control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``: the host's part, then the device's."""
+        return torch.frombuffer(bytearray(_HOST.pack(*self[:4]) + _DEVICE.pack(*self[4:])), dtype=torch.uint8)
+
+    @staticmethod
+    def unpacked(data: Tensor) -> "Control":
+        """Reads a control vector back from its bytes."""
+        packed = bytes(data.tolist())
+        *known, finite = _HOST.unpack_from(packed) + _DEVICE.unpack_from(packed, HOST_BYTES)
+        return Control._make([*known, bool(finite)])
+
+    @staticmethod
+    def merged(ranks: Sequence["Control"]) -> "Control":
+        """What a group says, from what its ranks say: every shard of a fragment then takes the same decision.
+
+        Rank 0 of the group speaks for the buffers.
+        """
+        return ranks[0]._replace(
+            requests=reduce(or_, (rank.requests for rank in ranks)),
+            finite=all(rank.finite for rank in ranks),
+            weight=min(rank.weight for rank in ranks),
+            digest=combined([rank.digest for rank in ranks]),
+            norm_squared=sum(rank.norm_squared for rank in ranks),
+        )
+
+
+HOST_BYTES = _HOST.size
+CONTROL_BYTES = HOST_BYTES + _DEVICE.size

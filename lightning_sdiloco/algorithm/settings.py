@@ -1,0 +1,200 @@
+"""What a user can choose: the arguments that the strategies and the engine have in common, checked where they meet."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_sdiloco.algorithm.aggregation import Counting
+from lightning_sdiloco.algorithm.partition import check_fragments
+from lightning_sdiloco.algorithm.reduction import Gather, Shots, check_exchange, chosen
+from lightning_sdiloco.compression import Compression, resolve
+from lightning_sdiloco.compression.kernels import EAGER, Passes
+
+OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
+"""From the flat float32 shards, one per fragment, to a torch optimizer."""
+
+OuterLRSchedule = Callable[[Optimizer], LRScheduler]
+"""From the outer optimizer to a torch scheduler that is stepped once a round."""
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+# A run that is resumed with others of these goes on as it was until it ends.
+_MAY_CHANGE = ("final_sync", "offload", "timeout")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices of a run. Every argument is described in `StreamingDiLoCo`.
+
+    Raises:
+        ValueError: If an argument is out of its range. The message names the argument.
+
+    Examples:
+        >>> Settings(sync_every=100, overlap_steps=100)
+        Traceback (most recent call last):
+        ...
+        ValueError: overlap_steps=100 is out of range: it must be at least 0 and below sync_every, which is 100. ...
+    """
+
+    sync_every: int = 100
+    overlap_steps: int = 5
+    mixing: float = 0.5
+    fragments: str | Sequence[Sequence[str]] = "strided"
+    layers_per_fragment: int = 3
+    compression: str | Compression = "fp4"
+    exchange: str = "auto"
+    outer_lr: float = 0.4
+    outer_momentum: float = 0.9
+    outer_optimizer: OuterOptimizer | None = None
+    outer_lr_schedule: OuterLRSchedule | None = None
+    outer_clip_norm: float | None = None
+    outlier_guard: float | None = None
+    final_sync: bool = True
+    offload: bool | str = "auto"
+    timeout: timedelta = field(default=DEFAULT_TIMEOUT)
+
+    def __post_init__(self) -> None:
+        resolve(self.compression)
+        check_exchange(self.exchange)
+        check_fragments(self.fragments)
+        self._check_schedule()
+        self._check_outer_optimizer()
+        self._check_counting()
+        _require(
+            _number(self.mixing) and 0 <= self.mixing <= 1,
+            "mixing",
+            self.mixing,
+            "it must be between 0 and 1",
+            "0.5 is the default",
+        )
+        _require_whole("layers_per_fragment", self.layers_per_fragment, 1, "3 is the paper's choice")
+        _require(
+            self.offload == "auto" or isinstance(self.offload, bool),
+            "offload",
+            self.offload,
+            "it must be True, False or 'auto'",
+            "'auto' is the default",
+        )
+        _require(
+            isinstance(self.timeout, timedelta) and self.timeout > timedelta(0),
+            "timeout",
+            self.timeout,
+            "it must be a positive timedelta",
+            "30 minutes is the default",
+        )
+
+    def _check_schedule(self) -> None:
+        _require_whole("sync_every", self.sync_every, 1, "100 is the paper's choice")
+        _require(
+            _whole(self.overlap_steps) and 0 <= self.overlap_steps < self.sync_every,
+            "overlap_steps",
+            self.overlap_steps,
+            f"it must be at least 0 and below sync_every, which is {self.sync_every}",
+            "the paper advises at most 5",
+        )
+
+    def _check_outer_optimizer(self) -> None:
+        _require(
+            _number(self.outer_lr) and self.outer_lr >= 0,
+            "outer_lr",
+            self.outer_lr,
+            "it must not be negative",
+            "0.4 is the paper's choice",
+        )
+        _require(
+            _number(self.outer_momentum) and 0 <= self.outer_momentum < 1,
+            "outer_momentum",
+            self.outer_momentum,
+            "it must be at least 0 and below 1",
+            "0.9 is the default",
+        )
+        _require(
+            self.outer_lr_schedule is None or callable(self.outer_lr_schedule),
+            "outer_lr_schedule",
+            self.outer_lr_schedule,
+            "it must be a callable from an optimizer to a torch scheduler, or None",
+            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one",
+        )
+        defaults = {item.name: item.default for item in fields(Settings)}
+        both = [name for name in ("outer_lr", "outer_momentum") if getattr(self, name) != defaults[name]]
+        if self.outer_optimizer is not None and both:
+            given = " and ".join(f"{name}={getattr(self, name)}" for name in both)
+            raise ValueError(
+                f"outer_optimizer was given together with {given}. They configure the built-in Nesterov SGD, which"
+                f" outer_optimizer replaces. Leave out {' and '.join(both)}, and set the values in outer_optimizer."
+            )
+
+    def _check_counting(self) -> None:
+        _require(
+            self.outer_clip_norm is None or (_number(self.outer_clip_norm) and self.outer_clip_norm > 0),
+            "outer_clip_norm",
+            self.outer_clip_norm,
+            "it must be a number above 0, or None",
+            "the norms that are logged as sdiloco/outer_grad_norm tell what is usual",
+        )
+        _require(
+            self.outlier_guard is None or (_number(self.outlier_guard) and self.outlier_guard > 1),
+            "outlier_guard",
+            self.outlier_guard,
+            "it must be a number above 1, or None",
+            "5.0 leaves out what is five times as long as usual",
+        )
+
+    @property
+    def codec(self) -> Compression:
+        """The compression itself, where it was given by name."""
+        return resolve(self.compression)
+
+    def make_shots(self, groups: int, step: int, passes: Passes = EAGER) -> Shots:
+        """Makes the way from the outer gradients of a launch after an inner step to their mean."""
+        return chosen(self.exchange, groups, self.codec)(groups, self.codec.at(step), self.mixing, passes)
+
+    def make_final_shots(self, groups: int, passes: Passes = EAGER) -> Shots:
+        """Makes that of the final exchange, which nothing follows that could make up for a second rounding."""
+        return Gather(groups, self.codec.dense(), self.mixing, passes)
+
+    def fixed_by_a_checkpoint(self) -> dict[str, str]:
+        """The settings without which a checkpoint cannot be resumed exactly, as text."""
+        return {name: text for name, text in self.described().items() if name not in _MAY_CHANGE}
+
+    def make_outer_optimizer(self, shards: Sequence[torch.Tensor]) -> Optimizer:
+        """Makes the outer optimizer over flat float32 shards, one per fragment."""
+        if self.outer_optimizer is not None:
+            return self.outer_optimizer(shards)
+        return torch.optim.SGD(shards, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
+
+    def make_counting(self, groups: int, fragments: int) -> Counting:
+        """Makes what decides how much each group counts in a mean."""
+        return Counting(groups, fragments, self.outer_clip_norm, self.outlier_guard)
+
+    def described(self) -> dict[str, str]:
+        """Every setting as text that is the same on all ranks if and only if the setting is."""
+        texts = {item.name: repr(getattr(self, item.name)) for item in fields(self)}
+        for name in ("outer_optimizer", "outer_lr_schedule"):
+            made_by = getattr(self, name)
+            if made_by is not None:
+                # The repr of a callable holds an address. What it makes is compared when the shards are known.
+                texts[name] = getattr(made_by, "__qualname__", type(made_by).__name__)
+        return texts
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_whole(name: str, value: Any, least: int, advice: str) -> None:
+    _require(_whole(value) and value >= least, name, value, f"it must be a whole number of at least {least}", advice)
+
+
+def _require(holds: bool, name: str, value: Any, rule: str, advice: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value!r} is out of range: {rule}. Choose another {name}; {advice}.")

@@ -1,0 +1,54 @@
+"""Collectives among the ranks of one process group, whatever its backend."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdiloco.comm.staging import to_device, to_host
+
+
+class Communicator:
+    """Gathers and broadcasts among some ranks. One rank alone needs no process group.
+
+    A communicator belongs to one thread: collectives of one process group must be issued in the same order everywhere.
+
+    Args:
+        process_group: The ranks, or None for one rank alone.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group
+        self.size = 1 if process_group is None else dist.get_world_size(process_group)
+        self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        self._on_host = process_group is not None and dist.get_backend(process_group) == "gloo"
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, in the order of the ranks. All must have the same shape and dtype."""
+        if self.size == 1:
+            return [tensor]
+        sent = self._staged(tensor).contiguous()
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent, group=self.process_group)
+        return [to_device(part, tensor.device) for part in received]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The picklable objects of all ranks, in the order of the ranks."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrites a tensor with that of the first rank."""
+        if self.size == 1:
+            return
+        staged = self._staged(tensor).contiguous()
+        dist.broadcast(staged, group=self.process_group, group_src=0)
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        return to_host(tensor) if self._on_host else tensor

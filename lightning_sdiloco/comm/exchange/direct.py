@@ -1,0 +1,106 @@
+"""Every group sends directly to every other one, over gloo process groups."""
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_sdiloco.comm.exchange.base import Exchange, Unanswered
+from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
+
+
+class _Transfer(NamedTuple):
+    """Both directions between this group and another one."""
+
+    group: int
+    receiving: dist.Work
+    sending: dist.Work
+
+
+class _Posted(NamedTuple):
+    messages: Sequence[Tensor]
+    received: list[Tensor]
+    transfers: list[_Transfer]
+    failure: Unanswered | None
+
+
+class DirectExchange(Exchange[_Posted]):
+    """Sends from each group to each other one.
+
+    Point-to-point transfers rather than one collective, so that an error names the group that is missing.
+
+    A gloo send starts when the receiver has said that it is ready. In a connection that carries messages both ways this
+    word waits behind the message that goes the same way, and the link stands still for as long. So there is a
+    connection for each direction.
+
+    Args:
+        up: A gloo process group with one rank of each worker group, in the order of the groups. It carries the messages
+            to groups of higher number.
+        down: Another one, for the messages to groups of lower number.
+        tag: What tells these messages apart from those of another exchange over the same process groups.
+    """
+
+    def __init__(self, up: dist.ProcessGroup, down: dist.ProcessGroup, tag: int = 0) -> None:
+        super().__init__(dist.get_world_size(up))
+        self._up = up
+        self._down = down
+        self._tag = tag
+        self._group = dist.get_rank(up)
+        self._ranks = dist.get_process_group_ranks(up)
+
+    def post(self, messages: Sequence[Tensor]) -> _Posted:
+        """Starts to send; see `Exchange.post`. What is on another device is copied to the host first."""
+        # The same message for all groups is copied once.
+        on_host = {id(message): to_host(message) for message in messages}
+        sent = [on_host[id(message)] for message in messages]
+        own, device = sent[self._group], messages[self._group].device
+        received = [own if group == self._group else page_locked(own, device) for group in range(self.groups)]
+        transfers, failure = [], None
+        for group in [group for group in range(self.groups) if group != self._group]:
+            try:
+                transfers.append(self._transfer(group, sent[group], received[group]))
+            except RuntimeError as error:
+                # Told when the message is collected, so that all ranks of this group hear of it at the same point.
+                failure = failure or self._gone(group, error)
+        return _Posted(messages, received, transfers, failure)
+
+    def collect(self, posted: _Posted, deadline: float) -> list[Tensor]:
+        """Waits for all groups; see `Exchange.collect`."""
+        if posted.failure is not None:
+            raise posted.failure
+        for transfer in posted.transfers:
+            self._wait(transfer.receiving, transfer.group, deadline)
+        for transfer in posted.transfers:
+            self._wait(transfer.sending, transfer.group, deadline)
+        self._count(self._group, posted.messages, posted.received)
+        own = posted.messages[self._group]
+        return [
+            own if group == self._group else to_device(part, own.device) for group, part in enumerate(posted.received)
+        ]
+
+    def _transfer(self, group: int, sent: Tensor, into: Tensor) -> _Transfer:
+        to, back = (self._up, self._down) if group > self._group else (self._down, self._up)
+        # The receive comes first, so that the other side knows early that this one is ready.
+        receiving = dist.irecv(into, group=back, group_src=group, tag=self._tag)
+        sending = dist.isend(sent, group=to, group_dst=group, tag=self._tag)
+        assert receiving is not None, "this rank belongs to the process group"
+        assert sending is not None, "this rank belongs to the process group"
+        return _Transfer(group, receiving, sending)
+
+    def _wait(self, work: dist.Work, group: int, deadline: float) -> None:
+        # gloo counts whole milliseconds and zero as no timeout. Rounded down, it would end before the deadline, and a
+        # group that is late would look like one that went away.
+        left = math.ceil(max(deadline - time.monotonic(), 0) * 1000) + 1
+        try:
+            work.wait(timedelta(milliseconds=left))
+        except RuntimeError as error:
+            if time.monotonic() >= deadline:
+                raise Unanswered(group, f"did not answer in time (rank {self._ranks[group]})") from error
+            raise self._gone(group, error) from error
+
+    def _gone(self, group: int, error: RuntimeError) -> Unanswered:
+        return Unanswered(group, f"went away (rank {self._ranks[group]}: {str(error).splitlines()[0]})")

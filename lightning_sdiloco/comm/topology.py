@@ -1,0 +1,298 @@
+"""From ranks to worker groups and shards: arithmetic first, process groups at the bottom."""
+
+import atexit
+import functools
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Exchange, InProcessExchange
+
+STAGES = 3
+"""Stages of a flight, each of which has the ranks of its group to itself."""
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """How the ranks of a world form worker groups: consecutive ranks belong together.
+
+    Args:
+        world_size: Number of ranks.
+        worker_groups: Number of worker groups (M in the paper).
+
+    Raises:
+        ValueError: If the world cannot be split into that many groups of equal size.
+
+    Examples:
+        >>> layout = GroupLayout(world_size=4, worker_groups=2)
+        >>> layout.group_size, layout.group_of(3), layout.shard_of(3)
+        (2, 1, 1)
+        >>> layout.ranks_of_groups(), layout.ranks_of_shards()
+        ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    """
+
+    world_size: int
+    worker_groups: int
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.worker_groups:
+            fitting = [m for m in range(1, self.world_size + 1) if self.world_size % m == 0]
+            raise ValueError(
+                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes into groups of equal"
+                f" size. With {self.world_size} processes it can be one of {fitting}. Change worker_groups, or the"
+                " number of devices or nodes."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks in a group (G), which is also the number of shards of a fragment."""
+        return self.world_size // self.worker_groups
+
+    def group_of(self, rank: int) -> int:
+        """The worker group of a rank."""
+        return rank // self.group_size
+
+    def shard_of(self, rank: int) -> int:
+        """The shard of every fragment that a rank exchanges: its place in its group."""
+        return rank % self.group_size
+
+    def ranks_of_groups(self) -> list[list[int]]:
+        """The ranks of every group."""
+        return [list(range(g * self.group_size, (g + 1) * self.group_size)) for g in range(self.worker_groups)]
+
+    def ranks_of_shards(self) -> list[list[int]]:
+        """The ranks that exchange every shard with each other, in the order of their groups."""
+        return [list(range(shard, self.world_size, self.group_size)) for shard in range(self.group_size)]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All that a rank knows of the others: the only door to the network.
+
+    Attributes:
+        groups: Number of worker groups.
+        group: The worker group of this rank.
+        shards: Number of ranks in a group, each of which exchanges one shard of a fragment.
+        shard: The shard of this rank.
+        world: All ranks; used before training starts only.
+        peers: The ranks with the same shard, one of each group; used before training starts only.
+        in_group: The ranks of this group; for the training thread.
+        lane: The ranks of this group, once for each stage of the background lane.
+        words: The way to the other groups for what the hosts say. Nothing waits there behind an outer gradient.
+        exchange: The way for outer gradients. What was launched first travels first.
+        relays: The way for means that are sent on.
+        background: Runs the stages of flights, made for a device; None lets the engine make its own.
+    """
+
+    groups: int = 1
+    group: int = 0
+    shards: int = 1
+    shard: int = 0
+    world: Communicator = field(default_factory=Communicator)
+    peers: Communicator = field(default_factory=Communicator)
+    in_group: Communicator = field(default_factory=Communicator)
+    lane: tuple[Communicator, ...] = field(default_factory=lambda: (Communicator(),) * STAGES)
+    words: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    exchange: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    relays: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    background: Callable[[torch.device], Any] | None = None
+
+    @staticmethod
+    def simulated(groups: int) -> list["Topology"]:
+        """The topologies of several worker groups of one rank each, all in this process."""
+        words, exchanges, relays = (InProcessExchange.connect(groups) for _ in range(3))
+        return [
+            Topology(
+                groups=groups,
+                group=group,
+                words=words[group],
+                exchange=exchanges[group],
+                relays=relays[group],
+            )
+            for group in range(groups)
+        ]
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this group, as the world counts them."""
+        return range(self.group * self.shards, (self.group + 1) * self.shards)
+
+    def is_stale(self) -> bool:
+        """Whether the default process group is another one than that for which this was made."""
+        return self.world.process_group is not dist.group.WORLD
+
+    @staticmethod
+    def of_world(
+        layout: GroupLayout,
+        timeout: timedelta,
+        joining: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_device: DeviceBackend | None = None,
+    ) -> "Topology":
+        """The process groups of a rank, made once for each layout. All ranks of the default process group must call it.
+
+        Args:
+            layout: The worker groups.
+            timeout: Bound of one flight.
+            joining: In its context the process groups are made that join worker groups.
+            on_device: What carries outer gradients and relayed means from device to device; without it they go through
+                the hosts, over gloo.
+
+        Raises:
+            ValueError: If the devices of the worker groups cannot reach each other.
+        """
+        key = (layout, timeout, on_device)
+        if key not in _made or _made[key].is_stale():
+            _made[key] = Topology._make(layout, timeout, joining, on_device)
+            _settle_at_exit()
+        return _made[key]
+
+    @staticmethod
+    def _make(
+        layout: GroupLayout,
+        timeout: timedelta,
+        joining: Callable[[], AbstractContextManager[None]],
+        on_device: DeviceBackend | None,
+    ) -> "Topology":
+        rank = dist.get_rank()
+        # Twice the bound of a flight: in a group, a rank whose own exchange went well waits for one whose did not.
+        in_group = Communicator(_own(rank, layout.ranks_of_groups(), None, timeout))
+        lane = tuple(Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout)) for _ in range(STAGES))
+        with joining():
+            words, exchange, relays = _ways(rank, layout, timeout, on_device)
+            peers = Communicator(_own(rank, layout.ranks_of_shards(), None, timeout))
+        return Topology(
+            groups=layout.worker_groups,
+            group=layout.group_of(rank),
+            shards=layout.group_size,
+            shard=layout.shard_of(rank),
+            world=world(),
+            peers=peers,
+            in_group=in_group,
+            lane=lane,
+            words=words,
+            exchange=exchange,
+            relays=relays,
+        )
+
+
+# Process groups have threads and sockets, and torch keeps them until the default group is destroyed.
+_made: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology] = {}
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """Gives gloo's threads a moment when the interpreter ends.
+
+    A thread of gloo drops the tensors of a collective a little after the collective has returned. If that is the last
+    one of the process and the interpreter is gone by then, the process aborts, after everything else went well.
+    """
+    atexit.register(time.sleep, 0.2)
+
+
+def mesh_of(layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta) -> Any:
+    """The ranks of this group as a mesh, made once for each shape. All ranks of the default process group must call it.
+
+    Its process groups are made for all groups in the same order, as those of a mesh over the world.
+
+    Args:
+        layout: The worker groups.
+        device: Type of the devices.
+        data_parallel: Size of the first dimension.
+        tensor_parallel: Size of the second.
+        timeout: How long a collective may take.
+    """
+    shape = (layout.worker_groups, data_parallel, tensor_parallel)
+    world, mesh = _meshes.get((shape, device, timeout), (None, None))
+    if world is not dist.group.WORLD:
+        names = ("worker_group", "data_parallel", "tensor_parallel")
+        whole = init_device_mesh(device, shape, mesh_dim_names=names)
+        for name in names[1:]:
+            dist.distributed_c10d._set_pg_timeout(timeout, whole.get_group(name))
+        mesh = whole["data_parallel", "tensor_parallel"]
+        _meshes[shape, device, timeout] = (dist.group.WORLD, mesh)
+    return mesh
+
+
+_meshes: dict[Any, tuple[Any, Any]] = {}
+
+
+def is_connected() -> bool:
+    """Whether there is a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world() -> Communicator:
+    """All ranks of the default process group."""
+    return Communicator(dist.group.WORLD)
+
+
+def meeting_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
+    """The store at which a default process group will be made, before it is.
+
+    Args:
+        host: Name or address of the machine that keeps it.
+        port: Its port.
+        serves: Whether this process keeps it. The default process group then shares it, for as long as it is held.
+        timeout: How long one call may take.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def store() -> Any:
+    """The store of the default process group, for the word of a rank that fails; None if there is none."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
+    """A number of worker groups, or ``"auto"``.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if worker_groups == "auto":
+        return "auto"
+    if isinstance(worker_groups, bool) or not isinstance(worker_groups, int) or worker_groups < 1:
+        raise ValueError(
+            f"worker_groups={worker_groups!r} is out of range: it must be a whole number of at least 1, or 'auto' for"
+            " one group per node (per device on a single node). Choose one of them."
+        )
+    return worker_groups
+
+
+def _ways(
+    rank: int, layout: GroupLayout, timeout: timedelta, on_device: DeviceBackend | None
+) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any]]:
+    """The ways for words, for outer gradients, and for means that are sent on."""
+
+    def joined(backend: str) -> dist.ProcessGroup:
+        return _own(rank, layout.ranks_of_shards(), backend, 2 * timeout)
+
+    if layout.worker_groups == 1:
+        words, exchange, relays = (InProcessExchange.connect(1)[0] for _ in range(3))
+        return words, exchange, relays
+    both = joined("gloo")
+    if on_device is None:
+        up, down = joined("gloo"), joined("gloo")
+        # Means are relayed where the payloads came in: a connection that has just carried something is at its best.
+        return DirectExchange(both, both), DirectExchange(up, down), DirectExchange(up, down, tag=1)
+    # One each: outer gradients and means are posted by two threads, in an order that may differ between ranks.
+    on_devices = [DeviceExchange(joined(on_device.name), on_device.device) for _ in range(2)]
+    for one in on_devices:
+        one.meet(time.monotonic() + timeout.total_seconds())
+    return DirectExchange(both, both), on_devices[0], on_devices[1]
+
+
+def _own(rank: int, all_ranks: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
+    """Makes a process group of every list of ranks, as all ranks must, and returns that of this rank."""
+    made = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in all_ranks]
+    return next(group for group, ranks in zip(made, all_ranks, strict=True) if rank in ranks)

@@ -1,0 +1,124 @@
+"""What must be the same on all ranks before the first step: settings, and the model."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_sdiloco.algorithm.digest import digest
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.parameters.layouts import clean_name
+from lightning_sdiloco.engine.parameters.sharding import described, is_sharded, local, reshard
+
+
+def require_same_settings(settings: Mapping[str, str], world: Communicator) -> None:
+    """Refuses settings that differ between ranks. All ranks must call it.
+
+    Args:
+        settings: Every setting as text.
+        world: All ranks.
+
+    Raises:
+        ValueError: On every rank, with the name of each setting that differs and its values.
+    """
+    differences = _differences(world.gather_objects(dict(settings)))
+    if differences:
+        raise ValueError(
+            f"The settings of the strategy differ between ranks: {'; '.join(differences)}. All ranks must use the same."
+            " Start them with the same script and configuration."
+        )
+
+
+def require_same_model(model: nn.Module, world: Communicator) -> None:
+    """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All ranks must call it.
+
+    Args:
+        model: The model of this rank.
+        world: All ranks.
+
+    Raises:
+        ValueError: On every rank, with the first parameters that differ.
+    """
+    signatures = world.gather_objects(_signature(model))
+    # Tensors are paired by their order, so that must be the same too.
+    differences = _differences(signatures) or _differences([_places(signature) for signature in signatures])
+    if differences:
+        shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+        raise ValueError(
+            f"The model differs between ranks: {shown}. All ranks must build the same model, with the same names,"
+            " shapes and dtypes. Do not let its construction depend on the rank."
+        )
+
+
+def align_model(model: nn.Module, topology: Topology) -> None:
+    """Gives all groups the parameters and buffers of the first, unless they are the same already. All must call it.
+
+    Args:
+        model: The model of this rank, the same on all ranks but for its values.
+        topology: All ranks.
+    """
+    if not is_aligned(model, topology):
+        for tensor in (*model.parameters(), *model.buffers()):
+            broadcast(tensor, topology)
+
+
+def broadcast(tensor: Tensor, topology: Topology) -> None:
+    """Gives all ranks a tensor of rank 0, and of a sharded one the part that their like in the first group holds."""
+    (topology.peers if is_sharded(tensor) else topology.world).broadcast(local(tensor))
+
+
+def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) -> bool:
+    """Whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it.
+
+    Args:
+        model: The model of this rank.
+        topology: All ranks.
+        with_buffers: Whether buffers count.
+    """
+    reshard(model)
+    tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
+    whole, parts = _digests(t for t in tensors if not is_sharded(t)), _digests(t for t in tensors if is_sharded(t))
+    ranks = topology.world.gather_objects((whole, parts))
+    same_parts = all(ranks[rank][1] == ranks[rank % topology.shards][1] for rank in range(len(ranks)))
+    return same_parts and all(other == ranks[0][0] for other, _ in ranks)
+
+
+def _digests(tensors: Iterable[Tensor]) -> list[int]:
+    return [digest(local(tensor)) for tensor in tensors]
+
+
+def _signature(model: nn.Module) -> dict[str, str]:
+    """What must be the same of every parameter and buffer, in their order."""
+    parameters = {
+        clean_name(name): f"{_kind(parameter)}{'' if parameter.requires_grad else ' (frozen)'}"
+        for name, parameter in model.named_parameters()
+    }
+    return parameters | {clean_name(name): _kind(buffer) for name, buffer in model.named_buffers()}
+
+
+def _kind(tensor: Tensor) -> str:
+    return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}{described(tensor)}"
+
+
+def _places(signature: dict[str, str]) -> dict[str, str]:
+    return {name: f"in place {place}" for place, name in enumerate(signature)}
+
+
+def _differences(ranks: list[dict[str, str]]) -> list[str]:
+    """One sentence for every key whose text is not the same on all ranks."""
+    names = dict.fromkeys(name for texts in ranks for name in texts)
+    differences = []
+    for name in names:
+        by_text: dict[str, list[int]] = {}
+        for rank, texts in enumerate(ranks):
+            by_text.setdefault(texts.get(name, "missing"), []).append(rank)
+        if len(by_text) > 1:
+            values = ", ".join(f"{text} on {_ranks(holders)}" for text, holders in by_text.items())
+            differences.append(f"{name} is {values}")
+    return differences
+
+
+def _ranks(holders: list[int]) -> str:
+    shown = ", ".join(map(str, holders[:8])) + (", ..." if len(holders) > 8 else "")
+    return f"rank{'s' if len(holders) > 1 else ''} {shown}"

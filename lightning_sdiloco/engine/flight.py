@@ -1,0 +1,205 @@
+"""A fragment on its way: what is taken along at the launch, and what comes back for the landing."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_sdiloco.algorithm.aggregation import Count
+from lightning_sdiloco.algorithm.control import Control
+from lightning_sdiloco.engine.background import Pending
+from lightning_sdiloco.engine.measurements import Diagnostics, Span
+from lightning_sdiloco.engine.outer.optimizer import Stepped
+
+
+class Cargo(NamedTuple):
+    """What a launch reads: from here on the training thread may change the model.
+
+    Attributes:
+        fragment: The fragment.
+        step: The inner step of the launch.
+        outer: Outer parameters of this rank's shard, shape ``(shard_numel,)``, float32, on the device. Nobody writes to
+            them.
+        gradient: Outer gradient of the shard, of the same shape.
+        buffers: Copies of the buffers that belong to the fragment.
+        travelling: Indices of those that travel this time.
+        requests: What this rank asks of all groups, one bit each.
+        weight: Inner steps in which this group trained since its own last launch of the fragment.
+        deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
+        final: Whether this is the exchange at the end, without outer learning rate and momentum.
+    """
+
+    fragment: int
+    step: int
+    outer: Tensor
+    gradient: Tensor
+    buffers: list[Tensor]
+    travelling: list[int]
+    requests: int
+    weight: int
+    deadline: float
+    final: bool
+
+    def saved(self) -> dict[str, Any]:
+        """The cargo as plain values and tensors on the host, without outer parameters and what the process decides."""
+        return {
+            "fragment": self.fragment,
+            "step": self.step,
+            "gradient": self.gradient.to("cpu"),
+            "buffers": [buffer.to("cpu") for buffer in self.buffers],
+            "travelling": self.travelling,
+            "requests": self.requests,
+            "weight": self.weight,
+        }
+
+    @staticmethod
+    def loaded(saved: dict[str, Any], outer: Tensor, deadline: float) -> "Cargo":
+        """Takes back what `saved` returned, beside the outer parameters."""
+        tensors = {
+            "outer": outer,
+            "gradient": saved["gradient"].to(outer.device, copy=True),
+            "buffers": [buffer.to(outer.device, copy=True) for buffer in saved["buffers"]],
+        }
+        return Cargo(**{**saved, **tensors}, deadline=deadline, final=False)
+
+
+class Arrival(NamedTuple):
+    """What a landing applies.
+
+    Attributes:
+        outer: The shard after the outer step.
+        memory: What the compression remembers of the shard if the group counts in the mean.
+        residual: What the second rounding has lost of this group's part of the shard.
+        gathered: Outer parameters of the fragment after the outer step, flat, float32, as far as this rank holds them.
+        buffers: The new outer buffers by their index.
+        controls: The control vectors of all groups, in their order.
+        counted: How much each group counted in the mean.
+        gradient_norm: Norm of the mean outer gradient of the whole fragment.
+        bytes_sent: Bytes that this rank sent to other groups for this flight.
+        bytes_received: Bytes that this rank received from other groups for this flight.
+        spans: When the parts of the flight began and ended, by their names.
+        diagnostics: How far the groups agree, if asked for.
+    """
+
+    outer: Stepped
+    memory: Tensor | None
+    residual: Tensor | None
+    gathered: Tensor
+    buffers: dict[int, Tensor]
+    controls: list[Control]
+    counted: Count
+    gradient_norm: float
+    bytes_sent: int
+    bytes_received: int
+    spans: Mapping[str, Span]
+    diagnostics: Diagnostics | None
+
+    @property
+    def requests(self) -> int:
+        """What any group asked of all groups, one bit each."""
+        return reduce(or_, (control.requests for control in self.controls))
+
+    @property
+    def changed(self) -> int:
+        """The buffers of the fragment that changed in any group, one bit each."""
+        return reduce(or_, (control.changed for control in self.controls))
+
+    @property
+    def group_norms(self) -> tuple[float, ...]:
+        """Norm of the outer gradient of each group, by group."""
+        return tuple(math.sqrt(control.norm_squared) for control in self.controls)
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """The groups whose outer gradient was not finite."""
+        return tuple(group for group, control in enumerate(self.controls) if not control.finite)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A fragment in flight.
+
+    Attributes:
+        cargo: What was taken along.
+        pending: What comes back.
+        launch: When it was launched.
+    """
+
+    cargo: Cargo
+    pending: Pending[Arrival]
+    launch: Span
+
+
+@dataclass
+class Counts:
+    """What happened so far; see `StreamingDiLoCo.report`."""
+
+    inner_steps: int = 0
+    launches: int = 0
+    landings: int = 0
+    flights_dropped: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    exposed_wait_s: float = 0.0
+    in_flight_s: float = 0.0
+
+
+class Landing(NamedTuple):
+    """What happened at a landing.
+
+    Attributes:
+        fragment: The fragment that landed.
+        launched_at: Inner step after which it was launched.
+        requests: What the groups asked of all groups at the launch, one bit each.
+        left_out: The groups whose outer gradient was not finite, and that were left out of the mean.
+        outlying: The groups that ``outlier_guard`` left out of the mean.
+        outer_lr: Learning rate of the outer step; 0 if there was none, because no group had trained.
+        outer_grad_norm: Norm of the mean outer gradient of the whole fragment.
+        bytes_sent: Bytes that this rank sent to other groups for this flight.
+        exposed_wait_s: Seconds for which the training thread waited for the flight.
+        in_flight_s: Seconds from the launch until the result was there.
+        landed_at: Inner step after which it landed.
+        bytes_received: Bytes that this rank received from other groups for this flight.
+        counted: The groups that counted in the mean.
+        group_norms: Norm of the outer gradient of each group, before any compression, by group.
+        spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
+            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
+            ``relay`` if there are two shots, and ``outer_step`` in the lane.
+        diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
+    """
+
+    fragment: int
+    launched_at: int
+    requests: int
+    left_out: tuple[int, ...]
+    outlying: tuple[int, ...]
+    outer_lr: float
+    outer_grad_norm: float
+    bytes_sent: int
+    exposed_wait_s: float
+    in_flight_s: float
+    landed_at: int
+    bytes_received: int
+    counted: tuple[int, ...]
+    group_norms: tuple[float, ...]
+    spans: Mapping[str, Span]
+    diagnostics: Diagnostics | None
+
+    def seconds(self, name: str) -> float:
+        """How long one of the `spans` was; 0 if there was none."""
+        began, ended = self.spans.get(name, (0.0, 0.0))
+        return ended - began
+
+    @property
+    def link_gbit_s(self) -> float:
+        """The effective link rate: what went in one direction over the time from the message to that of the last group.
+
+        Where another group was late, its lateness is part of that time. 0 if nothing was sent.
+        """
+        bits = 8 * max(self.bytes_sent, self.bytes_received)
+        seconds = self.seconds("transfer") + self.seconds("relay")
+        return bits / seconds / 1e9 if bits and seconds > 0 else 0.0

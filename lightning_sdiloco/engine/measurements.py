@@ -1,0 +1,123 @@
+"""What is measured of a flight in the lane: when its parts began and ended, and, if asked for, how far groups agree."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.compression import Compression
+
+Span = tuple[float, float]
+"""From when to when, on the clock of ``time.perf_counter()``."""
+
+
+class Stopwatch:
+    """Notes when the parts of a flight begin and end.
+
+    At the end of a part it waits for the stream of the lane, so that a part holds what it started. The training thread
+    and its stream wait for nothing.
+
+    Args:
+        device: The device on which the lane works.
+
+    Examples:
+        >>> stopwatch = Stopwatch(torch.device("cpu"))
+        >>> with stopwatch.part("encode"):
+        ...     pass
+        >>> list(stopwatch.spans)
+        ['encode']
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.spans: dict[str, Span] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measures what happens inside a ``with`` block."""
+        began = time.perf_counter()
+        yield
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).current_stream(self._device).synchronize()
+        self.spans[name] = (began, time.perf_counter())
+
+
+class Diagnostics(NamedTuple):
+    """How far the groups agree on a fragment, and what became of its outer gradient.
+
+    What cannot be told is ``nan``.
+
+    Attributes:
+        cosines: Cosine between what each group sent, decoded, and the mean, by group. Where a group adds up a part of
+            a fragment only, over this part.
+        local_distance: Norm of the outer gradient of this group over that of the outer parameters, at the launch: how
+            far its local parameters had moved away.
+        outer_momentum_norm: Norm of the outer momentum after the outer step.
+        compression_error: Norm of what the compression of this group's outer gradient lost, over that of the outer
+            gradient.
+    """
+
+    cosines: tuple[float, ...]
+    local_distance: float
+    outer_momentum_norm: float
+    compression_error: float
+
+
+def lost(gradient: Tensor, decoded: Tensor) -> Tensor:
+    """Squared norms of what a compression lost of a shard, and of the shard."""
+    return _sums([decoded - gradient, gradient])
+
+
+def agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tensor) -> Tensor:
+    """Squared norm of a mean; then for each group that of what it sent, and its inner product with the mean.
+
+    Args:
+        payloads: What every group sent.
+        compression: How it is encoded.
+        mean: The mean of it.
+    """
+    sums, decoded = [_sums([mean])], torch.empty_like(mean)
+    for payload in payloads:
+        compression.decode(payload, decoded)
+        sums += [_sums([decoded]), torch.dot(decoded, mean).double().reshape(1)]
+    return torch.cat(sums)
+
+
+def distance(gradient: Tensor, outer: Tensor, state: dict[str, Any]) -> Tensor:
+    """Squared norms of the outer gradient, the outer parameters and the outer momentum of a shard."""
+    momentum = next((state[name] for name in _MOMENTA if isinstance(state.get(name), Tensor)), None)
+    unknown = torch.full((1,), math.nan, dtype=torch.float64, device=gradient.device)
+    return torch.cat([_sums([gradient, outer]), unknown if momentum is None else _sums([momentum.to(outer.device)])])
+
+
+def diagnosed(lost: Tensor, agreement: Tensor, distance: Tensor, in_group: Communicator) -> Diagnostics:
+    """Adds up over the ranks of a group what `lost`, `agreement` and `distance` returned there. In-group collective."""
+    ranks = in_group.gather(torch.cat([lost, agreement, distance]).cpu())
+    sums = iter(torch.stack(ranks).sum(dim=0).tolist())
+    error, gradient = next(sums), next(sums)
+    mean = next(sums)
+    groups = [(next(sums), next(sums)) for _ in range((len(agreement) - 1) // 2)]
+    local, outer, momentum = sums
+    return Diagnostics(
+        cosines=tuple(_ratio(product, math.sqrt(mean * own)) for own, product in groups),
+        local_distance=math.sqrt(_ratio(local, outer)),
+        outer_momentum_norm=math.sqrt(momentum),
+        compression_error=math.sqrt(_ratio(error, gradient)),
+    )
+
+
+# What torch's optimizers call the running mean of their gradients.
+_MOMENTA = ("momentum_buffer", "exp_avg")
+
+
+def _sums(vectors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(vector, dtype=torch.float64).square() for vector in vectors])
+
+
+def _ratio(value: float, of: float) -> float:
+    return value / of if of > 0 else math.nan

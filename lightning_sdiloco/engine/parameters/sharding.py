@@ -1,0 +1,241 @@
+"""Where the values of a parameter lie among the ranks of a group: the one place that knows sharded tensors.
+
+A sharded tensor is a DTensor, as FSDP2 and tensor parallelism of torch make them. It is known by what it has, so that
+nothing is imported where there is none.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco.comm.communicator import Communicator
+
+Runs = list[tuple[int, int]]
+"""Positions along one dimension, as stretches from a first one up to, but not with, a last one."""
+
+
+class Place(NamedTuple):
+    """Which values of a parameter a rank exchanges.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        runs: What the rank holds of it: for each dimension the positions, in the order in which it holds them.
+        first: Position of the first value that it exchanges among those that it holds.
+        length: Number of the values that it exchanges. Ranks that hold the same share them.
+        holders: The ranks of the group that hold the same, in their order.
+
+    Examples:
+        >>> place = Place((4, 2), [[(2, 4)], [(0, 2)]], first=0, length=4, holders=[1])
+        >>> place.taken_from(torch.arange(8.0)).tolist()
+        [4.0, 5.0, 6.0, 7.0]
+    """
+
+    shape: tuple[int, ...]
+    runs: list[Runs]
+    first: int
+    length: int
+    holders: list[int]
+
+    @property
+    def numel(self) -> int:
+        """Number of values that the rank holds."""
+        return _numel(self.runs)
+
+    def taken_from(self, whole: Tensor) -> Tensor:
+        """The values that the rank exchanges, out of the flat whole parameter."""
+        return self._held(whole)[self.first : self.first + self.length]
+
+    def put_into(self, whole: Tensor, values: Tensor) -> None:
+        """Writes the values that the rank exchanges into the flat whole parameter."""
+        if self.length:
+            held = self._held(whole).clone()
+            held[self.first : self.first + self.length] = values
+            boxes = [_length(along) for along in self.runs]
+            whole.view(self.shape)[self._indices()] = held.view(boxes)
+
+    def _held(self, whole: Tensor) -> Tensor:
+        return whole.view(self.shape)[self._indices()].reshape(-1)
+
+    def _indices(self) -> tuple[Tensor, ...]:
+        """Positions along every dimension, in the shapes in which torch combines them."""
+        indices = []
+        for dimension, runs in enumerate(self.runs):
+            along = torch.cat([torch.arange(start, end) for start, end in runs] or [torch.arange(0)])
+            indices.append(along.view([-1 if other == dimension else 1 for other in range(len(self.runs))]))
+        return tuple(indices)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this rank holds a part."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without autograd. Writing to it writes to the tensor."""
+    sharded: Any = tensor.detach()
+    return sharded.to_local() if is_sharded(sharded) else sharded
+
+
+def like(tensor: Tensor, values: Tensor) -> Tensor:
+    """A tensor that is sharded as another one, of which this rank holds these values."""
+    made = torch.empty_like(tensor.detach(), dtype=values.dtype)
+    local(made).copy_(values)
+    return made
+
+
+def described(tensor: Tensor) -> str:
+    """How a tensor is divided, as text; empty if it is not."""
+    sharded: Any = tensor
+    return f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks" if is_sharded(sharded) else ""
+
+
+def reshard(model: nn.Module) -> None:
+    """Lets FSDP2 drop the whole parameters that it keeps after a forward.
+
+    Until then they stand in the place of the sharded ones, and what is written to these is not seen.
+    """
+    for module in model.modules():
+        # By name, because a module may have attributes of any name.
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            sharded: Any = module
+            sharded.reshard()
+
+
+def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
+    """What this rank holds of a tensor, out of a whole one."""
+    runs = held(tensor)
+    place = Place(tuple(tensor.shape), runs, first=0, length=_numel(runs), holders=[])
+    return place.taken_from(whole.reshape(-1)).view(local(tensor).shape)
+
+
+def held(tensor: Tensor) -> list[Runs]:
+    """What this rank holds of a tensor, for each dimension.
+
+    Raises:
+        ValueError: If the tensor is divided in a way that is not known here.
+    """
+    sharded: Any = tensor
+    positions = [list(range(size)) for size in tensor.shape]
+    if is_sharded(sharded):
+        ways = zip(sharded.placements, sharded.device_mesh.shape, sharded.device_mesh.get_coordinate(), strict=True)
+        for placement, ranks, rank in ways:
+            if placement.is_replicate():
+                continue
+            if not hasattr(placement, "dim"):
+                raise ValueError(f"its placement {placement} has no whole values on any rank")
+            pieces = _chunks(positions[placement.dim], getattr(placement, "split_factor", 1))
+            divided = [_chunks(piece, ranks) for piece in pieces]
+            positions[placement.dim] = [one for chunks in divided if rank < len(chunks) for one in chunks[rank]]
+        if tuple(map(len, positions)) != tuple(local(tensor).shape):
+            raise ValueError(
+                f"torch says that it is divided{described(tensor)}, but this rank holds {tuple(local(tensor).shape)}"
+                f" of {tuple(tensor.shape)} where that would be {tuple(map(len, positions))}"
+            )
+    return [_runs(along) for along in positions]
+
+
+def shared(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[Place]:
+    """Divides what several ranks hold among them, so that every value is exchanged by exactly one rank.
+
+    Args:
+        shape: Shape of the whole parameter.
+        ranks: What every rank of a group holds.
+
+    Raises:
+        ValueError: If the ranks do not hold the whole parameter together.
+
+    Examples:
+        >>> [place.length for place in shared([5], [[[(0, 3)]], [[(3, 5)]]])]
+        [3, 2]
+        >>> [(place.first, place.length) for place in shared([5], [[[(0, 5)]], [[(0, 5)]]])]
+        [(0, 3), (3, 2)]
+    """
+    shape, places = tuple(shape), []
+    for rank, runs in enumerate(ranks):
+        holders = [other for other, others in enumerate(ranks) if others == runs]
+        numel = _numel(runs)
+        length = -(-numel // len(holders))
+        first = min(holders.index(rank) * length, numel)
+        places.append(Place(shape, runs, first, min(length, numel - first), holders))
+    if sum(place.length for place in places) != prod(shape):
+        raise ValueError(
+            f"its ranks hold {sum(place.length for place in places)} values where it has {prod(shape)}, so that some"
+            " are missing or are held in several ways"
+        )
+    return places
+
+
+def places_of(parameters: Mapping[str, Tensor], group: Communicator, members: range) -> dict[str, list[Place]]:
+    """Where the values of parameters lie, on every rank of a group. In-group collective.
+
+    Args:
+        parameters: The parameters by name.
+        group: The ranks of the group.
+        members: Their numbers in the world.
+
+    Raises:
+        ValueError: On every rank, if a parameter is divided in a way that is not known here.
+    """
+    own: dict[str, list[Runs] | ValueError] = {}
+    for name, parameter in parameters.items():
+        try:
+            _require_own(parameter, members)
+            own[name] = held(parameter)
+        except ValueError as error:
+            own[name] = error
+    ranks, places = group.gather_objects(own), {}
+    for name, parameter in parameters.items():
+        try:
+            places[name] = shared(parameter.shape, [_known(rank[name]) for rank in ranks])
+        except ValueError as error:
+            raise ValueError(
+                f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard or parallelize_module"
+                " over the mesh that configure_model gets as self.device_mesh."
+            ) from error
+    return places
+
+
+def ranks_of(tensor: Tensor) -> list[int]:
+    """The ranks, as the world counts them, among which a tensor is divided; none if it is not."""
+    sharded: Any = tensor
+    return [int(rank) for rank in sharded.device_mesh.mesh.flatten()] if is_sharded(tensor) else []
+
+
+def _require_own(tensor: Tensor, members: range) -> None:
+    others = sorted(set(ranks_of(tensor)) - set(members))
+    if others:
+        raise ValueError(f"it is divided among ranks of several worker groups: ranks {others} belong to others")
+    sharded: Any = tensor
+    if is_sharded(tensor) and local(tensor).device.type != sharded.device_mesh.device_type:
+        raise ValueError(f"it lies on {local(tensor).device.type!r}, its mesh on {sharded.device_mesh.device_type!r}")
+
+
+def _known(runs: list[Runs] | ValueError) -> list[Runs]:
+    if isinstance(runs, ValueError):
+        raise runs
+    return runs
+
+
+def _numel(runs: list[Runs]) -> int:
+    return prod(map(_length, runs))
+
+
+def _length(along: Runs) -> int:
+    return sum(end - start for start, end in along)
+
+
+def _chunks(positions: list[int], count: int) -> list[list[int]]:
+    """Cuts positions as ``torch.chunk`` cuts a tensor: the last chunks are smaller, or missing."""
+    length = max(1, -(-len(positions) // count))
+    return [positions[start : start + length] for start in range(0, len(positions), length)]
+
+
+def _runs(positions: list[int]) -> Runs:
+    if not positions:
+        return []
+    breaks = [0, *(at for at, (one, other) in enumerate(pairwise(positions), 1) if other != one + 1), len(positions)]
+    return [(positions[start], positions[end - 1] + 1) for start, end in pairwise(breaks)]

@@ -1,0 +1,89 @@
+"""Several worker groups in one process, with the same engine and no sockets: for research on one machine, and tests."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.background import InlineLane
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.flight import Landing
+
+
+def simulated_topologies(groups: int) -> list[Topology]:
+    """The topologies of several worker groups of one rank each, all in this process and without threads."""
+    backgrounds = InlineLane.connect(groups)
+    return [replace(one, background=own) for one, own in zip(Topology.simulated(groups), backgrounds, strict=True)]
+
+
+class SimulatedGroups:
+    """Worker groups of one rank each, simulated in this process.
+
+    The outer parameters are those that as many real processes would reach with the same data.
+
+    Args:
+        models: One model for each worker group, all alike. All start from the values of the first.
+        inner_optimizers: The optimizers of each group, if their state shall be reset where it is not finite.
+        settings: As for `StreamingDiLoCo`, without ``worker_groups``.
+
+    Raises:
+        ValueError: As `StreamingDiLoCo` does, or if there are no models.
+
+    Examples:
+        >>> import torch
+        >>> models = [nn.Linear(4, 1) for _ in range(2)]
+        >>> optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        >>> groups = SimulatedGroups(models, sync_every=2, overlap_steps=1, compression="fp32")
+        >>> for step in range(6):
+        ...     for model, optimizer in zip(models, optimizers):
+        ...         optimizer.zero_grad()
+        ...         model(torch.randn(8, 4)).square().mean().backward()
+        ...         optimizer.step()
+        ...     landings = groups.step()
+        >>> groups.finish()
+        >>> torch.equal(models[0].weight, models[1].weight)
+        True
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], inner_optimizers: Sequence[Sequence[Optimizer]] = (), **settings: Any
+    ) -> None:
+        if not models:
+            raise ValueError("models is empty. Give one model for each worker group that shall be simulated.")
+        state = models[0].state_dict()
+        for model in models[1:]:
+            model.load_state_dict(state)
+        optimizers = inner_optimizers or [()] * len(models)
+        self.engines = [
+            StreamingDiLoCo(model, topology=topology, inner_optimizers=own, **settings)
+            for model, own, topology in zip(models, optimizers, simulated_topologies(len(models)), strict=True)
+        ]
+
+    def step(self, *, idle: Collection[int] = ()) -> list[list[Landing]]:
+        """One inner step of every group has been made: launches all that is due, then lands all that is due.
+
+        Args:
+            idle: The groups that did not train in this inner step.
+
+        Returns:
+            What landed in each group.
+        """
+        for group, engine in enumerate(self.engines):
+            engine.launch_due(idle=group in idle)
+        return [engine.land_due() for engine in self.engines]
+
+    def finish(self) -> None:
+        """Ends training in all groups; see `StreamingDiLoCo.finish`."""
+        for engine in self.engines:
+            engine.land_all()
+        for engine in self.engines:
+            engine.launch_final()
+        for engine in self.engines:
+            engine.land_final()
+
+    def outer_state_dict(self) -> dict[str, Tensor]:
+        """The outer parameters, which are the same in all groups; see `StreamingDiLoCo.outer_state_dict`."""
+        return self.engines[0].outer_state_dict()

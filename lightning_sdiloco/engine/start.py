@@ -1,0 +1,100 @@
+"""What an engine needs before its first step: its place among the ranks, and a model cut into fragments."""
+
+import logging
+from datetime import timedelta
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_sdiloco.algorithm.partition import Partition, partition
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, world
+from lightning_sdiloco.compression.kernels import missing_on
+from lightning_sdiloco.engine.agreement import require_same_settings
+from lightning_sdiloco.engine.parameters.layouts import aliases, clean_name, described, trainable
+
+_log = logging.getLogger(__name__)
+
+
+def default_topology(worker_groups: int | str, timeout: timedelta) -> Topology:
+    """The worker groups of the default process group; one group where there is none. All ranks must call it.
+
+    Args:
+        worker_groups: Number of worker groups, or ``"auto"`` for one per process.
+        timeout: Bound of one flight.
+
+    Raises:
+        ValueError: If it is no number of groups, differs between ranks, or does not divide the ranks.
+    """
+    groups = checked_worker_groups(worker_groups)
+    if is_connected():
+        # Before the process groups are made: ranks that make different ones would wait for each other.
+        require_same_settings({"worker_groups": str(groups)}, world())
+    world_size = world().size if is_connected() else 1
+    layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
+    return Topology.of_world(layout, timeout) if is_connected() else Topology()
+
+
+def cut(model: nn.Module, settings: Settings) -> Partition:
+    """Cuts a model into fragments.
+
+    Args:
+        model: The model.
+        settings: How to cut it.
+
+    Raises:
+        ValueError: If the model has no trainable parameters, or some that cannot be synchronised, or if the fragments
+            that were asked for do not fit it.
+    """
+    _require_initialised(model)
+    parameters = trainable(model)
+    _require_real(parameters)
+    frozen = [clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return partition(described(parameters), settings.fragments, settings.layers_per_fragment, aliases(model), frozen)
+
+
+def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, device: torch.device) -> None:
+    """Says once, on one rank, what a user may not expect."""
+    if topology.group or topology.shard:
+        return
+    if topology.groups == 1:
+        _log.warning(
+            "There is one worker group: this is plain training with an outer step. Nothing travels, but compression"
+            " still applies; compression='fp32' changes no value."
+        )
+    if partition.fell_back:
+        _log.warning(
+            "fragments=%r: no repeated blocks were found in the model, so its tensors are distributed over %d"
+            " balanced fragments. Give patterns to choose the fragments yourself.",
+            settings.fragments,
+            len(partition.fragments),
+        )
+    if missing := missing_on(device):
+        _log.warning(
+            "Outer gradients are encoded and averaged operation by operation, which gives the same values and takes"
+            " longer: %s. For compiled passes install torch 2.13 or newer, with Triton, on all ranks.",
+            missing,
+        )
+
+
+def _require_initialised(model: nn.Module) -> None:
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    lazy = [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise ValueError(
+            f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch, and the model is cut"
+            " into fragments before it. Run a batch through the model before trainer.fit, for example at the end of"
+            " its __init__."
+        )
+
+
+def _require_real(parameters: dict[str, Tensor]) -> None:
+    other = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
+    if other:
+        raise ValueError(
+            f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no float32 outer value."
+            " Only real floating-point parameters can be synchronised. Store complex values as two real parameters, or"
+            " freeze it."
+        )

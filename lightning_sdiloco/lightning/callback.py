@@ -1,0 +1,108 @@
+"""The callback that the strategy attaches: it ends every batch with an inner step, and logs what landed."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.lightning.host.uneven_data import count_idle_batch, drop_what_not_all_logged, end_epoch
+from lightning_sdiloco.lightning.monitor.monitor import monitors_of
+from lightning_sdiloco.lightning.monitor.scalars import Interval, lay_out, scalars_of
+from lightning_sdiloco.lightning.requests import Request
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback as _Base
+
+    from lightning_sdiloco.lightning.groups import GroupsMixin
+else:
+    _Base = object
+
+
+_log = logging.getLogger(__name__)
+
+
+class StreamingDiLoCoCallbackMixin(_Base):
+    """Gives the strategy the hooks that strategies do not have. It holds no state that a checkpoint would need.
+
+    Args:
+        strategy: The strategy that attaches it.
+    """
+
+    def __init__(self, strategy: "GroupsMixin") -> None:
+        self._strategy = strategy
+        self._interval: Interval | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Tells TensorBoard which scalars belong together."""
+        lay_out(trainer)
+        self._interval = None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Tells the strategy, which may have to cut the model anew."""
+        self._strategy.begin_epoch()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Makes the inner step, logs what landed, and ends a fit with its last batch."""
+        self._write(trainer, self._strategy.end_batch(self._is_idle_step(trainer, batch)))
+        if self._strategy.agreed(Request.TIME_LIMIT):
+            trainer.should_stop = True
+        if self._strategy.agreed(Request.END_EPOCH):
+            end_epoch(trainer)
+        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            # What is still on its way was asked for this epoch, not for the next.
+            self._strategy.settle(Request.END_EPOCH)
+        self.finish_with_last_batch(trainer)
+
+    def finish_with_last_batch(self, trainer: Any) -> None:
+        """Ends a fit whose last batch is over."""
+        if _is_last(trainer):
+            # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
+            self._write(trainer, self._strategy.finish())
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Drops what cannot be reduced, and says once if no batch counts as an inner step."""
+        if self._strategy.topology.groups > 1:
+            drop_what_not_all_logged(trainer, self._strategy)
+        if trainer.current_epoch == 0 and not self._strategy.made_inner_steps:
+            _log.warning(
+                "The first epoch ended without an inner step: no optimizer of configure_optimizers stepped, so the"
+                " worker groups train apart. Return the optimizers there, and step those of self.optimizers()."
+            )
+
+    def _is_idle_step(self, trainer: Any, batch: Any) -> bool:
+        """Whether the other groups make an inner step in this batch, while this one had None to train on."""
+        idle = batch is None and not self._strategy.optimizer_steps and self._strategy.topology.groups > 1
+        return idle and count_idle_batch(trainer, self._strategy.optimizer_steps_per_batch)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ends a fit that was stopped early, before other callbacks look at the model."""
+        self._write(trainer, self._strategy.finish())
+
+    def _write(self, trainer: Any, landings: list[Landing]) -> None:
+        """Logs landings, and hands them to the monitors."""
+        for landing in landings:
+            metrics = scalars_of(landing) | self._scalars_of_interval(landing)
+            # Not through self.log: every landing counts, whatever log_every_n_steps is.
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        for monitor in monitors_of(trainer):
+            monitor.note(landings)
+
+    def _scalars_of_interval(self, landing: Landing) -> dict[str, float]:
+        engine = self._strategy.engine
+        if self._interval is None and engine is not None:
+            # It begins with the first landing: what came before had nothing to wait for.
+            self._interval = Interval(engine.settings.sync_every, landing.landed_at)
+            return {}
+        return self._interval.scalars_with(landing) if self._interval is not None else {}
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Tells the strategy first, before another callback saves a checkpoint."""
+        self._strategy.fail(exception)
+
+
+def _is_last(trainer: Any) -> bool:
+    if trainer.max_steps not in (-1, None) and trainer.global_step >= trainer.max_steps:
+        return True
+    limited = trainer.max_epochs not in (-1, None)
+    last_batch = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+    return bool(limited and last_batch and trainer.current_epoch + 1 >= trainer.max_epochs)

@@ -1,0 +1,94 @@
+"""How a checkpoint file takes its place: in one step, and only then the folders of earlier saves go.
+
+[Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the thread has written it,
+the file that stands there is an older one, and needs its own folder. So what follows the writing is done by the
+CheckpointIO that really writes, in whatever thread that is.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Lock
+from typing import Any
+
+from lightning_sdiloco.lightning.checkpoint import files
+
+
+class Placing:
+    """Stands before the innermost CheckpointIO of a strategy until it is closed; see [Note: late writers].
+
+    Args:
+        io: The CheckpointIO of the strategy, which may wrap another.
+    """
+
+    def __init__(self, io: Any) -> None:
+        while getattr(io, "checkpoint_io", None) is not None:
+            io = io.checkpoint_io
+        self._io = io
+        self._own = vars(io).get("save_checkpoint")
+        self._write: Callable[..., None] = io.save_checkpoint
+        self._older: dict[str, Sequence[str]] = {}
+        self._lock = Lock()
+        self._afterwards: dict[str, list[Callable[[], None]]] = {}
+        io.save_checkpoint = self._save
+
+    def close(self) -> None:
+        """Gives the CheckpointIO back as it was."""
+        del self._io.save_checkpoint
+        if self._own is not None:
+            self._io.save_checkpoint = self._own
+
+    def announce(self, save: str, older: Sequence[str]) -> None:
+        """Tells of a save that is about to be handed to the CheckpointIO.
+
+        Args:
+            save: Its name.
+            older: The saves in the same folder, which go when the file of this one stands.
+        """
+        self._older[save] = older
+
+    def older_than(self, save: str) -> Sequence[str]:
+        """The saves that were announced to go when this one stands, for a checkpoint that no CheckpointIO writes."""
+        return self._older.pop(save, ())
+
+    def remove(self, path: str, remove: Callable[[str], None]) -> None:
+        """Removes a checkpoint file and its folder; those that a thread is just writing, as soon as they are written.
+
+        Args:
+            path: The checkpoint file.
+            remove: Removes the file alone.
+        """
+        with self._lock:
+            if path in self._afterwards:
+                self._afterwards[path].append(partial(self.remove, path, remove))
+            else:
+                remove(path)
+                files.remove_folder(path)
+
+    def _save(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
+        save = checkpoint.get(files.KEY, {}).get("save")
+        if save not in self._older:
+            self._write(checkpoint, path, *args, **kwargs)
+            return
+        older = self._older.pop(save)
+        with self._lock:
+            if not files.is_whole(path, save):
+                return  # It was removed before its turn came.
+            self._afterwards[path] = []
+        before = files.fingerprint(path)
+        try:
+            self._place(checkpoint, path, save, *args, **kwargs)
+        finally:
+            with self._lock:
+                removals = self._afterwards.pop(path)
+        if files.fingerprint(path) != before:
+            files.remove_saves(path, older)
+        for removal in removals:
+            removal()
+
+    def _place(self, checkpoint: dict[str, Any], path: str, save: str, *args: Any, **kwargs: Any) -> None:
+        # Lightning's own moves the file in from the system's temporary folder. From another file system that is a copy
+        # over the old file, which is then neither the old nor the new one for a while.
+        part = files.beside(path, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
+        self._write(checkpoint, part or path, *args, **kwargs)
+        if part is not None:
+            files.take_place(part, path)

@@ -1,0 +1,276 @@
+"""``"auto"``: settings that the planner chooses, from what the first inner steps and the link between groups take.
+
+[Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before `sync_every` of them are
+done. The engine makes them with settings that hold the place of those to be chosen. After the last of them all ranks
+gather how long a step took, measure the link together, and take what rank 0 then chooses. The engine goes on as if the
+choice had been there from the start, so that the run is, bit for bit, one with these settings. They are saved with
+every later checkpoint, and a resumed fit takes them from there.
+"""
+
+import ast
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.comm.exchange import Exchange
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.planner import candidates, recommend
+from lightning_sdiloco.planning.workload import Groups, Model
+
+_log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+# The first inner steps are slow for reasons of their own. A few more, of which the median counts, are enough.
+_FIRST, STEPS = 3, 8
+
+# What holds the place of a choice: no launch is due before it is made.
+_PLACEHOLDERS: Mapping[str, Any] = {"sync_every": 1_000_000, "overlap_steps": 0, "fragments": "strided"}
+
+# A message grows until its exchange takes so long, or it is so large: bytes enough for most links, seconds for any.
+_ENOUGH_SECONDS, _LEAST_BYTES, _MOST_BYTES = 0.5, 2**16, 2**24
+
+# Bytes per second that a device reads and writes in its memory.
+_MEMORY_RATES = {"cpu": 1e10}
+_MEMORY_RATE = 1e12
+
+
+class Measured(NamedTuple):
+    """What a choice rests on.
+
+    Attributes:
+        step_time: Seconds of an inner step, in the slowest rank.
+        link: The link between groups.
+    """
+
+    step_time: float
+    link: Link
+
+
+@dataclass
+class Choosing:
+    """What is left to the planner, until it has chosen.
+
+    Args:
+        names: The arguments that are left to it: of ``sync_every``, ``overlap_steps`` and ``fragments``.
+
+    Attributes:
+        measured: What it chose from; None until then, and in a fit that takes its choice from a checkpoint.
+    """
+
+    names: tuple[str, ...] = ()
+    measured: Measured | None = None
+    _times: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def of(**arguments: Any) -> tuple["Choosing", Settings]:
+        """Takes out what is left to the planner.
+
+        Args:
+            **arguments: Arguments of `Settings`.
+
+        Returns:
+            What is left to the planner, and the settings with something in its place.
+
+        Raises:
+            ValueError: If an argument is out of its range, or keeps the planner from choosing.
+
+        Examples:
+            >>> choosing, settings = Choosing.of(sync_every=50, overlap_steps="auto")
+            >>> choosing.names, settings.overlap_steps
+            (('overlap_steps',), 0)
+        """
+        names = tuple(name for name in _PLACEHOLDERS if _is_auto(arguments.get(name)))
+        settings = Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names}})
+        if names and settings.sync_every <= STEPS:
+            raise ValueError(
+                f"sync_every={settings.sync_every} leaves no time for {names[0]}='auto': the first {STEPS} inner steps"
+                f" are measured, before the first launch. Choose {names[0]} yourself, or a larger sync_every."
+            )
+        if "fragments" in names and settings.layers_per_fragment != Settings.layers_per_fragment:
+            raise ValueError(
+                f"fragments='auto' was given together with layers_per_fragment={settings.layers_per_fragment}, which it"
+                " chooses too. Leave one of them out."
+            )
+        most = max(candidate.sync_every for candidate in candidates())
+        if "sync_every" in names and settings.overlap_steps >= most:
+            raise ValueError(
+                f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto', which chooses at most"
+                f" {most}. Choose sync_every yourself, or fewer overlap_steps."
+            )
+        return Choosing(names), settings
+
+    def described(self, settings: Mapping[str, str]) -> dict[str, str]:
+        """Settings as text, with ``'auto'`` for what is not chosen yet."""
+        return {**settings, **dict.fromkeys(self.names, repr(AUTO))}
+
+    def restored(self, settings: Settings, saved: Mapping[str, str]) -> Settings:
+        """Takes a choice from a checkpoint, if it was made when that was saved.
+
+        Args:
+            settings: The settings of this run.
+            saved: Those of the checkpoint, as text.
+        """
+        if not self.names or any(saved.get(name) in (None, repr(AUTO)) for name in self.names):
+            return settings
+        chosen = {name: ast.literal_eval(saved[name]) for name in _taken(self.names)}
+        self.names = ()
+        return replace(settings, **chosen)
+
+    def start(self) -> None:
+        """Starts to measure inner steps."""
+        self._times = [time.monotonic()]
+
+    def step(self, launch_in: int) -> bool:
+        """Takes note of an inner step. Returns whether it is time to choose, at the same one on all ranks.
+
+        Args:
+            launch_in: Inner steps until the first launch. Where a fit resumes before it has chosen, they may be few.
+        """
+        if self.names:
+            self._times.append(time.monotonic())
+        return bool(self.names) and (len(self._times) > STEPS or launch_in <= 1)
+
+    def choose(self, settings: Settings, model: nn.Module, topology: Topology) -> Settings:
+        """Measures the link, and takes what the planner recommends. All ranks must call it.
+
+        Args:
+            settings: The settings of the run, with something in the place of what is to be chosen.
+            model: The model.
+            topology: The ranks.
+        """
+        step_time = max(topology.world.gather_objects(self._step_time()))
+        if topology.groups > 1:
+            self.measured = Measured(step_time, measure_link(topology, settings.timeout.total_seconds()))
+        chosen = topology.world.gather_objects(choice(self.names, settings, model, topology, self.measured))[0]
+        self.names = ()
+        return replace(settings, **chosen)
+
+    def _step_time(self) -> float:
+        times = self._times[_FIRST:] if len(self._times) > STEPS else self._times
+        return max(1e-6, median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
+
+
+def choice(
+    names: tuple[str, ...], settings: Settings, model: nn.Module, topology: Topology, measured: Measured | None
+) -> dict[str, Any]:
+    """What the planner recommends, by argument.
+
+    Args:
+        names: What it may choose.
+        settings: The settings of the run; what may not be chosen is taken from them.
+        model: The model.
+        topology: The ranks.
+        measured: Step time and link; None where there is one group, to which every setting is the same.
+    """
+    among = _candidates(names, settings)
+    if measured is None:
+        own = next(among)
+    else:
+        device = next(model.parameters()).device.type
+        rate = _MEMORY_RATES.get(device, _MEMORY_RATE)
+        groups = Groups(measured.step_time, topology.groups, topology.shards, rate)
+        own = recommend(Model.of_parameters(trainable(model)), groups, measured.link, among).settings
+    return {name: getattr(own, name) for name in _taken(names)}
+
+
+def _taken(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The settings that are chosen where these arguments are left to the planner."""
+    return (*names, *(("layers_per_fragment",) if "fragments" in names else ()))
+
+
+def _candidates(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
+    """The planner's candidates with what was given in place of theirs, in their order and each once."""
+    taken, seen = _taken(names), set()
+    for candidate in candidates():
+        chosen = tuple(getattr(candidate, name) for name in taken)
+        sync_every = candidate.sync_every if "sync_every" in names else settings.sync_every
+        overlap_steps = candidate.overlap_steps if "overlap_steps" in names else settings.overlap_steps
+        if chosen not in seen and overlap_steps < sync_every:
+            seen.add(chosen)
+            yield replace(settings, **dict(zip(taken, chosen, strict=True)))
+
+
+def measure_link(topology: Topology, timeout: float) -> Link:
+    """Measures the link between groups, with messages that grow until they tell enough. All ranks must call it.
+
+    Args:
+        topology: The ranks.
+        timeout: Seconds after which a group that does not answer is given up.
+
+    Returns:
+        The link as the slowest rank saw it.
+    """
+
+    def seconds(nbytes: int) -> float:
+        own = _exchange_seconds(topology.exchange, nbytes, timeout)
+        return float(max(topology.world.gather_objects(own)))
+
+    round_trip = min(seconds(1) for _ in range(3))
+    nbytes = _LEAST_BYTES
+    while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
+        nbytes *= 4
+    # All ranks of a group send at once, each to all other groups.
+    sent = nbytes * (topology.groups - 1) * topology.shards
+    return Link(gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9))
+
+
+def _exchange_seconds(exchange: Exchange[Any], nbytes: int, timeout: float) -> float:
+    message = torch.zeros(nbytes, dtype=torch.uint8, device=exchange.device)
+    started = time.monotonic()
+    exchange.collect(exchange.post([message] * exchange.groups), started + timeout)
+    return time.monotonic() - started
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def tell(settings: Settings, fragments: int, measured: Measured | None, loggers: Iterable[Any], step: int) -> None:
+    """Says what was chosen, and writes it to the loggers of a trainer.
+
+    Args:
+        settings: The settings that were chosen.
+        fragments: Number of fragments.
+        measured: What they were chosen from; None if there is one group.
+        loggers: The loggers.
+        step: The step of their metrics.
+    """
+    numbers: dict[str, float] = {
+        "sdiloco/sync_every": settings.sync_every,
+        "sdiloco/overlap_steps": settings.overlap_steps,
+        "sdiloco/fragments": fragments,
+    }
+    reason = "there is one worker group, to which they are all the same"
+    if measured is not None:
+        link = measured.link
+        numbers |= {
+            "sdiloco/step_time": measured.step_time,
+            "sdiloco/link_gbit_s": link.gbit_s,
+            "sdiloco/link_round_trip": link.round_trip,
+        }
+        reason = (
+            f"an inner step takes {measured.step_time:.3g} s, the link carries {link.gbit_s:.3g} Gbit/s with a round"
+            f" trip of {1000 * link.round_trip:.3g} ms, as measured"
+        )
+    _log.warning(
+        "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r, layers_per_fragment=%d (number of fragments: %d),"
+        " because %s. A resumed fit takes these settings from its checkpoint.",
+        settings.sync_every,
+        settings.overlap_steps,
+        settings.fragments,
+        settings.layers_per_fragment,
+        fragments,
+        reason,
+    )
+    for logger in loggers:
+        logger.log_metrics(numbers, step=step)

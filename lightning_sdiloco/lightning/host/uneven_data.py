@@ -1,0 +1,304 @@
+"""Lets worker groups with unequal numbers of batches end every epoch together, for the time of a fit.
+
+[Note: uneven data] Where lengths are known, all ranks agree on the smallest when Lightning loads the data. Where they
+are not, or a loader ends before the length that it announced, a group that has run dry asks for the end of the epoch,
+and the request travels with its next launch. Until that launch lands the group makes idle batches: Lightning gets None,
+which to it is a batch without training. Idle batches count as those of the other groups do, as inner steps and as
+global steps, so that whatever happens every so many steps happens in all groups after the same one. The batch in which
+the launch lands becomes the last of the epoch in all groups.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lightning_sdiloco.lightning.host.patching import replace
+from lightning_sdiloco.lightning.requests import Request
+
+if TYPE_CHECKING:
+    from lightning_sdiloco.lightning.groups import GroupsMixin
+
+_log = logging.getLogger(__name__)
+
+# What Lightning says when the barrier in front of all comparisons of loaders has been passed.
+_LOADED = "train_dataloader()"
+_YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
+
+
+def end_epochs_together(trainer: Any, strategy: "GroupsMixin") -> ExitStack:
+    """Makes the replacements; see [Note: uneven data]. One worker group alone needs none.
+
+    Args:
+        trainer: The trainer that is about to fit.
+        strategy: Its strategy.
+
+    Returns:
+        What undoes them, with ``close()``.
+    """
+    undo = ExitStack()
+    if strategy.topology.groups > 1:
+        loop = trainer.fit_loop
+        replace(undo, loop, "setup_data", partial(_setup_data, trainer, strategy, loop.setup_data))
+        epoch_loop = loop.epoch_loop
+        should_validate = partial(_should_validate, trainer, epoch_loop._should_check_val_fx)
+        replace(undo, epoch_loop, "_should_check_val_fx", should_validate)
+    return undo
+
+
+# Idle batches, and the end of an epoch
+
+
+def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
+    """Counts a batch in which this group did not train as Lightning counts one in which it did.
+
+    Args:
+        trainer: The trainer.
+        optimizer_steps: How many steps of optimizers a batch makes in manual optimization.
+
+    Returns:
+        Whether the other groups make an inner step in this batch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    loop.batch_progress.increment_started()
+    if loop._should_accumulate():
+        return False
+    if trainer.lightning_module.automatic_optimization:
+        progress, steps = loop.automatic_optimization.optim_progress.optimizer.step, 1
+    else:
+        progress, steps = loop.manual_optimization.optim_step_progress, optimizer_steps
+    for _ in range(steps):
+        progress.increment_ready()
+        progress.increment_completed()
+    return True
+
+
+def end_epoch(trainer: Any) -> None:
+    """Makes the batch that ends now the last of the epoch."""
+    loop = trainer.fit_loop.epoch_loop
+    if not loop._num_ready_batches_reached():
+        loop.batch_progress.is_last_batch = True
+        # For a last batch that Lightning knows of it does this before the hooks at the end of the batch.
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
+def drop_what_not_all_logged(trainer: Any, strategy: "GroupsMixin") -> None:
+    """Drops metrics of the epoch that some ranks do not have, because they had no batch: a reduction would hang.
+
+    All ranks must call it, at the end of every epoch: nobody knows of another group that had none in an epoch of known
+    length.
+    """
+    results = trainer.fit_loop.epoch_loop._results
+    logged = [key for key, metric in results.items() if metric.meta.on_epoch and not metric.has_reset]
+    common = set.intersection(*map(set, strategy.topology.world.gather_objects(logged)))
+    dropped = [key for key in logged if key not in common]
+    for key in dropped:
+        del results[key]
+    if dropped and strategy.topology.shard == 0:
+        _log.warning(
+            "A worker group had no batch in epoch %d, so what the others logged for the epoch is dropped: %s.",
+            trainer.current_epoch,
+            ", ".join(dropped),
+        )
+
+
+def _should_validate(trainer: Any, original: Callable[[Any], bool], fetcher: Any) -> bool:
+    """As Lightning decides, and at the end of an epoch that ended before the announced number of batches."""
+    loop = trainer.fit_loop.epoch_loop
+    early = loop.batch_progress.is_last_batch and loop.batch_progress.current.ready < trainer.num_training_batches
+    return original(fetcher) or (early and _validates_by_share(trainer) and loop._should_check_val_epoch())
+
+
+def _validates_by_share(trainer: Any) -> bool:
+    by_time = getattr(trainer, "_val_check_time_interval", None) is not None
+    return isinstance(trainer.val_check_interval, float) and not by_time
+
+
+class _Fetcher:
+    """Hands out what a data fetcher of Lightning does, and None once that has run dry before the epoch is over.
+
+    Lightning reads and sets its attributes.
+
+    Args:
+        fetcher: Lightning's fetcher, already iterating.
+        length: The number of batches that all groups agreed on, if one is known.
+        trainer: The trainer.
+        strategy: Its strategy.
+    """
+
+    def __init__(self, fetcher: Any, length: int | None, trainer: Any, strategy: "GroupsMixin") -> None:
+        self._fetcher = fetcher
+        # Fetched ahead, so that Lightning knows the last batch. Here nobody asks, and the state of a loader that is
+        # saved would be one batch ahead of training.
+        self._ahead, fetcher.batches, fetcher.prefetch_batches = fetcher.batches, [], 0
+        self._length = length
+        self._trainer = trainer
+        self._strategy = strategy
+        self._start_profiler = fetcher._start_profiler
+        self._stop_profiler = fetcher._stop_profiler
+        self.fetched = 0
+        self.done = False
+
+    def __iter__(self) -> "_Fetcher":
+        iter(self._fetcher)
+        self._ahead = []
+        self.fetched = 0
+        self.done = False
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        self._fetcher._start_profiler, self._fetcher._stop_profiler = self._start_profiler, self._stop_profiler
+        item = self._ahead.pop() if self._ahead else next(self._fetcher, None)
+        if item is None:
+            item = self._idle()
+        self.fetched += 1
+        self.done = self._length is not None and self.fetched >= self._length
+        return item
+
+    def _idle(self) -> tuple[Any, int, int]:
+        if not any(isinstance(callback, self._strategy.callback_type) for callback in self._trainer.callbacks):
+            # A tuner took away the callback that counts, and trains so many steps in each rank: data starts again.
+            iter(self._fetcher)
+            ahead: tuple[Any, int, int] = next(self._fetcher)
+            return ahead
+        self._strategy.ask(Request.END_EPOCH)
+        _say_that_it_waits(self._trainer, self._strategy, self.fetched)
+        for logged in self._trainer.fit_loop.epoch_loop._results.values():
+            # Or what the last batch logged would be logged again for this one.
+            logged._forward_cache = None
+        return None, self.fetched, 0
+
+    def teardown(self) -> None:
+        """Ends the workers of the loaders."""
+        self._fetcher.teardown()
+
+
+def _say_that_it_waits(trainer: Any, strategy: "GroupsMixin", batches: int) -> None:
+    said = trainer.fit_loop.epoch_loop._warning_cache
+    if _YIELDED_NONE in said:
+        return
+    # Lightning would call it unusual.
+    said.add(_YIELDED_NONE)
+    if strategy.topology.shard == 0:
+        _log.warning(
+            "Worker group %d has no more batches in epoch %d after %d. It makes idle batches until all groups end the"
+            " epoch together, after the landing of its next launch. They count as steps, for max_steps and learning"
+            " rates too. A loader with a length, or limit_train_batches as a number of batches, avoids them. This is"
+            " said once.",
+            strategy.topology.group,
+            trainer.current_epoch,
+            batches,
+        )
+
+
+# Known lengths
+
+
+class _Announced(NamedTuple):
+    """What a rank says of its training data: the number of batches in an epoch, if it is known, or what went wrong."""
+
+    group: int
+    batches: int | None
+    error: str
+
+
+def _setup_data(trainer: Any, strategy: "GroupsMixin", original: Callable[[], None]) -> None:
+    loop = trainer.fit_loop
+    before, failure = loop._data_fetcher, None
+    with ExitStack() as undo:
+        loaded = _compare_no_lengths(undo, strategy)
+        try:
+            original()
+        except Exception as error:
+            if not loaded:
+                raise
+            failure = error
+    if failure is not None or loop._data_fetcher is not before:
+        _agree(trainer, strategy, failure)
+
+
+def _compare_no_lengths(undo: ExitStack, strategy: "GroupsMixin") -> list[str]:
+    """Keeps Lightning from adding up lengths over all ranks: it hangs where some loaders have a length and some not.
+
+    Returns:
+        A list that is not empty once all ranks have their loaders.
+    """
+    passed: list[str] = []
+    wait = strategy.barrier
+
+    def barrier(name: Any = None, *args: Any, **kwargs: Any) -> None:
+        wait(name, *args, **kwargs)
+        if name == _LOADED:
+            passed.append(name)
+            replace(undo, strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
+
+    replace(undo, strategy, "barrier", barrier)
+    return passed
+
+
+def _agree(trainer: Any, strategy: "GroupsMixin", failure: Exception | None) -> None:
+    """Agrees with all ranks how many batches an epoch has. Raises on all of them if one has none, or could not load."""
+    topology = strategy.topology
+    batches = _batches(trainer.fit_loop) if failure is None else None
+    own = _Announced(topology.group, batches, "" if failure is None else repr(failure))
+    ranks = topology.world.gather_objects(own)
+    if failure is not None:
+        raise failure
+    _require_data(ranks)
+    known = [rank.batches for rank in ranks if rank.batches is not None]
+    agreed = min(known) if known else None
+    if agreed is not None and any(rank.batches != agreed for rank in ranks):
+        _shorten(trainer, agreed)
+        if strategy.is_global_zero:
+            _log.warning(
+                "Worker groups have unequal numbers of batches: %s. Every epoch ends after %d in all of them.",
+                _told(ranks),
+                agreed,
+            )
+    if agreed != 0:
+        _end_after(trainer, strategy, agreed)
+
+
+def _batches(loop: Any) -> int | None:
+    """How many batches an epoch has, if that is known."""
+    if loop.max_batches != float("inf"):
+        return int(loop.max_batches)
+    # A loader that is taken up again may be at its end, and groups may have no data in a later epoch.
+    resumed = loop.restarting or getattr(loop, "is_resuming", False)
+    return 0 if loop._data_fetcher.done and not resumed else None
+
+
+def _require_data(ranks: list[_Announced]) -> None:
+    for rank in ranks:
+        if rank.error:
+            raise ValueError(f"Worker group {rank.group} cannot train with its data: {rank.error}.")
+    if any(rank.batches == 0 for rank in ranks) and not all(rank.batches == 0 for rank in ranks):
+        raise ValueError(
+            f"Some worker groups have no batch to train on: {_told(ranks)}. Epochs end together, so nobody would train."
+            " Give every group data, or train with fewer worker groups."
+        )
+
+
+def _told(ranks: list[_Announced]) -> str:
+    """The numbers of batches of all groups, for people."""
+    groups: dict[int, list[str]] = {}
+    for rank in ranks:
+        groups.setdefault(rank.group, []).append("an unknown number" if rank.batches is None else str(rank.batches))
+    return ", ".join(f"group {group} has {' and '.join(dict.fromkeys(told))}" for group, told in groups.items())
+
+
+def _shorten(trainer: Any, agreed: int) -> None:
+    trainer.fit_loop.max_batches = agreed
+    if _validates_by_share(trainer):
+        trainer.val_check_batch = max(1, int(agreed * trainer.val_check_interval))
+
+
+def _end_after(trainer: Any, strategy: "GroupsMixin", agreed: int | None) -> None:
+    loop = trainer.fit_loop
+    if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
+        loop._data_fetcher = _Fetcher(loop._data_fetcher, agreed, trainer, strategy)
+    elif agreed is not None:
+        # Its iterator goes to training_step, where batches are taken: it can be shortened, but not hand out None.
+        loop._combined_loader.limits = [min(limit, agreed) for limit in loop._combined_loader.limits]
+        loop._data_fetcher.length = agreed

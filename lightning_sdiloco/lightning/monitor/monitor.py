@@ -1,0 +1,235 @@
+"""The callback that a user adds to keep what a run did: a record of every rank, and a timeline of all of them."""
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.lightning.monitor.clocks import ClockOffset, measured, wall_clock
+from lightning_sdiloco.lightning.monitor.deferred import Deferred
+from lightning_sdiloco.lightning.monitor.records import read_run, record_path
+from lightning_sdiloco.lightning.monitor.timeline import write_timeline
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback as _Base
+else:
+    _Base = object
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = 1
+
+
+class StreamingDiLoCoMonitorMixin(_Base):
+    """Keeps what a run did, for `sdiloco report` and for a trace viewer.
+
+    Every rank writes a record of its own, a file of JSON lines: inner steps, launches, flights, landings, waits and
+    losses. Nothing of it travels between groups, and training waits for none of it.
+
+    Args:
+        folder: Where the records go. By default ``sdiloco`` in the folder of the trainer's first logger, or in its
+            ``default_root_dir``.
+        timeline: A file for a trace of all ranks on one time axis, in the JSON format of Chrome and Perfetto. Rank 0
+            writes it when the fit ends, of the records that it finds in the folder.
+        diagnostics: Whether every landing measures how far the groups agree. That costs the background lane some passes
+            over the fragment.
+
+    Raises:
+        ValueError: If the strategy is not Streaming DiLoCo.
+    """
+
+    def __init__(self, folder: str | None = None, timeline: str | None = None, diagnostics: bool = True) -> None:
+        self.diagnostics = diagnostics
+        self._folder = folder
+        self._timeline = timeline
+        self._file: Any = None
+        self._clock = wall_clock()
+        self._offsets: list[ClockOffset] = []
+        self._fragments: tuple[Fragment, ...] = ()
+        self._step = 0
+        self._done: float | None = None
+        self._paused: float | None = None
+        self._losses = Deferred()
+        self._names_before: set[str] = set()
+        self._validated: set[str] = set()
+
+    # Hooks
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuses a strategy that there is nothing to watch of."""
+        if not hasattr(trainer.strategy, "outer_state_dict"):
+            raise ValueError(
+                "StreamingDiLoCoMonitor watches Streaming DiLoCo, and the strategy is"
+                f" {type(trainer.strategy).__name__}. Take the monitor out, or choose strategy='streaming_diloco'."
+            )
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Opens the record of this rank, and compares its clock with that of rank 0."""
+        world = trainer.strategy.topology.world
+        folder = Path(self._folder or Path(trainer.log_dir or trainer.default_root_dir) / "sdiloco")
+        path = record_path(folder, trainer.global_rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A line at a time, so that a run that is killed leaves what it did.
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._folder = str(folder)
+        self._clock = wall_clock()
+        self._offsets = [measured(self._clock, world)]
+        self._fragments, self._done = (), None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begins the first inner step."""
+        self._begin(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Notes the inner step, which the strategy's own callback has made just now."""
+        self._begin(trainer, pl_module)
+        engine = trainer.strategy.engine
+        if engine.inner_steps == self._step:
+            return
+        self._step = engine.inner_steps
+        began, self._done = self._done, engine.step_span[1]
+        self._write("step", step=self._step, span=(began, engine.step_span[0]), done=self._done)
+        if engine.fragments is not self._fragments:
+            self._note_fragments(pl_module, engine)
+        self._note_loss(trainer, outputs)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begins a pause of training."""
+        self._paused = time.perf_counter()
+        self._names_before = set(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ends the pause, and notes what validation found."""
+        # Names that came with a validation; what training logs is among the metrics too.
+        self._validated |= set(trainer.callback_metrics) - self._names_before
+        if self._file is None or self._done is None or self._paused is None:
+            return
+        # Lightning has read these numbers for the loggers already.
+        told = trainer.callback_metrics.items()
+        metrics = {name: float(value) for name, value in told if name in self._validated and value.numel() == 1}
+        span = self._paused, time.perf_counter()
+        self._write("validation", step=self._step, span=span, metrics=metrics)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Compares the clocks once more, and closes the record."""
+        engine = trainer.strategy.engine
+        if engine is not None and self._done is not None:
+            self.note(engine.final_landings, final=True)
+            self._note_losses(wait=True)
+            # All ranks come here together: the strategy's own comparison of the model follows.
+            self._offsets.append(measured(self._clock, trainer.strategy.topology.world))
+            self._write("end", step=self._step, time=time.perf_counter(), offset=self._offsets[-1]._asdict())
+        self._close()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Merges the records into the timeline, on rank 0: by now all ranks have closed theirs."""
+        if self._timeline is not None and trainer.is_global_zero and self._folder is not None:
+            run = read_run(self._folder)
+            if len(run.ranks) < trainer.world_size:
+                _log.warning(
+                    "%s has the records of %d of %d ranks: the others wrote to disks of their own. Copy theirs there,"
+                    " and `sdiloco report` makes the timeline of all.",
+                    self._folder,
+                    len(run.ranks),
+                    trainer.world_size,
+                )
+            write_timeline(self._timeline, run)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Closes the record. Nothing waits for another rank."""
+        self._close()
+
+    # What is noted
+
+    def note(self, landings: Iterable[Landing], final: bool = False) -> None:
+        """Notes landings; the strategy's callback hands them over."""
+        for landing in landings if self._file is not None else ():
+            told = landing._asdict() | {"final": final, "link_gbit_s": landing.link_gbit_s}
+            spans = {name: self._on_clock(span) for name, span in told.pop("spans").items()}
+            diagnostics = told.pop("diagnostics")
+            self._write("landing", **told, spans=spans, diagnostics=diagnostics and diagnostics._asdict())
+
+    def _begin(self, trainer: Any, pl_module: Any) -> None:
+        engine = trainer.strategy.engine
+        if self._done is not None or engine is None:
+            return
+        self._done, self._step = time.perf_counter(), engine.inner_steps
+        topology, settings = engine.topology, engine.settings
+        self._write(
+            "start",
+            format=_FORMAT,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            groups=topology.groups,
+            group=topology.group,
+            shards=topology.shards,
+            shard=topology.shard,
+            host=socket.gethostname(),
+            offset=self._offsets[0]._asdict(),
+            time=self._done,
+            step=self._step,
+            settings={
+                "sync_every": settings.sync_every,
+                "overlap_steps": settings.overlap_steps,
+                "layers_per_fragment": settings.layers_per_fragment,
+                "mixing": settings.mixing,
+                "fragments": settings.fragments,
+                "compression": settings.compression if isinstance(settings.compression, str) else None,
+            },
+        )
+        self._note_fragments(pl_module, engine)
+
+    def _note_fragments(self, pl_module: Any, engine: StreamingDiLoCo) -> None:
+        self._fragments = engine.fragments
+        parameters = dict(pl_module.named_parameters())
+        sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in parameters.items() if p.requires_grad}
+        cut = [fragment.names for fragment in engine.fragments]
+        self._write("fragments", step=self._step, fragments=cut, parameters=sizes)
+
+    def _note_loss(self, trainer: Any, outputs: Any) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None and self._step % max(1, trainer.log_every_n_steps) == 0:
+            self._losses.take(self._step, loss)
+        self._note_losses()
+
+    def _note_losses(self, wait: bool = False) -> None:
+        for step, loss in self._losses.ready(wait):
+            self._write("loss", step=step, loss=loss)
+
+    def _write(self, kind: str, **told: Any) -> None:
+        for name in ("time", "done"):
+            if name in told:
+                told[name] = self._clock_of(told[name])
+        if "span" in told:
+            told["span"] = self._on_clock(told["span"])
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, **told}) + "\n")
+
+    def _on_clock(self, span: Span) -> Span:
+        return self._clock_of(span[0]), self._clock_of(span[1])
+
+    def _clock_of(self, moment: float) -> float:
+        """A moment of ``time.perf_counter()`` on the clock of this rank, in seconds since 1970, to a microsecond."""
+        return round(self._clock(moment), 6)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def asks_for_diagnostics(trainer: Any) -> bool:
+    """Whether a callback of the trainer asks how far the groups agree."""
+    return any(monitor.diagnostics for monitor in monitors_of(trainer))
+
+
+def monitors_of(trainer: Any) -> list[StreamingDiLoCoMonitorMixin]:
+    """The monitors among the callbacks of a trainer."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, StreamingDiLoCoMonitorMixin)]

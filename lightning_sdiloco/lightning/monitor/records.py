@@ -1,0 +1,193 @@
+"""The records that the ranks of a run left, read back and put on the clock of rank 0."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_sdiloco.engine.measurements import Span
+
+_NAME = "rank_{:05d}.jsonl"
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """The file of a rank."""
+    return folder / _NAME.format(rank)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An inner step.
+
+    Attributes:
+        step: Its number.
+        span: From the end of the one before to its own launches and landings.
+        done: When these were done.
+    """
+
+    step: int
+    span: Span
+    done: float
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A landing, as `lightning_sdiloco.Landing` describes it, and whether it was one of the final exchange."""
+
+    fragment: int
+    launched_at: int
+    landed_at: int
+    final: bool
+    bytes_sent: int
+    bytes_received: int
+    outer_grad_norm: float
+    group_norms: list[float]
+    counted: list[int]
+    left_out: list[int]
+    outlying: list[int]
+    spans: dict[str, Span]
+    diagnostics: dict[str, Any] | None
+
+    def seconds(self, name: str) -> float:
+        """How long one of the spans was; 0 if there was none."""
+        began, ended = self.spans.get(name, (0.0, 0.0))
+        return ended - began
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A validation inside the fit."""
+
+    step: int
+    span: Span
+    metrics: dict[str, float]
+
+
+@dataclass
+class Rank:
+    """What one rank did; times are on the clock of rank 0, in seconds since 1970.
+
+    Attributes:
+        rank: The rank.
+        about: What the record starts with: groups, shards, settings, and so on.
+        fragments: Names of the parameters of each fragment.
+        parameters: Number of values and of bytes of each trainable parameter.
+        steps: The inner steps.
+        landings: The landings.
+        validations: The validations.
+        losses: Inner step and loss of the training batches that were noted.
+        uncertainty: By how many seconds its clock may be off after the correction.
+    """
+
+    rank: int
+    about: dict[str, Any]
+    fragments: list[list[str]] = field(default_factory=list)
+    parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    landings: list[Landed] = field(default_factory=list)
+    validations: list[Validation] = field(default_factory=list)
+    losses: list[tuple[float, float]] = field(default_factory=list)
+    uncertainty: float = 0.0
+
+    @property
+    def group(self) -> int:
+        """Its worker group."""
+        return int(self.about["group"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of a run, by rank."""
+
+    ranks: list[Rank]
+
+    @property
+    def heads(self) -> list[Rank]:
+        """The first rank of every group that left a record."""
+        return [rank for rank in self.ranks if rank.about["shard"] == 0]
+
+    @property
+    def began(self) -> float:
+        """When the first inner step began."""
+        return min(rank.steps[0].span[0] for rank in self.ranks if rank.steps)
+
+
+def read_run(folder: str | Path) -> Run:
+    """Reads the records in a folder, or in its subfolder ``sdiloco``.
+
+    Raises:
+        ValueError: If there are none, or they hold no inner step.
+    """
+    for place in (Path(folder), Path(folder) / "sdiloco"):
+        paths = sorted(place.glob("rank_*.jsonl"))
+        if paths:
+            ranks = [rank for rank in map(_read, paths) if rank is not None]
+            if ranks:
+                return Run(ranks)
+            raise ValueError(f"The records in {place} hold no inner step: the run ended before its first.")
+    raise ValueError(
+        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder in which a StreamingDiLoCoMonitor"
+        " wrote them: add one to the trainer's callbacks; by default it writes into sdiloco in the folder of the"
+        " logger."
+    )
+
+
+def _read(path: Path) -> Rank | None:
+    rank: Rank | None = None
+    for part in _parts(path):
+        rank = rank or Rank(part[0]["rank"], part[0])
+        _take(rank, part, _Correction(part))
+    return rank if rank is not None and rank.steps else None
+
+
+def _parts(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """The lines of a record, one part for each time that the run was started or resumed."""
+    part: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            told = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the last line of a process that was killed
+        if told["kind"] == "start":
+            if part:
+                yield part
+            part = []
+        part.append(told)
+    if part and part[0]["kind"] == "start":
+        yield part
+
+
+class _Correction:
+    """Takes the offset of a clock out: in between what was measured at the start and at the end a straight line."""
+
+    def __init__(self, part: list[dict[str, Any]]) -> None:
+        measured = [told for told in part if told["kind"] in ("start", "end")]
+        self._began, self._ended = measured[0]["time"], measured[-1]["time"]
+        self._first, self._last = (told["offset"]["seconds"] for told in (measured[0], measured[-1]))
+        self.uncertainty = max(told["offset"]["uncertainty"] for told in measured)
+
+    def __call__(self, moment: float) -> float:
+        share = (moment - self._began) / (self._ended - self._began) if self._ended > self._began else 0.0
+        return float(moment - self._first - share * (self._last - self._first))
+
+    def span(self, span: list[float]) -> Span:
+        return self(span[0]), self(span[1])
+
+
+def _take(rank: Rank, part: list[dict[str, Any]], correction: _Correction) -> None:
+    rank.uncertainty = max(rank.uncertainty, correction.uncertainty)
+    for told in part:
+        kind = told.pop("kind")
+        if kind == "step":
+            rank.steps.append(Step(told["step"], correction.span(told["span"]), correction(told["done"])))
+        elif kind == "landing":
+            spans = {name: correction.span(span) for name, span in told["spans"].items()}
+            fields = {name: told[name] for name in Landed.__dataclass_fields__}
+            rank.landings.append(Landed(**{**fields, "spans": spans}))
+        elif kind == "validation":
+            rank.validations.append(Validation(told["step"], correction.span(told["span"]), told["metrics"]))
+        elif kind == "loss":
+            rank.losses.append((told["step"], told["loss"]))
+        elif kind == "fragments":
+            rank.fragments, rank.parameters = told["fragments"], told["parameters"]

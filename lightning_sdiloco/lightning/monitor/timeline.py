@@ -1,0 +1,82 @@
+"""A run as a trace for Chrome (chrome://tracing) or Perfetto (ui.perfetto.dev): all ranks on one time axis."""
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.lightning.monitor.records import Landed, Rank, Run
+
+Event = dict[str, Any]
+
+_TRAINING = 0
+_PARTS = ("encode", "transfer", "decode", "outer_step")
+
+
+def write_timeline(path: str | Path, run: Run) -> None:
+    """Writes the trace of a run to a file, whose folder is made if it is not there."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(trace(run)), encoding="utf-8")
+
+
+def trace(run: Run) -> dict[str, Any]:
+    """The trace of a run, in the JSON object format of Chrome's trace viewer.
+
+    A process stands for a rank. Its first row is the training thread, whose slices ``step``, ``launch``, ``wait`` and
+    ``land`` do not overlap; a validation lies inside a step. Below is a row for each fragment with its flights, and
+    inside each flight what the lane did. Arrows go from a launch to its landing. Times are in microseconds since the
+    first inner step.
+    """
+    numbers = count(1)
+    events = [event for rank in run.ranks for event in _events(rank, run.began, numbers)]
+    uncertainty = max(rank.uncertainty for rank in run.ranks)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock_uncertainty_s": uncertainty}}
+
+
+def _events(rank: Rank, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
+    yield from _names(rank)
+
+    def event(kind: str, name: str, row: int, moment: float, **more: Any) -> Event:
+        return {"ph": kind, "name": name, "pid": rank.rank, "tid": row, "ts": round(1e6 * (moment - zero), 3), **more}
+
+    def piece(name: str, row: int, span: Span, **args: Any) -> Event:
+        duration = round(1e6 * max(0.0, span[1] - span[0]), 3)
+        return event("X", name, row, span[0], dur=duration, args=args)
+
+    for step in rank.steps:
+        yield piece("step", _TRAINING, step.span, step=step.step)
+    for validation in rank.validations:
+        yield piece("validation", _TRAINING, validation.span, step=validation.step)
+    for landing in rank.landings:
+        about = _about(landing)
+        for name in ("launch", "wait", "land"):
+            yield piece(name, _TRAINING, landing.spans[name], **about)
+        row = 1 + landing.fragment
+        yield piece("final flight" if landing.final else "flight", row, landing.spans["flight"], **about)
+        for name in _PARTS:
+            if name in landing.spans:
+                yield piece(name, row, landing.spans[name])
+        number = next(numbers)
+        yield event("s", "flight", _TRAINING, landing.spans["launch"][0], id=number, cat="flight")
+        yield event("f", "flight", _TRAINING, landing.spans["land"][0], id=number, cat="flight", bp="e")
+
+
+def _names(rank: Rank) -> Iterator[Event]:
+    shard = f", rank {rank.rank}" if rank.about["shards"] > 1 else ""
+    fragments = [f"fragment {fragment}" for fragment in range(len(rank.fragments))]
+    yield {"ph": "M", "name": "process_name", "pid": rank.rank, "args": {"name": f"group {rank.group}{shard}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank.rank, "args": {"sort_index": rank.rank}}
+    for row, name in enumerate(["training", *fragments]):
+        yield {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": row, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank.rank, "tid": row, "args": {"sort_index": row}}
+
+
+def _about(landing: Landed) -> dict[str, Any]:
+    return {
+        "fragment": landing.fragment,
+        "launched_at": landing.launched_at,
+        "landed_at": landing.landed_at,
+        "bytes_sent": landing.bytes_sent,
+    }

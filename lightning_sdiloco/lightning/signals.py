@@ -1,0 +1,174 @@
+"""Signals and the end that they ask for: every rank ends after the same inner step, with a checkpoint.
+
+[Note: signals wait for a step boundary] A handler may run between any two lines of Python. So it only takes note; the
+request travels with the next launch, and when that has landed, on every rank after the same inner step, all save
+together and end. Until then a second signal changes nothing, and afterwards neither.
+
+[Note: where a fit ends] Lightning resumes exactly from two places of a batch's end. Where a validation is due, from
+before its first batch: the resumed fit starts with that validation. Otherwise from after everything else. After the
+last batch of an epoch it resumes with the next epoch, so the end of the epoch is run before.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning_sdiloco.lightning.requests import SIGNALLED, Request
+
+if TYPE_CHECKING:
+    from lightning_sdiloco.lightning.groups import GroupsMixin
+
+_log = logging.getLogger(__name__)
+
+Replace = Callable[[Any, str, Callable[..., Any]], None]
+
+
+class Signals:
+    """Takes note of the signals that this rank gets in a fit, and ends the fit when all ranks have agreed to.
+
+    Args:
+        trainer: The trainer that is about to fit.
+        strategy: Its strategy.
+    """
+
+    def __init__(self, trainer: Any, strategy: "GroupsMixin") -> None:
+        self._trainer = trainer
+        self._strategy = strategy
+        self._received: set[Request] = set()
+        self._requeue = trainer._signal_connector._slurm_sigusr_handler_fn
+        self._requeued_by: int | None = None
+        self.ended = False
+
+    def listen(self, replace: Replace) -> None:
+        """Takes the place of Lightning's handlers, and of what ends a batch and an epoch.
+
+        Args:
+            replace: Sets an attribute of an object for the time of the fit.
+        """
+        connector, fit_loop = self._trainer._signal_connector, self._trainer.fit_loop
+        replace(connector, "_sigterm_notifier_fn", partial(self._note, Request.TERMINATE))
+        replace(connector, "_slurm_sigusr_handler_fn", partial(self._note, Request.REQUEUE))
+        replace(fit_loop.epoch_loop, "on_advance_end", partial(self._after_batch, fit_loop.epoch_loop.on_advance_end))
+        replace(fit_loop, "on_advance_end", partial(self._after_epoch, fit_loop.on_advance_end))
+
+    @property
+    def received(self) -> int:
+        """What the signals so far ask of all ranks."""
+        return sum(self._received.copy())
+
+    def end_if_any_received(self) -> None:
+        """Ends a fit that has finished before a launch could carry the request. All ranks must call it."""
+        received = 0
+        for rank in self._strategy.topology.world.gather_objects(self.received):
+            received |= rank
+        if received:
+            self._end(received)
+
+    def _note(self, request: Request, signum: int, frame: Any) -> None:
+        # See [Note: signals wait for a step boundary]. To add to a set is one step, so nested handlers lose nothing.
+        self._received.add(request)
+        if request == Request.REQUEUE:
+            self._requeued_by = signum
+
+    def _after_batch(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
+        """See [Note: where a fit ends]."""
+        loop, agreed = self._trainer.fit_loop.epoch_loop, self._agreed()
+        if agreed and loop._should_check_val_fx(data_fetcher):
+            _stop_before_first_batch(loop.val_loop)
+            self._end(agreed)
+        original(data_fetcher)
+        if agreed and not loop._is_training_done:
+            self._end(agreed)
+
+    def _after_epoch(self, original: Callable[[], None]) -> None:
+        agreed = self._agreed()
+        original()
+        if agreed:
+            _stop_with_last_batch(self._trainer.fit_loop)
+            self._end(agreed)
+
+    def _agreed(self) -> int:
+        # A fit that finished with this very step goes on to its end.
+        return sum(bit for bit in SIGNALLED if self._strategy.is_training and self._strategy.agreed(bit))
+
+    def _end(self, agreed: int) -> NoReturn:
+        if agreed & Request.REQUEUE:
+            # Lightning's own handler: it saves and requeues the job, which resumes by itself.
+            self._requeue(self._requeued_by or agreed, None)
+        else:
+            self._save()
+        self.ended = True
+        self._trainer._signal_connector.received_sigterm = True
+        raise self._strategy.termination
+
+    def _save(self) -> None:
+        path = terminated_path(self._trainer)
+        if path is not None:
+            self._trainer.save_checkpoint(path)
+        if self._strategy.is_global_zero:
+            step = self._trainer.global_step
+            _log.warning("A termination signal ended the fit on all ranks after global step %s. %s", step, _told(path))
+
+
+def terminated_path(trainer: Any) -> str | None:
+    """Where a terminated fit is saved: beside the first checkpoints that the trainer saves; None if it saves none."""
+    if not trainer.checkpoint_callbacks or trainer.fast_dev_run:
+        return None
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    folder = next(filter(None, folders), trainer.default_root_dir)
+    # Not a name that Lightning looks for: it would resume a later job from it unasked.
+    return os.path.join(str(folder), f"terminated-step={trainer.global_step}.ckpt")
+
+
+def _told(path: str | None) -> str:
+    if path is None:
+        return (
+            "No checkpoint was saved, because the trainer saves none (enable_checkpointing, fast_dev_run, barebones)."
+        )
+    return f"To go on from there: trainer.fit(..., ckpt_path={path!r})."
+
+
+def _stop_before_first_batch(val_loop: Any) -> None:
+    """Counts as Lightning does when a validation stops within its first batch: it then starts with that again."""
+    val_loop.batch_progress.reset_on_run()
+    val_loop.batch_progress.increment_ready()
+    val_loop.batch_progress.increment_started()
+
+
+def _stop_with_last_batch(fit_loop: Any) -> None:
+    """Counts as Lightning does when an epoch stops with its last batch: after its end it restores no loader.
+
+    What happens at the end of the epoch has happened, and is not repeated: the current count says so, see
+    [Note: the rest of a batch].
+    """
+    for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
+        count.processed -= 1
+        count.completed -= 1
+    fit_loop.epoch_loop.batch_progress.total.completed -= 1
+    fit_loop.epoch_loop._batches_that_stepped -= 1
+
+
+def listen_without_fit(trainer: Any, replace: Replace) -> None:
+    """Takes the place of Lightning's handlers outside a fit, which wait for all ranks in the midst of whatever runs.
+
+    SIGTERM ends this rank after its batch; the others notice that it is gone. There is nothing to save.
+
+    Args:
+        trainer: The trainer that is about to validate, test or predict.
+        replace: Sets an attribute of an object for that time.
+    """
+    connector = trainer._signal_connector
+    replace(connector, "_sigterm_notifier_fn", partial(_terminate, connector))
+    replace(connector, "_slurm_sigusr_handler_fn", _refuse_requeue)
+
+
+def _terminate(connector: Any, signum: int, frame: Any) -> None:
+    if not connector.received_sigterm and connector.trainer.strategy.launcher is not None:
+        connector.trainer.strategy.launcher.kill(signum)
+    connector.received_sigterm = True
+
+
+def _refuse_requeue(signum: int, frame: Any) -> None:
+    _log.warning("Signal %s asks to requeue the job. Outside trainer.fit there is no state to requeue it with.", signum)

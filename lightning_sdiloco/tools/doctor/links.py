@@ -1,0 +1,136 @@
+"""Measures the way between worker groups: round trip, and what goes through one TCP connection."""
+
+import socket
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from lightning_sdiloco.launch.reachability import Listener
+from lightning_sdiloco.launch.rendezvous import Meeting, reason, try_to_connect
+
+# How long one direction is measured. The second half counts: a connection starts slowly.
+SECONDS = 3.0
+
+_PINGS = 10
+_BLOCK = 1 << 20
+_RATE = struct.Struct(">d")
+
+
+class Link(NamedTuple):
+    """One direction between two worker groups.
+
+    Attributes:
+        source: The worker group that sends.
+        target: The worker group that receives.
+        round_trip: Seconds to the target and back: the median of some.
+        bits_per_second: What one connection carries, while all groups send at the same time.
+        error: Why it could not be measured; empty if it was.
+    """
+
+    source: int
+    target: int
+    round_trip: float = 0.0
+    bits_per_second: float = 0.0
+    error: str = ""
+
+
+def measure(
+    meeting: Meeting, groups: int, group: int, speaks: bool, address: str, seconds: float = SECONDS
+) -> list[Link]:
+    """Measures between the first ranks of all worker groups. All ranks must call it.
+
+    In each round every group sends to one other, and receives from one, as a launch does.
+
+    Args:
+        meeting: All ranks.
+        groups: Number of worker groups.
+        group: That of this rank.
+        speaks: Whether this rank is the first of its group.
+        address: Where this rank listens for other groups.
+        seconds: How long each direction is measured.
+    """
+    listener = Listener(address, lambda connection: _serve(connection, seconds))
+    try:
+        told = meeting.gather("links", [group, address, listener.port] if speaks else None)
+        places = {place[0]: (str(place[1]), int(place[2])) for place in told if place is not None}
+        round_trips = {other: _round_trip(places[other]) for other in places if other != group} if speaks else {}
+        meeting.gather("round trips", None)
+        links = []
+        for step in range(1, groups):
+            other = (group + step) % groups
+            if speaks:
+                links.append(_link(group, other, places[other], round_trips[other], seconds))
+            meeting.gather(f"round {step}", None)
+        return [Link(*link) for rank in meeting.gather("measured", links) for link in rank]
+    finally:
+        listener.close()
+
+
+def _link(group: int, other: int, place: tuple[str, int], round_trip: float | str, seconds: float) -> Link:
+    if isinstance(round_trip, str):
+        return Link(group, other, error=round_trip)
+    rates: list[float] = []
+    error = try_to_connect(*place, 4 * seconds + 10, lambda connection: rates.append(_sent(connection, seconds)))
+    return Link(group, other, error=reason(error)) if error else Link(group, other, round_trip, rates[0])
+
+
+def _round_trip(place: tuple[str, int]) -> float | str:
+    seconds: list[float] = []
+
+    def ping(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(_PINGS):
+            start = time.monotonic()
+            connection.sendall(b"p")
+            _receive(connection, 1)
+            seconds.append(time.monotonic() - start)
+
+    error = try_to_connect(*place, 10.0, ping)
+    return statistics.median(seconds) if error is None else reason(error)
+
+
+def _sent(connection: socket.socket, seconds: float) -> float:
+    """Sends as much as goes through in some time, and returns the bits per second that the other side has counted."""
+    block = bytes(_BLOCK)
+    deadline = time.monotonic() + seconds
+    connection.sendall(b"s")
+    while time.monotonic() < deadline:
+        connection.sendall(block)
+    connection.shutdown(socket.SHUT_WR)
+    return float(_RATE.unpack(_receive(connection, _RATE.size))[0])
+
+
+def _serve(connection: socket.socket, seconds: float) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while kind := connection.recv(1):
+        if kind == b"p":
+            connection.sendall(kind)
+        else:
+            connection.sendall(_RATE.pack(_received(connection.recv_into, seconds)))
+            return
+
+
+def _received(receive: Callable[[memoryview], int], seconds: float) -> float:
+    """The bits per second of the second half of what comes."""
+    block = memoryview(bytearray(_BLOCK))
+    start = time.monotonic()
+    middle, counted, last = None, 0, start
+    while count := receive(block):
+        last = time.monotonic()
+        if middle is not None:
+            counted += count
+        elif last - start > seconds / 2:
+            middle = last
+    return 8 * counted / (last - middle) if middle is not None and last > middle else 0.0
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        part = connection.recv(count - len(received))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        received += part
+    return received

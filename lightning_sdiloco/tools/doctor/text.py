@@ -1,0 +1,44 @@
+"""Findings as a table, and as JSON."""
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_sdiloco.tools.doctor.checks import Examined, Finding
+
+_STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
+
+
+def as_table(found: Sequence[Finding]) -> str:
+    """One table, with colours on a terminal."""
+    table = Table(title="sdiloco doctor", title_justify="left")
+    for name in ("", "what", "found", "what to do"):
+        table.add_column(name, overflow="fold")
+    for finding in found:
+        table.add_row(f"[{_STYLES[finding.state]}]{finding.state}[/]", finding.check, finding.found, finding.fix)
+    terminal = sys.stdout.isatty()
+    printed = io.StringIO()
+    # Logs of launchers have no width of their own.
+    console = Console(file=printed, force_terminal=terminal, width=None if terminal else 140, highlight=False)
+    console.print(table)
+    return printed.getvalue().rstrip("\n")
+
+
+def as_json(found: Sequence[Finding], seen: Examined) -> str:
+    """All that was seen."""
+    ranks = [
+        {"rank": rank, "host": place.host, "worker_group": place.group, "exchange": place.exchange[0], **machine}
+        for rank, (place, machine) in enumerate(zip(seen.places, seen.machines, strict=True))
+    ]
+    told = {
+        "ok": all(finding.state != "wrong" for finding in found),
+        "findings": [finding._asdict() for finding in found],
+        "ranks": ranks,
+        "unreachable": [failure._asdict() for failure in seen.failures],
+        "links": [link._asdict() for link in seen.links],
+    }
+    return json.dumps(told, indent=2)

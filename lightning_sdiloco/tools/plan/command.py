@@ -1,0 +1,182 @@
+"""The command ``sdiloco plan``: from options to the planner, and from there to text, JSON and a picture."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.planning import paper, planner
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Method
+from lightning_sdiloco.planning.paper import PaperModel
+from lightning_sdiloco.planning.planner import Plan
+from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.tools.plan.picture import draw
+from lightning_sdiloco.tools.plan.text import plan_as_text, table_4_as_text
+
+MakeModel = Callable[[], nn.Module]
+
+
+def plan(
+    model: Annotated[
+        MakeModel | None, "LightningModule (or other module) by its class path, with --model.NAME for its arguments."
+    ] = None,
+    params: Annotated[float | None, "Number of parameters, in place of a model."] = None,
+    layers: Annotated[int | None, "Number of layers, with --params."] = None,
+    step_time: Annotated[float | None, "Seconds of an inner step, without anything between groups."] = None,
+    groups: Annotated[int, "Number of worker groups."] = 2,
+    group_size: Annotated[int, "Ranks in a worker group."] = 1,
+    bandwidth: Annotated[float | None, "Gbit/s between a group and all others, in each direction."] = None,
+    round_trip: Annotated[float, "Seconds to another group and back: 50 ms is 0.05."] = 0.0,
+    loss: Annotated[float, "Share of the packets that get lost: 0.1 % is 0.001."] = 0.0,
+    sync_every: Annotated[int, "Inner steps between two launches of the same fragment."] = 100,
+    overlap_steps: Annotated[int, "Inner steps between the launch of a fragment and its landing."] = 5,
+    layers_per_fragment: Annotated[int, "Repeated blocks in a fragment."] = 3,
+    compression: Annotated[str, "How outer gradients are encoded: fp32, bf16 or fp4."] = "fp4",
+    steps: Annotated[int, "Inner steps of the whole run, for the bytes in all."] = 10_000,
+    memory_rate: Annotated[
+        float, "GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core."
+    ] = 1000.0,
+    paper_table_4: Annotated[bool, "Reproduce Table 4 of the paper instead, in its idealisation."] = False,
+    picture: Annotated[str | None, "File (.svg or .png) for a picture of the utilisation over the bandwidth."] = None,
+    format: Annotated[Literal["text", "json"], "How to print."] = "text",
+) -> str:
+    """Print what a link allows: bytes, peak bandwidth and compute utilisation for each method, and what to set.
+
+    Raises:
+        ValueError: If an option is missing or out of its range, the model cannot be made, or the picture cannot be
+            drawn.
+
+    Examples:
+        >>> print(plan(params=1e9, layers=24, step_time=0.1, bandwidth=1).splitlines()[0])
+        1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank
+    """
+    if paper_table_4:
+        return _paper(picture, format)
+    settings = Settings(
+        sync_every=sync_every,
+        overlap_steps=overlap_steps,
+        layers_per_fragment=layers_per_fragment,
+        compression=compression,
+    )
+    if steps < 1:
+        raise ValueError(f"steps={steps} is out of range: it must be at least 1. Give the inner steps of the run.")
+    size = {"--params": params, "--layers": layers}
+    _require_options({**({} if model else size), "--step-time": step_time, "--bandwidth": bandwidth})
+    assert step_time is not None
+    assert bandwidth is not None
+    planned = planner.plan(
+        _described(model, params, layers),
+        settings,
+        Groups(step_time, groups, group_size, memory_rate * 1e9),
+        Link(bandwidth, round_trip, loss),
+        steps,
+    )
+    if picture is not None:
+        _draw_plan(picture, planned)
+    return json.dumps(_as_json(planned), indent=2) if format == "json" else plan_as_text(planned)
+
+
+def _require_options(given: dict[str, Any]) -> None:
+    missing = [name for name, value in given.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time"
+            " of an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
+            " --bandwidth 1"
+        )
+
+
+def _described(model: MakeModel | None, params: float | None, layers: int | None) -> Model:
+    if model is not None:
+        if params is not None or layers is not None:
+            raise ValueError("--model was given together with --params or --layers. Give either the model or its size.")
+        return Model.of_parameters(trainable(_made(model)))
+    assert params is not None
+    assert layers is not None
+    if params % 1 != 0:
+        raise ValueError(f"params={params} is not a whole number. Give the number of parameters.")
+    return Model.of_size(int(params), layers)
+
+
+def _made(make: MakeModel) -> nn.Module:
+    """A model without memory for its parameters, where it can be made so."""
+    try:
+        with torch.device("meta"):
+            return _configured(make())
+    except Exception:  # some models look at their values: these need the memory
+        try:
+            return _configured(make())
+        except Exception as error:
+            raise ValueError(
+                f"The model could not be made: {type(error).__name__}: {error}. Correct its arguments (--model.NAME),"
+                " or give --params and --layers in its place."
+            ) from error
+
+
+def _configured(module: nn.Module) -> nn.Module:
+    """Calls the hook in which a LightningModule may make its layers."""
+    configure = getattr(module, "configure_model", None)
+    if configure is not None:
+        configure()
+    return module
+
+
+def _as_json(planned: Plan) -> dict[str, Any]:
+    chosen = planned.recommendation
+    return {
+        "parameters": planned.model.numel,
+        "gradient_bytes": planned.model.nbytes,
+        **vars(planned.groups),
+        "link": vars(planned.link),
+        "steps": planned.steps,
+        "settings": _settings(planned.settings, planned.fragments),
+        "methods": {name: one._asdict() for name, one in planned.methods.items()},
+        "compressions": {name: one._asdict() for name, one in planned.compressions.items()},
+        "memory": planned.memory._asdict(),
+        "recommendation": {
+            **_settings(chosen.settings, chosen.fragments),
+            **chosen.prediction._asdict(),
+            "utilisation_with_margin": chosen.utilisation_with_margin,
+            "memory": chosen.memory._asdict(),
+        },
+    }
+
+
+def _settings(settings: Settings, fragments: tuple[int, ...]) -> dict[str, Any]:
+    names = ("sync_every", "overlap_steps", "layers_per_fragment", "compression")
+    return {**{name: getattr(settings, name) for name in names}, "fragments": len(fragments)}
+
+
+def _draw_plan(path: str, planned: Plan) -> None:
+    def curve(method: Method) -> Callable[[float], float]:
+        return lambda gbit_s: method.utilisation(replace(planned.link, gbit_s=gbit_s))
+
+    methods = planner.alternatives(planned.model, planned.settings, planned.groups)
+    curves = {name: curve(method) for name, method in methods.items()}
+    title = f"{planned.model.numel:,} parameters, {planned.groups.step_time:g} s per inner step"
+    # From where nothing works to where DDP does, and what was asked for in between.
+    busy = [need for prediction in planned.methods.values() for need in prediction.gbit_s_for.values() if need]
+    seen = [planned.link.gbit_s, *busy]
+    first, last = math.floor(math.log10(min(seen))) - 1, math.ceil(math.log10(max(seen)))
+    draw(path, {title: curves}, first, last, mark=planned.link.gbit_s)
+
+
+def _paper(picture: str | None, format: str) -> str:
+    entries = list(paper.table_4())
+    if picture is not None:
+        draw(picture, {f"{name} parameters": _paper_curves(model) for name, model in paper.MODELS.items()}, -1, 3)
+    if format == "json":
+        return json.dumps([entry._asdict() for entry in entries], indent=2)
+    return table_4_as_text(entries)
+
+
+def _paper_curves(model: PaperModel) -> dict[str, Callable[[float], float]]:
+    return {name: partial(method, model) for name, method in paper.METHODS.items()}

@@ -1,0 +1,181 @@
+"""The command ``sdiloco simulate``: from options to simulated runs, and from there to text, JSON and a picture."""
+
+import importlib
+import json as json_format
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from lightning_sdiloco.planning.clock import Absence
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.tools.simulate.configuration import Configuration
+from lightning_sdiloco.tools.simulate.picture import draw, require_drawable
+from lightning_sdiloco.tools.simulate.running import check, run
+from lightning_sdiloco.tools.simulate.sweeping import Circumstances, Outcome, combinations, names_of, predict
+from lightning_sdiloco.tools.simulate.text import run_as_text, sweep_as_text
+
+
+def simulate(
+    config: Annotated[list[str], "Configuration file of a LightningCLI. Again for several; later ones override."] = [],  # noqa: B006
+    set: Annotated[
+        list[str], "Another argument of the LightningCLI, such as trainer.max_steps=100. Again for more."
+    ] = [],  # noqa: B006
+    cli: Annotated[str | None, "Class path of the LightningCLI, if the training script has its own."] = None,
+    model: Annotated[str | None, "Class path of the model, if the script gives it to its LightningCLI."] = None,
+    data: Annotated[str | None, "Class path of the data module, if the script gives it to its LightningCLI."] = None,
+    groups: Annotated[int, "Number of worker groups, of one rank each."] = 2,
+    sweep: Annotated[
+        list[str], "What to vary: an argument of the strategy, or groups, as sync_every=10,20. Again for more."
+    ] = [],  # noqa: B006
+    bandwidth: Annotated[float | None, "Gbit/s between a group and all others, to predict the time."] = None,
+    round_trip: Annotated[float, "Seconds to another group and back: 50 ms is 0.05."] = 0.0,
+    loss: Annotated[float, "Share of the packets that get lost: 0.1 % is 0.001."] = 0.0,
+    step_time: Annotated[float | None, "Seconds of an inner step there. By default what it takes here."] = None,
+    speeds: Annotated[str | None, "How fast each group is, with 1 for the step time, as 1,1,0.5."] = None,
+    absence: Annotated[
+        list[str], "When a group is away, in predicted seconds, as 1:30-90 for group 1. Again for more."
+    ] = [],  # noqa: B006
+    memory_rate: Annotated[
+        float, "GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core."
+    ] = 1000.0,
+    picture: Annotated[str | None, "File (.svg or .png) for a picture of the losses."] = None,
+    json: Annotated[str | None, "File for all numbers."] = None,
+) -> str:
+    """Run a LightningCLI configuration as several worker groups in this process, and predict its time on a link.
+
+    Raises:
+        ValueError: If an option is missing or out of its range, or the configuration cannot be simulated.
+    """
+    if not config:
+        raise ValueError("--config must be given: the configuration file of a LightningCLI.")
+    where = _circumstances(bandwidth, round_trip, loss, step_time, speeds, absence, memory_rate)
+    if picture is not None:
+        require_drawable(picture)
+    classes = [_class_at(name, path) for name, path in (("cli", cli), ("model", model), ("data", data))]
+    configuration = Configuration(tuple(config), tuple(set), *classes)
+    planned = combinations(sweep, groups)
+    for number, choices in planned:
+        check(configuration, number, choices)
+        if where is not None:
+            where.check(number)
+    outcomes = []
+    with _progress(len(planned)) as begin:
+        for number, choices in planned:
+            done = run(configuration, number, choices, begin(number, choices))
+            outcomes.append(Outcome(number, choices, done, predict(done, where) if where else None))
+    names = names_of(sweep)
+    if picture is not None:
+        draw(picture, outcomes, names)
+    if json is not None:
+        _write(json, outcomes, where)
+    return sweep_as_text(outcomes, names, where) if names else run_as_text(outcomes[0], where)
+
+
+def _circumstances(
+    bandwidth: float | None,
+    round_trip: float,
+    loss: float,
+    step_time: float | None,
+    speeds: str | None,
+    absences: list[str],
+    memory_rate: float,
+) -> Circumstances | None:
+    if bandwidth is None:
+        needless = {"--round-trip": round_trip, "--loss": loss, "--step-time": step_time, "--speeds": speeds}
+        given = [name for name, value in {**needless, "--absence": absences}.items() if value]
+        if given:
+            raise ValueError(f"{given[0]} tells how long a run takes on a link. Give its --bandwidth too.")
+        return None
+    each = tuple(_number(speed, "speeds", "1,1,0.5") for speed in speeds.split(",")) if speeds else None
+    away = tuple(map(_absence, absences))
+    return Circumstances(Link(bandwidth, round_trip, loss), step_time, memory_rate * 1e9, each, away)
+
+
+def _absence(text: str) -> Absence:
+    group, _, span = text.partition(":")
+    start, _, end = span.partition("-")
+    first, last = (_number(number, "absence", "1:30-90") for number in (start, end))
+    return Absence(int(_number(group, "absence", "1:30-90")), first, last)
+
+
+def _number(text: str, name: str, example: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name} has {text!r} where a number should be. Give it as {example}.") from None
+
+
+def _class_at(name: str, path: str | None) -> type | None:
+    if path is None:
+        return None
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{name}={path!r} cannot be imported: {error}. Give the path of a class: module.Class"
+        ) from error
+    if not isinstance(found, type):
+        raise ValueError(f"{name}={path!r} is not a class. Give the path of a class: module.Class")
+    return found
+
+
+@contextmanager
+def _progress(runs: int) -> Iterator[Callable[[int, dict[str, Any]], Callable[[], None]]]:
+    """Bars on stderr, so that what is printed can be piped: one for the runs, one for the inner steps of this one."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        every = progress.add_task("runs", total=runs, visible=runs > 1)
+        bar = progress.add_task("inner steps of all groups", total=None)
+        begun: list[dict[str, Any]] = []
+
+        def begin(groups: int, choices: dict[str, Any]) -> Callable[[], None]:
+            progress.update(every, completed=len(begun))
+            begun.append(choices)
+            told = ", ".join(f"{name}={value}" for name, value in {"groups": groups, **choices}.items())
+            progress.reset(bar, description=f"inner steps, {told}")
+            return lambda: progress.advance(bar)
+
+        yield begin
+
+
+def _write(path: str, outcomes: list[Outcome], where: Circumstances | None) -> None:
+    told = {
+        "circumstances": None if where is None else asdict(where),
+        "runs": [_as_json(outcome) for outcome in outcomes],
+    }
+    try:
+        Path(path).write_text(json_format.dumps(told, indent=1) + "\n")
+    except OSError as error:
+        raise ValueError(f"json={path!r} cannot be written ({error}). Give another file.") from error
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    run, prediction = outcome.run, outcome.prediction
+    return {
+        "groups": outcome.groups,
+        "choices": dict(outcome.choices),
+        "settings": run.settings.described(),
+        "parameters": run.model.numel,
+        "losses": [group.losses for group in run.groups],
+        "outer_losses": [group.outer_loss for group in run.groups],
+        "outer_loss": run.outer_loss,
+        "validations": [{"step": validation.step, **validation.metrics} for validation in run.validations],
+        "bytes_sent": [group.bytes_sent for group in run.groups],
+        "inner_steps": [group.inner_steps for group in run.groups],
+        "prediction": None
+        if prediction is None
+        else {
+            "step_time": prediction.step_time,
+            "seconds": prediction.seconds,
+            "utilisation": prediction.utilisation,
+            "ddp_seconds": prediction.ddp_seconds,
+            "waited": [times.waited for times in prediction.times],
+            "steps_done_at": [times.steps for times in prediction.times],
+        },
+    }

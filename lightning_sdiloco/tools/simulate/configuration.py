@@ -1,0 +1,184 @@
+"""From the configuration of a LightningCLI to the same with a simulated strategy on one device."""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_sdiloco.lightning.strategy import StreamingDiLoCoMixin
+from lightning_sdiloco.tools.simulate.processes import Place
+
+# The modules of ours with a strategy for each distribution, and those with its LightningCLI.
+_OURS = {
+    "lightning": "lightning_sdiloco.lightning_pytorch",
+    "pytorch_lightning": "lightning_sdiloco.pytorch_lightning",
+}
+_CLIS = {"lightning": "lightning.pytorch.cli", "pytorch_lightning": "pytorch_lightning.cli"}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A training as a LightningCLI would run it.
+
+    Args:
+        files: Configuration files, as for ``--config``; later ones override earlier ones.
+        arguments: Further arguments of the LightningCLI, without their dashes: ``trainer.max_steps=100``.
+        cli: The class of the command line, if the training script has its own.
+        model: The model's class, if the script gives it to the command line and the files do not name it.
+        data: The class of the data module, likewise.
+    """
+
+    files: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    cli: type | None = None
+    model: type | None = None
+    data: type | None = None
+
+    def __post_init__(self) -> None:
+        missing = [file for file in self.files if not Path(file).is_file()]
+        if missing:
+            raise ValueError(f"config={missing[0]!r} is not a file. Give the configuration file of a LightningCLI.")
+
+    @property
+    def ours(self) -> Any:
+        """Our module for the distribution of Lightning that the classes are of."""
+        return importlib.import_module(_OURS[self._distribution])
+
+    @property
+    def _distribution(self) -> str:
+        tops = (base.__module__.partition(".")[0] for cls in self._classes() for base in cls.__mro__)
+        return next((top for top in tops if top in _OURS), "lightning")
+
+    def _classes(self) -> Iterator[type]:
+        yield from (cls for cls in (self.cli, self.model, self.data) if cls is not None)
+        for file in self.files:
+            model = (yaml.safe_load(Path(file).read_text()) or {}).get("model")
+            cls = _class_named(model.get("class_path")) if isinstance(model, Mapping) else None
+            if cls is not None:
+                yield cls
+
+    def fit(self, place: Place, choices: Mapping[str, Any], callback: Any) -> Any:
+        """Parses the files and fits, in the place of one group.
+
+        Args:
+            place: The place.
+            choices: Arguments of the strategy that replace those of the files.
+            callback: What watches.
+
+        Returns:
+            The trainer, after the fit.
+
+        Raises:
+            ValueError: If the files choose what cannot be simulated.
+        """
+        return self._parsed(place, choices, lambda trainer: _on_one_device(trainer, place, callback)).trainer
+
+    def arguments_of_strategy(self, place: Place, choices: Mapping[str, Any]) -> dict[str, Any]:
+        """Parses the files only, for the arguments that the strategy would get.
+
+        Args:
+            place: The place of a group.
+            choices: Arguments of the strategy that replace those of the files.
+
+        Raises:
+            ValueError: If the files choose what cannot be simulated.
+        """
+        cli = self._parsed(place, choices, None)
+        return dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
+
+    def _parsed(self, place: Place, choices: Mapping[str, Any], replacing: Callable[[Any], Any] | None) -> Any:
+        """A LightningCLI that has fitted, or only parsed, where nothing is to be replaced in the Trainer."""
+        ours = self.ours.SimulatedStrategy
+        name = f"{ours.__module__}.{ours.__qualname__}"
+        base = self.cli or importlib.import_module(_CLIS[self._distribution]).LightningCLI
+
+        class SimulatedCLI(base):  # type: ignore[misc, valid-type]
+            def before_instantiate_classes(self) -> None:
+                super().before_instantiate_classes()
+                trainer = self.config[self.subcommand].trainer
+                arguments = _arguments_of(trainer)
+                arguments |= choices
+                _refuse_what_is_measured(arguments)
+                arguments |= {"worker_groups": place.topology.groups, "start_method": "popen"}
+                trainer.strategy = {"class_path": name, "init_args": arguments}
+
+            def instantiate_classes(self) -> None:
+                if replacing is not None:
+                    super().instantiate_classes()
+
+            def instantiate_trainer(self, **kwargs: Any) -> Any:
+                assert replacing is not None
+                return super().instantiate_trainer(**kwargs, **replacing(self._get(self.config_init, "trainer")))
+
+            def _run_subcommand(self, subcommand: str) -> None:
+                if replacing is not None:
+                    super()._run_subcommand(subcommand)
+
+        classes = {"model_class": self.model, "datamodule_class": self.data}
+        given = {name: cls for name, cls in classes.items() if cls is not None}
+        args = ["fit", *(f"--config={file}" for file in self.files), *(f"--{each}" for each in self.arguments)]
+        return SimulatedCLI(**given, args=args, save_config_callback=None)
+
+
+def _arguments_of(trainer: Any) -> dict[str, Any]:
+    """The arguments of the strategy that was chosen."""
+    strategy = trainer.strategy
+    if strategy in ("auto", StreamingDiLoCoMixin.strategy_name):
+        return {}
+    path = getattr(strategy, "class_path", None)
+    cls = _class_named(path)
+    if cls is None or not issubclass(cls, StreamingDiLoCoMixin):
+        raise ValueError(
+            f"trainer.strategy={path or strategy!r} cannot be simulated: only StreamingDiLoCoStrategy can. Choose it in"
+            " the configuration, or with --set trainer.strategy=streaming_diloco."
+        )
+    arguments = dict(strategy.init_args)
+    _refuse_groups_of_several(trainer, arguments["worker_groups"])
+    return arguments
+
+
+def _refuse_what_is_measured(arguments: Mapping[str, Any]) -> None:
+    names = [name for name in ("sync_every", "overlap_steps", "fragments") if arguments.get(name) == "auto"]
+    if names:
+        raise ValueError(
+            f"{names[0]}='auto' cannot be simulated: it is chosen from a real link. Vary {names[0]} with --sweep, or"
+            " take what sdiloco plan recommends."
+        )
+
+
+def _refuse_groups_of_several(trainer: Any, groups: Any) -> None:
+    numbers = [str(number) for number in (trainer.devices, trainer.num_nodes, groups)]
+    if all(number.isdecimal() for number in numbers):
+        devices, nodes, groups = map(int, numbers)
+        if devices * nodes > groups:
+            raise ValueError(
+                f"The configuration has {groups} worker groups for {devices * nodes} processes. A simulated group is"
+                " one rank. Give it the batch size of a whole group, and as many trainer.devices as groups, with --set."
+            )
+
+
+def _on_one_device(trainer: Any, place: Place, callback: Any) -> dict[str, Any]:
+    """What replaces arguments of the Trainer. There would be a progress bar for each group."""
+    trainer["strategy"].place = place
+    chosen = trainer["callbacks"] or []
+    callbacks = chosen if isinstance(chosen, list) else [chosen]
+    kept = [one for one in callbacks if not any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__)]
+    return {
+        "devices": 1,
+        "num_nodes": 1,
+        "callbacks": [*kept, callback],
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+
+
+def _class_named(path: Any) -> type | None:
+    module, _, name = str(path or "").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name, None) if module else None
+    except ImportError:
+        return None
+    return found if isinstance(found, type) else None

@@ -1,0 +1,128 @@
+"""Simulated runs as a picture: loss over inner steps, and over time or bytes."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_sdiloco.tools.simulate.recording import Validation
+from lightning_sdiloco.tools.simulate.sweeping import Outcome
+
+_INK, _GRID = "#263238", "#cfd8dc"
+_COLORS = ("#1e88e5", "#e53935", "#2e9e50", "#8e24aa", "#fb8c00", "#00897b", "#6d4c41", "#d81b60", "#3949ab", "#757575")
+_UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+
+def draw(path: str, outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
+    """Writes the picture to a file.
+
+    Args:
+        path: The file, with the suffix .svg or .png.
+        outcomes: The runs.
+        names: What varied among them.
+
+    Raises:
+        ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
+    """
+    require_drawable(path)
+    figure = _figure(outcomes, names)
+    try:
+        figure.savefig(path, dpi=190, metadata={"Date": None} if path.endswith(".svg") else {"Software": None})
+    except OSError as error:
+        raise ValueError(f"picture={path!r} cannot be written ({error}). Give another file.") from error
+
+
+def require_drawable(path: str) -> None:
+    """Refuses a picture that cannot be drawn, before anything is run.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If it has another suffix than .svg or .png, or matplotlib is not installed.
+    """
+    if Path(path).suffix not in (".svg", ".png"):
+        raise ValueError(f"picture={path!r} does not end with .svg or .png. Give a file with one of these suffixes.")
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ValueError(
+            "A picture needs matplotlib, which is not installed. Install it (pip install matplotlib), or leave out"
+            " --picture."
+        ) from error
+    mpl.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "simulate"})
+
+
+def _figure(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    # White in a dark page too: the colors are chosen for it.
+    figure = Figure(figsize=(8.4, 4.3), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+    left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+    cost, label = _cost(outcomes)
+    for index, outcome in enumerate(outcomes):
+        color = _COLORS[index % len(_COLORS)]
+        for group in outcome.run.groups if len(outcomes) == 1 else ():
+            left.plot(*_smooth(group.losses), color=color, linewidth=0.8, alpha=0.35)
+        told = ", ".join(f"{name}={value}" for name, value in zip(names, outcome.varied(names), strict=True))
+        steps, losses = _smooth(outcome.curve())
+        scale = outcome.inner_steps / len(outcome.curve())
+        left.plot([step * scale for step in steps], losses, color=color, label=told or "mean of the groups")
+        right.plot([cost(outcome, step * scale) for step in steps], losses, color=color)
+        validated = [(validation.step, loss) for validation, loss in _validated(outcome)]
+        for axes, at in ((left, lambda step: step), (right, lambda step, own=outcome: cost(own, step))):
+            points = [(at(step), loss) for step, loss in validated]
+            axes.plot(*zip(*points, strict=True), "o", color=color, markersize=5, mec="white") if points else None
+    if any(_validated(outcomes[0])):
+        left.plot([], [], "o", color=_INK, markersize=5, label="outer model, validation")
+    _style(left, "inner steps")
+    _style(right, label)
+    left.set_ylabel("loss", color=_INK)
+    right.set_ylim(left.get_ylim())
+    right.tick_params(labelleft=False)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, labelcolor=_INK, fontsize=9)
+    return figure
+
+
+def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Means over windows of a fiftieth of the run, at their ends."""
+    width = max(1, len(losses) // 50)
+    ends = list(range(width, len(losses) + 1))
+    return ends, [sum(losses[end - width : end]) / width for end in ends]
+
+
+def _validated(outcome: Outcome) -> list[tuple[Validation, float]]:
+    """The validations with the first loss that they logged."""
+    told = []
+    for validation in outcome.run.validations:
+        losses = [value for name, value in validation.metrics.items() if "loss" in name]
+        told += [(validation, losses[0])] if losses else []
+    return told
+
+
+def _cost(outcomes: Sequence[Outcome]) -> tuple[Callable[[Outcome, float], float], str]:
+    """What an inner step has cost when it is done, in time or in bytes, and the name of that."""
+    predictions = [outcome.prediction for outcome in outcomes]
+    if None in predictions:
+        return lambda outcome, step: outcome.run.groups[0].bytes_sent / 1e6 * step / outcome.inner_steps, (
+            "MB sent by a group"
+        )
+    longest = max(prediction.seconds for prediction in predictions if prediction is not None)
+    unit, name = next((unit, name) for unit, name in _UNITS if longest >= unit or unit == 1)
+
+    def seconds(outcome: Outcome, step: float) -> float:
+        assert outcome.prediction is not None
+        slowest = max(outcome.prediction.times, key=lambda times: times.end)
+        return slowest.steps[max(0, math.ceil(step) - 1)] / unit
+
+    return seconds, f"{name}, predicted"
+
+
+def _style(axes: Any, label: str) -> None:
+    axes.set_xlabel(label, color=_INK)
+    axes.grid(color=_GRID, linewidth=0.7)
+    axes.tick_params(colors=_INK, which="both", length=0, pad=6)
+    for side in axes.spines.values():
+        side.set_visible(False)

@@ -1,0 +1,153 @@
+"""What stands in for the processes of a strategy: every rank is a thread of this process."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_sdiloco.comm.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class Place(NamedTuple):
+    """The place of a simulated worker group among the others.
+
+    Attributes:
+        topology: Its ways to the others.
+        clock: A clock that stands still while other groups run.
+    """
+
+    topology: Topology
+    clock: Callable[[], float]
+
+
+class SimulatedProcessesMixin(_Base):
+    """Replaces, below a strategy, what DDPStrategy does with processes. Set ``place`` before the Trainer is made."""
+
+    place: Place
+    reset_seed: Callable[[], None]
+    _topology: Topology | None
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether a batch is being trained, which the strategy above knows."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[0]
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        return self.place.topology.groups
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self.place.topology.groups
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return self.place.topology.group
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return self.place.topology.group
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+    @override
+    def set_world_ranks(self) -> None:
+        """The thread has its rank from the start."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = None
+
+    @override
+    def setup_distributed(self) -> None:
+        self.reset_seed()
+        self._topology = self.place.topology
+        assert self.lightning_module is not None
+        for metric in (part for part in self.lightning_module.modules() if isinstance(part, Metric)):
+            if metric.dist_sync_fn is None and metric.process_group is None:
+                metric.distributed_available_fn = _always
+                metric.dist_sync_fn = _GatherMetric(self)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> Any:
+        # One rank alone: there is nothing for DistributedDataParallel to reduce.
+        return model
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """See `_setup_model`."""
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.place.topology.world.gather_objects(args)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.place.topology.world.gather_objects(obj)[src]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return _reduced(torch.stack(self.place.topology.world.gather(tensor)), reduce_op).to(tensor.dtype)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return torch.stack([tensor] if self.in_batch else self.place.topology.world.gather(tensor))
+
+
+def _reduced(ranks: Tensor, reduce_op: Any) -> Tensor:
+    name = str(reduce_op).rpartition(".")[2].lower()
+    if name in ("mean", "avg"):
+        return ranks.sum(dim=0) / len(ranks)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda ranks: ranks.sum(dim=0),
+        "max": lambda ranks: ranks.amax(dim=0),
+        "min": lambda ranks: ranks.amin(dim=0),
+        "product": lambda ranks: ranks.prod(dim=0),
+    }
+    if name not in functions:
+        raise ValueError(f"reduce_op={reduce_op!r} cannot be simulated. Use mean, sum, max or min.")
+    return functions[name](ranks)
+
+
+class _GatherMetric:
+    """Gathers a state of a torchmetrics metric: of this group alone inside a batch, of all otherwise."""
+
+    def __init__(self, strategy: SimulatedProcessesMixin) -> None:
+        self._strategy = strategy
+
+    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        if self._strategy.in_batch:
+            return [value]
+        # As objects: the shapes may differ.
+        return list(self._strategy.place.topology.world.gather_objects(value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherMetric":
+        # A copy of the module must not copy the strategy.
+        return self
+
+
+def _always() -> bool:
+    return True

@@ -1,0 +1,116 @@
+"""What is written down of a simulated group: losses, of the outer model too, and validations."""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco.lightning.checkpoint.files import random_state, set_random_state
+from lightning_sdiloco.lightning.host.patching import replace
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback as _Base
+else:
+    _Base = object
+
+LAST = 10
+"""Of so many inner steps at the end the mean is told, and on their batches the outer model is evaluated."""
+
+
+class Validation(NamedTuple):
+    """What a validation logged.
+
+    Attributes:
+        step: Inner steps before it.
+        metrics: What was logged, by its name.
+    """
+
+    step: int
+    metrics: dict[str, float]
+
+
+class RecorderMixin(_Base):
+    """Writes down what happens in a simulated group.
+
+    Args:
+        clock: A clock that stands still while other groups run.
+        stepped: Is called after every inner step.
+    """
+
+    def __init__(self, clock: Callable[[], float], stepped: Callable[[], None]) -> None:
+        self._clock = clock
+        self._stepped = stepped
+        self._batches: deque[tuple[Any, int]] = deque(maxlen=LAST)
+        self._times: list[float] = []
+        self._steps = 0
+        self.losses: list[float] = []
+        self.outer_loss: float | None = None
+        self.validations: list[Validation] = []
+
+    @property
+    def step_seconds(self) -> float | None:
+        """How long an inner step takes here, if there were enough to tell."""
+        steps = [later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)]
+        return median(steps) if steps else None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Writes down the loss."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self.losses.append(float(loss))
+            self._batches.append((batch, batch_idx))
+        if trainer.strategy.engine.inner_steps > self._steps:
+            self._steps = trainer.strategy.engine.inner_steps
+            self._times.append(self._clock())
+            self._stepped()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Writes down what a validation inside the fit logged."""
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            metrics = trainer._results.metrics(on_step=False)["callback"]
+            numbers = {name: float(value) for name, value in metrics.items()}
+            self.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluates the outer model, which the module holds by now, on the last batches of the group."""
+        if pl_module.automatic_optimization and self._batches and _takes_batches(pl_module):
+            self.outer_loss = self._evaluated(trainer, pl_module)
+        self._batches.clear()
+
+    def _evaluated(self, trainer: Any, module: Any) -> float:
+        losses = []
+        with _quietly(module), trainer.precision_plugin.train_step_context():
+            for batch, index in self._batches:
+                outputs = module.training_step(*(batch, index)[: len(_parameters(module))])
+                losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+        return sum(losses) / len(losses)
+
+
+def _parameters(module: Any) -> list[str]:
+    return list(inspect.signature(module.training_step).parameters)
+
+
+def _takes_batches(module: Any) -> bool:
+    return "dataloader_iter" not in _parameters(module)
+
+
+@contextmanager
+def _quietly(module: nn.Module) -> Iterator[None]:
+    """In evaluation mode, without logging, and without a trace in random numbers or the mode of any part."""
+    modes = [(part, part.training) for part in module.modules()]
+    state = random_state()
+    module.eval()
+    try:
+        with torch.no_grad(), ExitStack() as undo:
+            replace(undo, module, "log", lambda *args, **kwargs: None)
+            replace(undo, module, "log_dict", lambda *args, **kwargs: None)
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        set_random_state(state)

@@ -1,0 +1,189 @@
+"""Runs a configuration as several worker groups in this process."""
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.planning.workload import Model
+from lightning_sdiloco.tools.simulate.configuration import Configuration
+from lightning_sdiloco.tools.simulate.processes import Place
+from lightning_sdiloco.tools.simulate.recording import LAST, Validation
+from lightning_sdiloco.tools.simulate.turns import Turns
+from lightning_sdiloco.tools.simulate.world import simulated_topologies
+
+_LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+@dataclass(frozen=True)
+class Group:
+    """What happened in one simulated group.
+
+    Attributes:
+        losses: The training loss of every batch, of the local model.
+        outer_loss: The mean loss of the outer model, after the fit, on the last batches of the group; None if the
+            module trains by hand.
+        bytes_sent: Bytes that the group sent to the others.
+        inner_steps: Inner steps.
+        step_seconds: How long an inner step took here; None if there were not two.
+    """
+
+    losses: list[float]
+    outer_loss: float | None
+    bytes_sent: int
+    inner_steps: int
+    step_seconds: float | None
+
+    @property
+    def last_loss(self) -> float | None:
+        """The mean loss of the last batches."""
+        return _mean(self.losses[-LAST:])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened in a simulated run.
+
+    Attributes:
+        groups: The groups.
+        validations: What validations logged, of the outer model unless ``evaluate="local"``: a mean over all groups
+            where it was logged as one.
+        outer: The outer parameters after the fit.
+        model: The model, as the planner sees it.
+        settings: The settings of the engine.
+    """
+
+    groups: list[Group]
+    validations: list[Validation]
+    outer: dict[str, Tensor]
+    model: Model
+    settings: Settings
+
+    @property
+    def outer_loss(self) -> float | None:
+        """The mean loss of the outer model on the last batches of all groups."""
+        losses = [group.outer_loss for group in self.groups if group.outer_loss is not None]
+        return _mean(losses)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """How long an inner step took here, in the middle group."""
+        known = sorted(group.step_seconds for group in self.groups if group.step_seconds is not None)
+        return known[len(known) // 2] if known else None
+
+
+def run(
+    configuration: Configuration,
+    groups: int,
+    choices: Mapping[str, Any] | None = None,
+    stepped: Callable[[], None] = lambda: None,
+) -> Run:
+    """Runs a configuration as several worker groups of one rank each, in threads that take turns.
+
+    Losses and outer parameters are those of as many real processes, bit for bit, as far as the data is the same.
+
+    Args:
+        configuration: The configuration.
+        groups: Number of worker groups.
+        choices: Arguments of the strategy that replace those of the configuration.
+        stepped: Is called after every inner step of every group.
+
+    Raises:
+        ValueError: If the configuration chooses what cannot be simulated.
+    """
+    _require_groups(groups)
+    turns: Turns[tuple[Group, Run | None]] = Turns(groups)
+    places = [Place(topology, turns.seconds) for topology in simulated_topologies(groups, turns.until)]
+    with _quiet():
+        lived = turns.run([partial(_live, configuration, place, choices or {}, stepped) for place in places])
+    first = lived[0][1]
+    assert first is not None
+    return Run([group for group, _ in lived], first.validations, first.outer, first.model, first.settings)
+
+
+def check(configuration: Configuration, groups: int, choices: Mapping[str, Any]) -> None:
+    """Refuses what the strategy would refuse, without making a model or data.
+
+    Args:
+        configuration: The configuration.
+        groups: Number of worker groups.
+        choices: Arguments of the strategy that replace those of the configuration.
+
+    Raises:
+        ValueError: If they are out of their range.
+    """
+    _require_groups(groups)
+    turns: Turns[dict[str, Any]] = Turns(1)
+    place = Place(simulated_topologies(1, turns.until)[0], turns.seconds)
+    with _quiet():
+        (arguments,) = turns.run([partial(configuration.arguments_of_strategy, place, choices)])
+    names = {item.name for item in fields(Settings)}
+    plain = {name: value for name, value in arguments.items() if name in names and _is_plain(value)}
+    Settings(**plain)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value of a configuration is what the strategy gets, and not the path of a class."""
+    return isinstance(value, (str, int, float, list)) or value is None
+
+
+def _require_groups(groups: int) -> None:
+    if groups < 1:
+        raise ValueError(f"groups={groups} is out of range: it must be at least 1. Give the number of worker groups.")
+
+
+def _live(
+    configuration: Configuration, place: Place, choices: Mapping[str, Any], stepped: Callable[[], None]
+) -> tuple[Group, Run | None]:
+    """The life of one group. The first tells what is the same in all."""
+    recorder = configuration.ours.Recorder(place.clock, stepped)
+    trainer = configuration.fit(place, choices, recorder)
+    strategy = trainer.strategy
+    if strategy.engine is None:
+        raise ValueError("The configuration trains nothing. See that its max_steps and max_epochs are not 0.")
+    report = strategy.report()
+    group = Group(
+        losses=recorder.losses,
+        outer_loss=recorder.outer_loss,
+        bytes_sent=int(report["bytes_sent"]),
+        inner_steps=int(report["inner_steps"]),
+        step_seconds=recorder.step_seconds,
+    )
+    if place.topology.group:
+        return group, None
+    model = Model.of_parameters(trainable(trainer.lightning_module))
+    return group, Run([], recorder.validations, strategy.outer_state_dict(), model, strategy.engine.settings)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what every Trainer says of itself, and without a trace in the environment."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    seeds = {name: os.environ.get(name) for name in _SEEDS}
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for name, seed in seeds.items():
+            if seed is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = seed
+
+
+def _mean(numbers: list[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None

@@ -1,0 +1,178 @@
+"""What a sweep varies, and how long each of its runs would take on a link."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import yaml
+
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.lightning.strategy import StreamingDiLoCoMixin
+from lightning_sdiloco.planning.clock import Absence, Times, play
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import DataParallel, Streaming
+from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.tools.simulate.running import Run
+
+Choices = dict[str, Any]
+
+_GROUPS = "groups"
+
+
+def combinations(sweeps: Sequence[str], groups: int) -> list[tuple[int, Choices]]:
+    """All runs of a sweep: the number of groups, and arguments of the strategy.
+
+    Args:
+        sweeps: What varies, as ``"sync_every=10,20"``.
+        groups: The number of groups where that does not vary.
+
+    Raises:
+        ValueError: If something is no argument of the strategy, or has no values, or occurs twice.
+
+    Examples:
+        >>> combinations(["groups=2,4", "compression=fp4"], groups=2)
+        [(2, {'compression': 'fp4'}), (4, {'compression': 'fp4'})]
+    """
+    varied = dict(_parsed(sweep) for sweep in sweeps)
+    if len(varied) < len(sweeps):
+        raise ValueError(f"sweep={list(sweeps)!r} names something twice. Give all values of it together: H=10,20.")
+    runs = (dict(zip(varied, values, strict=True)) for values in product(*varied.values()))
+    return [(run.pop(_GROUPS, groups), run) for run in runs]
+
+
+def _parsed(sweep: str) -> tuple[str, list[Any]]:
+    name, _, text = sweep.partition("=")
+    known = list(inspect.signature(StreamingDiLoCoMixin.__init__).parameters)[1:]
+    known = [_GROUPS, *(one for one in known if one not in ("worker_groups", "start_method", "parallel_devices"))]
+    if name not in known:
+        raise ValueError(f"sweep={sweep!r} varies {name!r}, which is unknown. Choose among {', '.join(known)}.")
+    values = [yaml.safe_load(part) for part in text.split(",") if part]
+    if not values:
+        raise ValueError(f"sweep={sweep!r} has no values. Give them behind the name: {name}=10,20")
+    if name == _GROUPS and not all(type(value) is int and value >= 1 for value in values):
+        raise ValueError(f"sweep={sweep!r} has a number of groups that is not a whole number of at least 1.")
+    return name, values
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Where a simulated run would take place.
+
+    Args:
+        link: The way between groups.
+        step_time: Seconds of an inner step; None takes what it takes here.
+        memory_rate: Bytes per second that a device reads and writes in its memory.
+        speeds: How fast each group trains, 1.0 being the step time; None: all alike.
+        absences: When which group is away.
+    """
+
+    link: Link
+    step_time: float | None = None
+    memory_rate: float = 1e12
+    speeds: tuple[float, ...] | None = None
+    absences: tuple[Absence, ...] = ()
+
+    def check(self, groups: int) -> None:
+        """Refuses numbers that do not fit so many groups.
+
+        Args:
+            groups: Number of worker groups.
+
+        Raises:
+            ValueError: If there is not one speed for each group, or a number is out of its range.
+        """
+        if groups > 1:
+            method = Streaming(Model.of_size(1, layers=1), Settings(), Groups(self.step_time or 1.0, groups))
+            play(method, self.link, 1, self.speeds or (1.0,) * groups, self.absences)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How long a run would take.
+
+    Attributes:
+        times: When each group did what.
+        step_time: Seconds of an inner step.
+        ddp_seconds: How long DistributedDataParallel over all groups would take for as many steps.
+    """
+
+    times: list[Times]
+    step_time: float
+    ddp_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the last group has ended."""
+        return max(times.end for times in self.times)
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the time in which the slowest group does not wait."""
+        return 1 - min(times.waited for times in self.times) / self.seconds
+
+    @property
+    def longest_flight(self) -> float:
+        """Seconds from a launch until all messages were there, at most."""
+        return max(times.longest_flight for times in self.times)
+
+
+def predict(run: Run, where: Circumstances) -> Prediction | None:
+    """Predicts how long a run would take; None if nothing travels, or no step was made.
+
+    Args:
+        run: The run.
+        where: Its circumstances.
+
+    Raises:
+        ValueError: If there is not one speed for each group, or a number is out of its range.
+    """
+    step_time = where.step_time or run.step_seconds
+    if len(run.groups) < 2 or step_time is None:
+        return None
+    steps = max(group.inner_steps for group in run.groups)
+    speeds = where.speeds or (1.0,) * len(run.groups)
+    groups = Groups(step_time, len(run.groups), memory_rate=where.memory_rate)
+    times = play(Streaming(run.model, run.settings, groups), where.link, steps, speeds, where.absences)
+    slowest = replace(groups, step_time=step_time / min(speeds))
+    away = max((absence.end - absence.start for absence in where.absences), default=0.0)
+    ddp = steps * slowest.step_time / DataParallel(run.model, slowest).utilisation(where.link) + away
+    return Prediction(times, step_time, ddp)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run of a sweep.
+
+    Attributes:
+        groups: The number of groups.
+        choices: The arguments of the strategy that the sweep chose.
+        run: What happened.
+        prediction: How long it would take, if a link was given.
+    """
+
+    groups: int
+    choices: Mapping[str, Any]
+    run: Run
+    prediction: Prediction | None
+
+    def varied(self, names: Sequence[str]) -> Iterator[Any]:
+        """The values of what a sweep varied, by name."""
+        for name in names:
+            yield self.groups if name == _GROUPS else self.choices[name]
+
+    @property
+    def inner_steps(self) -> int:
+        """The inner steps of a group."""
+        return max(group.inner_steps for group in self.run.groups)
+
+    def curve(self) -> list[float]:
+        """The mean loss of the groups after each batch that all of them had."""
+        losses = zip(*(group.losses for group in self.run.groups), strict=False)
+        return [sum(batch) / len(batch) for batch in losses]
+
+
+def names_of(sweeps: Sequence[str]) -> list[str]:
+    """The names of what a sweep varies."""
+    return [sweep.partition("=")[0] for sweep in sweeps]

@@ -1,0 +1,132 @@
+"""Simulated runs as tables for a terminal."""
+
+from collections.abc import Sequence
+from itertools import islice
+
+from lightning_sdiloco.tools.plan.text import new_table, percent, readable, rendered
+from lightning_sdiloco.tools.simulate.recording import LAST
+from lightning_sdiloco.tools.simulate.running import Run
+from lightning_sdiloco.tools.simulate.sweeping import Circumstances, Outcome, Prediction
+
+_WIDTH = 110
+_MOST_VALIDATIONS = 10
+
+
+def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
+    """One run as text.
+
+    Args:
+        outcome: The run.
+        where: Its circumstances, if a link was given.
+
+    Returns:
+        The settings, a table of the groups, the validations, and how long it would take.
+    """
+    run, settings = outcome.run, outcome.run.settings
+    steps = max(group.inner_steps for group in run.groups)
+    parts = [
+        f"{len(run.groups)} worker group{'s' if len(run.groups) > 1 else ''}, {steps:,} inner steps each,"
+        f" {run.model.numel:,} parameters in {len(run.model.fragments(settings))} fragments\n"
+        f"sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, mixing={settings.mixing},"
+        f" compression={settings.compression!r}, outer_lr={settings.outer_lr}",
+        _groups(run, outcome.prediction),
+        *_validations(run),
+    ]
+    if where is not None and outcome.prediction is not None:
+        parts.append(_predicted(outcome, where))
+    return "\n\n".join(parts)
+
+
+def sweep_as_text(outcomes: Sequence[Outcome], names: Sequence[str], where: Circumstances | None) -> str:
+    """The runs of a sweep as a table, one line for each.
+
+    Args:
+        outcomes: The runs.
+        names: What varied.
+        where: Their circumstances, if a link was given.
+    """
+    metrics = list(outcomes[0].run.validations[-1].metrics) if outcomes[0].run.validations else []
+    columns = [*names, f"loss, last\n{LAST} batches", "outer\nmodel", *metrics, "bytes sent\nper group"]
+    timed = [outcome.prediction for outcome in outcomes]
+    if any(timed):
+        columns += ["predicted\ntime", "compute\nutilisation"]
+    table = new_table(columns, left=len(names))
+    for outcome, prediction in zip(outcomes, timed, strict=True):
+        run = outcome.run
+        losses = [group.last_loss for group in run.groups if group.last_loss is not None]
+        last = run.validations[-1].metrics if run.validations else {}
+        row = [_loss(sum(losses) / len(losses) if losses else None), _loss(run.outer_loss)]
+        row += [_loss(last.get(metric)) for metric in metrics]
+        row += [readable(run.groups[0].bytes_sent)]
+        if any(timed):
+            row += [_duration(prediction.seconds), percent(prediction.utilisation)] if prediction else ["-", "-"]
+        table.add_row(*map(str, outcome.varied(names)), *row)
+    text = rendered(table, _WIDTH)
+    notes = [] if where is None else [_circumstances(where)]
+    return "\n\n".join([text, *notes])
+
+
+def _groups(run: Run, prediction: Prediction | None) -> str:
+    columns = ["group", f"loss, first\n{LAST} batches", f"loss, last\n{LAST} batches", "outer model,\nsame batches"]
+    columns += ["bytes\nsent"] + (["predicted\nwait"] if prediction else [])
+    table = new_table(columns, left=1)
+    for index, group in enumerate(run.groups):
+        first = group.losses[:LAST]
+        row = [_loss(sum(first) / len(first) if first else None), _loss(group.last_loss), _loss(group.outer_loss)]
+        row += [readable(group.bytes_sent)]
+        table.add_row(str(index), *row, *([_duration(prediction.times[index].waited)] if prediction else []))
+    return rendered(table, _WIDTH) + (f"\n\nOuter model: loss {_loss(run.outer_loss)}" if run.outer_loss else "")
+
+
+def _validations(run: Run) -> list[str]:
+    if not run.validations:
+        return []
+    names = list(run.validations[-1].metrics)
+    table = new_table(["after inner step", *names], left=0)
+    # The last is told in any case.
+    every = -(-len(run.validations) // _MOST_VALIDATIONS)
+    shown = list(islice(reversed(run.validations), None, None, every))[::-1]
+    for validation in shown:
+        table.add_row(str(validation.step), *(_loss(validation.metrics.get(name)) for name in names))
+    return ["Validation:\n\n" + rendered(table, _WIDTH)]
+
+
+def _predicted(outcome: Outcome, where: Circumstances) -> str:
+    prediction, run = outcome.prediction, outcome.run
+    assert prediction is not None
+    lines = [
+        f"Predicted on {_circumstances(where)}, {_step(prediction, where)}:",
+        f"  {_duration(prediction.seconds)}, compute utilisation {percent(prediction.utilisation)};"
+        f" DDP over all groups {_duration(prediction.ddp_seconds)}",
+    ]
+    if prediction.longest_flight > run.settings.timeout.total_seconds():
+        lines.append(
+            f"  A fragment would be in flight for {_duration(prediction.longest_flight)}, longer than timeout: a real"
+            " run would end with an ExchangeError. Raise timeout."
+        )
+    return "\n".join(lines)
+
+
+def _circumstances(where: Circumstances) -> str:
+    link = where.link
+    told = f"{link.gbit_s:g} Gbit/s in each direction, {link.round_trip * 1000:g} ms round trip"
+    return told + (f", {link.loss:.3g} of the packets lost" if link.loss else "")
+
+
+def _step(prediction: Prediction, where: Circumstances) -> str:
+    measured = "" if where.step_time else ", as measured here"
+    return f"{prediction.step_time:.3g} s per inner step{measured}"
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds for people.
+
+    Examples:
+        >>> _duration(3.21), _duration(3900), _duration(200_000)
+        ('3.2 s', '1.08 h', '55.6 h')
+    """
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 3600:.3g} h"

@@ -1,0 +1,347 @@
+"""Outer gradients that go from device to device: the bits, bytes and errors of gloo, and no wait for another rank.
+
+The device and its backend are pretended, see `tests.pretend`. No GPU has run this.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor
+
+from lightning_sdiloco import StreamingDiLoCoStrategy
+from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.engine.background import ThreadLane
+from lightning_sdiloco.lightning.choosing import measure_link
+from lightning_sdiloco.planning.link import Link
+from tests import pretend
+from tests.engine.test_accelerator import CHOICES, STEPS, LateLane, Training, same, wait_for_flights
+from tests.pretend import IS_POSSIBLE, ccl
+from tests.ranks import RankError, run_processes, run_ranks
+
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python"),
+]
+
+Seen = list[list[Tensor]]
+
+
+def joined(world_size: int, groups: int, device: str) -> Topology:
+    """Over gloo from the CPU, or from device to device."""
+    layout, timeout = GroupLayout(world_size, groups), timedelta(seconds=30)
+    if device == "cpu":
+        return Topology.of_world(layout, timeout)
+    pretend.install()
+    ccl.register()
+    return Topology.of_world(layout, timeout, on_device=DeviceBackend(ccl.NAME, torch.device(device)))
+
+
+def run_of(training: Training) -> tuple[Seen, dict[str, float], int]:
+    """What a run holds after every step, what it counts, and how many flights were in flight at once."""
+    in_flight = []
+    for step in range(STEPS):
+        training.step()
+        in_flight.append(len(training.engine.in_flight))
+        if step % 3 == 1:
+            with training.engine.evaluate():
+                training.keep()
+    training.engine.finish()
+    training.keep()
+    counts = {name: count for name, count in training.engine.report().items() if not name.endswith("_s")}
+    return training.trajectory(), counts, max(in_flight)
+
+
+def both(groups: int, ranks: int, name: str, lane: type[ThreadLane]) -> Callable[..., tuple[bool, bool, int, bool]]:
+    """A run over gloo from the CPU and one from device to device, compared."""
+
+    def run(rank: int, world_size: int) -> tuple[bool, bool, int, bool]:
+        seen = []
+        for device in ("cpu", "pretend"):
+            topology = joined(world_size, groups, device)
+            training = Training(device, topology.group, lane=lane, topology=topology, **CHOICES[name])
+            training.engine.diagnose()
+            seen.append(run_of(training))
+        ways = [type(way) for way in (topology.words, topology.exchange, topology.relays)]
+        (one, counted, _), (other, also, most) = seen
+        return same(one, other), counted == also, most, ways == [DirectExchange, DeviceExchange, DeviceExchange]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "name", "lane"),
+    [
+        (2, 2, "fp4", ThreadLane),
+        (2, 2, "fp4", LateLane),
+        (2, 2, "fp32, two shots", ThreadLane),
+        (2, 2, "fp32, two shots, offloaded", LateLane),
+        (2, 2, "error feedback", LateLane),
+        (3, 3, "fp4", ThreadLane),
+        (3, 3, "fp32, two shots", LateLane),
+        (3, 3, "random, two shots", ThreadLane),
+        (2, 4, "fp4", ThreadLane),
+        (2, 4, "fp32, two shots", ThreadLane),
+    ],
+)
+def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo(
+    groups: int, ranks: int, name: str, lane: type[ThreadLane]
+) -> None:
+    for bits, counts, most_in_flight, on_device in run_ranks(both(groups, ranks, name, lane), ranks, timeout=80):
+        assert bits
+        assert counts
+        assert most_in_flight > 1
+        assert on_device
+
+
+def test_no_thread_waits_for_the_device_where_gloo_would_wait_for_a_copy_of_the_message() -> None:
+    """The control vectors come to the host, the payloads do not."""
+
+    def run(rank: int, world_size: int) -> list[int]:
+        pretend.install()
+        copies = []
+        for topology in (joined(2, 2, "pretend"), Topology.of_world(GroupLayout(2, 2), timedelta(seconds=30))):
+            training = Training("pretend", rank, topology=topology)
+            with pretend.synchronisations() as log:
+                for _ in range(STEPS):
+                    training.inner_step()
+                    wait_for_flights(training.engine)
+                    training.engine.step()
+            training.engine.close()
+            assert all(entry.thread == "sdiloco-lane" for entry in log)
+            copies.append(sum(entry.kind == "stream.synchronize" for entry in log))
+        return copies
+
+    for between_devices, through_hosts in run_ranks(run, 2, timeout=80):
+        assert 0 < between_devices < through_hosts
+
+
+# The exchange alone
+
+
+def alone_on_device(world_size: int) -> DeviceExchange:
+    exchange = joined(world_size, world_size, "pretend").exchange
+    assert isinstance(exchange, DeviceExchange)
+    return exchange
+
+
+def on_device(value: int, size: int) -> Tensor:
+    return torch.full((size,), value, dtype=torch.uint8, device="pretend")
+
+
+def test_messages_of_different_sizes_reach_their_groups_and_nothing_is_sent_for_nothing() -> None:
+    def run(rank: int, world_size: int) -> list[list[int]]:
+        exchange = alone_on_device(world_size)
+        # What goes to a group is as long as its number.
+        posted = [exchange.post([on_device(10 * rank + to + 50 * turn, to) for to in range(3)]) for turn in range(2)]
+        collected = [exchange.collect(one, time.monotonic() + 30) for one in posted]
+        assert exchange.bytes_sent == 2 * sum(to for to in range(3) if to != rank)
+        assert exchange.bytes_received == 2 * 2 * rank
+        return [message.tolist() for messages in collected for message in messages]
+
+    for rank, received in enumerate(run_ranks(run, 3)):
+        assert received == [[10 * sender + rank + 50 * turn] * rank for turn in range(2) for sender in range(3)]
+
+
+def test_views_that_are_not_contiguous_are_sent_as_they_look() -> None:
+    def run(rank: int, world_size: int) -> list[int]:
+        exchange = alone_on_device(world_size)
+        view = torch.stack([on_device(rank, 3), on_device(rank + 10, 3)]).t().reshape(3, 2)[:, 1]
+        messages = exchange.collect(exchange.post([view] * 2), time.monotonic() + 30)
+        return [int(value) for value in messages[1 - rank].tolist()]
+
+    assert run_ranks(run, 2) == [[11] * 3, [10] * 3]
+
+
+def test_the_link_is_measured_from_device_to_device() -> None:
+    def run(rank: int, world_size: int) -> tuple[Link, int]:
+        topology = joined(2, 2, "pretend")
+        return measure_link(topology, timeout=30), topology.exchange.bytes_sent
+
+    (link, sent), (other, _) = run_ranks(run, 2)
+    assert link == other
+    assert link.gbit_s > 0
+    assert sent > 64_000
+
+
+def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Joined(Exception):
+        pass
+
+    def of_world(*args: Any) -> Any:
+        raise Joined(args[3])
+
+    monkeypatch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: DeviceBackend("stub", device))
+    monkeypatch.setattr(Topology, "of_world", of_world)
+
+    def run(rank: int, world_size: int, given: str | None) -> str:
+        strategy = StreamingDiLoCoStrategy(exchange_backend=given)
+        trainer = Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
+        with pytest.raises(Joined) as joined:
+            trainer.fit(BoringModel())
+        return str(joined.value)
+
+    stub = DeviceBackend("stub", torch.device("cpu"))
+    assert run_processes(run, 1, "nccl") == [str(stub)]
+    assert run_processes(run, 1, "gloo") == run_processes(run, 1, None) == ["None"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        (2, r"^worker group 1 did not answer in time \(rank 1\)$"),
+        (3, r"^one of the other worker groups did not answer in time \(of ranks 1, 2\)$"),
+    ],
+)
+def test_a_group_that_never_answers_is_given_up_at_the_deadline(groups: int, told: str) -> None:
+    def run(rank: int, world_size: int) -> tuple[str, float, bool]:
+        exchange = alone_on_device(world_size)
+        if rank:
+            dist.barrier()
+            return "", 0.0, True
+        started = time.monotonic()
+        with pytest.raises(Unanswered) as late:
+            exchange.collect(exchange.post([on_device(0, 10)] * groups), started + 1)
+        took = time.monotonic() - started
+        message = str(late.value)
+        # Nobody but the exchange keeps the messages now, and their memory is not given to the next tensor.
+        del late
+        torch.empty(10, dtype=torch.uint8, device="pretend")
+        aborted = exchange._process_group.aborted.wait(5)  # type: ignore[attr-defined]
+        dist.barrier()
+        return message, took, aborted
+
+    message, took, aborted = run_ranks(run, groups)[0]
+    assert re.search(told, message)
+    assert 1 <= took < 3
+    assert aborted
+
+
+def stopping(at_step_9: str) -> Callable[[int, int], None]:
+    """A training in which the last rank, of the last group, stops after the launch of a fragment."""
+
+    def run(rank: int, world_size: int) -> None:
+        topology = joined(world_size, 2, "pretend")
+        training = Training("pretend", topology.group, topology=topology, timeout=timedelta(seconds=4))
+        if rank == world_size - 1:
+            if at_step_9 == "silent":
+                # Its hosts go on to answer, and its device does not.
+                topology.exchange.post = lambda messages: None  # type: ignore[method-assign]
+                training.engine._transfer._average = lambda cargo, sent: time.sleep(10)  # type: ignore[method-assign]
+            else:
+                topology.exchange.post = dying  # type: ignore[method-assign]
+        for _ in range(STEPS):
+            training.step()
+
+    return run
+
+
+def dying(messages: Any) -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_device_that_is_silent_ends_the_run_in_time_and_its_group_is_named(ranks: int) -> None:
+    errors = run_ranks(stopping("silent"), ranks, expect_failure=True, timeout=60)
+    for rank in range(ranks // 2):
+        assert "ExchangeError" in errors[rank]
+        assert "worker group 1 did not answer" in errors[rank]
+        assert "raise timeout" in errors[rank]
+
+
+def test_a_group_that_dies_ends_the_run() -> None:
+    errors = run_ranks(stopping("dies"), 2, expect_failure=True, timeout=60)
+    assert re.search(r"ExchangeError: worker group 1 (went away|did not answer)", errors[0])
+
+
+def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> None:
+    def run(rank: int, world_size: int) -> None:
+        class Mute(ccl.Communicator):
+            def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+                raise RuntimeError("NCCL error: no route to host")
+
+        pretend.install()
+        dist.Backend.register_backend("mute", Mute, devices=["pretend"])
+        backend = DeviceBackend("mute", torch.device("pretend"))
+        Topology.of_world(GroupLayout(2, 2), timedelta(seconds=5), on_device=backend)
+
+    errors = run_ranks(run, 2, expect_failure=True)
+    for error in errors.values():
+        assert "ValueError: The ranks [0, 1] of the worker groups cannot exchange over mute" in error
+        assert "no route to host" in error
+        assert "NCCL_SOCKET_IFNAME" in error
+
+
+# The tests can fail
+
+
+def without_waiting(exchange: DeviceExchange) -> None:
+    """Looks whether it is done, and does not let the stream wait."""
+    wait = exchange._wait
+
+    def looking(posted: Any, deadline: float) -> None:
+        for work in posted.works:
+            work.wait = lambda: True
+        wait(posted, deadline)
+
+    exchange._wait = looking  # type: ignore[method-assign]
+
+
+def without_looking(exchange: DeviceExchange) -> None:
+    """Lets the stream wait for another rank."""
+    exchange._wait = lambda posted, deadline: [work.wait() for work in posted.works]  # type: ignore[method-assign, assignment, func-returns-value]
+
+
+def posting_on_another_stream(exchange: DeviceExchange) -> None:
+    post = exchange.post
+
+    def posting(messages: Any) -> Any:
+        with pretend.stream(pretend.default_stream()):
+            return post(messages)
+
+    exchange.post = posting  # type: ignore[method-assign]
+
+
+def collecting_on_another_stream(exchange: DeviceExchange) -> None:
+    collect = exchange.collect
+
+    def collecting(posted: Any, deadline: float) -> Any:
+        with pretend.stream(pretend.default_stream()):
+            return collect(posted, deadline)
+
+    exchange.collect = collecting  # type: ignore[method-assign]
+
+
+def forgetting_what_is_sent(exchange: DeviceExchange) -> None:
+    post = exchange.post
+    exchange.post = lambda messages: post(messages)._replace(messages=[])  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("mutate", "found"),
+    [
+        (without_waiting, "nothing says that this is over by then"),
+        (without_looking, "StreamWaits"),
+        (posting_on_another_stream, "nothing says that this is over by then"),
+        (collecting_on_another_stream, "nothing says that this is over by then"),
+        (forgetting_what_is_sent, "may get memory that pretend_ccl::send"),
+    ],
+)
+def test_what_a_mistake_in_the_exchange_would_break_is_found(mutate: Callable[[Any], None], found: str) -> None:
+    def run(rank: int, world_size: int) -> None:
+        topology = joined(2, 2, "pretend")
+        mutate(topology.exchange)
+        run_of(Training("pretend", rank, topology=topology, **CHOICES["fp32, two shots"]))
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(run, 2, timeout=40)
+    assert found in str(caught.value.errors)

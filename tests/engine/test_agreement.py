@@ -1,0 +1,116 @@
+"""All groups hold the same outer parameters, bit for bit, or the run ends with an error that says who does not."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco import AgreementError, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.algorithm.digest import combined, digest
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.compression import COMPRESSIONS
+from tests.ranks import run_ranks
+from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
+
+
+def bits(values: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: tensor.view(torch.int32).flatten().tolist() for name, tensor in values.items()}
+
+
+def hundred_steps(rank: int, world_size: int, groups: int, compression: str) -> list[dict[str, list[int]]]:
+    """Trains groups of one or more ranks; returns the outer parameters on the way and at the end, and the model."""
+    size = world_size // groups
+    model: nn.Module = mlp(seed=rank)
+    settings: dict[str, Any] = {"sync_every": 8, "overlap_steps": 3, "fragments": LAYERS, "compression": compression}
+    topology = Topology.of_world(GroupLayout(world_size, groups), timedelta(seconds=60))
+    engine = StreamingDiLoCo(model, topology=topology, **settings)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=topology.in_group.process_group)
+    optimizer = inner_optimizer("adamw", model)
+    seen = []
+    for step in range(1, 101):
+        x, y = batch(rank // size, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(wrapped(x.chunk(size)[rank % size]), y.chunk(size)[rank % size]).backward()
+        optimizer.step()
+        if engine.step():
+            seen.append(bits(engine.outer_state_dict()))
+    engine.finish()
+    model_bits = bits({name: parameter.detach() for name, parameter in model.named_parameters()})
+    return [*seen, bits(engine.outer_state_dict()), model_bits]
+
+
+@pytest.mark.parametrize(("groups", "world_size"), [(2, 2), (3, 3), (2, 4)])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_all_ranks_hold_the_same_bits_after_every_landing(groups: int, world_size: int, compression: str) -> None:
+    ranks = run_ranks(hundred_steps, world_size, groups, compression)
+    assert len(ranks[0]) > 40
+    assert all(other == ranks[0] for other in ranks[1:])
+    assert ranks[0][-1] == ranks[0][-2], "the model holds the outer parameters"
+
+
+def test_groups_start_from_the_parameters_and_buffers_of_the_first_rank() -> None:
+    def start(rank: int, world_size: int) -> list[float]:
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model[1].running_mean.fill_(float(rank))
+        StreamingDiLoCo(model)
+        return [*model[0].weight.flatten().tolist(), *model[1].running_mean.tolist()]
+
+    first, *others = run_ranks(start, 3)
+    assert first[-1] == 0.0
+    assert all(other == first for other in others)
+
+
+def advance(groups: SimulatedGroups, steps: int) -> None:
+    for _ in range(steps):
+        groups.step()
+
+
+def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_groups() -> None:
+    groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=LAYERS)
+    groups.engines[1]._cut.outer.values[2][5] += 1e-7
+    told = r"outer parameters at the launch of fragment 2 .* \(group 0: .*, group 1: "
+    with pytest.raises(AgreementError, match=told):
+        advance(groups, 8)
+
+
+def test_groups_that_are_at_different_steps_are_an_error() -> None:
+    groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=[["*"]])
+    groups.engines[0]._counts.inner_steps = 4
+    told = r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"
+    with pytest.raises(AgreementError, match=told):
+        advance(groups, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
+def test_a_digest_sees_every_bit(dtype: torch.dtype) -> None:
+    values = torch.arange(1000).to(dtype)
+    changed = values.clone()
+    changed.view(torch.uint8)[777] ^= 1
+    assert digest(values) == digest(values.clone())
+    assert digest(values) != digest(changed)
+    assert digest(values) != digest(values.roll(1))
+
+
+def test_the_digest_of_a_long_vector_is_that_of_its_shards() -> None:
+    values = torch.randn(1_000_003)
+    starts = range(0, values.numel(), 262_147)
+    shards = [digest(values[start : start + 262_147], start) for start in starts]
+    assert combined(shards) == digest(values)
+
+
+def test_local_training_is_untouched_by_showing_the_outer_model() -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    engine = StreamingDiLoCo(model, sync_every=50)
+    optimizer = inner_optimizer("adamw", model)
+    train_step(model, optimizer, 0, 1)
+    engine.step()
+    before = {name: values.clone() for name, values in model.state_dict().items()}
+    with engine.evaluate(), engine.evaluate():
+        shown = {name: values.clone() for name, values in model.state_dict().items()}
+    assert not torch.equal(shown["0.weight"], before["0.weight"])
+    assert torch.equal(shown["0.weight"], engine.outer_state_dict()["0.weight"])
+    assert torch.equal(shown["1.running_mean"], torch.zeros(3))
+    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())

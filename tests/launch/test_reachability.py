@@ -1,0 +1,215 @@
+"""Ranks that cannot reach each other are named before training starts, and interfaces can be chosen."""
+
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sdiloco.launch import interfaces as addresses
+from lightning_sdiloco.launch import reachability
+from lightning_sdiloco.launch.environment import meet_at
+from lightning_sdiloco.launch.reachability import Failure, Place, described, require_reachable
+from lightning_sdiloco.launch.rendezvous import wait_until_reachable
+from tests.fits import fit
+from tests.namespaces import add_interface, enter, lose_packets, two_sites
+from tests.ranks import run_processes
+
+CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "fragments": [["*"]], "compression": "fp4"}
+SECONDS = timedelta(seconds=20)
+
+
+def loopback() -> str:
+    return "127.0.0.1"
+
+
+def meeting_of(rank: int, world_size: int, timeout: timedelta = SECONDS) -> Any:
+    return meet_at("127.0.0.1", int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
+
+
+# Meeting
+
+
+def test_every_rank_hears_what_all_tell() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        return meeting_of(rank, world_size).gather("names", {"rank": rank})
+
+    assert run_processes(run, 3) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    def run(rank: int, world_size: int) -> str:
+        if rank == 2:
+            return ""
+        meeting = meeting_of(rank, world_size, timedelta(seconds=3))
+        with pytest.raises(ValueError, match="Rank 2 did not come to 127.0.0.1:.* within 3 s") as error:
+            meeting.gather("places", None)
+        time.sleep(3)  # The store ends with rank 0.
+        return str(error.value)
+
+    assert all("3 ranks are expected" in text for text in run_processes(run, 3)[:2])
+
+
+def test_an_address_that_does_not_answer_is_given_up_long_before_the_timeout() -> None:
+    with pytest.raises(ValueError, match="Rank 3 on .* cannot reach rank 0 at no-such-host.invalid:29500") as error:
+        wait_until_reachable("no-such-host.invalid", 29500, 3, timedelta(hours=1), seconds_unreachable=0.5)
+    assert "MASTER_ADDR" in str(error.value)
+
+
+def test_an_address_at_which_nobody_listens_yet_is_waited_for() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(ValueError, match="nobody listened there within 0.6 s"):
+            wait_until_reachable("127.0.0.1", port, 1, timedelta(seconds=0.6), seconds_unreachable=0.1)
+        closed.listen()
+        wait_until_reachable("127.0.0.1", port, 1, timedelta(seconds=5))
+
+
+# Reaching
+
+
+def test_ranks_that_reach_each_other_are_let_through() -> None:
+    def run(rank: int, world_size: int) -> None:
+        require_reachable(meeting_of(rank, world_size), rank // 2, loopback, loopback)
+
+    run_processes(run, 4)
+
+
+def test_a_rank_that_cannot_be_reached_is_named_on_all_ranks_with_address_and_direction() -> None:
+    def run(rank: int, world_size: int) -> str:
+        if rank == 2:
+            # Its port is closed; it reaches the others.
+            listen = reachability.Listener.__init__
+
+            def then_close(self: Any, *args: Any) -> None:
+                listen(self, *args)
+                self.close()
+
+            reachability.Listener.__init__ = then_close  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match="2 of 6 connections") as error:
+            require_reachable(meeting_of(rank, world_size), rank, loopback, loopback)
+        return str(error.value)
+
+    texts = run_processes(run, 3)
+    assert len(set(texts)) == 1
+    host = socket.gethostname()
+    assert f"rank 0 (worker group 0, {host}) -> rank 2 (worker group 2, {host}) at 127.0.0.1:" in texts[0]
+    assert texts[0].count("connection refused; the other direction works") == 2
+
+
+def test_a_rank_that_cannot_listen_is_named_on_all_ranks() -> None:
+    def run(rank: int, world_size: int) -> str:
+        if rank == 1:
+            os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "no-such"
+        with pytest.raises(ValueError, match="1 ranks cannot listen") as error:
+            require_reachable(meeting_of(rank, world_size), rank, addresses.exchange_address, loopback)
+        return str(error.value)
+
+    for text in run_processes(run, 2):
+        assert "rank 1 on" in text
+        assert "SDILOCO_EXCHANGE_INTERFACE='no-such' is no interface" in text
+        assert "lo (127.0.0.1)" in text
+
+
+def test_an_address_of_the_loopback_is_explained() -> None:
+    places = [Place("a", 0, "", ("10.0.0.1", 1), ("10.0.0.1", 1)), Place("b", 1, "", ("127.0.1.1", 2), ("", 0))]
+    text = described([Failure(0, 1, "127.0.1.1:2", "connection refused")], places)
+    assert "Rank 1 listens on a loopback address" in text
+    assert "GLOO_SOCKET_IFNAME" in text
+
+
+# Addresses
+
+
+def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    monkeypatch.setenv("SDILOCO_EXCHANGE_INTERFACE", "127.0.0.1")
+    assert addresses.exchange_address() == "127.0.0.1"
+    with addresses.for_exchange():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth9"
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME='eth9' is no interface"):
+        addresses.group_address()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with addresses.for_exchange():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+# Between machines
+
+
+def trained(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    nodes = {"num_nodes": 2, "devices": world_size // 2}
+    return dict(fit(rank, world_size, 2, 10, CHOICES, trainer_choices=nodes)["outer"])
+
+
+@pytest.mark.network
+def test_groups_train_within_one_network_and_exchange_over_another() -> None:
+    """Inside a group gloo listens on the loopback, where no other group could reach it."""
+    with two_sites() as sites:
+
+        def run(rank: int, world_size: int, exchange: str | None) -> Any:
+            enter(sites[2 * rank // world_size])
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            if exchange is None:
+                with pytest.raises(ValueError, match="listens on a loopback address"):
+                    trained(rank, world_size)
+                return None
+            os.environ["SDILOCO_EXCHANGE_INTERFACE"] = exchange
+            return trained(rank, world_size)
+
+        run_processes(run, 4, None, ranks_per_node=2)
+        ranks = run_processes(run, 4, "wire", ranks_per_node=2)
+    for outer in ranks[1:]:
+        assert all(torch.equal(values, outer[name]) for name, values in ranks[0].items())
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("lost", [True, False])
+def test_one_closed_direction_between_machines_is_told_within_a_minute(lost: bool) -> None:
+    with two_sites() as sites:
+        add_interface(sites[1], "other", "10.80.0.2")
+        if lost:
+            lose_packets(sites[0], "10.80.0.2")
+
+        def run(rank: int, world_size: int) -> Any:
+            enter(sites[rank])
+            if rank == 1:
+                os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "other"
+            start = time.monotonic()
+            with pytest.raises(ValueError, match="1 of 2 connections") as error:
+                trained(rank, world_size)
+            return str(error.value), time.monotonic() - start
+
+        ranks = run_processes(run, 2, ranks_per_node=1)
+    for text, seconds in ranks:
+        assert seconds < 60
+        assert "rank 0 (worker group 0, " in text
+        assert " -> rank 1 (worker group 1, " in text
+        assert " at 10.80.0.2:" in text
+        assert ("no answer within 10 s" if lost else "network is unreachable") in text
+        assert "the other direction works" in text
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_a_store_that_cannot_be_reached_is_told_within_a_minute() -> None:
+    with two_sites() as sites:
+        lose_packets(sites[1], "10.80.0.1")
+
+        def run(rank: int, world_size: int) -> Any:
+            if rank == 0:
+                return None
+            enter(sites[1])
+            os.environ["MASTER_ADDR"] = "10.80.0.1"
+            start = time.monotonic()
+            with pytest.raises(ValueError, match="cannot reach rank 0 at 10.80.0.1:.*: no answer"):
+                trained(rank, world_size)
+            return time.monotonic() - start
+
+        assert run_processes(run, 2, ranks_per_node=1)[1] < 60

@@ -1,0 +1,352 @@
+"""Checkpoints of real fits: resume to the same bits, what is written where, and what is refused."""
+
+import importlib
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+from torch.utils.data import DataLoader
+
+from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
+from tests import fits
+from tests.fits import LIGHTNING
+from tests.ranks import RankError, run_processes, run_ranks
+from tests.training import batch, mlp
+
+STEPS = 26
+CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "layers_per_fragment": 1}
+
+
+class StatefulBatches:
+    """A loader of known length that can be taken up again in the middle."""
+
+    def __init__(self, group: int, shard: int, shards: int, length: int) -> None:
+        self.place, self.length, self.step = (group, shard, shards), length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        group, shard, shards = self.place
+        while self.step < self.length:
+            self.step += 1
+            x, y = batch(group, self.step)
+            yield x.chunk(shards)[shard], y.chunk(shards)[shard]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def traced(distribution: str, seed: int) -> Any:
+    """A module with dropout and BatchNorm that keeps what it holds after every step."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(*mlp(seed), nn.Dropout(0.2), nn.BatchNorm1d(3))
+    base = type(fits.module(distribution, "adamw", seed, net))
+
+    class Traced(base):  # type: ignore[misc, valid-type]
+        def on_train_batch_start(self, *args: Any) -> None:
+            # Before the next step, so after all that happens at the end of the one before.
+            values = {name: value.clone() for name, value in self.state_dict().items()}
+            state = self.trainer.optimizers[0].state
+            values |= {f"{i} {key}": v.clone() for i, s in enumerate(state.values()) for key, v in s.items()}
+            self.trace[self.trainer.global_step] = values | {
+                f"outer {name}": value for name, value in self.trainer.strategy.outer_state_dict().items()
+            }
+
+    model = Traced()
+    model.trace = {}
+    return model
+
+
+def run_fit(
+    rank: int,
+    world_size: int,
+    distribution: str,
+    steps: int,
+    callbacks: list[Any],
+    resume: str | None = None,
+    groups: int = 2,
+    **choices: Any,
+) -> dict[str, Any]:
+    size = world_size // groups
+    model = traced(distribution, seed=rank)
+    loader = StatefulBatches(rank // size, rank % size, size, length=100)
+    strategy = fits.strategy(distribution, **{"worker_groups": groups, **CHOICES, **choices})
+    trainer = fits.trainer(
+        distribution,
+        strategy=strategy,
+        devices=world_size,
+        max_steps=steps,
+        callbacks=callbacks,
+        enable_checkpointing=any("Checkpoint" in type(callback).__name__ for callback in callbacks),
+    )
+    torch.manual_seed(100 + rank)
+    trainer.fit(model, loader, ckpt_path=resume)
+    held = {name: values.clone() for name, values in model.state_dict().items()}
+    return {"trace": model.trace, "outer": strategy.outer_state_dict(), "report": strategy.report(), "model": held}
+
+
+def saving(distribution: str, folder: Path, **choices: Any) -> list[Any]:
+    callbacks = importlib.import_module(distribution).callbacks
+    return [callbacks.ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **choices)]
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
+
+
+# The last has one group of three ranks: DDP must add their gradients in the same order as before.
+@pytest.mark.parametrize(
+    ("distribution", "world_size", "groups"),
+    [(LIGHTNING, 2, 2), (LIGHTNING, 4, 2), ("pytorch_lightning", 2, 2), (LIGHTNING, 3, 1)],
+)
+def test_a_fit_resumed_from_any_step_gives_the_same_bits(
+    distribution: str, world_size: int, groups: int, tmp_path: Path
+) -> None:
+    def fit(callbacks: list[Any], resume: str | None = None) -> list[dict[str, Any]]:
+        ranks = run_processes(run_fit, world_size, distribution, STEPS, callbacks, resume, groups)
+        return list(ranks)
+
+    plain = fit([])
+    saved = fit(saving(distribution, tmp_path, every_n_train_steps=1))
+    for one, other in zip(saved, plain, strict=True):
+        assert_same(one["outer"], other["outer"])
+        assert one["report"]["landings"] == other["report"]["landings"]
+    # 5: before any flight; 9, 11, 12: one, two and three fragments in flight; 13: just landed; 16: launched again.
+    for step in (5, 9, 11, 12, 13, 16, 22):
+        path = str(tmp_path / f"step={step}.ckpt")
+        for one, other in zip(fit([], path), plain, strict=True):
+            assert sorted(one["trace"]) == list(range(step, STEPS))
+            for at, values in one["trace"].items():
+                assert_same(values, other["trace"][at])
+            assert_same(one["outer"], other["outer"])
+            counted = ("inner_steps", "launches", "landings", "bytes_sent")
+            assert all(one["report"][key] == other["report"][key] for key in counted)
+
+
+def test_a_checkpoint_of_one_distribution_is_resumed_by_the_other_to_the_same_bits(tmp_path: Path) -> None:
+    callbacks = saving(LIGHTNING, tmp_path, every_n_train_steps=11)
+    plain = run_processes(run_fit, 2, LIGHTNING, STEPS, callbacks)
+    resumed = run_processes(run_fit, 2, "pytorch_lightning", STEPS, [], str(tmp_path / "step=11.ckpt"))
+    for one, other in zip(resumed, plain, strict=True):
+        assert sorted(one["trace"]) == list(range(11, STEPS))
+        assert_same(one["trace"][STEPS - 1], other["trace"][STEPS - 1])
+        assert_same(one["outer"], other["outer"])
+
+
+def test_a_fit_resumed_with_a_schedule_a_guard_and_clipping_gives_the_same_bits(tmp_path: Path) -> None:
+    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "outer_clip_norm": 0.05, "outlier_guard": 1.02}
+
+    def fit(callbacks: list[Any], resume: str | None = None, rounds: int = 5) -> list[dict[str, Any]]:
+        schedule = partial(CosineAnnealingLR, T_max=rounds)
+        made = partial(run_fit, outer_lr_schedule=schedule, **choices)
+        return list(run_processes(made, 4, LIGHTNING, STEPS, callbacks, resume))
+
+    plain = fit(saving(LIGHTNING, tmp_path, every_n_train_steps=1))
+    for step in (9, 21):
+        for one, other in zip(fit([], str(tmp_path / f"step={step}.ckpt")), plain, strict=True):
+            for at, values in one["trace"].items():
+                assert_same(values, other["trace"][at])
+            assert_same(one["outer"], other["outer"])
+    with pytest.raises(RankError, match="another outer_lr_schedule: it was CosineAnnealingLR"):
+        fit([], str(tmp_path / "step=9.ckpt"), rounds=6)
+
+
+def test_a_longer_fit_continues_a_finished_one_exactly(tmp_path: Path) -> None:
+    plain = run_processes(run_fit, 2, LIGHTNING, STEPS, [])
+    finished = run_processes(run_fit, 2, LIGHTNING, 14, saving(LIGHTNING, tmp_path, every_n_train_steps=14))
+    checkpoint = torch.load(tmp_path / "step=14.ckpt", weights_only=True)
+    for name, values in finished[0]["outer"].items():
+        assert torch.equal(checkpoint["state_dict"][name], values), "the file holds the finished outer model"
+    resumed = run_processes(run_fit, 2, LIGHTNING, STEPS, [], str(tmp_path / "step=14.ckpt"))
+    for one, other in zip(resumed, plain, strict=True):
+        assert_same(one["outer"], other["outer"])
+
+
+def test_there_is_a_file_for_every_rank_and_removing_a_checkpoint_removes_its_folder(tmp_path: Path) -> None:
+    callbacks = importlib.import_module(LIGHTNING).callbacks
+    keep = callbacks.ModelCheckpoint(
+        tmp_path, filename="{step}", save_top_k=1, every_n_train_steps=6, monitor="step", mode="max", save_last="link"
+    )
+    run_processes(run_fit, 4, LIGHTNING, STEPS, [keep])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=24.ckpt", "step=24.ckpt.sdiloco"]
+    (save,) = (tmp_path / "step=24.ckpt.sdiloco").iterdir()
+    assert sorted(path.name for path in save.iterdir()) == ["manifest.json", *(f"rank_{i:05d}.pt" for i in range(4))]
+    manifest = json.loads((save / "manifest.json").read_text())
+    assert manifest["layout"] == {"worker_groups": 2, "group_size": 2}
+    assert manifest["settings"]["sync_every"] == "8"
+    # Through the link, too.
+    resumed = run_processes(run_fit, 4, LIGHTNING, STEPS, [], str(tmp_path / "last.ckpt"))
+    assert sorted(resumed[0]["trace"]) == [24, 25]
+
+
+def test_saving_weights_only_writes_no_folder(tmp_path: Path) -> None:
+    only = saving(LIGHTNING, tmp_path, every_n_train_steps=10, save_weights_only=True)
+    run_processes(run_fit, 2, LIGHTNING, STEPS, only)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=10.ckpt", "step=20.ckpt"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of two groups in flight."""
+    run_processes(run_fit, 2, LIGHTNING, 12, saving(LIGHTNING, tmp_path, every_n_train_steps=9))
+    return tmp_path / "step=9.ckpt"
+
+
+def save_folder(checkpoint: Path) -> Path:
+    (save,) = Path(f"{checkpoint}.sdiloco").iterdir()
+    return save
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def alter(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda path: (save_folder(path) / "rank_00001.pt").unlink(), "rank_00001.pt, which is not there"),
+        (lambda path: (save_folder(path) / "manifest.json").unlink(), "manifest.json, which is not there"),
+        (lambda path: shutil.rmtree(f"{path}.sdiloco"), "move or copy both"),
+        (lambda path: save_folder(path).rename(f"{path}.sdiloco/another"), "which is not there"),
+        (lambda path: truncate(save_folder(path) / "rank_00001.pt"), "is not what was saved"),
+        (lambda path: alter(save_folder(path) / "rank_00001.pt"), "is not what was saved"),
+    ],
+)
+def test_a_damaged_folder_is_refused(damage: Any, told: str, checkpoint: Path) -> None:
+    damage(checkpoint)
+    errors = run_processes(run_fit, 2, LIGHTNING, STEPS, [], str(checkpoint), expect_failure=True)
+    assert told in errors[1]
+
+
+def test_a_folder_of_a_newer_version_is_refused(checkpoint: Path) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    content["streaming_diloco"] |= {"format": 99, "version": "7.0"}
+    torch.save(content, checkpoint)
+    errors = run_processes(run_fit, 2, LIGHTNING, STEPS, [], str(checkpoint), expect_failure=True)
+    assert "was written in format 99 by lightning_sdiloco 7.0" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"sync_every": 9}, "sync_every was 8, now it is 9"),
+        ({"compression": "fp32"}, "compression was 'fp4', now it is 'fp32'"),
+        ({"fragments": "balanced"}, "fragments was 'strided', now it is 'balanced'"),
+        ({"mixing": 0.25}, "mixing was 0.5, now it is 0.25"),
+        ({"outer_lr": 0.7, "outer_momentum": 0.8}, "outer_lr was 0.4, now it is 0.7; outer_momentum was 0.9, now it"),
+        ({"outlier_guard": 5.0, "outer_clip_norm": 2.0}, "outer_clip_norm was None, now it is 2.0; outlier_guard was"),
+        ({"outer_lr_schedule": ExponentialLR}, "outer_lr_schedule was None, now it is ExponentialLR"),
+    ],
+)
+def test_other_settings_are_refused_by_name(changed: dict[str, Any], told: str, checkpoint: Path) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        return run_fit(rank, world_size, LIGHTNING, STEPS, [], str(checkpoint), **changed)
+
+    errors = run_processes(run, 2, expect_failure=True)
+    assert all(told in error for error in errors.values())
+
+
+def test_a_checkpoint_of_plain_ddp_is_where_all_groups_start(tmp_path: Path) -> None:
+    def with_ddp(rank: int, world_size: int) -> None:
+        model = fits.module()
+        trainer = fits.trainer(strategy="ddp", devices=2, max_steps=4)
+        trainer.fit(model, StatefulBatches(rank, 0, 1, 100))
+        trainer.save_checkpoint(tmp_path / "ddp.ckpt")
+
+    def with_ours(rank: int, world_size: int) -> dict[str, Tensor]:
+        strategy = fits.strategy(**CHOICES)
+        trainer = fits.trainer(strategy=strategy, devices=2, max_steps=5)
+        trainer.fit(fits.module(seed=rank), StatefulBatches(rank, 0, 1, 100), ckpt_path=str(tmp_path / "ddp.ckpt"))
+        return strategy.outer_state_dict()
+
+    run_processes(with_ddp, 2)
+    one, other = run_processes(with_ours, 2)
+    assert_same(one, other)
+
+
+def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_usable(tmp_path: Path) -> None:
+    """The same file is overwritten at every step until a rank is killed at some moment of it."""
+
+    def killed(rank: int, world_size: int, after: float) -> None:
+        class Killing(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                if trainer.global_step == 10 and rank == 0:
+                    signal.setitimer(signal.ITIMER_REAL, after)
+                trainer.save_checkpoint(tmp_path / "only.ckpt")
+
+        # The default action ends the process wherever it is, as SIGKILL does; no line of Python runs.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        # Once in a while gloo does not notice that a peer is gone; then the timeout ends the other rank.
+        run_fit(rank, world_size, LIGHTNING, 1000, [Killing()], timeout=timedelta(seconds=20))
+
+    for attempt in range(8):
+        run_processes(killed, 2, 0.001 + 0.007 * attempt, expect_failure=True)
+        step = torch.load(tmp_path / "only.ckpt", weights_only=True)["global_step"]
+        assert step >= 9
+        for trained in run_processes(run_fit, 2, LIGHTNING, step + 3, [], str(tmp_path / "only.ckpt")):
+            assert sorted(trained["trace"]) == [step, step + 1, step + 2]
+
+
+def test_fixing_the_order_of_buckets_leaves_the_module_as_it_was() -> None:
+    def run(rank: int, world_size: int) -> list[bool]:
+        untouched = []
+        for instance_forward in (False, True):
+            module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            if instance_forward:
+                module.forward = torch.sin
+            before = {name: values.clone() for name, values in module.state_dict().items()}
+            fix_bucket_order(DistributedDataParallel(module))
+            kept = module.forward is torch.sin if instance_forward else "forward" not in vars(module)
+            same = all(torch.equal(values, before[name]) for name, values in module.state_dict().items())
+            untouched.append(kept and same and all(p.grad is None for p in module.parameters()))
+        return untouched
+
+    assert run_ranks(run, 3) == [[True, True]] * 3
+
+
+@pytest.mark.parametrize(("groups", "when"), [(2, "every_n_epochs"), (2, "every_n_train_steps"), (1, "every_n_epochs")])
+def test_a_loader_of_torch_begins_the_next_epoch_with_the_same_random_numbers(
+    groups: int, when: str, tmp_path: Path
+) -> None:
+    """It takes one for every iterator, and the module has dropout."""
+
+    def fit(rank: int, world_size: int, resume: str | None) -> Any:
+        module = traced(LIGHTNING, seed=rank)
+        loader = DataLoader([batch(0, step) for step in range(10)], batch_size=None, shuffle=True)
+        trainer = fits.trainer(
+            strategy=fits.strategy(worker_groups=groups, **CHOICES),
+            devices=2,
+            max_epochs=3,
+            callbacks=[] if resume else saving(LIGHTNING, tmp_path, **{when: 5 if "steps" in when else 1}),
+            enable_checkpointing=resume is None,
+        )
+        torch.manual_seed(100 + rank)
+        trainer.fit(module, loader, ckpt_path=resume)
+        return module.trace
+
+    plain = run_processes(fit, 2, None)
+    for one, other in zip(run_processes(fit, 2, str(tmp_path / "step=5.ckpt")), plain, strict=True):
+        assert sorted(one) == list(range(5, 15))
+        for step, values in one.items():
+            assert_same(values, other[step])

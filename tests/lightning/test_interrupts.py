@@ -1,0 +1,150 @@
+"""Ctrl-C and signals to the main process of a script: no process is left behind, and none hangs."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 20.0
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+from lightning_sdiloco import StreamingDiLoCoStrategy
+
+folder, start_method, failing = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+
+class Slow(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+
+    def training_step(self, x, index):
+        if index == 3:
+            (folder / f"{self.global_rank}.pid").write_text(f"{os.getpid()} ")
+        if index == 20 and failing == str(self.global_rank):
+            raise ArithmeticError("boom")
+        time.sleep(0.02)
+        return self.net(x).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    strategy = StreamingDiLoCoStrategy(
+        sync_every=10, overlap_steps=3, fragments=[["*"]], start_method=start_method
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=5000, logger=False, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Slow(), DataLoader(torch.randn(100_000, 4), batch_size=2))
+"""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: object, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():  # type: ignore[operator]
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@contextmanager
+def training(folder: Path, start_method: str, failing: str = "") -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A script that trains two ranks, in a session of its own; its main process and all of its processes."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    main = subprocess.Popen(
+        [sys.executable, str(script), str(folder), start_method, failing],
+        env=environment,
+        stderr=(folder / "stderr").open("w"),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    pids = [folder / f"{rank}.pid" for rank in range(2)]
+    try:
+        started = wait_until(lambda: all(path.exists() and path.read_text().endswith(" ") for path in pids), 90)
+        assert started, (folder / "stderr").read_text()
+        yield main, [main.pid, *(int(path.read_text()) for path in pids)]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(main.pid, signal.SIGKILL)
+        main.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
+@pytest.mark.parametrize("to", ["all processes", "the main process"])
+def test_ctrl_c_leaves_no_process_behind(to: str, start_method: str, tmp_path: Path) -> None:
+    with training(tmp_path, start_method) as (main, pids):
+        if to == "all processes":
+            os.killpg(main.pid, signal.SIGINT)
+        else:
+            os.kill(main.pid, signal.SIGINT)
+        assert wait_until(lambda: main.poll() is not None and not any(map(is_alive, pids)), SECONDS), (
+            [pid for pid in pids if is_alive(pid)],
+            (tmp_path / "stderr").read_text(),
+        )
+        assert main.returncode != 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+def test_a_termination_signal_to_the_main_process_saves_and_leaves_no_process_behind(
+    start_method: str, tmp_path: Path
+) -> None:
+    with training(tmp_path, start_method) as (main, pids):
+        os.kill(main.pid, signal.SIGTERM)
+        assert wait_until(lambda: main.poll() is not None and not any(map(is_alive, pids)), SECONDS), (
+            [pid for pid in pids if is_alive(pid)],
+            (tmp_path / "stderr").read_text(),
+        )
+        (saved,) = tmp_path.rglob("terminated-step=*.ckpt")
+        told = (tmp_path / "stderr").read_text()
+        assert f"To go on from there: trainer.fit(..., ckpt_path={str(saved)!r})" in told
+        assert told.count("To go on from there") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("failing", ["0", "1"])
+@pytest.mark.parametrize("start_method", ["popen", "fork"])
+def test_an_exception_in_one_process_ends_all_and_names_it(start_method: str, failing: str, tmp_path: Path) -> None:
+    with training(tmp_path, start_method, failing) as (main, pids):
+        assert wait_until(lambda: main.poll() is not None and not any(map(is_alive, pids)), SECONDS), (
+            [pid for pid in pids if is_alive(pid)],
+            (tmp_path / "stderr").read_text(),
+        )
+        assert main.returncode != 0
+        told = (tmp_path / "stderr").read_text()
+        assert "ArithmeticError: boom" in told
+        # By us, by Lightning, which watches the processes that it started, or by multiprocessing.
+        named = (
+            rf"Rank {failing} .*failed first|rank: {failing}\]|Process {failing} terminated|Rank 0, which keeps word"
+        )
+        assert re.search(named, told)

@@ -1,0 +1,244 @@
+"""How processes are started, and what follows in the same processes: further fits, other models, other groups."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests import fits
+from tests.fits import LIGHTNING
+from tests.ranks import LAUNCHERS, run_processes
+from tests.training import mlp
+
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
+BATCHES = 7
+
+pl = importlib.import_module(LIGHTNING)
+
+MODEL = """
+import torch
+from {distribution} import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_sdiloco.{file} import StreamingDiLoCoStrategy
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(0)
+        x, y = torch.randn(80, 5, generator=generator), torch.randn(80, 3, generator=generator)
+        return DataLoader(TensorDataset(x, y), batch_size=4)
+
+    def training_step(self, batch, index):
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+"""
+
+FIT = """
+def fit(net, start_method):
+    strategy = StreamingDiLoCoStrategy(sync_every=4, overlap_steps=2, fragments=[["*"]], start_method=start_method)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=9, **quiet)
+    trainer.fit(net)
+    outer = strategy.outer_state_dict()
+    same = all(torch.equal(net.get_parameter(name), values) for name, values in outer.items())
+    if trainer.is_global_zero:
+        total = sum(float(values.double().sum()) for values in net.state_dict().values())
+        report = strategy.report()
+        logged = "loss" in trainer.callback_metrics
+        print("fitted", same, report["inner_steps"], report["launches"], f"{{total:.17g}}", logged)
+"""
+
+SCRIPT = f"""{MODEL}
+{FIT}
+
+if __name__ == "__main__":
+    fit(Net(), {{start_method!r}})
+"""
+
+
+def run_python(arguments: list[str], **choices: Any) -> str:
+    """What a fresh interpreter prints that knows nothing of a launcher."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        known.pop(name, None)
+    # The current folder of a script is its own.
+    known |= {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), known.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=known, capture_output=True, text=True, timeout=100, check=False, **choices
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def fitted_by_script(folder: Path, start_method: str, distribution: str = LIGHTNING) -> list[str]:
+    """What the main process of a script reads after the fit."""
+    script = folder / f"{start_method}.py"
+    file = "lightning_pytorch" if distribution == LIGHTNING else distribution
+    script.write_text(SCRIPT.format(distribution=distribution, file=file, start_method=start_method))
+    (fitted,) = (line for line in run_python([str(script)]).splitlines() if line.startswith("fitted"))
+    return fitted.split()
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return fitted_by_script(tmp_path_factory.mktemp("forked"), "fork")
+
+
+@pytest.mark.parametrize(
+    ("start_method", "distribution"),
+    [("popen", LIGHTNING), ("popen", "pytorch_lightning"), ("spawn", LIGHTNING), ("forkserver", LIGHTNING)],
+)
+def test_a_script_gets_back_the_same_bits_however_processes_are_started(
+    start_method: str, distribution: str, tmp_path: Path, forked: list[str]
+) -> None:
+    assert forked[:4] == ["fitted", "True", "9", "2"]
+    assert forked[5] == "True", "callback_metrics came back"
+    assert fitted_by_script(tmp_path, start_method, distribution) == forked
+
+
+def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
+    """An interactive interpreter, one cell after the other, in which the classes are in ``__main__``."""
+    cells = [
+        MODEL.format(distribution=LIGHTNING, file="lightning_pytorch"),
+        FIT.format(),
+        "net = Net()\nnet(torch.randn(4, 5)).sum().backward()",
+        "fit(net, 'fork')",
+        "fit(net, 'fork')",
+        "try:\n    Trainer(strategy='streaming_diloco', accelerator='cpu', devices=2)\n"
+        "except Exception as error:\n    print('refused', error)",
+    ]
+    for number, cell in enumerate(cells):
+        (tmp_path / f"{number}.py").write_text(cell)
+    lines = "".join(f"exec(open('{tmp_path}/{number}.py').read())\n" for number in range(len(cells)))
+    output = run_python(["-i", "-q"], input=lines, cwd=tmp_path)
+    first, second = (line.split() for line in output.splitlines() if "fitted" in line)
+    assert "True" in first
+    assert first != second, "the second fit starts with the weights of the first"
+    (refused,) = (line for line in output.splitlines() if "refused" in line)
+    assert "is not compatible with an interactive environment" in refused
+
+
+# Further fits in the same processes
+
+
+class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
+    """A small model."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = mlp() if net is None else net
+
+    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(parts[0]), parts[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit(rank: int, world_size: int, model: Any, groups: int = 2, **choices: Any) -> Any:
+    """Fits a model with a new Trainer, and returns that."""
+    size = world_size // groups
+    strategy = fits.strategy(**SHORT, worker_groups=groups)
+    length = {"max_epochs": 2, "limit_train_batches": BATCHES}
+    trainer = fits.trainer(strategy=strategy, devices=world_size, **{**length, **choices})
+    trainer.fit(model, DataLoader(fits.Batches(rank // size, rank % size, size), batch_size=None))
+    return trainer
+
+
+def assert_alike(ranks: list[dict[str, Tensor]]) -> None:
+    for values in ranks[1:]:
+        assert values.keys() == ranks[0].keys()
+        assert all(torch.equal(values[name], ranks[0][name]) for name in values)
+
+
+def test_the_same_trainer_fits_longer() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        model = Net()
+        trainer = fit(rank, world_size, model)
+        before, first = trainer.strategy.outer_state_dict(), trainer.strategy.report()["inner_steps"]
+        seen: list[bool] = []
+
+        class Look(pl.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+                if not seen:
+                    seen.extend(torch.equal(p, before[name]) for name, p in module.named_parameters())
+
+        trainer.callbacks.append(Look())
+        trainer.fit_loop.max_epochs = 5
+        trainer.fit(model, DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
+        report = trainer.strategy.report()
+        assert report["launches"] == report["landings"] > 0
+        return first, report["inner_steps"], trainer.current_epoch, all(seen), trainer.strategy.outer_state_dict()
+
+    ranks = run_processes(run, 2)
+    assert [rank[:4] for rank in ranks] == [(2 * BATCHES, 3 * BATCHES, 5, True)] * 2
+    assert_alike([rank[4] for rank in ranks])
+
+
+def test_a_model_that_was_trained_is_trained_on_by_a_new_trainer_as_in_new_processes(tmp_path: Path) -> None:
+    def together(rank: int, world_size: int) -> Any:
+        model = Net()
+        fit(rank, world_size, model)
+        torch.save(model.state_dict(), tmp_path / f"{rank}.pt")
+        return fit(rank, world_size, model).strategy.outer_state_dict()
+
+    def apart(rank: int, world_size: int) -> Any:
+        model = Net()
+        model.load_state_dict(torch.load(tmp_path / f"{rank}.pt", weights_only=True))
+        return fit(rank, world_size, model).strategy.outer_state_dict()
+
+    assert_alike([*run_processes(together, 2), *run_processes(apart, 2)])
+
+
+def test_two_models_one_after_the_other_train_as_in_processes_of_their_own() -> None:
+    def one(rank: int, world_size: int) -> Any:
+        return fit(rank, world_size, Net()).strategy.outer_state_dict()
+
+    def other(rank: int, world_size: int) -> Any:
+        return fit(rank, world_size, Net(nn.Linear(5, 3).requires_grad_())).strategy.outer_state_dict()
+
+    def both(rank: int, world_size: int) -> Any:
+        return one(rank, world_size), other_of_seed(rank, world_size)
+
+    def other_of_seed(rank: int, world_size: int) -> Any:
+        torch.manual_seed(7)
+        return other(rank, world_size)
+
+    pairs = run_processes(both, 2)
+    assert_alike([*(pair[0] for pair in pairs), *run_processes(one, 2)])
+    assert_alike([*(pair[1] for pair in pairs), *run_processes(other_of_seed, 2)])
+
+
+def test_trainers_with_different_numbers_of_groups_follow_each_other() -> None:
+    numbers = (2, 4, 1, 2)
+
+    def run(rank: int, world_size: int, groups: int | None = None) -> Any:
+        trained = []
+        for number in numbers if groups is None else (groups,):
+            trainer = fit(rank, world_size, Net(), groups=number)
+            assert trainer.strategy.topology.groups == number
+            trained.append(trainer.strategy.outer_state_dict())
+        return trained
+
+    ranks = run_processes(run, 4)
+    for index, number in enumerate(numbers):
+        alone = run_processes(run, 4, number)
+        assert_alike([*(rank[index] for rank in ranks), *(rank[0] for rank in alone)])

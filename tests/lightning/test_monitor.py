@@ -1,0 +1,391 @@
+"""What a run tells of itself: logged scalars, the progress bar, the records of the ranks, and the timeline of them."""
+
+import importlib
+import json
+import math
+import random
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_sdiloco
+from lightning_sdiloco import Landing, SimulatedGroups
+from lightning_sdiloco.lightning.monitor import clocks
+from lightning_sdiloco.lightning.monitor.clocks import Exchange, estimated
+from lightning_sdiloco.lightning.monitor.records import Rank, read_run
+from lightning_sdiloco.lightning.monitor.scalars import Interval, scalars_of
+from lightning_sdiloco.lightning.monitor.timeline import trace
+from tests import fits
+from tests.fits import LIGHTNING, fit
+from tests.ranks import run_processes
+from tests.training import LAYERS, inner_optimizer, mlp, train_step
+
+DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
+
+
+def monitor(distribution: str = LIGHTNING, **choices: Any) -> Any:
+    home = lightning_sdiloco if distribution == LIGHTNING else lightning_sdiloco.pytorch_lightning
+    return home.StreamingDiLoCoMonitor(**choices)
+
+
+def landing(**told: Any) -> Landing:
+    empty: dict[str, Any] = dict.fromkeys(Landing._fields, 0)
+    spans = {"transfer": (1.0, 1.5), "land": (9.0, 10.0)}
+    return Landing(**{**empty, "diagnostics": None, "group_norms": (), "spans": spans, **told})
+
+
+# Numbers
+
+
+def flat(state: dict[str, Tensor], layer: str) -> Tensor:
+    return torch.cat([values.flatten() for name, values in state.items() if name.startswith(layer)])
+
+
+def test_diagnostics_are_those_of_a_direct_computation() -> None:
+    models, layer = [mlp(), mlp()], "2."
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=1, fragments=LAYERS, compression="fp32")
+    for engine in groups.engines:
+        engine.diagnose()
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    launched: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    compared = 0
+    for step in range(1, 9):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, group, step)
+        if 1 in groups.engines[0].schedule.launches(step):
+            outer = flat(groups.outer_state_dict(), layer)
+            gradients = [outer - flat({n: p.detach() for n, p in model.named_parameters()}, layer) for model in models]
+            launched[step] = outer, gradients
+        for group, landings in enumerate(groups.step()):
+            for landed in [landed for landed in landings if landed.fragment == 1]:
+                outer, gradients = launched[landed.launched_at]
+                mean = torch.stack(gradients).mean(dim=0)
+                told = landed.diagnostics
+                assert told is not None
+                cosines = [float(torch.cosine_similarity(gradient, mean, dim=0)) for gradient in gradients]
+                assert told.cosines == pytest.approx(cosines, rel=1e-5)
+                assert told.local_distance == pytest.approx(float(gradients[group].norm() / outer.norm()), rel=1e-5)
+                assert landed.group_norms == pytest.approx([float(g.norm()) for g in gradients], rel=1e-5)
+                momentum = groups.engines[group].state_dict()["fragments"][1]["state"]["momentum_buffer"]
+                assert told.outer_momentum_norm == pytest.approx(float(momentum.norm()), rel=1e-5)
+                assert told.compression_error == 0
+                compared += 1
+    assert compared == 6
+
+
+def test_the_compression_error_is_what_the_compression_loses() -> None:
+    model = mlp()
+    groups = SimulatedGroups([model], sync_every=1, overlap_steps=0, fragments=[["*"]], compression="fp4")
+    groups.engines[0].diagnose()
+    outer = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    train_step(model, inner_optimizer("sgd", model), 0, 1)
+    gradient = outer - torch.cat([p.detach().flatten() for p in model.parameters()])
+    codec = lightning_sdiloco.FP4()
+    decoded = torch.empty_like(gradient)
+    codec.decode(codec.encode(gradient), decoded)
+    ((landed,),) = groups.step()
+    assert landed.diagnostics is not None
+    assert landed.diagnostics.compression_error == pytest.approx(float((decoded - gradient).norm() / gradient.norm()))
+    assert 0.01 < landed.diagnostics.compression_error < 0.5
+
+
+def told_of_fragment_0(rank: int, world_size: int) -> list[Landing]:
+    seen: list[Landing] = []
+
+    class Reader(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            last = trainer.strategy.engine.last_landing
+            if last is not None and last.fragment == 0 and last not in seen:
+                seen.append(last)
+
+    asks = [Reader(), monitor(diagnostics=True)]
+    fit(rank, world_size, 2, 7, {**SHORT, "compression": "fp32"}, trainer_choices={"callbacks": asks})
+    return seen
+
+
+def test_the_ranks_of_a_group_add_up_what_they_see_of_their_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = run_processes(told_of_fragment_0, 2)
+    two = run_processes(told_of_fragment_0, 4)
+    assert len(one[0]) == 1
+    for alone, shared in ((one[0][0], two[0][0]), (one[0][0], two[1][0]), (one[1][0], two[2][0])):
+        for name, value in alone.diagnostics._asdict().items():
+            assert getattr(shared.diagnostics, name) == pytest.approx(value, rel=1e-4), name
+
+
+@pytest.mark.parametrize("compression", ["fp4", "sparse"])
+def test_a_monitor_changes_no_bit_of_training(tmp_path: Path, compression: str) -> None:
+    def run(rank: int, world_size: int, watched: bool) -> Any:
+        callbacks = [monitor(folder=str(tmp_path))] if watched else []
+        choices = {**SHORT, "compression": compression}
+        return fit(rank, world_size, 2, 11, choices, trainer_choices={"callbacks": callbacks})
+
+    (plain, _), (watched, _) = run_processes(run, 2, False), run_processes(run, 2, True)
+    assert all(torch.equal(values, watched["outer"][name]) for name, values in plain["outer"].items())
+    assert plain["report"]["bytes_sent"] == watched["report"]["bytes_sent"], "no traffic between groups either"
+
+
+def test_ranks_that_do_not_all_ask_for_diagnostics_are_refused(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> None:
+        callbacks = [monitor(folder=str(tmp_path), diagnostics=rank == 0)]
+        fit(rank, world_size, 2, 6, SHORT, trainer_choices={"callbacks": callbacks})
+
+    errors = run_processes(run, 2, expect_failure=True)
+    assert len(errors) == 2
+    assert all("ValueError" in text and "diagnostics" in text for text in errors.values())
+
+
+def test_a_monitor_of_another_strategy_is_refused() -> None:
+    trainer = fits.trainer(callbacks=[monitor()], max_steps=1)
+    with pytest.raises(ValueError, match="the strategy is SingleDeviceStrategy"):
+        trainer.fit(fits.module(), [0])
+
+
+def test_the_effective_link_rate_is_that_of_the_busier_direction() -> None:
+    assert landing(bytes_sent=1_000_000, bytes_received=3_000_000).link_gbit_s == pytest.approx(0.048)
+    assert landing().link_gbit_s == 0
+
+
+def test_an_interval_ends_after_a_round_and_says_what_share_was_not_waited_for() -> None:
+    interval = Interval(sync_every=10, first_step=0)
+    interval._began = 0.0
+    assert interval.scalars_with(landing(landed_at=5, exposed_wait_s=1.0, bytes_sent=125_000_000)) == {}
+    ended = interval.scalars_with(landing(landed_at=10, exposed_wait_s=1.5, bytes_sent=1))
+    assert ended == {"sdiloco/compute_utilisation": 0.75, "sdiloco/peak_gbit_s": 2.0}
+    assert interval.scalars_with(landing(landed_at=15)) == {}
+
+
+def test_what_cannot_be_told_is_not_logged() -> None:
+    groups = SimulatedGroups([nn.Linear(2, 2)], sync_every=1, overlap_steps=0, outer_momentum=0.0)
+    groups.engines[0].diagnose()
+    ((landed,),) = groups.step()
+    names = scalars_of(landed)
+    assert "sdiloco/local_distance" in names
+    assert not {"sdiloco/outer_momentum_norm", "sdiloco/cosine_group_0"} & set(names)
+    assert not any(math.isnan(number) for number in names.values())
+
+
+# Where they are seen
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_every_scalar_is_logged_and_documented(distribution: str, tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> None:
+        logger = importlib.import_module(f"{distribution}.loggers").CSVLogger(tmp_path, name="", version="")
+        choices = {"callbacks": [monitor(distribution)], "logger": logger}
+        fit(rank, world_size, 2, 15, SHORT, distribution, trainer_choices=choices)
+
+    run_processes(run, 2)
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    names = [name for name in header.split(",") if name.startswith("sdiloco/")]
+    page = (Path(lightning_sdiloco.__file__).parents[1] / "docs" / "monitoring.md").read_text()
+    assert len(names) == 24
+    for name in names:
+        documented = name.removesuffix("_0").removesuffix("_1")
+        assert f"| `{documented}" in page, name
+        values = [row.split(",")[header.split(",").index(name)] for row in rows]
+        if name not in ("sdiloco/compute_utilisation", "sdiloco/peak_gbit_s"):
+            assert all(values), f"{name} is there for every landing"
+    utilisation = header.split(",").index("sdiloco/compute_utilisation")
+    shares = [float(row.split(",")[utilisation]) for row in rows if row.split(",")[utilisation]]
+    assert len(shares) == 2
+    assert all(0 <= share <= 1 for share in shares)
+    assert (tmp_path / "sdiloco" / "rank_00001.jsonl").exists(), "beside what the logger writes"
+
+
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_both_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link(distribution: str, bar: str) -> None:
+    def run(rank: int, world_size: int) -> list[dict[str, str]]:
+        callbacks = importlib.import_module(f"{distribution}.callbacks")
+        shown: list[dict[str, str]] = []
+
+        class Reader(callbacks.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                shown.append(trainer.progress_bar_callback.get_metrics(trainer, module))
+
+        choices = {"callbacks": [getattr(callbacks, bar)(), Reader()], "enable_progress_bar": True}
+        fit(rank, world_size, 2, 9, SHORT, distribution, trainer_choices=choices)
+        return shown
+
+    shown, _ = run_processes(run, 2)
+    assert set(shown[0]) >= {"outer_step", "in_flight", "exposed_wait", "link"}
+    assert (shown[0]["exposed_wait"], shown[0]["link"]) == ("-", "-")
+    assert shown[7]["exposed_wait"].endswith(" ms")
+    assert shown[7]["link"].endswith(" Mbit/s")
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_tensorboard_gets_a_layout_of_the_scalars(distribution: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+
+    def run(rank: int, world_size: int) -> None:
+        logger = importlib.import_module(f"{distribution}.loggers").TensorBoardLogger(tmp_path, name="", version="")
+        fit(rank, world_size, 2, 6, SHORT, distribution, trainer_choices={"logger": logger})
+
+    run_processes(run, 2)
+    accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    layout = importlib.import_module("tensorboard.plugins.custom_scalar.layout_pb2").Layout()
+    layout.ParseFromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    (section,) = layout.category
+    assert section.title == "Streaming DiLoCo"
+    charts = {chart.title: list(chart.multiline.tag) for chart in section.chart}
+    assert charts["Outer gradient"] == ["sdiloco/outer_grad_norm", "sdiloco/outer_grad_norm_group_.*"]
+    assert "sdiloco/outer_grad_norm_group_1" in events.Tags()["scalars"]
+
+
+# Clocks
+
+
+def test_the_offset_of_a_clock_is_within_its_uncertainty_whatever_the_delays() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        ahead = chance.uniform(-1e4, 1e4)
+        reference, own, now = [], [], 0.0
+        for _ in range(8):
+            sent = [now + chance.expovariate(100) for _ in range(2)]
+            received = [max(sent[rank] + 1e-4, sent[1 - rank] + 1e-3 + chance.expovariate(100)) for rank in range(2)]
+            reference.append(Exchange(sent[0], received[0]))
+            own.append(Exchange(sent[1] + ahead, received[1] + ahead))
+            now = max(received)
+        offset = estimated(reference, own)
+        assert abs(offset.seconds - ahead) <= offset.uncertainty + 1e-9
+        assert offset.uncertainty < 0.03
+
+
+# Records and timeline
+
+
+def record(tmp_path: Path, world_size: int, shift: float = 0.0, **choices: Any) -> None:
+    """Trains two groups with a monitor; the clock of every rank is ahead by ``shift`` for each rank before it."""
+
+    def run(rank: int, world_size: int) -> None:
+        true = time.time
+        clocks.time.time = lambda: true() + shift * rank  # type: ignore[attr-defined]
+        trainer_choices = {
+            "callbacks": [monitor(folder=str(tmp_path / "run"), timeline=str(tmp_path / "traces" / "trace.json"))],
+            "log_every_n_steps": 2,
+            **choices,
+        }
+        fit(rank, world_size, 2, 14, SHORT, trainer_choices=trainer_choices)
+
+    run_processes(run, world_size)
+
+
+def training_thread(rank: Rank) -> list[tuple[float, float, str]]:
+    """What the training thread did, in order."""
+    pieces = [(*step.span, "step") for step in rank.steps]
+    pieces += [(*landed.spans[name], name) for landed in rank.landings for name in ("launch", "wait", "land")]
+    return sorted(pieces)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_intervals_of_the_training_thread_add_up_to_its_wall_time(tmp_path: Path, world_size: int) -> None:
+    record(tmp_path, world_size)
+    run = read_run(tmp_path / "run")
+    assert [rank.rank for rank in run.ranks] == list(range(world_size))
+    for rank in run.ranks:
+        assert [step.step for step in rank.steps] == list(range(1, 15))
+        pieces = training_thread(rank)
+        for one, other in pairwise(pieces):
+            assert one[1] <= other[0] + 1e-5, f"{one} and {other} overlap"
+        wall = rank.steps[-1].done - rank.steps[0].span[0]
+        busy = sum(ended - began for began, ended, _ in pieces if ended <= rank.steps[-1].done + 1e-6)
+        assert busy == pytest.approx(wall, rel=0.2)
+        assert busy <= wall + 1e-4
+        for landed in rank.landings:
+            spans = landed.spans
+            assert spans["flight"][0] == pytest.approx(spans["launch"][1], abs=1e-5), "it starts at its launch"
+            assert spans["flight"][1] <= spans["wait"][1] + 1e-4, "and ends before its landing"
+            order = [spans[name] for name in ("launch", "encode", "transfer", "decode", "outer_step", "land")]
+            assert all(one[1] <= other[0] + 1e-5 for one, other in pairwise(order))
+
+
+def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(tmp_path: Path) -> None:
+    record(tmp_path, 2)
+    told = json.loads((tmp_path / "traces" / "trace.json").read_text())
+    run = read_run(tmp_path / "run")
+    assert told == json.loads(json.dumps(trace(run)))
+    events = told["traceEvents"]
+    for rank in run.ranks:
+        own = [event for event in events if event["pid"] == rank.rank]
+        assert {e["args"]["name"] for e in own if e["name"] == "process_name"} == {f"group {rank.rank}"}
+        rows = {e["tid"]: e["args"]["name"] for e in own if e["name"] == "thread_name"}
+        assert rows == {0: "training", **{1 + fragment: f"fragment {fragment}" for fragment in range(4)}}
+        assert len([e for e in own if e["name"] == "step"]) == 14
+        flights = [e for e in own if e["ph"] == "X" and e["name"] == "flight"]
+        # Fragment p launches after inner steps 4 + p, 8 + p, 12 + p; what is in flight at the end lands.
+        assert sorted((e["args"]["launched_at"], e["args"]["fragment"]) for e in flights) == [
+            (step, (step - 4) % 4) for step in range(4, 15)
+        ]
+        assert len([e for e in own if e["name"] == "final flight"]) == 4
+        arrows = {e["id"]: e["ts"] for e in own if e["ph"] == "s"}
+        ends = {e["id"]: e["ts"] for e in own if e["ph"] == "f"}
+        assert arrows.keys() == ends.keys()
+        assert all(began < ends[number] for number, began in arrows.items())
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+
+
+def test_clocks_that_are_apart_are_put_together(tmp_path: Path) -> None:
+    record(tmp_path, 2, shift=1000.0)
+    offset = json.loads((tmp_path / "run" / "rank_00001.jsonl").read_text().splitlines()[0])["offset"]
+    assert abs(offset["seconds"] - 1000) <= offset["uncertainty"]
+    one, other = read_run(tmp_path / "run").ranks
+    apart = one.uncertainty + other.uncertainty + 1e-3
+    assert apart < 5
+    for mine, theirs in zip(one.landings, other.landings, strict=True):
+        # Nobody has the other group's message before that group has begun to encode it.
+        assert mine.spans["transfer"][1] + apart > theirs.spans["encode"][0]
+        assert theirs.spans["transfer"][1] + apart > mine.spans["encode"][0]
+
+
+def test_records_hold_losses_and_validations(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> None:
+        class Validated(type(fits.module())):  # type: ignore[misc]
+            def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+                self.log("val_loss", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
+
+        callbacks = [monitor(folder=str(tmp_path))]
+        trainer = fits.trainer(
+            strategy=fits.strategy(worker_groups=2, **SHORT),
+            devices=2,
+            max_steps=8,
+            val_check_interval=4,
+            callbacks=callbacks,
+            log_every_n_steps=2,
+        )
+        batches = fits.SomeBatches(rank, 8)
+        trainer.fit(Validated(), batches, fits.SomeBatches(0, 2))
+
+    run_processes(run, 2)
+    for rank in read_run(tmp_path).ranks:
+        assert [step for step, _ in rank.losses] == [2, 4, 6, 8]
+        assert all(loss > 0 for _, loss in rank.losses)
+        assert [validation.step for validation in rank.validations] == [4, 8]
+        assert all(set(validation.metrics) == {"val_loss"} for validation in rank.validations)
+        assert all(validation.span[0] < validation.span[1] for validation in rank.validations)
+
+
+def test_a_record_that_ends_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
+    record(tmp_path, 2)
+    path = tmp_path / "run" / "rank_00000.jsonl"
+    whole = read_run(tmp_path / "run").ranks[0]
+    path.write_text(path.read_text()[:4000])
+    cut = read_run(tmp_path / "run").ranks[0]
+    assert cut.steps
+    assert cut.steps == whole.steps[: len(cut.steps)] or len(cut.steps) < len(whole.steps)
+
+
+def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no records \(rank_00000.jsonl and so on\). Give the folder"):
+        read_run(tmp_path)

@@ -1,0 +1,711 @@
+"""Everything that is refused before the first step, each by its message: what was given, what holds, what to do."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_sdiloco import (
+    FP4,
+    Compression,
+    StreamingDiLoCo,
+    StreamingDiLoCoModelParallelStrategy,
+    StreamingDiLoCoStrategy,
+)
+from lightning_sdiloco.comm.exchange.on_device import nccl_on
+from lightning_sdiloco.pytorch_lightning import StreamingDiLoCoStrategy as OtherStrategy
+from tests.ranks import run_processes, run_ranks
+from tests.training import mlp
+
+Make = Callable[..., Any]
+
+
+def make_engine(**choices: Any) -> StreamingDiLoCo:
+    return StreamingDiLoCo(mlp(), **choices)
+
+
+STRATEGIES = pytest.mark.parametrize(
+    "make", [StreamingDiLoCoStrategy, OtherStrategy], ids=["lightning", "pytorch_lightning"]
+)
+EVERYWHERE = pytest.mark.parametrize(
+    "make", [StreamingDiLoCoStrategy, OtherStrategy, make_engine], ids=["lightning", "pytorch_lightning", "engine"]
+)
+
+
+def refusal(make: Make, **choices: Any) -> str:
+    """The message with which a call is refused."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the callers read all of it
+        make(**choices)
+    return str(caught.value)
+
+
+def assert_says(message: str, *parts: str) -> None:
+    assert [part for part in parts if part not in message] == [], message
+
+
+# Arguments on their own
+
+NAN = float("nan")
+OVERLAP = "it must be at least 0 and below sync_every, which is "
+MIXING = "it must be between 0 and 1"
+WHOLE = "it must be a whole number of at least 1"
+MOMENTUM = "it must be at least 0 and below 1"
+COMPRESSIONS = "'fp32', 'bf16', 'fp8', 'int8', 'int4', 'fp4', "
+OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
+    ({"sync_every": 100, "overlap_steps": 100}, "overlap_steps=100", OVERLAP + "100"),
+    ({"sync_every": 7, "overlap_steps": 30}, "overlap_steps=30", OVERLAP + "7"),
+    ({"sync_every": 1}, "overlap_steps=5", OVERLAP + "1"),
+    ({"overlap_steps": -1}, "overlap_steps=-1", OVERLAP + "100"),
+    ({"overlap_steps": 2.5}, "overlap_steps=2.5", OVERLAP + "100"),
+    ({"mixing": 1.01}, "mixing=1.01", MIXING),
+    ({"mixing": -0.01}, "mixing=-0.01", MIXING),
+    ({"mixing": NAN}, "mixing=nan", MIXING),
+    ({"sync_every": 0}, "sync_every=0", WHOLE),
+    ({"sync_every": -3}, "sync_every=-3", WHOLE),
+    ({"sync_every": 2.5}, "sync_every=2.5", WHOLE),
+    ({"sync_every": True}, "sync_every=True", WHOLE),
+    ({"worker_groups": 0}, "worker_groups=0", WHOLE),
+    ({"worker_groups": -2}, "worker_groups=-2", WHOLE),
+    ({"worker_groups": 1.5}, "worker_groups=1.5", WHOLE),
+    ({"worker_groups": "all"}, "worker_groups='all'", WHOLE),
+    ({"layers_per_fragment": 0}, "layers_per_fragment=0", WHOLE),
+    ({"layers_per_fragment": -1}, "layers_per_fragment=-1", WHOLE),
+    ({"layers_per_fragment": 0.5}, "layers_per_fragment=0.5", WHOLE),
+    ({"outer_lr": -0.1}, "outer_lr=-0.1", "it must not be negative"),
+    ({"outer_lr": NAN}, "outer_lr=nan", "it must not be negative"),
+    ({"outer_momentum": -0.1}, "outer_momentum=-0.1", MOMENTUM),
+    ({"outer_momentum": 1.0}, "outer_momentum=1.0", MOMENTUM),
+    ({"outer_momentum": 1.5}, "outer_momentum=1.5", MOMENTUM),
+    ({"outer_clip_norm": 0}, "outer_clip_norm=0", "it must be a number above 0, or None"),
+    ({"outer_clip_norm": -1.0}, "outer_clip_norm=-1.0", "it must be a number above 0, or None"),
+    ({"outer_clip_norm": NAN}, "outer_clip_norm=nan", "it must be a number above 0, or None"),
+    ({"outlier_guard": 1}, "outlier_guard=1", "it must be a number above 1, or None"),
+    ({"outlier_guard": 0.5}, "outlier_guard=0.5", "it must be a number above 1, or None"),
+    ({"outlier_guard": True}, "outlier_guard=True", "it must be a number above 1, or None"),
+    ({"offload": "no"}, "offload='no'", "it must be True, False or 'auto'"),
+    ({"offload": 1}, "offload=1", "it must be True, False or 'auto'"),
+    ({"outer_lr_schedule": "cosine"}, "outer_lr_schedule='cosine'", "a callable from an optimizer to a torch schedul"),
+    ({"timeout": timedelta(0)}, "timeout=", "it must be a positive "),
+    ({"compression": "fp5"}, "compression='fp5'", COMPRESSIONS),
+    ({"compression": "FP4"}, "compression='FP4'", COMPRESSIONS),
+    ({"compression": None}, "compression=None", COMPRESSIONS),
+]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("choices", "given", "holds"), OUT_OF_RANGE, ids=lambda value: None)
+def test_an_argument_out_of_range_is_refused(make: Make, choices: dict[str, Any], given: str, holds: str) -> None:
+    message = refusal(make, **choices)
+    assert message.startswith(given)
+    assert_says(message, holds)
+    assert re.search(r"\. (Choose|Set) ", message), f"says what to do: {message}"
+
+
+OF_ANOTHER_TYPE: list[tuple[dict[str, Any], str]] = [
+    ({"timeout": 60}, "timeout=60"),
+    ({"mixing": "0.5"}, "mixing='0.5'"),
+    ({"outer_lr": None}, "outer_lr=None"),
+    ({"outer_momentum": "0.9"}, "outer_momentum='0.9'"),
+    ({"outer_clip_norm": "1"}, "outer_clip_norm='1'"),
+    ({"outlier_guard": "5"}, "outlier_guard='5'"),
+    ({"sync_every": "100"}, "sync_every='100'"),
+    ({"overlap_steps": None}, "overlap_steps=None"),
+]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(("choices", "given"), OF_ANOTHER_TYPE, ids=lambda value: None)
+def test_an_argument_of_another_type_is_refused_by_name(make: Make, choices: dict[str, Any], given: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        make(**choices)
+    assert str(caught.value).startswith(given)
+
+
+IN_RANGE: list[dict[str, Any]] = [
+    {"sync_every": 1, "overlap_steps": 0},
+    {"sync_every": 100, "overlap_steps": 99},
+    {"mixing": 0},
+    {"mixing": 1},
+    {"worker_groups": 1},
+    {"layers_per_fragment": 1},
+    {"outer_lr": 0},
+    {"outer_momentum": 0},
+    {"outer_clip_norm": 1e-9},
+    {"outlier_guard": 1.001},
+]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("choices", IN_RANGE, ids=repr)
+def test_the_ends_of_the_ranges_are_allowed(make: Make, choices: dict[str, Any]) -> None:
+    make(**choices)
+
+
+@EVERYWHERE
+def test_a_class_is_no_compression(make: Make) -> None:
+    assert_says(refusal(make, compression=FP4), "compression=<class", "not the class itself")
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("both", "named"),
+    [
+        ({"outer_lr": 0.7}, "outer_lr=0.7."),
+        ({"outer_momentum": 0.5}, "outer_momentum=0.5."),
+        ({"outer_lr": 0.7, "outer_momentum": 0.5}, "outer_lr=0.7 and outer_momentum=0.5."),
+    ],
+)
+def test_an_outer_optimizer_together_with_values_for_the_built_in_one_is_refused(
+    make: Make, both: dict[str, float], named: str
+) -> None:
+    message = refusal(make, outer_optimizer=partial(torch.optim.SGD, lr=0.1), **both)
+    assert_says(
+        message, f"outer_optimizer was given together with {named}", "replaces", "Leave out " + " and ".join(both)
+    )
+
+
+@EVERYWHERE
+def test_an_outer_optimizer_together_with_the_default_values_is_allowed(make: Make) -> None:
+    make(outer_optimizer=partial(torch.optim.SGD, lr=0.1), outer_lr=0.4, outer_momentum=0.9)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("name", ["process_group", "device_mesh"])
+def test_a_process_group_for_ddp_is_refused(make: Make, name: str) -> None:
+    message = refusal(make, ddp_kwargs={name: object(), "find_unused_parameters": True})
+    assert_says(
+        message, f"ddp_kwargs contains '{name}'", "among the ranks of a worker group", "Take it out", "worker_groups"
+    )
+
+
+@STRATEGIES
+def test_other_arguments_for_ddp_are_taken(make: Make) -> None:
+    assert make(ddp_kwargs={"find_unused_parameters": True})._ddp_kwargs["find_unused_parameters"] is True
+
+
+@STRATEGIES
+def test_an_unknown_argument_is_refused(make: Make) -> None:
+    with pytest.raises(TypeError, match="find_unused_parameters"):
+        make(find_unused_parameters=True)
+
+
+@STRATEGIES
+def test_an_unknown_way_to_resume_is_refused(make: Make) -> None:
+    message = refusal(make, on_resume="anyhow")
+    assert_says(message, "on_resume='anyhow' is unknown", "'exact'", "'restart'", "Choose one of them")
+
+
+@STRATEGIES
+def test_an_exchange_backend_that_is_not_there_is_refused(make: Make) -> None:
+    message = refusal(make, exchange_backend="mpi")
+    assert_says(message, "exchange_backend='mpi' is not available", "'gloo'", "'nccl'", "Leave exchange_backend out")
+
+
+@pytest.mark.parametrize(("trainer", "strategy"), [(L.Trainer, StreamingDiLoCoStrategy), (pl.Trainer, OtherStrategy)])
+def test_nccl_between_devices_that_are_not_cuda_is_refused_before_any_process_starts(
+    trainer: Make, strategy: Make
+) -> None:
+    message = refusal(trainer, accelerator="cpu", devices=2, strategy=strategy(exchange_backend="nccl"))
+    assert_says(message, "exchange_backend='nccl' was given", "trains on cpu", "CUDA devices only", "leave", "for gloo")
+
+
+def test_nccl_between_sharded_devices_that_are_not_cuda_is_refused_before_any_process_starts() -> None:
+    strategy = StreamingDiLoCoModelParallelStrategy(exchange_backend="nccl")
+    message = refusal(L.Trainer, accelerator="cpu", devices=2, strategy=strategy)
+    assert_says(message, "exchange_backend='nccl' was given", "trains on cpu")
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_nccl_that_torch_does_not_have_is_refused() -> None:
+    message = refusal(nccl_on, device=torch.device("cuda"))
+    assert_says(message, "exchange_backend='nccl' was given", "built without NCCL", "Install a torch that has it")
+
+
+# The outer optimizer
+
+
+class Clipped(torch.optim.SGD):
+    """Looks at the norm of a shard, which depends on how many ranks share a fragment."""
+
+    max_norm = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], self.max_norm)
+        return super().step(closure)
+
+
+class ClippedLate(Clipped):
+    """Takes part only when the norm is large."""
+
+    max_norm = 30.0
+
+
+class Neighbours(torch.optim.SGD):
+    """Mixes neighbouring values."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad.cumsum(0)
+        return super().step(closure)
+
+
+def without_the_last(shards: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.SGD(list(shards)[:-1], lr=0.1)
+
+
+def of_copies(shards: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.SGD([nn.Parameter(shard.detach().clone()) for shard in shards], lr=0.1)
+
+
+def with_another(shards: Iterable[Tensor]) -> Optimizer:
+    return torch.optim.SGD([*shards, nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def no_optimizer(shards: Iterable[Tensor]) -> Any:
+    return list(shards)
+
+
+NOT_ELEMENTWISE: list[Make] = [partial(Clipped, lr=0.1), partial(Neighbours, lr=0.1)]
+NOT_STEPPABLE: list[Make] = [partial(torch.optim.LBFGS, lr=0.1), no_optimizer]
+if hasattr(torch.optim, "Adafactor"):
+    NOT_ELEMENTWISE.append(partial(torch.optim.Adafactor, lr=0.1))
+if hasattr(torch.optim, "Muon"):
+    NOT_STEPPABLE.append(partial(torch.optim.Muon, lr=0.1))
+
+
+def name_of(outer_optimizer: Any) -> str:
+    return str(getattr(outer_optimizer, "func", outer_optimizer).__name__)
+
+
+def layered_engine(**choices: Any) -> StreamingDiLoCo:
+    return StreamingDiLoCo(mlp(), fragments=[["0.*", "2.*"], ["4.*", "6.*"]], **choices)
+
+
+@pytest.mark.parametrize("outer_optimizer", NOT_ELEMENTWISE, ids=name_of)
+def test_an_outer_optimizer_that_does_not_work_elementwise_is_refused(outer_optimizer: Make) -> None:
+    message = refusal(layered_engine, outer_optimizer=outer_optimizer)
+    assert_says(message, "outer_optimizer does not work elementwise", "whole and in two halves", "torch.optim.SGD")
+
+
+def test_an_outer_optimizer_that_clips_large_norms_is_refused() -> None:
+    message = refusal(layered_engine, outer_optimizer=partial(ClippedLate, lr=0.1))
+    assert_says(message, "outer_optimizer does not work elementwise")
+
+
+@pytest.mark.parametrize("outer_optimizer", NOT_STEPPABLE, ids=name_of)
+def test_an_outer_optimizer_that_cannot_step_flat_vectors_is_refused(outer_optimizer: Make) -> None:
+    message = refusal(layered_engine, outer_optimizer=outer_optimizer)
+    assert_says(message, "outer_optimizer could not step flat float32 shards", "one per fragment", "Choose one")
+
+
+@pytest.mark.parametrize(
+    ("outer_optimizer", "named"),
+    [(without_the_last, "over 1 tensors that leaves out the shards [1] of 2"), (of_copies, "the shards [0, 1] of 2")],
+)
+def test_an_outer_optimizer_that_drops_a_shard_is_refused(outer_optimizer: Make, named: str) -> None:
+    message = refusal(layered_engine, outer_optimizer=outer_optimizer)
+    assert_says(message, "outer_optimizer", named, "must hold every shard", "Pass the shards on")
+
+
+def test_an_outer_optimizer_that_steps_something_else_too_is_refused() -> None:
+    assert_says(refusal(layered_engine, outer_optimizer=with_another), "outer_optimizer", "and nothing else")
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adadelta", "Rprop", "ASGD"])
+def test_an_outer_optimizer_that_works_elementwise_is_accepted(kind: str) -> None:
+    engine = layered_engine(outer_optimizer=partial(getattr(torch.optim, kind), lr=0.1), sync_every=1, overlap_steps=0)
+    before = engine.outer_state_dict()
+    with torch.no_grad():
+        for parameter in engine._cut.layouts[0].keys:
+            parameter += 1
+    engine.step()
+    assert not torch.equal(engine.outer_state_dict()["0.weight"], before["0.weight"])
+
+
+def test_an_outer_optimizer_with_a_group_per_fragment_is_accepted() -> None:
+    def grouped(shards: Sequence[Tensor]) -> Optimizer:
+        return torch.optim.SGD([{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)])
+
+    layered_engine(outer_optimizer=grouped)
+
+
+# Models
+
+
+class Module(L.LightningModule):
+    """Counts its steps, so that a test sees that none was made."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.steps = 0
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.steps += 1
+        return self.net(batch).abs().square().mean()
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.zeros(8, 5))
+
+
+def make_trainer(strategy: Any, distribution: Any = L, **arguments: Any) -> Any:
+    return distribution.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+
+
+def refused_fit(net: nn.Module, **choices: Any) -> str:
+    """The message with which a fit in one process is refused before its first step."""
+    module = Module(net)
+
+    def fit(rank: int, world_size: int) -> str:
+        trainer = make_trainer(StreamingDiLoCoStrategy(**choices), devices=1)
+        message = refusal(trainer.fit, model=module)
+        assert module.steps == 0
+        return message
+
+    (message,) = run_processes(fit, 1)
+    return str(message)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(False)
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters = nn.Parameter(torch.ones(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.filters
+
+
+NO_PARAMETERS = ("The model has no trainable parameters", "requires_grad=True")
+COMPLEX = ("trainable parameter", "filters'", "torch.complex64", "as two real parameters")
+
+
+@pytest.mark.parametrize("model", [frozen(mlp()), nn.Identity()], ids=["frozen", "none"])
+def test_the_engine_refuses_a_model_without_trainable_parameters(model: nn.Module) -> None:
+    assert_says(refusal(StreamingDiLoCo, model=model), *NO_PARAMETERS)
+
+
+def test_the_strategy_refuses_a_model_without_trainable_parameters() -> None:
+    assert_says(refused_fit(frozen(mlp())), *NO_PARAMETERS)
+
+
+def test_the_engine_refuses_complex_parameters() -> None:
+    assert_says(refusal(StreamingDiLoCo, model=Spectral()), *COMPLEX)
+
+
+def test_the_strategy_refuses_complex_parameters() -> None:
+    assert_says(refused_fit(Spectral()), *COMPLEX)
+
+
+def test_complex_values_that_are_not_trained_are_allowed() -> None:
+    model = mlp()
+    model.register_buffer("rotation", torch.ones(3, dtype=torch.complex64))
+    model.register_parameter("table", nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False))
+    StreamingDiLoCo(model)
+
+
+FRAGMENTS: list[tuple[Any, tuple[str, ...]]] = [
+    ([["*.5.*"], ["*"]], ("fragments", "'*.5.*' matches no parameter", "Correct the pattern")),
+    ([["*"], ["*.0.*"]], ("fragments", "0.weight' is claimed by two patterns", "Narrow one of them")),
+    ([["*.weight"]], ("fragments", "4 of 8 trainable parameters match no pattern", "Add a pattern")),
+]
+
+
+@pytest.mark.parametrize(("fragments", "parts"), FRAGMENTS, ids=["nothing", "twice", "left out"])
+def test_fragments_that_do_not_fit_the_model_are_refused(fragments: Any, parts: tuple[str, ...]) -> None:
+    assert_says(refused_fit(mlp(), fragments=fragments), *parts)
+    held = nn.ModuleDict({"net": mlp()})
+    assert_says(refusal(StreamingDiLoCo, model=held, fragments=fragments), *parts)
+
+
+@pytest.mark.parametrize("fragments", ["striped", 3, [], [[]], ["*"], [["*"], 3]])
+@pytest.mark.parametrize("make", [StreamingDiLoCoStrategy, partial(StreamingDiLoCo, mlp())], ids=["strategy", "engine"])
+def test_what_is_no_choice_of_fragments_is_refused_at_once(fragments: Any, make: Callable[..., Any]) -> None:
+    advice = ("Choose one",) if isinstance(fragments, str) else ("Give one list of shell-style patterns",)
+    assert_says(refusal(make, fragments=fragments), f"fragments={fragments!r}", "[['net.0.*'], ['net.1.*']]", *advice)
+
+
+# Worlds
+
+
+@pytest.mark.parametrize(("strategy", "distribution"), [(StreamingDiLoCoStrategy, L), (OtherStrategy, pl)])
+@pytest.mark.parametrize(
+    ("worker_groups", "devices", "num_nodes", "fitting"),
+    [(2, 3, 1, "[1, 3]"), (4, 2, 1, "[1, 2]"), (4, 3, 2, "[1, 2, 3, 6]")],
+)
+def test_a_world_that_cannot_be_split_is_refused_inside_the_trainer(
+    strategy: Make, distribution: Any, worker_groups: int, devices: int, num_nodes: int, fitting: str
+) -> None:
+    make = partial(make_trainer, strategy(worker_groups=worker_groups), distribution)
+    message = refusal(make, devices=devices, num_nodes=num_nodes)
+    world_size = devices * num_nodes
+    assert_says(message, f"worker_groups={worker_groups} cannot split {world_size} processes", fitting)
+    assert_says(message, "Change worker_groups, or the number of devices or nodes")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("worker_groups", "devices", "num_nodes"), [("auto", 3, 1), ("auto", 3, 2), (3, 3, 2)])
+def test_a_world_that_can_be_split_is_accepted(worker_groups: Any, devices: int, num_nodes: int) -> None:
+    make_trainer(StreamingDiLoCoStrategy(worker_groups=worker_groups), devices=devices, num_nodes=num_nodes)
+
+
+def test_the_engine_refuses_a_world_that_cannot_be_split() -> None:
+    def function(rank: int, world_size: int) -> str:
+        return refusal(StreamingDiLoCo, model=mlp(), worker_groups=2)
+
+    for message in run_ranks(function, 3):
+        assert_says(message, "worker_groups=2 cannot split 3 processes", "[1, 3]", "Change worker_groups")
+
+
+def test_one_group_is_allowed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = StreamingDiLoCo(mlp(), sync_every=2, overlap_steps=0, worker_groups=1)
+    for _ in range(6):
+        engine.step()
+    engine.finish()
+    said = [record.getMessage() for record in caplog.records if "one worker group" in record.getMessage()]
+    assert len(said) == 1
+    assert_says(said[0], "plain training with an outer step")
+
+
+def test_the_strategy_says_once_that_there_is_one_group(caplog: pytest.LogCaptureFixture) -> None:
+    def fit(rank: int, world_size: int) -> tuple[int, int]:
+        caplog.clear()
+        module = Module(mlp())
+        make_trainer(StreamingDiLoCoStrategy(sync_every=1, overlap_steps=0), devices=1).fit(module)
+        return module.steps, sum("one worker group" in record.getMessage() for record in caplog.records)
+
+    assert run_processes(fit, 1) == [(2, 1)]
+
+
+def test_one_group_of_several_ranks_is_said_by_one_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    def function(rank: int, world_size: int) -> int:
+        caplog.clear()
+        StreamingDiLoCo(mlp(), worker_groups=1)
+        return sum("one worker group" in record.getMessage() for record in caplog.records)
+
+    assert run_ranks(function, 2) == [1, 0]
+
+
+def test_several_groups_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def function(rank: int, world_size: int) -> list[str]:
+        caplog.clear()
+        StreamingDiLoCo(mlp(), worker_groups=2)
+        return [record.getMessage() for record in caplog.records if record.name.startswith("lightning_sdiloco")]
+
+    assert run_ranks(function, 2) == [[], []]
+
+
+# Ranks that differ
+
+
+def refusals_of_engines(build: Callable[[int], tuple[nn.Module, dict[str, Any]]], world_size: int = 2) -> list[str]:
+    """The messages with which the engine is refused, by rank."""
+
+    def function(rank: int, world_size: int) -> str:
+        model, choices = build(rank)
+        return refusal(StreamingDiLoCo, model=model, **choices)
+
+    return [str(message) for message in run_ranks(function, world_size, timeout=20)]
+
+
+def refusals_of_fits(build: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> list[str]:
+    """The messages with which a fit on two ranks is refused before its first step, by rank."""
+
+    def function(rank: int, world_size: int) -> str:
+        net, choices = build(rank)
+        module = Module(net)
+        trainer = make_trainer(StreamingDiLoCoStrategy(**choices), devices=world_size)
+        message = refusal(trainer.fit, model=module)
+        assert module.steps == 0
+        return message
+
+    return [str(message) for message in run_processes(function, 2)]
+
+
+def named(rank: int) -> nn.Module:
+    return nn.ModuleDict({f"layer{rank}": nn.Linear(5, 3)})
+
+
+def shaped(rank: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 3 + rank))
+
+
+def typed(rank: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 3, dtype=torch.float64 if rank else torch.float32))
+
+
+def deeper(rank: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(5, 5) for _ in range(1 + rank)))
+
+
+def partly_frozen(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[0].weight.requires_grad_(rank == 0)
+    return model
+
+
+def buffered(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 3))
+    model.register_buffer("statistics", torch.zeros(1 + rank))
+    return model
+
+
+MODELS: list[tuple[Callable[[int], nn.Module], tuple[str, ...]]] = [
+    (
+        named,
+        ("layer0.weight is (3, 5) torch.float32 on rank 0, missing on rank 1", "layer1.weight is missing on rank 0"),
+    ),
+    (shaped, ("0.weight is (3, 5) torch.float32 on rank 0, (4, 5) torch.float32 on rank 1",)),
+    (typed, ("0.weight is (3, 5) torch.float32 on rank 0, (3, 5) torch.float64 on rank 1",)),
+    (deeper, ("1.weight is missing on rank 0, (5, 5) torch.float32 on rank 1",)),
+    (partly_frozen, ("0.weight is (5, 5) torch.float32 on rank 0, (5, 5) torch.float32 (frozen) on rank 1",)),
+    (buffered, ("statistics is (1,) torch.float32", "on rank 0, (2,) torch.float32")),
+]
+MODEL_ADVICE = ("The model differs between ranks: ", "same names, shapes and dtypes", "depend on the rank")
+
+
+@pytest.mark.parametrize(("make", "parts"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_engine_refuses_models_that_differ_between_ranks(
+    make: Callable[[int], nn.Module], parts: tuple[str, ...]
+) -> None:
+    for message in refusals_of_engines(lambda rank: (make(rank), {})):
+        assert_says(message, *MODEL_ADVICE, *parts)
+
+
+def in_another_order(rank: int) -> nn.Module:
+    """As a set of names gives it, whose order differs between processes."""
+    names = ["a", "b", "c"]
+    return nn.ModuleDict({name: nn.Linear(5, 5) for name in (reversed(names) if rank else names)})
+
+
+def test_the_engine_refuses_models_whose_parameters_stand_in_another_order() -> None:
+    for message in refusals_of_engines(lambda rank: (in_another_order(rank), {})):
+        assert_says(message, "The model differs between ranks", "a.weight")
+
+
+@pytest.mark.parametrize("make", [named, shaped, typed], ids=["names", "shapes", "dtypes"])
+@pytest.mark.parametrize("worker_groups", [1, 2])
+def test_the_strategy_refuses_models_that_differ_between_ranks(
+    make: Callable[[int], nn.Module], worker_groups: int
+) -> None:
+    # With one group, both ranks belong to one DistributedDataParallel, whose own error must not come first.
+    for message in refusals_of_fits(lambda rank: (make(rank), {"worker_groups": worker_groups})):
+        assert_says(message, *MODEL_ADVICE, "weight is ", "on rank 0, ", "on rank 1")
+
+
+def test_a_long_list_of_differences_is_cut_short() -> None:
+    def build(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        return nn.Sequential(*(nn.Linear(5 + rank, 5 + rank) for _ in range(10))), {}
+
+    for message in refusals_of_engines(build):
+        assert_says(message, "; and 15 more")
+        assert message.count("torch.float32 on rank 0") == 5
+
+
+def test_ranks_that_agree_are_named_together() -> None:
+    for message in refusals_of_engines(lambda rank: (shaped(int(rank == 1)), {}), world_size=3):
+        assert_says(message, "0.weight is (3, 5) torch.float32 on ranks 0, 2, (4, 5) torch.float32 on rank 1")
+
+
+def outer_sgd(lr: float) -> Make:
+    return partial(torch.optim.SGD, lr=lr)
+
+
+DIFFERENT_SETTINGS: list[tuple[Callable[[int], dict[str, Any]], str]] = [
+    (lambda rank: {"sync_every": 10 + rank}, "sync_every is 10 on rank 0, 11 on rank 1"),
+    (lambda rank: {"overlap_steps": rank}, "overlap_steps is 0 on rank 0, 1 on rank 1"),
+    (lambda rank: {"mixing": 0.5 * rank}, "mixing is 0.0 on rank 0, 0.5 on rank 1"),
+    (lambda rank: {"compression": ["fp4", "bf16"][rank]}, "compression is 'fp4' on rank 0, 'bf16' on rank 1"),
+    (lambda rank: {"worker_groups": 1 + rank}, "worker_groups is 1 on rank 0, 2 on rank 1"),
+    (lambda rank: {"fragments": ["strided", "balanced"][rank]}, "fragments is 'strided' on rank 0, 'balanced' on"),
+    (lambda rank: {"layers_per_fragment": 1 + rank}, "layers_per_fragment is 1 on rank 0, 2 on rank 1"),
+    (lambda rank: {"outer_lr": 0.1 + rank}, "outer_lr is 0.1 on rank 0, 1.1 on rank 1"),
+    (lambda rank: {"outer_momentum": 0.5 * rank}, "outer_momentum is 0.0 on rank 0, 0.5 on rank 1"),
+    (lambda rank: {"outer_clip_norm": [None, 2.0][rank]}, "outer_clip_norm is None on rank 0, 2.0 on rank 1"),
+    (lambda rank: {"outlier_guard": 2.0 + rank}, "outlier_guard is 2.0 on rank 0, 3.0 on rank 1"),
+    (lambda rank: {"final_sync": bool(rank)}, "final_sync is False on rank 0, True on rank 1"),
+    (lambda rank: {"outer_optimizer": [None, outer_sgd(0.1)][rank]}, "outer_optimizer is None on rank 0"),
+    (lambda rank: {"outer_optimizer": outer_sgd(0.1 + rank)}, "outer_optimizer is SGD"),
+    (
+        lambda rank: {"outer_optimizer": partial([torch.optim.SGD, torch.optim.AdamW][rank], lr=0.1)},
+        "outer_optimizer is SGD",
+    ),
+]
+SETTINGS_ADVICE = ("The settings of the strategy differ between ranks: ", "All ranks must use the same", "on rank 1")
+
+
+@pytest.mark.parametrize(
+    ("choices", "difference"),
+    DIFFERENT_SETTINGS,
+    ids=[f"{i}-{item[1].split()[0]}" for i, item in enumerate(DIFFERENT_SETTINGS)],
+)
+def test_the_engine_refuses_settings_that_differ_between_ranks(
+    choices: Callable[[int], dict[str, Any]], difference: str
+) -> None:
+    for message in refusals_of_engines(lambda rank: (mlp(), choices(rank))):
+        assert_says(message, *SETTINGS_ADVICE, difference)
+
+
+@pytest.mark.parametrize("index", [0, 3, 4, 13], ids=lambda index: DIFFERENT_SETTINGS[index][1].split()[0])
+def test_the_strategy_refuses_settings_that_differ_between_ranks(index: int) -> None:
+    choices, difference = DIFFERENT_SETTINGS[index]
+    for message in refusals_of_fits(lambda rank: (mlp(), choices(rank))):
+        assert_says(message, *SETTINGS_ADVICE, difference)
+
+
+def test_several_differences_are_said_together() -> None:
+    def build(rank: int) -> tuple[nn.Module, dict[str, Any]]:
+        return mlp(), {"sync_every": 10 + rank, "mixing": 0.5 * rank}
+
+    for message in refusals_of_engines(build):
+        assert_says(message, "sync_every is 10 on rank 0, 11 on rank 1; mixing is 0.0 on rank 0, 0.5 on rank 1")
+
+
+class Halves(Compression):
+    """A compression of a user, with no repr of its own."""
+
+    def wire_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.half().view(torch.uint8)
+
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        out.copy_(payload.view(torch.float16))
+
+
+def test_equal_objects_at_different_addresses_are_no_difference() -> None:
+    instances = [Halves(), Halves()]
+
+    def function(rank: int, world_size: int) -> list[str]:
+        engine = StreamingDiLoCo(mlp(), compression=instances[rank], outer_optimizer=outer_sgd(0.1))
+        return list(engine.outer_state_dict())
+
+    assert len(set(map(tuple, run_ranks(function, 2)))) == 1

@@ -1,0 +1,394 @@
+"""Signals end all ranks after the same inner step, with a checkpoint that goes on as if nothing had happened."""
+
+import importlib
+import itertools
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sdiloco.lightning import promptness
+from lightning_sdiloco.lightning.requests import Request, Requests
+from tests import fits
+from tests.fits import LIGHTNING
+from tests.lightning.test_checkpoint import CHOICES, StatefulBatches, assert_same, traced
+from tests.ranks import run_processes
+from tests.training import batch
+
+DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
+STEPS = 30
+# With CHOICES fragment p launches after 8 + 2p, 16 + 2p, ... and lands five steps later.
+SIGNALLED, ENDED = 14, 19
+
+
+class Epochs(StatefulBatches):
+    """A loader that can be taken up again in the middle, and starts anew after its end."""
+
+    def __init__(self, group: int, shard: int, shards: int, length: int) -> None:
+        super().__init__(group, shard, shards, length)
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.step == self.length:
+            self.step, self.epoch = 0, self.epoch + 1
+        group, shard, shards = self.place
+        while self.step < self.length:
+            self.step += 1
+            x, y = batch(group, self.step + self.epoch * self.length)
+            yield x.chunk(shards)[shard], y.chunk(shards)[shard]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.epoch = state["step"], state["epoch"]
+
+
+Signalled = dict[str, dict[int, list[int]]]
+"""Hook -> step that runs or has just been made -> signals that the process gets there."""
+
+
+def listening(distribution: str, seed: int, signalled: Signalled, said: list[str]) -> Any:
+    """A traced module that sends its own process signals, and notes what happens between steps."""
+    base = type(traced(distribution, seed))
+
+    class Listening(base):  # type: ignore[misc, valid-type]
+        def on_train_batch_start(self, *args: Any) -> None:
+            super().on_train_batch_start(*args)
+            stepped = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+            self.trace[self.trainer.global_step]["batches that stepped"] = torch.tensor(stepped)
+
+        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            self._signal("training_step", self.trainer.global_step + 1)
+            return super().training_step(parts, index)
+
+        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+            said.append(f"validation batch {index} after step {self.trainer.global_step}")
+            self._signal("validation_step", self.trainer.global_step)
+
+        def on_train_epoch_end(self) -> None:
+            said.append(f"epoch end after step {self.trainer.global_step}")
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            said.append(f"save after step {self.trainer.global_step}")
+            self._signal("on_save_checkpoint", self.trainer.global_step)
+
+        def on_train_end(self) -> None:
+            self._signal("on_train_end", self.trainer.global_step)
+
+        def _signal(self, hook: str, step: int) -> None:
+            for number in signalled.get(hook, {}).get(step, ()):
+                os.kill(os.getpid(), number)
+
+    model = Listening()
+    model.trace = {}
+    return model
+
+
+def run(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    signalled: dict[int, Signalled],
+    resume: str | None = None,
+    distribution: str = LIGHTNING,
+    length: int = 100,
+    limits: dict[str, Any] | None = None,
+    checkpoints: bool = True,
+    **choices: Any,
+) -> dict[str, Any]:
+    """Fits in this rank of two groups, and returns what happened."""
+    size, said = world_size // 2, []
+    model = listening(distribution, rank, signalled.get(rank, {}), said)
+    callbacks = importlib.import_module(distribution).callbacks
+    trainer = fits.trainer(
+        distribution,
+        strategy=fits.strategy(distribution, worker_groups=2, **CHOICES),
+        devices=world_size,
+        default_root_dir=folder,
+        **{
+            "callbacks": [callbacks.ModelCheckpoint(folder / "checkpoints", save_top_k=0)] if checkpoints else [],
+            "enable_checkpointing": checkpoints,
+            "max_steps": STEPS,
+            "num_sanity_val_steps": 0,
+            **(limits or {}),
+            **choices,
+        },
+    )
+    torch.manual_seed(100 + rank)
+    ended = ""
+    try:
+        trainer.fit(
+            model,
+            Epochs(rank // size, rank % size, size, length),
+            Epochs(0, 0, 1, 3) if limits else None,
+            ckpt_path=resume,
+        )
+    except BaseException as error:
+        ended = type(error).__name__
+    return {
+        "trace": model.trace,
+        "said": said,
+        "ended": ended,
+        "step": trainer.global_step,
+        "outer": trainer.strategy.outer_state_dict() if model.trace and not ended else {},
+    }
+
+
+TERMINATED = {"training_step": {SIGNALLED: [signal.SIGTERM]}}
+
+
+@pytest.mark.parametrize(
+    ("distribution", "world_size", "signalled"),
+    [(LIGHTNING, 2, 0), (LIGHTNING, 2, 1), (LIGHTNING, 4, 2), ("pytorch_lightning", 2, 1)],
+)
+def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_happened(
+    distribution: str, world_size: int, signalled: int, tmp_path: Path, caplog: Any
+) -> None:
+    plain = run_processes(run, world_size, tmp_path, {}, None, distribution)
+    ended = run_processes(run, world_size, tmp_path, {signalled: TERMINATED}, None, distribution)
+    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * world_size
+    saved = tmp_path / "checkpoints" / f"terminated-step={ENDED}.ckpt"
+    assert list(tmp_path.rglob("*.ckpt")) == [saved]
+    for one, other in zip(run_processes(run, world_size, tmp_path, {}, str(saved), distribution), plain, strict=True):
+        assert one["ended"] == ""
+        assert sorted(one["trace"]) == list(range(ENDED, STEPS))
+        for at, values in one["trace"].items():
+            assert_same(values, other["trace"][at])
+        assert_same(one["outer"], other["outer"])
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 4, "max_steps": -1}, {"max_steps": 32}])
+@pytest.mark.parametrize(
+    ("length", "validation", "place"),
+    [
+        (19, {}, "the end of an epoch with its validation"),
+        (19, {"limit_val_batches": 0}, "the end of an epoch without validation"),
+        (8, {"val_check_interval": 19, "check_val_every_n_epoch": None}, "a validation in the middle of an epoch"),
+        (8, {"check_val_every_n_epoch": 2}, "in the middle of an epoch"),
+    ],
+)
+def test_what_is_due_where_a_fit_ends_is_done_once(
+    length: int, validation: dict[str, Any], limits: dict[str, Any], place: str, tmp_path: Path
+) -> None:
+    def fit(signalled: dict[int, Signalled], resume: str | None = None) -> Any:
+        return run_processes(run, 2, tmp_path, signalled, resume, LIGHTNING, length, {**limits, **validation})
+
+    plain, ended = fit({}), fit({1: TERMINATED})
+    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * 2
+    resumed = fit({}, str(tmp_path / "checkpoints" / f"terminated-step={ENDED}.ckpt"))
+    for one, first, other in zip(resumed, ended, plain, strict=True):
+        assert [*first["said"], *one["said"]] == [
+            *other["said"][: len(first["said"]) - 1],
+            f"save after step {ENDED}",
+            *other["said"][len(first["said"]) - 1 :],
+        ]
+        assert one["trace"].keys() == {at for at in other["trace"] if at >= ENDED}
+        for at, values in one["trace"].items():
+            assert_same(values, other["trace"][at])
+        assert_same(one["outer"], other["outer"])
+
+
+@pytest.mark.parametrize(
+    "quiet", [{"checkpoints": False}, {"fast_dev_run": 30}, {"barebones": True, "checkpoints": False}]
+)
+def test_where_the_trainer_saves_no_checkpoints_a_terminated_fit_saves_none(
+    quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    def quietly(rank: int, world_size: int) -> dict[str, Any]:
+        return run(rank, world_size, tmp_path, {1: TERMINATED}, **quiet)
+
+    ended = run_processes(quietly, 2)
+    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * 2
+    assert [rank["said"] for rank in ended] == [[], []]
+    assert list(tmp_path.rglob("*.ckpt*")) == []
+
+
+MANY = [signal.SIGTERM, signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("signalled", "step"),
+    [
+        ({rank: {"training_step": {SIGNALLED: MANY}} for rank in range(2)}, ENDED),
+        ({0: TERMINATED, 1: {"training_step": {SIGNALLED + 1: MANY, SIGNALLED + 3: MANY}}}, ENDED),
+        ({1: {"validation_step": {0: MANY}}}, 13),  # the sanity check
+        ({1: {"validation_step": {12: MANY}}}, 19),
+        ({0: TERMINATED, 1: {"on_save_checkpoint": {ENDED: MANY}}}, ENDED),
+        ({1: {"training_step": {STEPS: MANY}}}, STEPS),
+        ({1: {"on_train_end": {STEPS: MANY}}}, STEPS),
+        ({rank: {"on_train_end": {STEPS: MANY}} for rank in range(2)}, STEPS),
+    ],
+)
+def test_whenever_signals_come_all_ranks_end_together_with_one_save(
+    signalled: dict[int, Signalled], step: int, tmp_path: Path
+) -> None:
+    limits = {"num_sanity_val_steps": 1, "val_check_interval": 12, "check_val_every_n_epoch": None}
+    ended = run_processes(run, 2, tmp_path, signalled, None, LIGHTNING, 100, limits)
+    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", step)] * 2
+    assert [sum("save" in words for words in rank["said"]) for rank in ended] == [1, 1]
+    assert list(tmp_path.rglob("*.ckpt")) == [tmp_path / "checkpoints" / f"terminated-step={step}.ckpt"]
+
+
+def test_a_checkpoint_that_was_saved_while_a_signal_waited_does_not_end_the_fit_that_resumes_from_it(
+    tmp_path: Path,
+) -> None:
+    def saving(rank: int, world_size: int, resume: str | None) -> dict[str, Any]:
+        saver = importlib.import_module(LIGHTNING).callbacks.ModelCheckpoint(
+            tmp_path, filename="{step}", every_n_train_steps=16
+        )
+        signalled = {} if resume else {0: TERMINATED}
+        return run(
+            rank,
+            world_size,
+            tmp_path,
+            signalled,
+            resume,
+            checkpoints=False,
+            callbacks=[saver],
+            enable_checkpointing=True,
+        )
+
+    assert [rank["step"] for rank in run_processes(saving, 2, None)] == [ENDED, ENDED]
+    resumed = run_processes(saving, 2, str(tmp_path / "step=16.ckpt"))
+    assert [(rank["ended"], rank["step"]) for rank in resumed] == [("", STEPS)] * 2
+
+
+def test_what_was_launched_just_when_it_was_done_is_not_done_again() -> None:
+    engine = SimpleNamespace(inner_steps=16, withdraw=lambda bits: None)
+    requests = Requests(engine)  # type: ignore[arg-type]
+    landing = partial(SimpleNamespace, requests=int(Request.TERMINATE))
+    assert requests.agreed([landing(launched_at=12)]) == Request.TERMINATE
+    assert requests.agreed([landing(launched_at=14), landing(launched_at=16)]) == 0
+    assert requests.agreed([landing(launched_at=18)]) == Request.TERMINATE
+
+
+def test_a_callback_that_saves_on_exceptions_saves_a_terminated_fit_on_all_ranks(tmp_path: Path) -> None:
+    def saving(rank: int, world_size: int) -> dict[str, Any]:
+        callbacks = importlib.import_module(LIGHTNING).callbacks
+        saver = callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True)
+        return run(rank, world_size, tmp_path, {1: TERMINATED}, callbacks=[saver])
+
+    assert [rank["ended"] for rank in run_processes(saving, 2)] == ["SIGTERMException"] * 2
+    names = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+    assert names == [f"step={ENDED}.ckpt", f"terminated-step={ENDED}.ckpt"]
+    for name in names:
+        for rank in run_processes(run, 2, tmp_path, {}, str(tmp_path / name)):
+            assert sorted(rank["trace"]) == list(range(ENDED, STEPS))
+
+
+# SLURM
+
+
+def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]) -> Any:
+    """Calls a function in a job of SLURM, whose `scontrol` notes what it is told and signals its caller in turn."""
+    scontrol = folder / "bin" / "scontrol"
+    scontrol.parent.mkdir(exist_ok=True)
+    if not scontrol.exists():
+        scratch = scontrol.with_suffix(f".{rank}")
+        scratch.write_text(f'#!/bin/sh\necho "$@" >> {folder}/told\nkill -TERM $PPID\n')
+        scratch.chmod(0o755)
+        scratch.rename(scontrol)
+    os.environ["PATH"] = f"{scontrol.parent}:{os.environ['PATH']}"
+    os.environ |= {
+        "SLURM_JOB_ID": "123",
+        "SLURM_JOB_NAME": "test",
+        "SLURM_NTASKS": str(world_size),
+        "SLURM_NTASKS_PER_NODE": str(world_size),
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+    }
+    return function()
+
+
+@pytest.mark.parametrize(("distribution", "world_size"), [(LIGHTNING, 2), (LIGHTNING, 4), ("pytorch_lightning", 2)])
+def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(
+    distribution: str, world_size: int, tmp_path: Path
+) -> None:
+    def job(rank: int, world_size: int, signalled: dict[int, Signalled]) -> dict[str, Any]:
+        fit = partial(run, rank, world_size, tmp_path / "run", signalled, distribution=distribution)
+        return dict(as_job(rank, world_size, tmp_path, fit))
+
+    plain = run_processes(run, world_size, tmp_path / "plain", {}, None, distribution)
+    requeued: Signalled = {"training_step": {SIGNALLED: [signal.SIGUSR1], SIGNALLED + 3: [signal.SIGUSR1]}}
+    after: Signalled = {"training_step": {ENDED + 6: [signal.SIGUSR1]}}
+    parts = [
+        run_processes(job, world_size, signals)
+        for signals in ({1: requeued}, dict.fromkeys(range(world_size), after), {})
+    ]
+    # Launched after 28, landed after 33 it would be: the fit ends before, and with it the request.
+    for part, (ended, step) in zip(
+        parts, [("SIGTERMException", ENDED), ("SIGTERMException", STEPS), ("", STEPS)], strict=True
+    ):
+        assert [(rank["ended"], rank["step"]) for rank in part] == [(ended, step)] * world_size
+    assert (tmp_path / "told").read_text() == "requeue 123\n" * 2
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.ckpt")) == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"]
+    for one, other in zip(parts[1], plain, strict=True):
+        assert sorted(one["trace"]) == list(range(ENDED, STEPS))
+        for at, values in one["trace"].items():
+            assert_same(values, other["trace"][at])
+    saved = torch.load(tmp_path / "run" / "hpc_ckpt_2.ckpt", weights_only=True)["state_dict"]
+    assert_same({name: saved[name] for name in plain[0]["outer"]}, plain[0]["outer"])
+    # A crash before the file took its place: the folder alone is no checkpoint.
+    (tmp_path / "run" / "hpc_ckpt_2.ckpt").unlink()
+    for rank in run_processes(job, world_size, {}):
+        assert sorted(rank["trace"]) == list(range(ENDED, STEPS))
+
+
+# How long a signal waits
+
+
+@pytest.mark.parametrize("step_seconds", [0.1, 8.5, 10.0])
+def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(step_seconds: float, tmp_path: Path) -> None:
+    def slow(rank: int, world_size: int) -> tuple[list[str], float]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightning_sdiloco.lightning.promptness").addHandler(handler)
+        clock = itertools.count(step=step_seconds)
+        promptness.time = SimpleNamespace(monotonic=lambda: next(clock))  # type: ignore[assignment]
+        run(rank, world_size, tmp_path, {})
+        return said, next(clock) / step_seconds
+
+    (first, looks), second = run_processes(slow, 2)
+    # Launches are two steps apart, and land five steps later.
+    told = "up to 7 inner steps, which take about 70 s (10 s each)", "--signal=USR1@130"
+    assert [all(part in words for part in told) for words in first] == [True] * (step_seconds == 10.0)
+    assert round(looks) == 9, "only the first steps are measured"
+    assert second == ([], 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_outside_a_fit_signals_hang_no_rank(number: signal.Signals, tmp_path: Path) -> None:
+    def validate(rank: int, world_size: int) -> str:
+        strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
+        signalled: Signalled = {"validation_step": {0: [number]}} if rank == 1 else {}
+        trainer = fits.trainer(strategy=strategy, devices=world_size, default_root_dir=tmp_path)
+        ended = "validated"
+        try:
+            trainer.validate(listening(LIGHTNING, rank, signalled, []), Epochs(rank, 0, 1, 3))
+        except BaseException as error:
+            ended = type(error).__name__
+        return ended
+
+    def in_slurm(rank: int, world_size: int) -> str:
+        return str(as_job(rank, world_size, tmp_path, lambda: validate(rank, world_size)))
+
+    ended = run_processes(in_slurm, 2)
+    if number == signal.SIGTERM:
+        assert ended[1] == "SIGTERMException"
+    else:
+        assert ended == ["validated"] * 2
+    assert not (tmp_path / "told").exists()
+    assert list(tmp_path.glob("*.ckpt")) == []

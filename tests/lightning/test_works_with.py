@@ -1,0 +1,446 @@
+"""What works in a Lightning project with DDP works here: arguments of the Trainer, callbacks, loggers, tuners."""
+
+import csv
+import importlib
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests import fits
+from tests.fits import LIGHTNING
+from tests.lightning.test_checkpoint import assert_same
+from tests.ranks import run_processes
+from tests.training import batch, inner_optimizer, mlp
+
+DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
+
+
+def data(batches: int) -> DataLoader[Any]:
+    """A loader for all ranks, of which each sees its share: some batches of 8 for each of two."""
+    parts = [batch(0, step) for step in range(2 * batches)]
+    return DataLoader(TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])), batch_size=8)
+
+
+def evaluated(distribution: str = LIGHTNING, seed: int = 0) -> Any:
+    """A module that counts its steps and logs losses: its own, that of its group, and that of all."""
+    base = type(fits.module(distribution))
+
+    class Evaluated(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(seed)
+            self.learning_rate = 0.05
+            self.steps = dict.fromkeys(("train", "val", "test", "predict"), 0)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            self.steps["train"] += 1
+            loss = super().training_step(parts, index)
+            self.log("train_loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+            self.steps["val"] += 1
+            self.log("val_loss", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
+
+        def test_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+            self.steps["test"] += 1
+
+        def predict_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            self.steps["predict"] += 1
+            return torch.as_tensor(self.net(parts[0]))
+
+    return Evaluated()
+
+
+def finished(trainer: Any, model: Any) -> bool:
+    """Whether the module holds the outer parameters."""
+    outer = trainer.strategy.outer_state_dict()
+    return all(torch.equal(p, outer[name]) for name, p in model.named_parameters())
+
+
+def run_fit(rank: int, distribution: str = LIGHTNING, make: Any = evaluated, batches: int = 10, **choices: Any) -> Any:
+    """Fits with two groups; returns trainer and module."""
+    model = make(distribution, seed=rank)
+    strategy = choices.pop("strategy", None) or fits.strategy(distribution, **SHORT)
+    trainer = fits.trainer(distribution, **{"strategy": strategy, "devices": 2, "max_epochs": 2, **choices})
+    trainer.fit(model, data(batches), data(3))
+    return trainer, model
+
+
+# Arguments of the Trainer
+
+
+# Of 10 batches a rank to train on, and 3 to validate on: inner steps, and batches of validation.
+FLAGS: list[tuple[dict[str, Any], int, int]] = [
+    ({"fast_dev_run": True}, 1, 1),
+    ({"fast_dev_run": 7}, 7, 3),
+    ({"overfit_batches": 4}, 8, 8),
+    ({"overfit_batches": 0.5}, 10, 3),
+    ({"limit_train_batches": 7}, 14, 8),
+    ({"limit_train_batches": 0.3, "max_epochs": 3}, 9, 11),
+    ({"limit_val_batches": 1}, 20, 3),
+    ({"limit_val_batches": 0}, 20, 0),
+    ({"limit_val_batches": 0.7, "num_sanity_val_steps": 0}, 20, 4),
+    ({"num_sanity_val_steps": 0}, 20, 6),
+    ({"num_sanity_val_steps": -1}, 20, 9),
+    ({"num_sanity_val_steps": 0, "val_check_interval": 4}, 20, 12),
+    ({"num_sanity_val_steps": 0, "val_check_interval": 0.5}, 20, 12),
+    ({"num_sanity_val_steps": 0, "val_check_interval": 7, "check_val_every_n_epoch": None}, 20, 6),
+    ({"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2, "max_epochs": 4}, 40, 6),
+    ({"max_epochs": None, "max_steps": 13, "num_sanity_val_steps": 0}, 13, 3),
+    ({"min_epochs": 2, "max_epochs": 3, "num_sanity_val_steps": 0}, 30, 9),
+    ({"barebones": True, "logger": None, "enable_checkpointing": None}, 20, 6),
+    ({"accumulate_grad_batches": 4, "num_sanity_val_steps": 0}, 6, 6),
+    ({"reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}, 20, 6),
+    ({"deterministic": True, "benchmark": False, "detect_anomaly": True, "num_sanity_val_steps": 0}, 20, 6),
+    ({"profiler": "simple", "num_sanity_val_steps": 0}, 20, 6),
+]
+
+
+@pytest.mark.parametrize(("choices", "inner_steps", "val_steps"), FLAGS, ids=lambda value: str(value)[:60])
+def test_an_argument_of_the_trainer(choices: dict[str, Any], inner_steps: int, val_steps: int) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        trainer, model = run_fit(rank, **choices)
+        return (
+            trainer.strategy.report()["inner_steps"],
+            model.steps["val"],
+            finished(trainer, model),
+            trainer.strategy.outer_state_dict(),
+        )
+
+    (*one, outer), (*other, other_outer) = run_processes(run, 2)
+    assert one == other == [inner_steps, val_steps, True]
+    assert_same(outer, other_outer)
+
+
+def test_limits_of_testing_and_prediction() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        model = evaluated()
+        trainer = fits.trainer(
+            strategy=fits.strategy(**SHORT), devices=2, limit_test_batches=2, limit_predict_batches=0.5
+        )
+        trainer.test(model, data(6), verbose=False)
+        trainer.predict(model, data(6))
+        return model.steps
+
+    assert run_processes(run, 2) == [{"train": 0, "val": 0, "test": 2, "predict": 3}] * 2
+
+
+class Waiting:
+    """Sets ``trainer.should_stop`` on all ranks after a batch."""
+
+    @staticmethod
+    def after(distribution: str, step: int) -> Any:
+        class Stop(importlib.import_module(distribution).Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                if trainer.global_step == step:
+                    trainer.should_stop = True
+
+        return Stop()
+
+
+@pytest.mark.parametrize(("choices", "steps"), [({"min_steps": 15}, 15), ({"min_epochs": 2}, 20), ({}, 3)])
+def test_a_fit_is_not_stopped_before_its_minimum(choices: dict[str, Any], steps: int) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        trainer, model = run_fit(rank, max_epochs=5, callbacks=[Waiting.after(LIGHTNING, 3)], **choices)
+        return trainer.strategy.report()["inner_steps"], finished(trainer, model)
+
+    assert run_processes(run, 2) == [(steps, True)] * 2
+
+
+# Monitors
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("monitor", ["val_loss", "train_loss", "train_loss_epoch", "own"])
+def test_early_stopping_stops_all_groups_at_the_same_epoch(monitor: str, distribution: str) -> None:
+    """Whether the monitored number is the same in all groups or not."""
+
+    def run(rank: int, world_size: int) -> Any:
+        base = type(evaluated(distribution))
+
+        class Monitored(base):  # type: ignore[misc, valid-type]
+            def on_validation_epoch_end(self) -> None:
+                # Stops getting better in epoch 3 of group 0 and never in group 1.
+                self.log("own", -float(min(self.current_epoch, 3) if rank == 0 else self.current_epoch))
+
+        callbacks = importlib.import_module(distribution).callbacks
+        # A loss never gets better by so much.
+        delta = 0.5 if monitor == "own" else 100.0
+        stop = callbacks.EarlyStopping(monitor, min_delta=delta, patience=2)
+        make = lambda distribution, seed: Monitored()  # noqa: E731
+        trainer, model = run_fit(rank, distribution, make=make, max_epochs=20, callbacks=[stop])
+        return trainer.current_epoch, trainer.strategy.report()["inner_steps"], finished(trainer, model)
+
+    one, other = run_processes(run, 2)
+    epochs = 6 if monitor == "own" else 3
+    assert one == other == (epochs, 10 * epochs, True)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_all_ranks_choose_the_same_best_checkpoint(distribution: str, tmp_path: Path) -> None:
+    """By a number that is the same in all groups, and by one that each rank has for itself."""
+
+    def run(rank: int, world_size: int, monitor: str) -> Any:
+        base = type(evaluated(distribution))
+
+        class Monitored(base):  # type: ignore[misc, valid-type]
+            def on_validation_epoch_end(self) -> None:
+                self.log("own", float((self.current_epoch - 1 - 2 * rank) ** 2))
+
+        callbacks = importlib.import_module(distribution).callbacks
+        folder = tmp_path / monitor
+        best = callbacks.ModelCheckpoint(folder, monitor=monitor, filename="{epoch}-{own:.1f}", save_top_k=2)
+        make = lambda distribution, seed: Monitored()  # noqa: E731
+        run_fit(rank, distribution, make=make, max_epochs=5, callbacks=[best], enable_checkpointing=True)
+        return best.best_model_path, float(best.best_model_score), sorted(best.best_k_models)
+
+    for monitor in ("val_loss", "own"):
+        one, other = run_processes(run, 2, monitor)
+        assert one == other
+        assert sorted(path.name for path in (tmp_path / monitor).glob("*.ckpt")) == [Path(p).name for p in one[2]]
+    # The mean of (epoch - 1)^2 and (epoch - 3)^2 is lowest at 2.
+    assert Path(one[0]).name == "epoch=2-own=1.0.ckpt"
+
+
+def plateau(distribution: str, monitor: str, interval: str) -> Any:
+    base = type(evaluated(distribution))
+
+    class Plateau(base):  # type: ignore[misc, valid-type]
+        def on_train_epoch_end(self) -> None:
+            # Gets worse in group 0 only.
+            self.log("own", float(self.current_epoch if self.global_rank == 0 else -10 * self.current_epoch))
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = inner_optimizer("sgd", self.net)
+            # A loss never gets better by so much, so that every step of the scheduler after the first cuts the rate.
+            threshold = 0.5 if monitor == "own" else 100.0
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, patience=0, threshold=threshold, threshold_mode="abs"
+            )
+            config = {"scheduler": scheduler, "monitor": monitor, "interval": interval, "frequency": 5}
+            return {"optimizer": optimizer, "lr_scheduler": config | ({"frequency": 1} if interval == "epoch" else {})}
+
+    model = Plateau()
+    model.rates = []
+    return model
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    ("monitor", "interval", "cuts"), [("val_loss", "epoch", 2), ("val_loss", "step", 5), ("own", "epoch", 0)]
+)
+def test_a_rate_that_is_reduced_on_a_plateau_is_the_same_in_all_groups(
+    monitor: str, interval: str, cuts: int, distribution: str
+) -> None:
+    """Also where the monitored number is not: at the end of an epoch it becomes the mean of all."""
+
+    def run(rank: int, world_size: int) -> Any:
+        make = lambda distribution, seed: plateau(distribution, monitor, interval)  # noqa: E731
+        trainer, model = run_fit(rank, distribution, make=make, max_epochs=3, val_check_interval=5)
+        return model.rates, trainer.optimizers[0].param_groups[0]["lr"]
+
+    one, other = run_processes(run, 2)
+    assert one == other
+    assert one[1] == pytest.approx(0.05 * 0.1**cuts)
+
+
+def test_a_plateau_of_what_is_logged_per_batch_is_that_of_the_group() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        def make(distribution: str, seed: int) -> Any:
+            base = type(plateau(distribution, "loss_of_group", "step"))
+
+            class PerBatch(base):  # type: ignore[misc, valid-type]
+                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+                    self.log("loss_of_group", -1000.0 * self.global_step if rank == 0 else 0.0, sync_dist=True)
+                    return super().training_step(parts, index)
+
+            model = PerBatch()
+            model.rates = []
+            return model
+
+        trainer, model = run_fit(rank, make=make, max_epochs=1)
+        return trainer.optimizers[0].param_groups[0]["lr"], trainer.strategy.outer_state_dict()
+
+    (rate, outer), (other_rate, other_outer) = run_processes(run, 2)
+    assert rate == pytest.approx(0.05)
+    assert other_rate == pytest.approx(0.005)
+    assert_same(outer, other_outer)
+
+
+# Tuners
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("how", ["tuner", "callback"])
+def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(how: str, distribution: str) -> None:
+    def run(rank: int, world_size: int, directory: str) -> Any:
+        pl = importlib.import_module(distribution)
+        callbacks = [pl.callbacks.LearningRateFinder(num_training_steps=30)] if how == "callback" else []
+        started: list[Any] = []
+
+        class Started(pl.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_start(self, trainer: Any, module: Any, parts: Any, index: int) -> None:
+                if not started:
+                    report = trainer.strategy.report()
+                    weights = [p.detach().clone() for p in module.parameters()]
+                    started.extend([report["inner_steps"], trainer.global_step, weights])
+
+        model = evaluated(distribution, seed=rank)
+        trainer = fits.trainer(
+            distribution,
+            strategy=fits.strategy(distribution, **SHORT),
+            devices=2,
+            max_steps=9,
+            accumulate_grad_batches=2,
+            callbacks=[*callbacks, Started()],
+            default_root_dir=directory,
+        )
+        if how == "tuner":
+            tuner = importlib.import_module(f"{distribution}.tuner").Tuner(trainer)
+            tuner.lr_find(model, data(20), num_training=30)
+        trainer.fit(model, data(20))
+        steps = trainer.strategy.report()["inner_steps"]
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        return rate, steps, started[:2], started[2], finished(trainer, model), trainer.strategy.outer_state_dict()
+
+    with tempfile.TemporaryDirectory() as directory:
+        one, other = run_processes(run, 2, directory)
+        assert list(Path(directory).iterdir()) == []
+    assert one[0] == other[0] != 0.05
+    assert one[1:3] == other[1:3] == (9, [0, 0])
+    for mine, theirs, first in zip(one[3], other[3], evaluated(distribution, seed=0).parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(mine, first)
+    assert (one[4], other[4]) == (True, True)
+    assert_same(one[5], other[5])
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("how", ["tuner", "callback"])
+def test_a_batch_size_finder_is_refused_by_lightning_as_for_ddp(how: str, distribution: str) -> None:
+    def run(rank: int, world_size: int, strategy: str) -> str:
+        pl = importlib.import_module(distribution)
+        finder = [pl.callbacks.BatchSizeFinder()] if how == "callback" else []
+        trainer = fits.trainer(distribution, strategy=strategy, devices=2, max_steps=5, callbacks=finder)
+        model = evaluated(distribution)
+        tuner = importlib.import_module(f"{distribution}.tuner").Tuner(trainer)
+        find = tuner.scale_batch_size if how == "tuner" else trainer.fit
+        with pytest.raises(Exception, match="not supported with distributed strategies") as caught:
+            find(model, data(4))
+        return f"{caught.type.__name__}: {caught.value}"
+
+    assert run_processes(run, 2, "streaming_diloco") == run_processes(run, 2, "ddp")
+
+
+# Loggers and other callbacks
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_loggers_write_on_rank_0(distribution: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+
+    def run(rank: int, world_size: int) -> None:
+        loggers = importlib.import_module(f"{distribution}.loggers")
+        both = [loggers.CSVLogger(tmp_path, name="csv", version=0)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            both.append(loggers.TensorBoardLogger(tmp_path, name="tensorboard", version=0))
+        callbacks = importlib.import_module(distribution).callbacks
+        rates = callbacks.LearningRateMonitor("step")
+        run_fit(rank, distribution, logger=both, log_every_n_steps=2, callbacks=[rates])
+
+    run_processes(run, 2)
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    columns = {name for row in rows for name, value in row.items() if value}
+    assert {"val_loss", "train_loss_step", "train_loss_epoch", "lr-SGD", "sdiloco/bytes_sent"} <= columns
+    assert len([row for row in rows if row["train_loss_step"]]) == 10
+    assert len([row for row in rows if row["sdiloco/bytes_sent"]]) == 17
+    assert {row["lr-SGD"] for row in rows} == {"", "0.05"}
+    assert list((tmp_path / "tensorboard" / "version_0").glob("events*"))
+
+
+def pretend_psutil(distribution: str) -> None:
+    """DeviceStatsMonitor asks it on a CPU."""
+    used = SimpleNamespace(percent=1.0)
+    stand_in: Any = SimpleNamespace(virtual_memory=lambda: used, swap_memory=lambda: used, cpu_percent=lambda: 1.0)
+    sys.modules["psutil"] = stand_in
+    for name in ("accelerators.cpu", "callbacks.device_stats_monitor"):
+        vars(importlib.import_module(f"{distribution}.{name}"))["_PSUTIL_AVAILABLE"] = True
+
+
+def some_callbacks(distribution: str) -> list[tuple[str, Any]]:
+    callbacks = importlib.import_module(distribution).callbacks
+    throughput = importlib.import_module(f"{distribution}.callbacks.throughput_monitor").ThroughputMonitor
+    return [
+        ("RichProgressBar", lambda: callbacks.RichProgressBar()),
+        ("TQDMProgressBar", lambda: callbacks.TQDMProgressBar()),
+        ("RichModelSummary", lambda: callbacks.RichModelSummary()),
+        ("ModelSummary", lambda: callbacks.ModelSummary()),
+        ("DeviceStatsMonitor", lambda: callbacks.DeviceStatsMonitor(cpu_stats=True)),
+        ("Timer", lambda: callbacks.Timer()),
+        ("ThroughputMonitor", lambda: throughput(batch_size_fn=lambda parts: len(parts[0]), window_size=2)),
+        ("LearningRateMonitor", lambda: callbacks.LearningRateMonitor()),
+        ("LambdaCallback", lambda: callbacks.LambdaCallback(on_train_start=lambda trainer, module: None)),
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name, _ in some_callbacks(LIGHTNING)])
+def test_a_callback_that_watches(name: str, tmp_path: Path) -> None:
+    """Training is the same with it as without."""
+
+    def run(rank: int, world_size: int, watched: bool) -> Any:
+        chosen = [dict(some_callbacks(LIGHTNING))[name]()] if watched else []
+        pretend_psutil(LIGHTNING)
+        logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path, name="", version=0)
+        bar = {"enable_progress_bar": "ProgressBar" in name, "enable_model_summary": "Summary" in name}
+        trainer, model = run_fit(rank, callbacks=chosen, logger=logger, log_every_n_steps=2, **(bar if watched else {}))
+        return finished(trainer, model), trainer.strategy.outer_state_dict()
+
+    for (done, outer), (_, expected) in zip(run_processes(run, 2, True), run_processes(run, 2, False), strict=True):
+        assert done
+        assert_same(outer, expected)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("how", ["OnExceptionCheckpoint", "save_on_exception"])
+def test_a_checkpoint_on_an_exception_never_waits(how: str, distribution: str, tmp_path: Path) -> None:
+    """The message of the group that failed ends the others; the timeout is far longer than the test."""
+
+    def run(rank: int, world_size: int) -> None:
+        base = type(evaluated(distribution))
+
+        class Failing(base):  # type: ignore[misc, valid-type]
+            def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+                if rank == 1 and self.global_step == 6:
+                    raise ArithmeticError("of one rank")
+                return super().training_step(parts, index)
+
+        callbacks = importlib.import_module(distribution).callbacks
+        if how == "OnExceptionCheckpoint":
+            callback = callbacks.OnExceptionCheckpoint(tmp_path)
+        else:
+            callback = callbacks.ModelCheckpoint(tmp_path, save_on_exception=True, save_last=True)
+        make = lambda distribution, seed: Failing()  # noqa: E731
+        choices = {"enable_checkpointing": True, "default_root_dir": str(tmp_path)}
+        run_fit(rank, distribution, make=make, callbacks=[callback], **choices)
+
+    errors = run_processes(run, 2, expect_failure=True, timeout=30)
+    assert "ArithmeticError: of one rank" in errors[1]
+    assert "ExchangeError" in errors[0]

@@ -1,0 +1,70 @@
+"""Virtual time: the same as the planner where groups are alike, and waiting where they are not."""
+
+import pytest
+
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.planning.clock import Absence, play
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.workload import Groups, Model
+
+
+def method(groups: int = 2, **settings: object) -> Streaming:
+    chosen = Settings(**{"sync_every": 10, "overlap_steps": 2, "compression": "fp4", **settings})  # type: ignore[arg-type]
+    return Streaming(Model.of_size(24_000_000, layers=12), chosen, Groups(step_time=0.5, groups=groups))
+
+
+SLOW = Link(gbit_s=0.02, round_trip=0.1)
+
+
+@pytest.mark.parametrize("link", [SLOW, Link(gbit_s=10.0), Link(gbit_s=0.05, round_trip=0.2, loss=0.001)])
+@pytest.mark.parametrize(("groups", "overlap_steps"), [(2, 2), (3, 0), (4, 5)])
+def test_groups_that_are_alike_take_as_long_as_the_planner_says(groups: int, overlap_steps: int, link: Link) -> None:
+    own = method(groups, overlap_steps=overlap_steps)
+    first, *others = play(own, link, steps=100, speeds=[1.0] * groups)
+    assert all(other == first for other in others)
+    # The planner measures the second half of eight rounds, from landing to landing of fragment 0.
+    landings = [first.steps[10 * number + overlap_steps - 1] for number in range(1, 9)]
+    assert own.utilisation(link) == pytest.approx(40 * 0.5 / (landings[-1] - landings[3]), rel=1e-2)
+
+
+def test_without_a_wait_a_run_takes_its_steps_and_the_final_exchange() -> None:
+    own = method(final_sync=False)
+    (times, _) = play(own, Link(gbit_s=100.0), steps=25, speeds=[1.0, 1.0])
+    assert times.end == pytest.approx(25 * 0.5, rel=1e-2)
+    assert times.waited < 0.01
+    with_end = play(method(), SLOW, steps=25, speeds=[1.0, 1.0])[0].end - play(own, SLOW, 25, [1.0, 1.0])[0].end
+    assert with_end > 1
+
+
+def test_all_wait_for_the_slowest() -> None:
+    fast, slow, fastest = play(method(3), Link(gbit_s=10.0), steps=100, speeds=[1.0, 0.5, 4.0])
+    assert fast.end == pytest.approx(slow.end, rel=1e-3)
+    assert slow.end == pytest.approx(100, rel=1e-2)
+    assert slow.waited < 1 < fast.waited < fastest.waited
+
+
+def test_an_absence_is_waited_for_and_what_overlaps_hides_it() -> None:
+    away = [Absence(group=1, start=7.2, end=17.2)]
+    here, absent = play(method(), Link(gbit_s=10.0), steps=40, speeds=[1.0, 1.0], absences=away)
+    undisturbed = play(method(), Link(gbit_s=10.0), steps=40, speeds=[1.0, 1.0])[0]
+    assert absent.end == pytest.approx(undisturbed.end + 10, rel=1e-3)
+    assert here.waited == pytest.approx(10, rel=0.05)
+    assert here.longest_flight > 10 > undisturbed.longest_flight
+    # One that ends before the next landing costs the others nothing.
+    short = play(method(), Link(gbit_s=10.0), steps=40, speeds=[1.0, 1.0], absences=[Absence(1, 5.1, 5.6)])
+    assert short[0].waited < undisturbed.waited + 0.6
+
+
+@pytest.mark.parametrize(
+    ("speeds", "absences", "words"),
+    [
+        ([1.0], [], "1 speeds for 2 worker groups"),
+        ([1.0, 0.0], [], "speed=0.0 is out of range"),
+        ([1.0, 1.0], [Absence(2, 0, 1)], "group=2 is out of range"),
+        ([1.0, 1.0], [Absence(1, 5, 1)], "absence=5 is out of range"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(speeds: list[float], absences: list[Absence], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        play(method(), SLOW, 10, speeds, absences)

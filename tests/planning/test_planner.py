@@ -1,0 +1,394 @@
+"""The planner against the engine's own counts and tensors, and against its model of time stepped through plainly."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_sdiloco import Schedule, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import DataParallel, Streaming, _timetable
+from lightning_sdiloco.planning.planner import (
+    MARGIN,
+    TARGET,
+    TARGETS,
+    alternatives,
+    candidates,
+    plan,
+    predict,
+    recommend,
+)
+from lightning_sdiloco.planning.workload import Groups, Model
+from tests.fits import fit, module
+from tests.ranks import run_processes
+from tests.training import LAYERS, batch, mlp
+
+MANY = settings(max_examples=60, deadline=None)
+FREE = 1e30  # a memory so fast that launches and landings cost nothing
+
+
+class Stack(nn.Module):
+    """An embedding, blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(7))
+        self.head = nn.Linear(8, 40)
+
+
+def train(engines: SimulatedGroups, models: Sequence[nn.Module], steps: int) -> None:
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    for step in range(steps):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            x, y = batch(group, step)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        engines.step()
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("final_sync", [True, False])
+@pytest.mark.parametrize("compression", ["fp32", "bf16", "fp4", "sparse"])
+@pytest.mark.parametrize("groups", [2, 3])
+def test_the_bytes_of_a_run_are_those_that_the_engine_counts(groups: int, compression: str, final_sync: bool) -> None:
+    choices: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "fragments": LAYERS, "compression": compression}
+    models = [mlp() for _ in range(groups)]
+    simulated = SimulatedGroups(models, **choices, final_sync=final_sync)
+    train(simulated, models, steps=23)
+    simulated.finish()
+    planned = Streaming(
+        Model.of_parameters(trainable(mlp())), Settings(**choices, final_sync=final_sync), Groups(1.0, groups)
+    )
+    assert planned.bytes_in(23) == simulated.engines[0].report()["bytes_sent"]
+
+
+def test_the_bytes_of_a_group_of_several_ranks_are_those_of_its_ranks_together() -> None:
+    choices: dict[str, Any] = {"sync_every": 6, "overlap_steps": 2, "layers_per_fragment": 1}
+
+    def run(rank: int, world_size: int) -> float:
+        return float(fit(rank, world_size, 2, 16, choices)["report"]["bytes_sent"])
+
+    planned = Streaming(
+        Model.of_parameters(trainable(module())), Settings(**choices), Groups(1.0, groups=2, group_size=2)
+    )
+    sent = run_processes(run, 4)
+    assert sent[0] + sent[1] == sent[2] + sent[3] == planned.bytes_in(16)
+
+
+def test_bytes_per_step_are_those_of_a_long_run() -> None:
+    planned = Streaming(Model.of_size(10_000, layers=9), Settings(), Groups(1.0, groups=3))
+    assert planned.bytes_in(1_000_000) / 1_000_000 == pytest.approx(planned.bytes_per_step, rel=1e-3)
+
+
+def test_ddp_sends_the_gradients_around_a_ring() -> None:
+    model = Model.of_size(1_000, layers=2)
+    assert [DataParallel(model, Groups(1.0, groups)).bytes_per_step for groups in (2, 4)] == [4_000, 6_000]
+    half = Model.of_parameters(trainable(nn.Linear(10, 10, dtype=torch.bfloat16)))
+    assert DataParallel(half, Groups(1.0)).bytes_in(3) == 3 * 2 * 110
+
+
+@pytest.mark.parametrize("layers", [1, 3, 5])
+def test_fragments_are_those_of_the_engine(layers: int) -> None:
+    stack = Stack()
+    engine = StreamingDiLoCo(stack, layers_per_fragment=layers)
+    engine.close()
+    model = Model.of_parameters(trainable(stack))
+    assert model.fragments(engine.settings) == tuple(fragment.nbytes // 4 for fragment in engine.fragments)
+    assert sum(model.fragments(engine.settings)) == model.numel == sum(p.numel() for p in stack.parameters())
+
+
+def test_a_model_given_by_its_size_has_equal_layers() -> None:
+    model = Model.of_size(1_003, layers=4)
+    assert sorted(model.numels) == [250, 251, 251, 251]
+    assert Model.of_size(10**11, layers=108).fragments(Settings())[0] == pytest.approx(10**11 / 36, abs=3)
+
+
+def test_a_model_needs_no_memory() -> None:
+    with torch.device("meta"):
+        large = nn.Sequential(*(nn.Linear(50_000, 50_000) for _ in range(4)))
+    assert Model.of_parameters(trainable(large)).nbytes > 4e10
+
+
+# Time
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Settings, Groups, Link, Model]:
+    sync_every = draw(st.integers(1, 25))
+    chosen = Settings(
+        sync_every=sync_every,
+        overlap_steps=draw(st.integers(0, min(6, sync_every - 1))),
+        layers_per_fragment=draw(st.integers(1, 4)),
+        compression=draw(st.sampled_from(["fp32", "fp4"])),
+    )
+    groups = Groups(
+        step_time=draw(st.floats(0.05, 2.0)),
+        groups=draw(st.integers(2, 4)),
+        group_size=draw(st.integers(1, 3)),
+        memory_rate=draw(st.sampled_from([1e8, 1e9, FREE])),
+    )
+    link = Link(draw(st.floats(0.001, 1.0)), draw(st.sampled_from([0.0, 0.01, 0.2])), draw(st.sampled_from([0, 1e-3])))
+    return chosen, groups, link, Model.of_size(draw(st.integers(10_000, 10_000_000)), draw(st.integers(2, 12)))
+
+
+def stepped(method: Streaming, groups: Groups, link: Link, rounds: int = 20) -> float:
+    """The engine's loop with a clock: every inner step launches what is due, then lands what is due."""
+    clock = sender = wire = averager = stepper = 0.0
+    count, rate = groups.groups, groups.memory_rate
+    connections = (count - 1) * groups.group_size
+    two_shots = count > 2
+    flights: list[tuple[int, float]] = []
+    began = {}
+    sync_every = method.settings.sync_every
+    for step in range(1, rounds * sync_every + 1):
+        clock += groups.step_time
+        for fragment in method.schedule.launches(step):
+            shard = -(-method.numels[fragment] // groups.group_size)
+            part = -(-shard // count) if two_shots else shard
+            payload = method.settings.codec.wire_bytes(part)
+            clock += 12 * shard / rate
+            sender = max(clock, sender) + 32 * shard / rate
+            warm = sender - (wire + link.round_trip) <= 0.2 + link.round_trip
+            wire = max(sender, wire) + link.seconds(connections * (48 + payload), connections, warm) - link.round_trip
+            averager = max(wire + link.round_trip, averager) + (20 * count + 32 * two_shots) * part / rate
+            there = averager
+            if two_shots:
+                relay = link.seconds(connections * payload, connections)
+                there, wire = averager + relay, wire + relay - link.round_trip
+            stepper = max(there, stepper) + (48 + 20 * two_shots) * shard / rate
+            flights.append((fragment, stepper))
+        for fragment in method.schedule.landings(step):
+            assert flights[0][0] == fragment
+            clock = max(clock, flights.pop(0)[1]) + 12 * method.numels[fragment] / groups.memory_rate
+        began[step] = clock
+    half = rounds // 2 * sync_every
+    return (rounds * sync_every - half) * groups.step_time / (clock - began[half])
+
+
+@MANY
+@given(cases())
+def test_utilisation_is_that_of_the_engines_loop_with_a_clock(case: tuple[Settings, Groups, Link, Model]) -> None:
+    chosen, groups, link, model = case
+    method = Streaming(model, chosen, groups)
+    assert method.utilisation(link) == pytest.approx(stepped(method, groups, link), rel=1e-3)
+
+
+@MANY
+@given(st.integers(1, 40), st.integers(0, 9), st.integers(1, 60))
+def test_the_timetable_is_that_of_the_schedule(sync_every: int, overlap_steps: int, fragments: int) -> None:
+    schedule = Schedule(sync_every, min(overlap_steps, sync_every - 1), fragments)
+    told = [
+        (event.step, lands, fragment)
+        for event in schedule.events(1, 5 * sync_every)
+        for lands, all_of_them in ((False, event.launches), (True, event.landings))
+        for fragment in all_of_them
+    ]
+    assert [entry for entry in _timetable(schedule) if entry[0] <= 5 * sync_every] == told
+
+
+def test_training_never_waits_where_a_fragment_arrives_in_time() -> None:
+    model, groups = Model.of_size(8_000_000, layers=8), Groups(1.0, memory_rate=FREE)
+    # A fragment of 3 million values takes 12 MB as fp32: 0.96 s at 0.1 Gbit/s.
+    chosen = Settings(sync_every=10, overlap_steps=1, compression="fp32")
+    assert Streaming(model, chosen, groups).utilisation(Link(0.11)) == pytest.approx(1)
+    assert Streaming(model, chosen, groups).utilisation(Link(0.08)) < 0.97
+
+
+def test_without_overlap_training_waits_for_every_byte() -> None:
+    model, groups = Model.of_size(9_000_000, layers=9), Groups(0.5, memory_rate=FREE)
+    chosen = Settings(sync_every=20, overlap_steps=0, compression="fp32")
+    method = Streaming(model, chosen, groups)
+    on_link = 3 * (12_000_048 * 8 / 1e8)
+    assert method.utilisation(Link(0.1)) == pytest.approx(10 / (10 + on_link))
+    # A round trip for each of the three fragments; without overlap the link is silent for seconds, so TCP starts anew.
+    assert method.utilisation(Link(0.1, round_trip=0.1)) < 10 / (10 + on_link + 0.3)
+
+
+def test_a_link_that_is_too_slow_is_never_idle() -> None:
+    model = Model.of_size(9_000_000, layers=9)
+    # There is a launch at least every seven inner steps, so with ten of overlap the next flight is always waiting.
+    method = Streaming(model, Settings(sync_every=20, overlap_steps=10), Groups(0.5, memory_rate=FREE))
+    per_round = method.bytes_per_step * 20 * 8 / 1e6
+    assert method.utilisation(Link(0.001)) == pytest.approx(10 / per_round, rel=1e-6)
+
+
+def test_ddp_hides_what_fits_into_backward() -> None:
+    # Ten buckets of 0.03 s on the link; nine of them become ready while the tenth part of 0.6 s passes each time.
+    model = Model.of_size(10 * 25 * 2**20 // 4, layers=1)
+    link = Link(25 * 2**20 * 8 / 0.03 / 1e9)
+    assert DataParallel(model, Groups(0.9)).utilisation(link) == pytest.approx(0.9 / 0.93)
+    assert DataParallel(model, Groups(0.09)).utilisation(link) == pytest.approx(0.09 / (0.09 + 0.3 - 0.054))
+    late = replace(link, round_trip=0.02)
+    assert DataParallel(model, Groups(0.09, groups=2)).utilisation(late) == pytest.approx(0.09 / (0.09 + 0.5 - 0.054))
+
+
+def test_more_groups_send_more_over_the_same_link() -> None:
+    model, link = Model.of_size(10_000_000, layers=10), Link(0.02)
+    gather = Settings(exchange="gather")
+    busy = [Streaming(model, gather, Groups(0.1, groups)).utilisation(link) for groups in (2, 4, 8)]
+    assert busy == sorted(busy, reverse=True)
+    assert busy[0] > 1.5 * busy[2]
+
+
+# The link
+
+
+def test_a_silent_connection_starts_slowly_and_no_later_than_after_all_was_sent() -> None:
+    link = Link(1.0, round_trip=0.05)
+    assert link.seconds(10_000, 1, warm=False) == link.seconds(10_000, 1) == pytest.approx(0.05008)
+    # 14,480 bytes, then twice as many every round trip: 3 round trips carry the first 101,360 bytes.
+    assert link.seconds(101_360, 1, warm=False) == pytest.approx(3 * 0.05 + 4 * 14_480 * 8 / 1e9)
+    assert link.seconds(10**8, 1, warm=False) - link.seconds(10**8, 1) < 0.5
+    assert link.seconds(10**8, 4, warm=False) < link.seconds(10**8, 1, warm=False)
+
+
+def test_a_connection_is_forgotten_after_its_retransmission_timeout() -> None:
+    assert Link(1.0, round_trip=0.05).is_warm_after(0.24)
+    assert not Link(1.0, round_trip=0.05).is_warm_after(0.26)
+
+
+def test_loss_slows_a_connection_down_and_several_less() -> None:
+    clean, lossy = Link(0.1, 0.05), Link(0.1, 0.05, 0.001)
+    assert clean.gbit_s_of(1) == 0.1
+    assert lossy.gbit_s_of(1) == pytest.approx(1.22 * 1448 * 8 / 0.05 / 0.001**0.5 / 1e9)
+    assert lossy.gbit_s_of(2) == 2 * lossy.gbit_s_of(1)
+    assert lossy.gbit_s_of(100) == 0.1 * 0.999
+    # CUBIC does better where the round trip is long for the loss.
+    assert Link(10.0, 0.2, 1e-6).gbit_s_of(1) > 1.22 * 1448 * 8 / 0.2 / 1e-6**0.5 / 1e9
+
+
+@MANY
+@given(cases())
+def test_a_faster_link_never_makes_training_wait_longer(case: tuple[Settings, Groups, Link, Model]) -> None:
+    chosen, groups, link, model = case
+    link = replace(link, round_trip=0.0)  # a faster link is silent for longer, and may then start slowly
+    for method in alternatives(model, chosen, groups).values():
+        slow, fast = method.utilisation(link), method.utilisation(replace(link, gbit_s=2 * link.gbit_s))
+        assert 0 < slow <= fast * (1 + 1e-9) <= 1 + 1e-6
+
+
+# What a plan says
+
+
+def test_peaks_fall_with_fragments_and_with_overlap() -> None:
+    model, groups = Model.of_size(24_000_000, layers=24), Groups(0.1)
+    methods = alternatives(model, Settings(overlap_steps=5), groups)
+    peaks = {name: method.peak_gbit_s for name, method in methods.items()}
+    assert peaks["ddp"] == pytest.approx(24e6 * 32 / 0.1 / 1e9)
+    assert peaks["diloco"] == pytest.approx(24e6 * 4.125 / 0.1 / 1e9, rel=1e-4)
+    assert peaks["streaming"] == pytest.approx(peaks["diloco"] / 8, rel=1e-4)
+    assert peaks["streaming_overlap"] == pytest.approx(peaks["streaming"] / 5)
+
+
+def test_the_peak_counts_all_that_is_in_flight_together() -> None:
+    model, groups = Model.of_size(8_000, layers=8), Groups(1.0)
+    # Eight fragments in four steps: two launch at a time, and those of three steps are in flight.
+    chosen = Settings(sync_every=4, overlap_steps=3, layers_per_fragment=1, compression="fp32")
+    assert Streaming(model, chosen, groups).peak_gbit_s == pytest.approx(6 * 4_048 * 8 / 3 / 1e9)
+
+
+def test_a_bandwidth_for_a_utilisation_is_the_least_that_reaches_it() -> None:
+    model, groups, link = Model.of_size(10**9, layers=24), Groups(0.1, memory_rate=1e13), Link(1.0)
+    for method in alternatives(model, Settings(), groups).values():
+        needs = predict(method, link, steps=1).gbit_s_for
+        assert list(needs) == [str(target) for target in TARGETS]
+        for target, gbit_s in needs.items():
+            assert gbit_s is not None
+            assert method.utilisation(Link(gbit_s)) >= float(target)
+            assert method.utilisation(Link(gbit_s / 1.01)) < float(target)
+
+
+def test_no_bandwidth_is_enough_where_the_round_trip_alone_takes_too_long() -> None:
+    model, groups = Model.of_size(10**6, layers=24), Groups(0.01)
+    method = Streaming(model, Settings(sync_every=10, overlap_steps=0), groups)
+    needs = predict(method, Link(1.0, round_trip=0.1), steps=1).gbit_s_for
+    assert needs == dict.fromkeys(map(str, TARGETS))
+
+
+def test_held_memory_is_that_of_the_engines_tensors() -> None:
+    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": LAYERS, "compression": "fp32"}
+    choices["offload"] = False
+    models = [mlp(), mlp()]
+    simulated = SimulatedGroups(models, **choices)
+    train(simulated, models, steps=12)
+    saved = simulated.engines[0].state_dict()["fragments"]
+    kept = [value for fragment in saved for value in (fragment["outer"], *fragment["state"].values())]
+    held = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
+    method = Streaming(Model.of_parameters(trainable(mlp())), Settings(**choices), Groups(1.0))
+    largest = max(method.numels)
+    # Beside it at the worst moment: what a flight of the largest fragment holds, and what the lane does with it.
+    assert method.memory.device_bytes == held + 12 * largest + 3 * (48 + 4 * largest) + 8 * largest
+    assert method.memory.host_bytes == 2 * (48 + 4 * largest)
+    assert method.memory.evaluation_bytes == sum(p.nbytes for p in mlp().parameters())
+
+
+def test_a_fragment_that_is_launched_where_another_lands_is_held_beside_it() -> None:
+    model, groups = Model.of_size(4_000, layers=4), Groups(1.0)
+    # One launch after every inner step, and each lands behind the next.
+    chosen = Settings(sync_every=4, overlap_steps=1, layers_per_fragment=1, compression="fp32", offload=False)
+    held, flying, in_lane = 4_000 * 8, 2 * (12_000 + 2 * 4_048), 4_048 + 8_000
+    assert Streaming(model, chosen, groups).memory.device_bytes == held + flying + in_lane
+
+
+def test_offloaded_the_device_holds_what_is_in_flight_and_the_host_the_rest() -> None:
+    choices: dict[str, Any] = {"sync_every": 100, "overlap_steps": 5, "layers_per_fragment": 1, "compression": "fp32"}
+    on_device, on_host = (
+        Streaming(Model.of_size(24_000_000, layers=24), Settings(**choices, offload=offload), Groups(1.0)).memory
+        for offload in (False, "auto")
+    )
+    assert on_device.device_bytes - on_host.device_bytes == 8 * (24_000_000 - 1_000_000)
+    assert on_host.host_bytes - on_device.host_bytes == 8 * (24_000_000 + 2_000_000), "and what two flights bring"
+
+
+def test_outer_memory_is_shared_by_the_ranks_of_a_group() -> None:
+    model = Model.of_size(96_000_000, layers=24)
+    alone, shared = (Streaming(model, Settings(offload=False), Groups(1.0, 2, size)).memory for size in (1, 8))
+    assert shared.device_bytes < alone.device_bytes / 5
+    assert shared.host_bytes < alone.host_bytes / 7
+
+
+def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link() -> None:
+    model, groups, link = Model.of_size(10**9, layers=24), Groups(0.1), Link(1.0)
+    chosen, slower = recommend(model, groups, link).settings, Link(MARGIN)
+    enough = [Streaming(model, one, groups).utilisation(slower) >= TARGET for one in candidates()]
+    assert enough.index(True) == list(candidates()).index(chosen) > 0
+    assert recommend(model, groups, Link(1000.0)).settings == next(iter(candidates()))
+
+
+def test_where_no_candidate_suffices_the_plan_takes_one_that_comes_close() -> None:
+    model, groups, link = Model.of_size(10**9, layers=24), Groups(0.01), Link(0.1)
+    planned = plan(model, Settings(), groups, link, steps=100).recommendation
+    best = max(Streaming(model, one, groups).utilisation(Link(MARGIN * 0.1)) for one in candidates())
+    assert best < TARGET
+    assert best / 1.01 <= planned.utilisation_with_margin <= best
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Link(0), "bandwidth=0 is out of range: it must be a positive number of Gbit/s"),
+        (lambda: Link(1, round_trip=50), "50 ms is 0.05"),
+        (lambda: Link(1, loss=1), "loss=1 is out of range"),
+        (lambda: Groups(0), "step_time=0 is out of range"),
+        (lambda: Groups(1, groups=1), "at least 2, or nothing travels"),
+        (lambda: Groups(1, group_size=0), "group_size=0 is out of range"),
+        (lambda: Groups(1, memory_rate=0), "memory_rate=0 is out of range"),
+        (lambda: Model.of_size(10, layers=0), "layers=0 is out of range"),
+        (lambda: Model.of_size(3, layers=4), "params=3 is out of range"),
+        (lambda: Model.of_parameters(trainable(nn.Flatten())).fragments(Settings()), "no trainable parameters"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace(".", r"\.")):
+        make()

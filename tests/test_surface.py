@@ -1,0 +1,123 @@
+"""What users hold on to: names, arguments, class paths, options of the command line, and keys of checkpoints.
+
+``surface.json`` was written by ``python -m tests.test_surface`` before the package was divided into rooms. Where
+something is added on purpose, write it again, and look at what changed.
+"""
+
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lightning_sdiloco
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+
+FILE = Path(__file__).with_name("surface.json")
+FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
+STRATEGIES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
+COMMANDS = ("doctor", "plan", "report", "schedule", "simulate")
+
+
+def arguments_of(function: Any) -> list[str]:
+    """The arguments in their order, each with its default."""
+    parameters = inspect.signature(function).parameters.values()
+    return [
+        parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}={parameter.default!r}"
+        for parameter in parameters
+    ]
+
+
+def public_members(thing: Any) -> list[str]:
+    return sorted(name for name in vars(thing) if not name.startswith("_"))
+
+
+def options_of(command: str) -> list[str]:
+    """The options of a subcommand, as its help spells them."""
+    from importlib.metadata import entry_points
+
+    (entry,) = {entry.value: entry for entry in entry_points(group="console_scripts", name="sdiloco")}.values()
+    for name in (entry.module, "lightning_sdiloco.tools.cli", "lightning_sdiloco.cli"):
+        try:
+            main = importlib.import_module(name).main
+            break
+        except ModuleNotFoundError:
+            continue
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    # An option of torch's classes, which jsonargparse lists, is none of ours.
+    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][\w-]*(?![\w.])", printed.getvalue())))
+
+
+def keys_of_checkpoint() -> dict[str, list[str]]:
+    """The keys of what a rank saves of its engine, with a fragment in flight."""
+    models = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)) for _ in range(3)]
+    groups = SimulatedGroups(models, sync_every=4, overlap_steps=2, layers_per_fragment=1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for _ in range(9):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+        groups.step()
+    state = groups.engines[0].state_dict()
+    return {
+        "state": sorted(state),
+        "fragment": sorted(state["fragments"][0]),
+        "flight": sorted(state["flights"][0]),
+        "counts": sorted(state["counts"]),
+        "described": sorted(state["described"]),
+    }
+
+
+def surface() -> dict[str, Any]:
+    """All of it, as plain values."""
+    faces = {name: importlib.import_module(name) for name in FACES}
+    return {
+        "names": sorted(lightning_sdiloco.__all__),
+        "compressions": sorted(lightning_sdiloco.compression.__all__),
+        "names of compressions": sorted(lightning_sdiloco.compression.COMPRESSIONS),
+        "strategies": {
+            f"{face}.{name}": arguments_of(getattr(module, name))
+            for face, module in faces.items()
+            for name in STRATEGIES
+        },
+        "monitors": {f: arguments_of(module.StreamingDiLoCoMonitor) for f, module in faces.items()},
+        "registered": sorted(
+            name
+            for registry in ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+            for name in importlib.import_module(registry).StrategyRegistry
+            if "diloco" in name
+        ),
+        "engine": {"arguments": arguments_of(StreamingDiLoCo), "members": public_members(StreamingDiLoCo)},
+        "simulated": arguments_of(SimulatedGroups),
+        "landing": list(lightning_sdiloco.Landing._fields),
+        "fragment": public_members(lightning_sdiloco.Fragment),
+        "schedule": public_members(lightning_sdiloco.Schedule),
+        "commands": {command: options_of(command) for command in COMMANDS},
+        "checkpoint": keys_of_checkpoint(),
+    }
+
+
+def test_what_users_hold_on_to_is_as_it_was() -> None:
+    before, now = json.loads(FILE.read_text()), surface()
+    assert now.keys() == before.keys()
+    for what in before:
+        assert now[what] == before[what], what
+
+
+def test_the_snapshot_sees_the_options_of_every_command() -> None:
+    options = json.loads(FILE.read_text())["commands"]
+    assert all(options[command] for command in COMMANDS)
+    assert "--overlap-steps" in options["schedule"]
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(surface(), indent=1) + "\n")

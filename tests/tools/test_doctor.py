@@ -1,0 +1,248 @@
+"""The doctor: how it learns its rank, what it finds, and that it runs where training would."""
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from lightning_sdiloco.launch import reachability
+from lightning_sdiloco.launch.environment import Launch, how_launched, warn_of_shared_store
+from lightning_sdiloco.launch.reachability import Failure, Place
+from lightning_sdiloco.tools.cli import main
+from lightning_sdiloco.tools.doctor import machine
+from lightning_sdiloco.tools.doctor.checks import Examined, Finding, findings
+from lightning_sdiloco.tools.doctor.links import Link
+from tests.ranks import LAUNCHERS, run_processes
+
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "4",
+    "SLURM_NODELIST": "gpu[03-05,9],login",
+    "SLURM_JOB_ID": "4711",
+}
+BY_HAND = {"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, values: Mapping[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS) or name in OURS]:
+        monkeypatch.delenv(name)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+# How it was launched
+
+
+@pytest.mark.parametrize(
+    ("values", "num_nodes", "launch"),
+    [
+        (TORCHRUN, None, Launch(5, 8, 2, "a", 29500)),
+        (SRUN, None, Launch(5, 8, 4, "gpu03", 19711)),
+        ({**SRUN, "MASTER_ADDR": "b", "MASTER_PORT": "1"}, None, Launch(5, 8, 4, "b", 1)),
+        ({**SRUN, "SLURM_NODELIST": "n1"}, None, Launch(5, 8, 4, "n1", 19711)),
+        ({**SRUN, "SLURM_NODELIST": "n[1]"}, None, Launch(5, 8, 4, "n1", 19711)),
+        (BY_HAND, 3, Launch(1, 3, 3, "a", 29500)),
+    ],
+)
+def test_a_process_learns_its_rank_from_its_launcher(
+    values: dict[str, str], num_nodes: int | None, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_environment(monkeypatch, values)
+    assert how_launched(num_nodes) == launch
+
+
+@pytest.mark.parametrize(
+    ("values", "num_nodes", "message"),
+    [
+        ({}, None, "does not know its rank"),
+        ({**BY_HAND, "NODE_RANK": "one"}, 2, "NODE_RANK='one' is no number"),
+        ({"NODE_RANK": "0", "MASTER_PORT": "1"}, 2, "MASTER_ADDR is not set"),
+    ],
+)
+def test_a_process_that_cannot_know_its_rank_is_told_what_to_do(
+    values: dict[str, str], num_nodes: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_environment(monkeypatch, values)
+    with pytest.raises(ValueError, match=message):
+        how_launched(num_nodes)
+
+
+@pytest.mark.parametrize(
+    ("lent", "restarts", "warned"), [("True", "3", True), ("True", "0", False), ("False", "3", False)]
+)
+def test_torchrun_is_told_what_it_needs_to_restart_processes(
+    lent: str, restarts: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {"TORCHELASTIC_USE_AGENT_STORE": lent, "TORCHELASTIC_MAX_RESTARTS": restarts}
+    set_environment(monkeypatch, values)
+    warn_of_shared_store(rank=1)
+    assert not caplog.text
+    warn_of_shared_store(rank=0)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) is warned
+
+
+# What it finds
+
+
+def seen(**choices: Any) -> Examined:
+    """Four ranks on two hosts with nothing to complain of."""
+    places = [Place(f"host{rank // 2}", rank // 2, "", ("10.0.0.1", 1), ("10.0.0.1", 2)) for rank in range(4)]
+    tcp = {"congestion_control": "bbr", "send_buffer": 1 << 28, "receive_buffer": 1 << 28}
+    described = {
+        **machine.describe(),
+        "device": "CPU",
+        "cores": 4,
+        "files": 100_000,
+        "variables": {"OMP_NUM_THREADS": "2"},
+        "tcp": {**tcp, "slow_start_after_idle": False},
+    }
+    links = [Link(0, 1, 0.05, 1e8), Link(1, 0, 0.05, 9e7)]
+    well = {"groups": 2, "places": places, "machines": [described] * 4, "failures": [], "links": links}
+    return Examined(**{**well, **choices})
+
+
+def on_rank_2(**choices: Any) -> list[dict[str, Any]]:
+    machines = [dict(described) for described in seen().machines]
+    machines[2] |= choices
+    return machines
+
+
+def unwell(examined: Examined) -> list[Finding]:
+    return [finding for finding in findings(examined) if finding.state != "ok"]
+
+
+def test_where_all_is_well_nothing_is_to_be_done() -> None:
+    found = findings(seen())
+    assert all(finding.state == "ok" and not finding.fix for finding in found)
+    told = {finding.check: finding.found for finding in found}
+    assert told["ranks"] == "4 on 2 hosts (host0, host1), in 2 worker groups of 2"
+    assert told["round trip 0 -> 1"] == "50 ms"
+    assert told["bandwidth 0 -> 1"] == "100 Mbit/s"
+    assert told["bandwidth 1 -> 0"] == "90 Mbit/s"
+    assert told["reachability"] == "all 12 connections between ranks can be made"
+
+
+@pytest.mark.parametrize(
+    ("choices", "state", "check", "found", "fix"),
+    [
+        (
+            {"machines": on_rank_2(versions={**machine.describe()["versions"], "torch": "1.0"})},
+            "wrong",
+            "torch",
+            "1.0 on rank 2",
+            "Install the same version of torch",
+        ),
+        ({"machines": on_rank_2(files=256)}, "wrong", "open files", "rank 2 (host1) may open 256", "ulimit -n 288"),
+        ({"machines": on_rank_2(variables={})}, "slow", "threads", "2 ranks on host1 with 4", "OMP_NUM_THREADS=2"),
+        (
+            {"machines": on_rank_2(variables={"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"})},
+            "slow",
+            "debugging",
+            "rank 2",
+            "Leave it out",
+        ),
+        (
+            {"machines": on_rank_2(tcp={**seen().machines[0]["tcp"], "receive_buffer": 1_000_000})},
+            "slow",
+            "buffers 0 -> 1",
+            "below 80 Mbit/s at 50 ms",
+            "net.ipv4.tcp_rmem=",
+        ),
+        (
+            {"machines": on_rank_2(tcp={**seen().machines[0]["tcp"], "slow_start_after_idle": True})},
+            "slow",
+            "idle connections",
+            "starts slowly",
+            "tcp_slow_start_after_idle=0",
+        ),
+        (
+            {"links": [Link(0, 1, 0.05, 1e8), Link(1, 0, 0.05, 3e7)]},
+            "slow",
+            "bandwidth 1 -> 0",
+            "30 Mbit/s, and 100 Mbit/s in the other direction",
+            "worker group 1 to 0",
+        ),
+        (
+            {"failures": [Failure(0, 2, "10.0.0.3:4", "no answer within 10 s")], "links": []},
+            "wrong",
+            "reachability",
+            "rank 0 (host0) -> rank 2 (host1) at 10.0.0.3:4: no answer within 10 s",
+            "Open all TCP ports",
+        ),
+        ({"links": [Link(0, 1, error="no answer")]}, "wrong", "round trip 0 -> 1", "no answer", "again"),
+    ],
+)
+def test_what_is_wrong_or_slow_is_told_with_what_to_do(
+    choices: dict[str, Any], state: str, check: str, found: str, fix: str
+) -> None:
+    (finding,) = unwell(seen(**choices))
+    assert (finding.state, finding.check) == (state, check)
+    assert found in finding.found
+    assert fix in finding.fix
+
+
+# Running
+
+
+def printed(*arguments: str) -> tuple[str, Any]:
+    """What it prints, and with which code it ends."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        try:
+            main(["doctor", "--seconds=0.2", *arguments])
+        except SystemExit as ended:
+            return output.getvalue(), ended.code
+    return output.getvalue(), 0
+
+
+def test_rank_0_prints_one_table() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        return printed("--worker-groups=2")
+
+    (table, code), *others = run_processes(run, 4)
+    assert code == 0
+    assert others == [("", 0)] * 3
+    assert table.count("sdiloco doctor") == 1
+    for told in ("reachability", "round trip 0 -> 1", "bandwidth 0 -> 1", "bandwidth 1 -> 0", "torch"):
+        assert told in table
+
+
+def test_a_rank_that_cannot_be_reached_is_found_and_told_as_json() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        if rank == 1:
+            listen = reachability.Listener.__init__
+
+            def then_close(self: Any, *args: Any) -> None:
+                listen(self, *args)
+                self.close()
+
+            reachability.Listener.__init__ = then_close  # type: ignore[method-assign]
+        return printed("--json")
+
+    (text, code), other = run_processes(run, 2)
+    told = json.loads(text)
+    assert (code, other) == (1, ("", 0))
+    assert told["ok"] is False
+    assert [(failure["source"], failure["target"]) for failure in told["unreachable"]] == [(0, 1)]
+    assert [rank["worker_group"] for rank in told["ranks"]] == [0, 1]
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        if rank == 1:
+            return None
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            _, code = printed("--wait=1")
+        return errors.getvalue(), code
+
+    (text, code), _ = run_processes(run, 2)
+    assert code == 2
+    assert "Rank 1 did not come to 127.0.0.1:" in text

@@ -1,0 +1,243 @@
+"""The command ``sdiloco plan``: what it prints, draws and refuses."""
+
+import builtins
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sdiloco.planning.paper import table_4
+from lightning_sdiloco.tools.cli import main
+
+SIZE = ["--params=1e9", "--layers=24"]
+ASKED = [*SIZE, "--step-time=0.1", "--bandwidth=1"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    main(["plan", *args])
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    answer = json.loads(run(capsys, *args, "--format=json"))
+    assert isinstance(answer, dict)
+    return answer
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *args])
+    printed = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+def test_the_json_has_the_four_methods_with_what_they_need_and_get(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = told(capsys, *ASKED)
+    assert set(answer["methods"]) == {"ddp", "diloco", "streaming", "streaming_overlap"}
+    for method in answer["methods"].values():
+        assert 0 < method["utilisation"] <= 1
+        assert method["bytes"] > method["bytes_per_step"] > 0
+        assert method["peak_gbit_s"] > 0
+    assert answer["methods"]["ddp"]["utilisation"] < 0.01 < 0.97 < answer["methods"]["streaming_overlap"]["utilisation"]
+    assert answer["methods"]["streaming_overlap"] == answer["compressions"]["fp4"]
+    assert answer["settings"]["fragments"] == 8
+
+
+def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    link = ["--bandwidth=2", "--round-trip=0.03", "--loss=0.001", "--groups=3", "--group-size=4", "--memory-rate=50"]
+    settings = ["--sync-every=50", "--overlap-steps=2", "--layers-per-fragment=6", "--compression=bf16", "--steps=77"]
+    answer = told(capsys, *SIZE, "--step-time=0.2", *link, *settings)
+    assert answer["link"] == {"gbit_s": 2.0, "round_trip": 0.03, "loss": 0.001}
+    assert (answer["groups"], answer["group_size"], answer["step_time"]) == (3, 4, 0.2)
+    assert answer["memory_rate"] == 5e10
+    assert answer["steps"] == 77
+    assert answer["settings"] == {
+        "sync_every": 50,
+        "overlap_steps": 2,
+        "layers_per_fragment": 6,
+        "compression": "bf16",
+        "fragments": 4,
+    }
+    assert answer["methods"]["streaming_overlap"] == answer["compressions"]["bf16"]
+
+
+def test_a_recommendation_says_what_to_set_and_what_memory_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = told(capsys, *ASKED)["recommendation"]
+    assert chosen["utilisation"] >= chosen["utilisation_with_margin"] >= 0.95
+    settings = ("sync_every", "overlap_steps", "layers_per_fragment", "compression")
+    again = told(capsys, *ASKED, *(f"--{name.replace('_', '-')}={chosen[name]}" for name in settings))
+    assert again["methods"]["streaming_overlap"]["utilisation"] == chosen["utilisation"]
+    assert again["memory"] == chosen["memory"]
+    assert set(chosen["memory"]) == {"device_bytes", "host_bytes", "evaluation_bytes"}
+
+
+def test_the_text_says_the_same_as_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    text, answer = run(capsys, *ASKED, "--round-trip=0.05"), told(capsys, *ASKED, "--round-trip=0.05")
+    assert "1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank\n10,000 inner steps of 0.1 s\n" in text
+    assert "1 Gbit/s in each direction, 50 ms round trip, no loss" in text
+    rows = {line.strip().split("  ")[0]: line for line in text.splitlines()}
+    assert f"{int(answer['methods']['diloco']['utilisation'] * 1000) / 10:g} %" in rows["DiLoCo"]
+    assert "5.16 MB" in rows["... with overlap"]
+    assert "never" in rows["DDP"]
+    chosen = answer["recommendation"]
+    assert f"Recommended:\n\n  sync_every={chosen['sync_every']}, overlap_steps={chosen['overlap_steps']}" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_link_on_which_nothing_suffices_is_said_to_be_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No settings reach 95 % on this link; closest" in run(capsys, *SIZE, "--step-time=0.01", "--bandwidth=0.1")
+
+
+def test_table_4_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    entries = json.loads(run(capsys, "--paper-table-4", "--format", "json"))
+    assert len(entries) == 75
+    assert all(list(entry) == ["model", "method", "target", "gbit_s", "paper"] for entry in entries)
+    assert sum(entry["gbit_s"] == entry["paper"] for entry in entries) == 73
+    assert entries == [entry._asdict() for entry in table_4()]
+
+
+def test_table_4_is_printed_as_text_with_both_numbers_where_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--paper-table-4")
+    assert "1.4 (1.7)" in text
+    assert "4.3 (5.2)" in text
+    assert text.count("(") == 2
+    assert "86.8  152.6  184.2      222.3  569.0" in text
+
+
+# A model by its class path
+
+MODULE = """
+import lightning
+import torch
+
+
+class Net(lightning.LightningModule):
+    def __init__(self, width: int, depth: int = 6):
+        super().__init__()
+        self.width, self.depth = width, depth
+
+    def configure_model(self):
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(self.width, self.width) for _ in range(self.depth))
+
+
+class Early(Net):
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.scale = torch.nn.Parameter(torch.ones(3))
+        assert self.scale.detach().sum().item() == 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_module.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_module", raising=False)
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *model: str) -> dict[str, Any]:
+    return told(capsys, *model, "--step-time=0.1", "--bandwidth=1", "--layers-per-fragment=2")
+
+
+def test_a_module_in_the_current_folder_is_planned_without_memory(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    # 60 billion values.
+    answer = planned(capsys, "--model=own_module.Net", "--model.width=100000")
+    assert answer["parameters"] == 6 * (100_000**2 + 100_000)
+    assert answer["settings"]["fragments"] == 3
+
+
+def test_a_module_that_looks_at_its_values_is_made_in_memory(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert planned(capsys, "--model=own_module.Early", "--model.width=10")["parameters"] == 3 + 6 * 110
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "--params, --layers, --step-time, --bandwidth must be given"),
+        ([*SIZE, "--step-time=0.1"], "--bandwidth must be given"),
+        (["--params=1e9", "--step-time=0.1", "--bandwidth=1"], "--layers must be given"),
+        ([*ASKED, "--params=10.5"], "params=10.5 is not a whole number"),
+        ([*ASKED, "--params=.inf"], "params=inf is not a whole number"),
+        ([*ASKED, "--layers=0"], "layers=0 is out of range"),
+        ([*ASKED, "--groups=1"], "groups=1 is out of range"),
+        ([*ASKED, "--step-time=0"], "step_time=0.0 is out of range"),
+        ([*ASKED, "--bandwidth=-1"], "bandwidth=-1.0 is out of range"),
+        ([*ASKED, "--round-trip=50"], "50 ms is 0.05"),
+        ([*ASKED, "--loss=2"], "0.1 % is 0.001"),
+        ([*ASKED, "--steps=0"], "steps=0 is out of range"),
+        ([*ASKED, "--sync-every=4"], "overlap_steps=5 is out of range"),
+        ([*ASKED, "--compression=fp5"], "'fp32', 'bf16', 'fp8'"),
+        ([*ASKED, "--format=yaml"], "text"),
+        ([*ASKED, "--picture=plan.pdf"], "does not end with .svg or .png"),
+        ([*ASKED, "--model=torch.nn.Linear", "--model.in_features=2", "--model.out_features=3"], "given together with"),
+        (["--model=no_such.Thing", "--step-time=1", "--bandwidth=1"], "no_such"),
+        (["--model=torch.nn.Flatten", "--step-time=1", "--bandwidth=1"], "no trainable parameters"),
+        (
+            [
+                "--model=torch.nn.Linear",
+                "--model.in_features=-1",
+                "--model.out_features=3",
+                "--step-time=1",
+                "--bandwidth=1",
+            ],
+            "The model could not be made: RuntimeError",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:
+    assert words in " ".join(refused(capsys, *args).split())
+
+
+# The picture
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.parametrize("args", [ASKED, ["--paper-table-4"]])
+def test_the_same_plan_draws_the_same_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], suffix: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"{name}.{suffix}" for name in ("one", "other")]
+    printed = [run(capsys, *args, f"--picture={file}") for file in files]
+    assert printed[0] == printed[1] == run(capsys, *args)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert len(files[0].read_bytes()) > 10_000
+
+
+def test_a_folder_that_is_missing_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert "cannot be written" in refused(capsys, *ASKED, f"--picture={tmp_path / 'missing' / 'plan.svg'}")
+
+
+def test_a_missing_matplotlib_is_told_and_needed_for_a_picture_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.split(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "pip install matplotlib" in refused(capsys, *ASKED, f"--picture={tmp_path / 'plan.svg'}")
+    assert "Recommended" in run(capsys, *ASKED)
+
+
+def test_as_a_command_of_its_own() -> None:
+    command = [sys.executable, "-m", "lightning_sdiloco.tools.cli", "plan", *ASKED, "--format=json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["parameters"] == 10**9

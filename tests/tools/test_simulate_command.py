@@ -1,0 +1,172 @@
+"""The command ``sdiloco simulate``: text, JSON and picture of one run and of a sweep, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sdiloco.algorithm.control import CONTROL_BYTES
+from lightning_sdiloco.compression import resolve
+from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.tools.cli import main
+from tests.tools.test_simulating import write
+
+LINK = ["--bandwidth=0.001", "--round-trip=0.05", "--step-time=0.1"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    main(["simulate", *args])
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["simulate", *args])
+    printed = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+    return " ".join(printed.err.split())
+
+
+def told(capsys: pytest.CaptureFixture[str], folder: Path, *args: str) -> dict[str, Any]:
+    run(capsys, f"--config={write(folder)}", f"--json={folder / 'told.json'}", *args)
+    answer = json.loads((folder / "told.json").read_text())
+    assert isinstance(answer, dict)
+    return answer
+
+
+def test_one_run_tells_losses_bytes_and_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = run(capsys, f"--config={write(tmp_path)}", "--groups=3", *LINK)
+    assert "3 worker groups, 30 inner steps each, 74 parameters" in text
+    assert "sync_every=6, overlap_steps=2, mixing=0.5, compression='fp4', outer_lr=0.4" in text
+    rows = [line.split() for line in text.splitlines() if line[:2].strip() in ("0", "1", "2")]
+    assert len(rows) == 3
+    assert "Outer model: loss " in text
+    assert "val_loss" in text
+    assert "Predicted on 0.001 Gbit/s in each direction, 50 ms round trip, 0.1 s per inner step:" in text
+    assert "DDP over all groups" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_json_has_all_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    answer = told(capsys, tmp_path, *LINK, "--set=trainer.max_steps=12")
+    (only,) = answer["runs"]
+    assert [len(losses) for losses in only["losses"]] == [12, 12]
+    assert only["inner_steps"] == [12, 12]
+    # Two fragments were launched after 6 to 12 inner steps and once more at the end.
+    launches = {6: [0], 9: [1], 12: [0], "end": [0, 1]}
+    sizes = [resolve("fp4").wire_bytes(size) + CONTROL_BYTES for size in fragment_sizes()]
+    payload = sum(sizes[fragment] for fragments in launches.values() for fragment in fragments)
+    assert payload <= only["bytes_sent"][0] <= payload + 5 * 2 * 8 * 4, "and buffers of BatchNorm"
+    prediction = only["prediction"]
+    assert prediction["seconds"] > 12 * 0.1
+    assert prediction["ddp_seconds"] > prediction["seconds"] * 0.5
+    assert answer["circumstances"]["link"] == {"gbit_s": 0.001, "round_trip": 0.05, "loss": 0.0}
+
+
+def fragment_sizes() -> list[int]:
+    from lightning_sdiloco.algorithm.settings import Settings
+    from lightning_sdiloco.planning.workload import Model
+    from tests.simulated import Net
+
+    return list(Model.of_parameters(trainable(Net())).fragments(Settings(layers_per_fragment=1)))
+
+
+def test_a_sweep_runs_every_combination_and_tells_them_in_a_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sweeps = ["--sweep=groups=2,3", "--sweep=sync_every=5,10", "--sweep=compression=fp4"]
+    file = write(tmp_path, max_steps=20)
+    text = run(capsys, f"--config={file}", *sweeps, f"--json={tmp_path / 'told.json'}", *LINK)
+    answer = json.loads((tmp_path / "told.json").read_text())
+    assert [(one["groups"], one["choices"]["sync_every"]) for one in answer["runs"]] == [
+        (2, 5),
+        (2, 10),
+        (3, 5),
+        (3, 10),
+    ]
+    assert [one["settings"]["sync_every"] for one in answer["runs"]] == ["5", "10", "5", "10"]
+    assert [len(one["losses"]) for one in answer["runs"]] == [2, 2, 3, 3]
+    assert [line.split()[:3] for line in text.splitlines() if "fp4" in line] == [
+        ["2", "5", "fp4"],
+        ["2", "10", "fp4"],
+        ["3", "5", "fp4"],
+        ["3", "10", "fp4"],
+    ]
+    bytes_sent = [one["bytes_sent"][0] for one in answer["runs"]]
+    assert bytes_sent[0] > bytes_sent[1]
+    # Twice as many others, but with two shots each gets a part.
+    assert bytes_sent[0] < bytes_sent[2] < 2 * bytes_sent[0]
+
+
+def test_speeds_and_absences_change_the_time_and_no_loss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (even,) = told(capsys, tmp_path, *LINK)["runs"]
+    (uneven,) = told(capsys, tmp_path, *LINK, "--speeds=1,0.5", "--absence=0:1-3")["runs"]
+    assert even["losses"] == uneven["losses"]
+    # Half as fast; a part of the absence of the other falls into the time that it waits anyway.
+    assert 3 < uneven["prediction"]["seconds"] - even["prediction"]["seconds"] < 3 + 1.5
+    # Three seconds of training; of the two of absence, some may be a wait as well.
+    rest = uneven["prediction"]["seconds"] - 3
+    assert rest - 2 - 0.1 < uneven["prediction"]["waited"][0] < rest
+    assert uneven["prediction"]["ddp_seconds"] > even["prediction"]["ddp_seconds"] + 3
+
+
+def test_a_flight_longer_than_the_timeout_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = run(capsys, f"--config={write(tmp_path)}", *LINK, "--absence=1:1-4000")
+    assert "longer than timeout: a real run would end with an ExchangeError" in " ".join(text.split())
+
+
+def test_without_a_link_no_time_is_predicted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = run(capsys, f"--config={write(tmp_path)}")
+    assert "Outer model" in text
+    assert "redicted" not in text
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.parametrize("args", [[], ["--sweep=sync_every=5,10", *LINK]])
+def test_the_same_runs_draw_the_same_picture(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], suffix: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"{name}.{suffix}" for name in ("one", "other")]
+    for file in files:
+        run(capsys, f"--config={write(tmp_path)}", *args, f"--picture={file}")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert len(files[0].read_bytes()) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "--config must be given"),
+        (["--config=missing.yaml"], "config='missing.yaml' is not a file"),
+        (["FILE", "--groups=0"], "groups=0 is out of range"),
+        (["FILE", "--sweep=width=1,2"], "varies 'width', which is unknown. Choose among groups, sync_every"),
+        (["FILE", "--sweep=sync_every"], "has no values"),
+        (["FILE", "--sweep=groups=1.5"], "not a whole number"),
+        (["FILE", "--sweep=sync_every=5", "--sweep=sync_every=6"], "names something twice"),
+        (["FILE", "--sweep=sync_every=10,2"], "overlap_steps=2 is out of range"),
+        (["FILE", "--sweep=compression=fp4,fp5"], "compression='fp5'"),
+        (["FILE", "--sweep=overlap_steps=2,auto"], "overlap_steps='auto' cannot be simulated"),
+        (["FILE", "--round-trip=0.1"], "--round-trip tells how long a run takes on a link. Give its --bandwidth"),
+        (["FILE", "--bandwidth=0"], "bandwidth=0.0 is out of range"),
+        (["FILE", "--bandwidth=1", "--speeds=1,x"], "speeds has 'x' where a number should be"),
+        (["FILE", "--bandwidth=1", "--absence=1"], "absence has '' where a number should be"),
+        (["FILE", "--bandwidth=1", "--speeds=1"], "1 speeds for 2 worker groups"),
+        (["FILE", "--picture=a.pdf"], "does not end with .svg or .png"),
+        (["FILE", "--cli=no_such.CLI"], "cli='no_such.CLI' cannot be imported"),
+        (["FILE", "--set=trainer.no_such=1"], "no_such"),
+        (["FILE", "--set=trainer.strategy=ddp"], "cannot be simulated"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr("lightning_sdiloco.tools.simulate.command.run", never)
+    file = write(tmp_path)
+    assert words in refused(capsys, *(arg.replace("FILE", f"--config={file}") for arg in args))
