@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.compression import Replica, Replicas, Training, corpus
 from lightning_sdiloco.algorithm.aggregation import Count
-from lightning_sdiloco.algorithm.reduction import Gather, Shots, TwoShot
+from lightning_sdiloco.algorithm.reduction import AllReduce, OneShot, TwoShot
 from lightning_sdiloco.compression import COMPRESSIONS, FP4, Compression, ErrorFeedback, Float32, Int2, RandomK, TopK
 
 TRAINING = Training(width=64, layers=2, context=64, rounds=16)
@@ -47,7 +47,9 @@ def outer_gradients(training: Training, groups: int) -> list[Replicas]:
     return rounds
 
 
-def means(shots: Shots, gradients: Replicas, memories: list[Tensor | None], residuals: list[Tensor | None]) -> Tensor:
+def means(
+    shots: AllReduce, gradients: Replicas, memories: list[Tensor | None], residuals: list[Tensor | None]
+) -> Tensor:
     """The mean of a round in one place. What is remembered is replaced."""
     count = Count(dict.fromkeys(range(shots.groups), 1.0))
     mean = shots.in_one_place(gradients, memories, residuals, count)
@@ -61,7 +63,7 @@ def means(shots: Shots, gradients: Replicas, memories: list[Tensor | None], resi
 
 
 def error_of_the_sum(
-    kind: type[Shots], codec: Compression, rounds: list[Replicas], groups: int, forgets: bool
+    kind: type[AllReduce], codec: Compression, rounds: list[Replicas], groups: int, forgets: bool
 ) -> float:
     """Relative error of the means of all rounds added up: what the outer parameters are off by."""
     memories: list[Tensor | None] = [None] * groups
@@ -89,11 +91,11 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name, codec in FAMILY.items():
         for groups in GROUPS:
-            gather, two = Gather(groups, codec, 0.0), TwoShot(groups, codec, 0.0)
+            gather, two = OneShot(groups, codec, 0.0), TwoShot(groups, codec, 0.0)
             share = (two.payload_bytes(numel) + two.relay_bytes(numel)) / gather.payload_bytes(numel)
             errors = [
                 error_of_the_sum(kind, codec, rounds, groups, forgets)
-                for kind, forgets in ((Gather, False), (TwoShot, False), (TwoShot, True))
+                for kind, forgets in ((OneShot, False), (TwoShot, False), (TwoShot, True))
             ]
             told = " | ".join(f"{error:.4f}" for error in errors)
             print(f"| `{name}` | {groups} | {share:.2f} | {told} |", flush=True)

@@ -119,7 +119,7 @@ def ours(repeats: int, large: int, flights: int) -> Rates:
         time.sleep(IDLE)
         dist.barrier()
         started = time.monotonic()
-        posted = [topology.exchange.post([message] * topology.groups) for message in messages]
+        posted = [topology.exchange.post([message] * topology.num_groups) for message in messages]
         for one in posted:
             topology.exchange.collect(one, time.monotonic() + 60)
         return time.monotonic() - started
@@ -127,11 +127,11 @@ def ours(repeats: int, large: int, flights: int) -> Rates:
     def word(size: int) -> float:
         """Seconds that the host's part of a control vector takes while a payload is on its way."""
         dist.barrier()
-        payload = topology.exchange.post([torch.zeros(size, dtype=torch.uint8)] * topology.groups)
+        payload = topology.exchange.post([torch.zeros(size, dtype=torch.uint8)] * topology.num_groups)
         time.sleep(3 * ROUND_TRIP)
         started = time.monotonic()
-        words = topology.words.post([torch.zeros(16, dtype=torch.uint8)] * topology.groups)
-        topology.words.collect(words, time.monotonic() + 60)
+        words = topology.control.post([torch.zeros(16, dtype=torch.uint8)] * topology.num_groups)
+        topology.control.collect(words, time.monotonic() + 60)
         took = time.monotonic() - started
         topology.exchange.collect(payload, time.monotonic() + 60)
         return took

@@ -61,7 +61,7 @@ class Regression(L.LightningModule):
         strategy = cast(Any, self.trainer.strategy)
         if self.trainer.is_global_zero:
             topology, step = strategy.topology, self.trainer.global_step
-            print(f"{topology.groups} worker groups of {topology.shards}, from step {step}", flush=True)
+            print(f"{topology.num_groups} worker groups of {topology.group_size}, from step {step}", flush=True)
 
 
 def parse() -> argparse.Namespace:

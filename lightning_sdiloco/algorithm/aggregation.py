@@ -30,7 +30,7 @@ def plain(controls: Sequence["Control"]) -> Count:
     return Count({group: 1.0 for group, control in enumerate(controls) if control.finite})
 
 
-class Counting:
+class Aggregation:
     """Weighs, clips and guards the groups of every mean.
 
     It decides from what the groups sent, never from what a group computes for itself: the same numbers give the same
@@ -47,9 +47,9 @@ class Counting:
         >>> long = Control(0, 100, 0, weight=100, digest=0, norm_squared=16.0, changed=0, finite=True)
         >>> late = long._replace(weight=50, norm_squared=1.0)
         >>> idle = long._replace(weight=0)
-        >>> Counting(groups=3, fragments=1, clip_norm=None, guard=None).count([long, long, idle]).factors
+        >>> Aggregation(groups=3, fragments=1, clip_norm=None, guard=None).count([long, long, idle]).factors
         {0: 1.0, 1: 1.0}
-        >>> Counting(groups=3, fragments=1, clip_norm=3.0, guard=None).count([long, late, late]).factors
+        >>> Aggregation(groups=3, fragments=1, clip_norm=3.0, guard=None).count([long, late, late]).factors
         {0: 1.125, 1: 0.75, 2: 0.75}
     """
 

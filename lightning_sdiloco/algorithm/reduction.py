@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.algorithm.aggregation import Count
 from lightning_sdiloco.compression import Compression, ErrorFeedback
-from lightning_sdiloco.compression.kernels import EAGER, Passes
+from lightning_sdiloco.compression.kernels import EAGER, Kernels
 
 
 class Encoded(NamedTuple):
@@ -41,7 +41,7 @@ class Relay(NamedTuple):
     residual: Tensor
 
 
-class Shots(ABC):
+class AllReduce(ABC):
     """A way from the outer gradients of all groups to their mean.
 
     Args:
@@ -51,7 +51,7 @@ class Shots(ABC):
         passes: What encodes and takes the means.
     """
 
-    def __init__(self, groups: int, compression: Compression, mixing: float, passes: Passes = EAGER) -> None:
+    def __init__(self, groups: int, compression: Compression, mixing: float, passes: Kernels = EAGER) -> None:
         self.groups = groups
         self.compression = compression
         self._mixing = mixing
@@ -142,7 +142,7 @@ class Shots(ABC):
         return payload, self.compression.remembered(gradient, memory, payload, self._mixing)
 
 
-class Gather(Shots):
+class OneShot(AllReduce):
     """Every group sends all to every other one, and each adds up the whole."""
 
     @override
@@ -173,7 +173,7 @@ class Gather(Shots):
         return 0
 
 
-class TwoShot(Shots):
+class TwoShot(AllReduce):
     """Every group adds up a part of its own, and sends the mean of that to all others, encoded again.
 
     What the second rounding loses is treated as `ErrorFeedback` treats the first: the group that makes it remembers it
@@ -223,7 +223,7 @@ class TwoShot(Shots):
         return F.pad(values, (0, part * self.groups - values.numel())).split(part)
 
 
-_BY_NAME: dict[str, type[Shots]] = {"gather": Gather, "two_shot": TwoShot}
+_BY_NAME: dict[str, type[AllReduce]] = {"gather": OneShot, "two_shot": TwoShot}
 
 
 def check_exchange(exchange: Any) -> None:
@@ -239,12 +239,12 @@ def check_exchange(exchange: Any) -> None:
         )
 
 
-def chosen(exchange: str, groups: int, compression: Compression) -> type[Shots]:
+def chosen(exchange: str, groups: int, compression: Compression) -> type[AllReduce]:
     """The way that is meant by the name of an exchange.
 
     By itself the one that sends fewer bytes: for more than two groups that is two shots. For two they are the same, and
     a gather rounds once. Where the mean has more values than a payload, most of it would wait for later means.
     """
     if exchange == "auto":
-        return TwoShot if groups > 2 and compression.suits_sums() else Gather
+        return TwoShot if groups > 2 and compression.suits_sums() else OneShot
     return _BY_NAME[exchange]

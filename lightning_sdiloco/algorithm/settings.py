@@ -9,11 +9,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sdiloco.algorithm.aggregation import Counting
+from lightning_sdiloco.algorithm.aggregation import Aggregation
 from lightning_sdiloco.algorithm.partition import check_fragments
-from lightning_sdiloco.algorithm.reduction import Gather, Shots, check_exchange, chosen
+from lightning_sdiloco.algorithm.reduction import AllReduce, OneShot, check_exchange, chosen
 from lightning_sdiloco.compression import Compression, resolve
-from lightning_sdiloco.compression.kernels import EAGER, Passes
+from lightning_sdiloco.compression.kernels import EAGER, Kernels
 
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
 """From the flat float32 shards, one per fragment, to a torch optimizer."""
@@ -150,13 +150,13 @@ class Settings:
         """The compression itself, where it was given by name."""
         return resolve(self.compression)
 
-    def make_shots(self, groups: int, step: int, passes: Passes = EAGER) -> Shots:
+    def make_all_reduce(self, groups: int, step: int, passes: Kernels = EAGER) -> AllReduce:
         """Makes the way from the outer gradients of a launch after an inner step to their mean."""
         return chosen(self.exchange, groups, self.codec)(groups, self.codec.at(step), self.mixing, passes)
 
-    def make_final_shots(self, groups: int, passes: Passes = EAGER) -> Shots:
+    def make_final_all_reduce(self, groups: int, passes: Kernels = EAGER) -> AllReduce:
         """Makes that of the final exchange, which nothing follows that could make up for a second rounding."""
-        return Gather(groups, self.codec.dense(), self.mixing, passes)
+        return OneShot(groups, self.codec.dense(), self.mixing, passes)
 
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
         """The settings without which a checkpoint cannot be resumed exactly, as text."""
@@ -168,9 +168,9 @@ class Settings:
             return self.outer_optimizer(shards)
         return torch.optim.SGD(shards, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
 
-    def make_counting(self, groups: int, fragments: int) -> Counting:
+    def make_aggregation(self, groups: int, fragments: int) -> Aggregation:
         """Makes what decides how much each group counts in a mean."""
-        return Counting(groups, fragments, self.outer_clip_norm, self.outlier_guard)
+        return Aggregation(groups, fragments, self.outer_clip_norm, self.outlier_guard)
 
     def described(self) -> dict[str, str]:
         """Every setting as text that is the same on all ranks if and only if the setting is."""

@@ -24,7 +24,7 @@ class Communicator:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self._on_host = process_group is not None and dist.get_backend(process_group) == "gloo"
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in the order of the ranks. All must have the same shape and dtype."""
         if self.size == 1:
             return [tensor]
@@ -33,7 +33,7 @@ class Communicator:
         dist.all_gather(received, sent, group=self.process_group)
         return [to_device(part, tensor.device) for part in received]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The picklable objects of all ranks, in the order of the ranks."""
         if self.size == 1:
             return [value]

@@ -33,9 +33,9 @@ class GroupLayout:
 
     Examples:
         >>> layout = GroupLayout(world_size=4, worker_groups=2)
-        >>> layout.group_size, layout.group_of(3), layout.shard_of(3)
+        >>> layout.group_size, layout.group_of(3), layout.group_rank_of(3)
         (2, 1, 1)
-        >>> layout.ranks_of_groups(), layout.ranks_of_shards()
+        >>> layout.worker_group_ranks(), layout.shard_groups()
         ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
 
@@ -60,15 +60,15 @@ class GroupLayout:
         """The worker group of a rank."""
         return rank // self.group_size
 
-    def shard_of(self, rank: int) -> int:
+    def group_rank_of(self, rank: int) -> int:
         """The shard of every fragment that a rank exchanges: its place in its group."""
         return rank % self.group_size
 
-    def ranks_of_groups(self) -> list[list[int]]:
+    def worker_group_ranks(self) -> list[list[int]]:
         """The ranks of every group."""
         return [list(range(g * self.group_size, (g + 1) * self.group_size)) for g in range(self.worker_groups)]
 
-    def ranks_of_shards(self) -> list[list[int]]:
+    def shard_groups(self) -> list[list[int]]:
         """The ranks that exchange every shard with each other, in the order of their groups."""
         return [list(range(shard, self.world_size, self.group_size)) for shard in range(self.group_size)]
 
@@ -78,44 +78,44 @@ class Topology:
     """All that a rank knows of the others: the only door to the network.
 
     Attributes:
-        groups: Number of worker groups.
-        group: The worker group of this rank.
-        shards: Number of ranks in a group, each of which exchanges one shard of a fragment.
-        shard: The shard of this rank.
+        num_groups: Number of worker groups (M in the paper).
+        group_index: The worker group of this rank.
+        group_size: Number of ranks in a group, each of which exchanges one shard of a fragment.
+        group_rank: This rank in its group; it exchanges the shard of that number.
         world: All ranks; used before training starts only.
         peers: The ranks with the same shard, one of each group; used before training starts only.
         in_group: The ranks of this group; for the training thread.
-        lane: The ranks of this group, once for each stage of the background lane.
-        words: The way to the other groups for what the hosts say. Nothing waits there behind an outer gradient.
-        exchange: The way for outer gradients. What was launched first travels first.
-        relays: The way for means that are sent on.
+        stages: The ranks of this group, once for each stage of the background.
+        control: The exchange for control vectors, which wait behind no outer gradient there.
+        exchange: The exchange for outer gradients. What was launched first travels first.
+        second_hop: The exchange for means that a group sends on.
         background: Runs the stages of flights, made for a device; None lets the engine make its own.
     """
 
-    groups: int = 1
-    group: int = 0
-    shards: int = 1
-    shard: int = 0
+    num_groups: int = 1
+    group_index: int = 0
+    group_size: int = 1
+    group_rank: int = 0
     world: Communicator = field(default_factory=Communicator)
     peers: Communicator = field(default_factory=Communicator)
     in_group: Communicator = field(default_factory=Communicator)
-    lane: tuple[Communicator, ...] = field(default_factory=lambda: (Communicator(),) * STAGES)
-    words: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    stages: tuple[Communicator, ...] = field(default_factory=lambda: (Communicator(),) * STAGES)
+    control: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     exchange: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
-    relays: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    second_hop: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     background: Callable[[torch.device], Any] | None = None
 
     @staticmethod
     def simulated(groups: int) -> list["Topology"]:
         """The topologies of several worker groups of one rank each, all in this process."""
-        words, exchanges, relays = (InProcessExchange.connect(groups) for _ in range(3))
+        control, exchanges, second_hop = (InProcessExchange.connect(groups) for _ in range(3))
         return [
             Topology(
-                groups=groups,
-                group=group,
-                words=words[group],
+                num_groups=groups,
+                group_index=group,
+                control=control[group],
                 exchange=exchanges[group],
-                relays=relays[group],
+                second_hop=second_hop[group],
             )
             for group in range(groups)
         ]
@@ -123,7 +123,7 @@ class Topology:
     @property
     def ranks(self) -> range:
         """The ranks of this group, as the world counts them."""
-        return range(self.group * self.shards, (self.group + 1) * self.shards)
+        return range(self.group_index * self.group_size, (self.group_index + 1) * self.group_size)
 
     def is_stale(self) -> bool:
         """Whether the default process group is another one than that for which this was made."""
@@ -163,23 +163,25 @@ class Topology:
     ) -> "Topology":
         rank = dist.get_rank()
         # Twice the bound of a flight: in a group, a rank whose own exchange went well waits for one whose did not.
-        in_group = Communicator(_own(rank, layout.ranks_of_groups(), None, timeout))
-        lane = tuple(Communicator(_own(rank, layout.ranks_of_groups(), "gloo", 2 * timeout)) for _ in range(STAGES))
+        in_group = Communicator(_own(rank, layout.worker_group_ranks(), None, timeout))
+        stages = tuple(
+            Communicator(_own(rank, layout.worker_group_ranks(), "gloo", 2 * timeout)) for _ in range(STAGES)
+        )
         with joining():
-            words, exchange, relays = _ways(rank, layout, timeout, on_device)
-            peers = Communicator(_own(rank, layout.ranks_of_shards(), None, timeout))
+            control, exchange, second_hop = _exchanges(rank, layout, timeout, on_device)
+            peers = Communicator(_own(rank, layout.shard_groups(), None, timeout))
         return Topology(
-            groups=layout.worker_groups,
-            group=layout.group_of(rank),
-            shards=layout.group_size,
-            shard=layout.shard_of(rank),
+            num_groups=layout.worker_groups,
+            group_index=layout.group_of(rank),
+            group_size=layout.group_size,
+            group_rank=layout.group_rank_of(rank),
             world=world(),
             peers=peers,
             in_group=in_group,
-            lane=lane,
-            words=words,
+            stages=stages,
+            control=control,
             exchange=exchange,
-            relays=relays,
+            second_hop=second_hop,
         )
 
 
@@ -269,17 +271,17 @@ def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
     return worker_groups
 
 
-def _ways(
+def _exchanges(
     rank: int, layout: GroupLayout, timeout: timedelta, on_device: DeviceBackend | None
 ) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any]]:
-    """The ways for words, for outer gradients, and for means that are sent on."""
+    """The exchanges for control vectors, for outer gradients, and for means that are sent on."""
 
     def joined(backend: str) -> dist.ProcessGroup:
-        return _own(rank, layout.ranks_of_shards(), backend, 2 * timeout)
+        return _own(rank, layout.shard_groups(), backend, 2 * timeout)
 
     if layout.worker_groups == 1:
-        words, exchange, relays = (InProcessExchange.connect(1)[0] for _ in range(3))
-        return words, exchange, relays
+        control, exchange, second_hop = (InProcessExchange.connect(1)[0] for _ in range(3))
+        return control, exchange, second_hop
     both = joined("gloo")
     if on_device is None:
         up, down = joined("gloo"), joined("gloo")

@@ -21,7 +21,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-class Passes(ABC):
+class Kernels(ABC):
     """Encodes, and takes means. All kinds give the same bits."""
 
     @property
@@ -52,7 +52,7 @@ class Passes(ABC):
         """
 
 
-class Eager(Passes):
+class Eager(Kernels):
     """Operation by operation, a stretch at a time: the reference."""
 
     @override
@@ -77,7 +77,7 @@ EAGER = Eager()
 """The reference."""
 
 
-class Compiled(Passes):
+class Compiled(Kernels):
     """One pass each where the compression is `FP4`; all else runs operation by operation."""
 
     @override
@@ -103,16 +103,16 @@ class Compiled(Passes):
         return _divided(_compiled(_sum)(parts, weights)[: like.numel()], len(factors))
 
 
-def passes_on(device: torch.device) -> Passes:
+def kernels_for(device: torch.device) -> Kernels:
     """Chooses the kind for a device. On a CPU single operations are faster than what torch.compile makes of them.
 
     Args:
         device: Where the shards are.
     """
-    return Compiled() if device.type == "cuda" and not missing_on(device) else EAGER
+    return Compiled() if device.type == "cuda" and not missing_for(device) else EAGER
 
 
-def missing_on(device: torch.device) -> str:
+def missing_for(device: torch.device) -> str:
     """What this installation lacks to compile the passes on a device, as a sentence; empty where nothing is.
 
     Args:

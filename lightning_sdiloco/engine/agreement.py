@@ -22,7 +22,7 @@ def require_same_settings(settings: Mapping[str, str], world: Communicator) -> N
     Raises:
         ValueError: On every rank, with the name of each setting that differs and its values.
     """
-    differences = _differences(world.gather_objects(dict(settings)))
+    differences = _differences(world.all_gather_object(dict(settings)))
     if differences:
         raise ValueError(
             f"The settings of the strategy differ between ranks: {'; '.join(differences)}. All ranks must use the same."
@@ -40,7 +40,7 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
     Raises:
         ValueError: On every rank, with the first parameters that differ.
     """
-    signatures = world.gather_objects(_signature(model))
+    signatures = world.all_gather_object(_signature(model))
     # Tensors are paired by their order, so that must be the same too.
     differences = _differences(signatures) or _differences([_places(signature) for signature in signatures])
     if differences:
@@ -79,8 +79,8 @@ def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) 
     reshard(model)
     tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
     whole, parts = _digests(t for t in tensors if not is_sharded(t)), _digests(t for t in tensors if is_sharded(t))
-    ranks = topology.world.gather_objects((whole, parts))
-    same_parts = all(ranks[rank][1] == ranks[rank % topology.shards][1] for rank in range(len(ranks)))
+    ranks = topology.world.all_gather_object((whole, parts))
+    same_parts = all(ranks[rank][1] == ranks[rank % topology.group_size][1] for rank in range(len(ranks)))
     return same_parts and all(other == ranks[0][0] for other, _ in ranks)
 
 

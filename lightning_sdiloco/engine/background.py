@@ -49,7 +49,7 @@ class Stages(Generic[First, Second, Result]):
     third: Callable[[Second], Result]
 
 
-class Lane(ABC):
+class Background(ABC):
     """Runs the stages of flights."""
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Lane(ABC):
         """Ends the lane. What is in it may be lost."""
 
 
-class ThreadLane(Lane):
+class ThreadBackground(Background):
     """A worker thread for each stage, beside the training thread.
 
     The threads are daemons: a peer that never answers must not keep the process from ending.
@@ -77,7 +77,9 @@ class ThreadLane(Lane):
         self._streams = _Streams(device) if device.type != "cpu" else None
         # The threads know the queues and not the lane, so that they end with a lane that nobody closes.
         self._threads = [
-            threading.Thread(target=_work_off, args=(own, following, self._streams), name="sdiloco-lane", daemon=True)
+            threading.Thread(
+                target=_work_off, args=(own, following, self._streams), name="sdiloco-background", daemon=True
+            )
             for own, following in zip(work, [*work[1:], None], strict=True)
         ]
         for thread in self._threads:
@@ -85,7 +87,7 @@ class ThreadLane(Lane):
         weakref.finalize(self, self._work.put, None)
 
     def start(self, stages: Stages[First, Second, Result]) -> Pending[Result]:
-        """Hands a flight to the worker threads; see `Lane.start`."""
+        """Hands a flight to the worker threads; see `Background.start`."""
         flight = _Flight(stages, self._streams and self._streams.mark())
         self._work.put(flight)
         return flight
@@ -172,7 +174,7 @@ def _work_off(work: _Queue, following: _Queue | None, streams: _Streams | None) 
         following.put(None)
 
 
-class InlineLane(Lane):
+class InlineBackground(Background):
     """No thread: the first stage runs when a flight starts, the others when its result is asked for.
 
     Before the last stage of one group's flight, the others' flights of the same number run as far: in it a group waits
@@ -189,13 +191,13 @@ class InlineLane(Lane):
         self._started = 0
 
     @staticmethod
-    def connect(groups: int) -> "list[Callable[[torch.device], InlineLane]]":
+    def connect(groups: int) -> "list[Callable[[torch.device], InlineBackground]]":
         """What makes the lanes of several groups in this process, in their order."""
         flights: dict[int, list[_Inline[Any]]] = defaultdict(list)
-        return [lambda device: InlineLane(flights, groups) for _ in range(groups)]
+        return [lambda device: InlineBackground(flights, groups) for _ in range(groups)]
 
     def start(self, stages: Stages[First, Second, Result]) -> Pending[Result]:
-        """Runs the first stage at once; see `Lane.start`."""
+        """Runs the first stage at once; see `Background.start`."""
         together = self._flights[self._started]
         flight: _Inline[Result] = _Inline(stages, together)
         together.append(flight)

@@ -137,7 +137,7 @@ class CutModel:
 
     def _on_all_ranks(self, facts: list[bool]) -> list[bool]:
         """What holds on all ranks of the group."""
-        return [all(ranks) for ranks in zip(*self._topology.in_group.gather_objects(facts), strict=True)]
+        return [all(ranks) for ranks in zip(*self._topology.in_group.all_gather_object(facts), strict=True)]
 
     # The outer model
 
@@ -160,7 +160,7 @@ class CutModel:
             What `gathered` gives. A gathered copy is kept on the host; what this rank holds anyway costs nothing.
         """
         reshard(self.model)
-        alone = self._topology.shards == 1
+        alone = self._topology.group_size == 1
         written = (self._write_outer(fragment) for fragment in range(len(self.fragments)))
         return [kept if alone else values.cpu() for kept, values in zip(self.outer.values, written, strict=True)]
 
@@ -193,7 +193,7 @@ class CutModel:
         """Outer parameters and outer optimizer state by name, whole. In-group collective."""
         parameters: dict[str, OuterParameter] = {}
         for fragment, layout in enumerate(self.layouts):
-            saved = self._topology.in_group.gather_objects(self.outer.saved(fragment))
+            saved = self._topology.in_group.all_gather_object(self.outer.saved(fragment))
             shards = [Stepped(shard["outer"], shard["state"], shard["rounds"]) for shard in saved]
             parameters |= layout.taken_apart(shards)
         return parameters

@@ -19,11 +19,11 @@ from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT, OuterLRSchedule, OuterOptimizer, Settings
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.compression.kernels import passes_on
+from lightning_sdiloco.compression.kernels import kernels_for
 from lightning_sdiloco.engine.agreement import align_model, broadcast, require_same_model, require_same_settings
-from lightning_sdiloco.engine.background import Lane, ThreadLane
+from lightning_sdiloco.engine.background import Background, ThreadBackground
 from lightning_sdiloco.engine.cut_model import CutModel
-from lightning_sdiloco.engine.flight import Arrival, Cargo, Counts, Flight, Landing
+from lightning_sdiloco.engine.flight import Counts, Flight, Landing, LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.offload import home_on
 from lightning_sdiloco.engine.parameters.layouts import (
@@ -143,7 +143,7 @@ class StreamingDiLoCo:
         self._flights: list[Flight] = []
         self._rounds_began_at = 0
         self._requests = 0
-        self._absences = Absences(self.topology.groups)
+        self._absences = Absences(self.topology.num_groups)
         self._stash: list[Tensor] | None = None
         self._finished: list[Tensor] | None = None
         self._unfinished: dict[str, Any] | None = None
@@ -161,18 +161,18 @@ class StreamingDiLoCo:
         device = next(iter(trainable(model).values())).device
         say_what_is_unusual(chosen, self.settings, self.topology, device)
         align_model(model, self.topology)
-        self._passes = passes_on(device)
+        self._passes = kernels_for(device)
         self._home = home_on(device, self.settings.offload)
         self._divide(model, chosen.fragments)
         self._cut.align_ranks()
         require_same_settings({**self._cut.outer.described(), "passes": self._passes.name}, self.topology.world)
-        self._lane: Lane = (self.topology.background or ThreadLane)(device)
+        self._background: Background = (self.topology.background or ThreadBackground)(device)
 
     def _divide(self, model: nn.Module, fragments: tuple[Fragment, ...]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self._cut = CutModel(model, fragments, self.settings, self.topology, self._home)
         self.schedule = Schedule(self.settings.sync_every, self.settings.overlap_steps, len(fragments))
-        self._counting = self.settings.make_counting(self.topology.groups, len(fragments))
+        self._aggregation = self.settings.make_aggregation(self.topology.num_groups, len(fragments))
         self._trained = [0] * len(fragments)
         self._transfer = self._make_transfer()
 
@@ -185,7 +185,7 @@ class StreamingDiLoCo:
             self._cut.residuals,
             self._cut.layouts,
             self._cut.buffers,
-            self._counting,
+            self._aggregation,
             self._passes,
             self._home,
             self._diagnoses,
@@ -298,7 +298,7 @@ class StreamingDiLoCo:
     def close(self) -> None:
         """Ends the background lane. What is in flight is lost; `finish` calls it when nothing is."""
         self._closed = True
-        self._lane.close()
+        self._background.close()
 
     def request(self, bits: int) -> None:
         """Asks something of all groups: every `Landing` of the next launch shows the bits, in all of them.
@@ -413,7 +413,7 @@ class StreamingDiLoCo:
                 )
         for fragment, saved in enumerate(state["fragments"]):
             self._cut.load(fragment, saved)
-            self._counting.load(fragment, saved["norms"])
+            self._aggregation.load(fragment, saved["norms"])
             self._trained[fragment] = saved["trained"]
         for tensor, local in zip(self._cut.local_tensors(), state["local"], strict=True):
             tensor.copy_(local)
@@ -423,7 +423,8 @@ class StreamingDiLoCo:
         self._requests = state["requests"]
         for saved in state["flights"]:
             self._fly(
-                Cargo.loaded(saved, self._cut.outer_shard(saved["fragment"]), self._deadline()), time.perf_counter()
+                LaunchSnapshot.loaded(saved, self._cut.outer_shard(saved["fragment"]), self._deadline()),
+                time.perf_counter(),
             )
 
     @torch.no_grad()
@@ -517,7 +518,7 @@ class StreamingDiLoCo:
             buffers, outer = self._cut.buffers[fragment], self._cut.outer_shard(fragment)
             # A signal handler may request something at any moment: only what is taken along is taken away.
             requests = self._requests
-            cargo = Cargo(
+            cargo = LaunchSnapshot(
                 fragment=fragment,
                 step=self.inner_steps,
                 outer=outer,
@@ -533,10 +534,10 @@ class StreamingDiLoCo:
             self._trained[fragment] = 0
             self._fly(cargo, began)
 
-    def _fly(self, cargo: Cargo, began: float) -> None:
+    def _fly(self, cargo: LaunchSnapshot, began: float) -> None:
         # Noted before the lane may begin.
         launch = began, time.perf_counter()
-        pending = self._lane.start(self._transfer.stages(cargo))
+        pending = self._background.start(self._transfer.stages(cargo))
         self._flights.append(Flight(cargo, pending, launch))
 
     def _deadline(self) -> float:
@@ -582,17 +583,17 @@ class StreamingDiLoCo:
             self.last_landing = landing
             return landing
 
-    def _apply(self, cargo: Cargo, arrival: Arrival) -> None:
+    def _apply(self, cargo: LaunchSnapshot, arrival: SyncResult) -> None:
         fragment, buffers = cargo.fragment, self._cut.buffers[cargo.fragment]
         self._cut.outer.commit(fragment, arrival.outer)
         buffers.commit(arrival.buffers, arrival.changed)
         if not cargo.final:
-            self._counting.commit(arrival.controls)
-            if self.topology.group in arrival.counted.factors:
+            self._aggregation.commit(arrival.controls)
+            if self.topology.group_index in arrival.counted.factors:
                 self._cut.memories[fragment] = arrival.memory
             if arrival.counted.factors:
                 self._cut.residuals[fragment] = arrival.residual
-        left_out = self.topology.group in arrival.left_out
+        left_out = self.topology.group_index in arrival.left_out
         mixing = 0.0 if cargo.final or left_out else self._mixing(arrival.counted)
         _keep_until_done([arrival.gathered, arrival.outer.values, *arrival.buffers.values()])
         self._cut.write(fragment, arrival.gathered, mixing)
@@ -603,7 +604,7 @@ class StreamingDiLoCo:
 
     def _mixing(self, counted: Count) -> float:
         """Share of the local parameters that this group keeps, if its values are finite."""
-        if self.topology.group in counted.outlying:
+        if self.topology.group_index in counted.outlying:
             return 0.0
         # Where no group has trained, nothing moves.
         return self.settings.mixing if counted.factors else 1.0
@@ -611,7 +612,7 @@ class StreamingDiLoCo:
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
         fragments = [
-            {**self._cut.saved(index), "norms": self._counting.saved(index), "trained": self._trained[index]}
+            {**self._cut.saved(index), "norms": self._aggregation.saved(index), "trained": self._trained[index]}
             for index in range(len(self.fragments))
         ]
         local = self._cut.local_tensors() if self._stash is None else self._stash

@@ -16,7 +16,7 @@ from lightning_sdiloco.engine.measurements import Diagnostics, Span
 from lightning_sdiloco.engine.outer.optimizer import Stepped
 
 
-class Cargo(NamedTuple):
+class LaunchSnapshot(NamedTuple):
     """What a launch reads: from here on the training thread may change the model.
 
     Attributes:
@@ -57,17 +57,17 @@ class Cargo(NamedTuple):
         }
 
     @staticmethod
-    def loaded(saved: dict[str, Any], outer: Tensor, deadline: float) -> "Cargo":
+    def loaded(saved: dict[str, Any], outer: Tensor, deadline: float) -> "LaunchSnapshot":
         """Takes back what `saved` returned, beside the outer parameters."""
         tensors = {
             "outer": outer,
             "gradient": saved["gradient"].to(outer.device, copy=True),
             "buffers": [buffer.to(outer.device, copy=True) for buffer in saved["buffers"]],
         }
-        return Cargo(**{**saved, **tensors}, deadline=deadline, final=False)
+        return LaunchSnapshot(**{**saved, **tensors}, deadline=deadline, final=False)
 
 
-class Arrival(NamedTuple):
+class SyncResult(NamedTuple):
     """What a landing applies.
 
     Attributes:
@@ -129,8 +129,8 @@ class Flight:
         launch: When it was launched.
     """
 
-    cargo: Cargo
-    pending: Pending[Arrival]
+    cargo: LaunchSnapshot
+    pending: Pending[SyncResult]
     launch: Span
 
 

@@ -97,7 +97,7 @@ def distance(gradient: Tensor, outer: Tensor, state: dict[str, Any]) -> Tensor:
 
 def diagnosed(lost: Tensor, agreement: Tensor, distance: Tensor, in_group: Communicator) -> Diagnostics:
     """Adds up over the ranks of a group what `lost`, `agreement` and `distance` returned there. In-group collective."""
-    ranks = in_group.gather(torch.cat([lost, agreement, distance]).cpu())
+    ranks = in_group.all_gather(torch.cat([lost, agreement, distance]).cpu())
     sums = iter(torch.stack(ranks).sum(dim=0).tolist())
     error, gradient = next(sums), next(sums)
     mean = next(sums)

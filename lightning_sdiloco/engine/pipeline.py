@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm.aggregation import Count, Counting, plain
+from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.algorithm.digest import digest
-from lightning_sdiloco.algorithm.reduction import Relay, Shots
+from lightning_sdiloco.algorithm.reduction import AllReduce, Relay
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.compression.kernels import Passes
+from lightning_sdiloco.compression.kernels import Kernels
 from lightning_sdiloco.engine.background import Stages
-from lightning_sdiloco.engine.flight import Arrival, Cargo
+from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.measurements import Stopwatch, agreement, diagnosed, distance, lost
 from lightning_sdiloco.engine.offload import Home
 from lightning_sdiloco.engine.outer.optimizer import Outer, Stepped
@@ -72,7 +72,7 @@ class Transfer:
         residuals: What the second rounding lost of this group's part of every shard. Only a landing changes it.
         layouts: The shards of every fragment, and how they are gathered.
         buffers: The buffers of every fragment.
-        counting: How much each group counts in a mean.
+        aggregation: How much each group counts in a mean.
         passes: What encodes and takes the means.
         home: Where what is remembered rests.
         diagnoses: Whether to measure how far the groups agree.
@@ -87,8 +87,8 @@ class Transfer:
         residuals: Sequence[Tensor | None],
         layouts: Sequence[FragmentLayout],
         buffers: Sequence[BufferLayout],
-        counting: Counting,
-        passes: Passes,
+        aggregation: Aggregation,
+        passes: Kernels,
         home: Home,
         diagnoses: bool,
     ) -> None:
@@ -99,21 +99,21 @@ class Transfer:
         self._residuals = residuals
         self._layouts = layouts
         self._buffers = buffers
-        self._counting = counting
+        self._aggregation = aggregation
         self._passes = passes
         self._home = home
         self._diagnoses = diagnoses
 
-    def stages(self, cargo: Cargo) -> Stages[Any, Any, Arrival]:
+    def stages(self, cargo: LaunchSnapshot) -> Stages[Any, Any, SyncResult]:
         """What the lane does with a launch."""
         return Stages(partial(self._send, cargo), partial(self._average, cargo), partial(self._receive, cargo))
 
-    def _send(self, cargo: Cargo) -> _Sent:
+    def _send(self, cargo: LaunchSnapshot) -> _Sent:
         """Encodes the outer gradient of the shard and starts to send it, behind what goes with it."""
         stopwatch, shots = Stopwatch(cargo.gradient.device), self._shots(cargo)
         with stopwatch.part("encode"):
             control = self._merged(self._control(cargo)).packed()
-            words = self._topology.words.post([control[:HOST_BYTES]] * self._topology.groups)
+            words = self._topology.control.post([control[:HOST_BYTES]] * self._topology.num_groups)
             # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
             memory = None if cargo.final else self._fetched(self._memories[cargo.fragment])
             encoded = shots.encode(cargo.gradient, memory)
@@ -125,24 +125,24 @@ class Transfer:
         loss = lost(cargo.gradient, shots.own(encoded.payloads, cargo.gradient)) if self._diagnoses else None
         return _Sent(words, posted, encoded.memory, stopwatch, loss)
 
-    def _average(self, cargo: Cargo, sent: _Sent) -> _Averaged:
+    def _average(self, cargo: LaunchSnapshot, sent: _Sent) -> _Averaged:
         """Waits for all groups and averages what they sent to this one."""
         topology, shots = self._topology, self._shots(cargo)
-        sent_before, received_before = self._bytes(topology.words, topology.exchange)
+        sent_before, received_before = self._bytes(topology.control, topology.exchange)
         with sent.stopwatch.part("transfer"):
-            words = self._collected(topology.words, sent.words, cargo, _AVERAGE)
+            words = self._collected(topology.control, sent.words, cargo, _AVERAGE)
             messages = self._collected(topology.exchange, sent.posted, cargo, _AVERAGE)
         head, end = CONTROL_BYTES - HOST_BYTES, CONTROL_BYTES - HOST_BYTES + shots.payload_bytes(cargo.gradient.numel())
         pairs = zip(words, messages, strict=True)
         controls = [Control.unpacked(torch.cat([word, message[:head].to(word.device)])) for word, message in pairs]
         self._check(controls, cargo)
-        count = plain(controls) if cargo.final else self._counting.count(controls)
+        count = plain(controls) if cargo.final else self._aggregation.count(controls)
         payloads = [message[head:end] for message in messages]
         with sent.stopwatch.part("decode"):
             mean = shots.mean(payloads, count, like=cargo.gradient)
             relay = shots.relay(mean, self._fetched(self._residuals[cargo.fragment]))
-            posted = None if relay is None else topology.relays.post([relay.payload] * topology.groups)
-        sent_after, received_after = self._bytes(topology.words, topology.exchange)
+            posted = None if relay is None else topology.second_hop.post([relay.payload] * topology.num_groups)
+        sent_after, received_after = self._bytes(topology.control, topology.exchange)
         return _Averaged(
             mean=mean,
             relay=relay,
@@ -158,10 +158,10 @@ class Transfer:
             agreement=agreement(payloads, shots.compression, mean) if self._diagnoses else None,
         )
 
-    def _receive(self, cargo: Cargo, averaged: _Averaged) -> Arrival:
+    def _receive(self, cargo: LaunchSnapshot, averaged: _Averaged) -> SyncResult:
         """Puts the mean of the whole shard together and makes the outer step."""
-        relays, gradient, residual = self._topology.relays, averaged.mean, self._residuals[cargo.fragment]
-        stopwatch, lane = averaged.stopwatch, self._topology.lane[_STEP]
+        relays, gradient, residual = self._topology.second_hop, averaged.mean, self._residuals[cargo.fragment]
+        stopwatch, lane = averaged.stopwatch, self._topology.stages[_STEP]
         sent_before, received_before = self._bytes(relays)
         if averaged.relay is not None:
             with stopwatch.part("relay"):
@@ -175,7 +175,7 @@ class Transfer:
         if averaged.lost is not None and averaged.agreement is not None:
             moved = distance(cargo.gradient, cargo.outer, outer.state)
             diagnostics = diagnosed(averaged.lost, averaged.agreement, moved, lane)
-        return Arrival(
+        return SyncResult(
             outer=self._outer.at_home(outer),
             memory=self._kept(averaged.memory),
             residual=self._kept(residual),
@@ -196,22 +196,22 @@ class Transfer:
     def _kept(self, values: Tensor | None) -> Tensor | None:
         return None if values is None else self._home.kept(values)
 
-    def _shots(self, cargo: Cargo) -> Shots:
+    def _shots(self, cargo: LaunchSnapshot) -> AllReduce:
         if cargo.final:
-            return self._settings.make_final_shots(self._topology.groups, self._passes)
-        return self._settings.make_shots(self._topology.groups, cargo.step, self._passes)
+            return self._settings.make_final_all_reduce(self._topology.num_groups, self._passes)
+        return self._settings.make_all_reduce(self._topology.num_groups, cargo.step, self._passes)
 
     @staticmethod
     def _bytes(*exchanges: Exchange[Any]) -> tuple[int, int]:
         return sum(e.bytes_sent for e in exchanges), sum(e.bytes_received for e in exchanges)
 
-    def _tail(self, cargo: Cargo) -> list[Tensor]:
+    def _tail(self, cargo: LaunchSnapshot) -> list[Tensor]:
         """The buffers at the end of the message, as bytes. Only one rank of a group sends them."""
-        if self._topology.shard != 0:
+        if self._topology.group_rank != 0:
             return []
         return [cargo.buffers[index].reshape(-1).view(torch.uint8) for index in cargo.travelling]
 
-    def _control(self, cargo: Cargo) -> Control:
+    def _control(self, cargo: LaunchSnapshot) -> Control:
         norm = norm_squared(cargo.gradient)
         return Control(
             fragment=cargo.fragment,
@@ -226,16 +226,16 @@ class Transfer:
         )
 
     def _merged(self, control: Control) -> Control:
-        ranks = self._topology.lane[_SEND].gather(control.packed())
+        ranks = self._topology.stages[_SEND].all_gather(control.packed())
         return Control.merged([Control.unpacked(rank) for rank in ranks])
 
-    def _collected(self, exchange: Exchange[Any], posted: Any, cargo: Cargo, stage: int) -> list[Tensor]:
+    def _collected(self, exchange: Exchange[Any], posted: Any, cargo: LaunchSnapshot, stage: int) -> list[Tensor]:
         """The messages of all groups. A rank that misses one tells its group, so that all its ranks end alike."""
         try:
             messages, missing = exchange.collect(posted, cargo.deadline), None
         except Unanswered as error:
             messages, missing = [], error
-        reported = [int(code) for code in self._topology.lane[stage].gather(torch.tensor([self._coded(missing)]))]
+        reported = [int(code) for code in self._topology.stages[stage].all_gather(torch.tensor([self._coded(missing)]))]
         if missing is None and max(reported) >= 0:
             missing = self._missed_by(reported.index(max(reported)), max(reported))
         if missing is not None:
@@ -250,17 +250,17 @@ class Transfer:
         """Which group is missing, as a number for the ranks of this group: -1 for none, their number for any."""
         if missing is None:
             return -1
-        return self._topology.groups if missing.group is None else missing.group
+        return self._topology.num_groups if missing.group is None else missing.group
 
     def _missed_by(self, shard: int, code: int) -> Unanswered:
         """What another rank of this group misses."""
-        own, other = (self._topology.shards * of + shard for of in (self._topology.group, code))
-        if code == self._topology.groups:
+        own, other = (self._topology.group_size * of + shard for of in (self._topology.group_index, code))
+        if code == self._topology.num_groups:
             return Unanswered(None, f"did not answer rank {own} of this group")
         return Unanswered(code, f"did not answer rank {own} of this group (rank {other} should have)")
 
-    def _check(self, controls: Sequence[Control], cargo: Cargo) -> None:
-        own = controls[self._topology.group]
+    def _check(self, controls: Sequence[Control], cargo: LaunchSnapshot) -> None:
+        own = controls[self._topology.group_index]
         for what, values in (
             ("are not at the same point", [(control.fragment, control.step) for control in controls]),
             ("do not hold the same outer parameters", [control.digest for control in controls]),
@@ -278,7 +278,7 @@ class Transfer:
                 " diverged: resume from an earlier checkpoint with a lower learning rate or with gradient clipping."
             )
 
-    def _step(self, cargo: Cargo, gradient: Tensor, count: Count) -> Stepped:
+    def _step(self, cargo: LaunchSnapshot, gradient: Tensor, count: Count) -> Stepped:
         """The outer state after a landing; its values are on the device of the gradient."""
         if not cargo.final and count.factors:
             return self._outer.stepped(cargo.fragment, cargo.outer, gradient)
@@ -286,20 +286,20 @@ class Transfer:
         values = cargo.outer - gradient if cargo.final else cargo.outer
         return self._outer.kept(cargo.fragment)._replace(values=values)
 
-    def _mean_buffers(self, tails: Sequence[Tensor], count: Count, cargo: Cargo) -> dict[int, Tensor]:
+    def _mean_buffers(self, tails: Sequence[Tensor], count: Count, cargo: LaunchSnapshot) -> dict[int, Tensor]:
         """The plain mean of the buffers that travel, over the groups that count; rank 0 of a group speaks for it."""
         if not cargo.travelling or not count.factors:
             return {}
         flat = torch.cat([cargo.buffers[index].reshape(-1) for index in cargo.travelling])
-        if self._topology.shard == 0:
+        if self._topology.group_rank == 0:
             flat = torch.stack([tails[group].clone().view(torch.float32) for group in count.factors]).mean(dim=0)
-        self._topology.lane[_AVERAGE].broadcast(flat)
+        self._topology.stages[_AVERAGE].broadcast(flat)
         parts = flat.split([cargo.buffers[index].numel() for index in cargo.travelling])
         return {index: part.view_as(cargo.buffers[index]) for index, part in zip(cargo.travelling, parts, strict=True)}
 
     def _norm(self, gradient: Tensor) -> float:
         norm = torch.linalg.vector_norm(gradient).reshape(1)
-        return float(torch.linalg.vector_norm(torch.cat(self._topology.lane[_STEP].gather(norm))))
+        return float(torch.linalg.vector_norm(torch.cat(self._topology.stages[_STEP].all_gather(norm))))
 
 
 def norm_squared(gradient: Tensor) -> float:

@@ -98,9 +98,9 @@ class _Landing:
         self._groups = groups
         self._buffers = buffers
         self._settings = settings
-        self._counting = settings.make_counting(len(groups), len(buffers))
+        self._aggregation = settings.make_aggregation(len(groups), len(buffers))
         for index, fragment in enumerate(groups[0][0]["fragments"]):
-            self._counting.load(index, fragment["norms"])
+            self._aggregation.load(index, fragment["norms"])
         self._outers = [
             Outer([part.values for part in shard], settings.make_outer_optimizer, settings.outer_lr_schedule)
             for shard in shards
@@ -118,12 +118,12 @@ class _Landing:
         """Lands a flight; False where no group is finite, so that there is nothing to land."""
         cargos = [[state["flights"][index] for state in group] for group in self._groups]
         controls = [Control.merged([_control(cargo) for cargo in group]) for group in cargos]
-        count = self._counting.count(controls)
+        count = self._aggregation.count(controls)
         fragment = controls[0].fragment
         if count.factors:
             for shard, outer in enumerate(self._outers):
                 saved = [group[shard]["fragments"][fragment] for group in self._groups]
-                gradient = self._settings.make_shots(len(cargos), controls[0].step).in_one_place(
+                gradient = self._settings.make_all_reduce(len(cargos), controls[0].step).in_one_place(
                     [group[shard]["gradient"] for group in cargos],
                     [fragment["memory"] for fragment in saved],
                     [fragment["residual"] for fragment in saved],

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.background import InlineLane
+from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
 
 
 def simulated_topologies(groups: int) -> list[Topology]:
     """The topologies of several worker groups of one rank each, all in this process and without threads."""
-    backgrounds = InlineLane.connect(groups)
+    backgrounds = InlineBackground.connect(groups)
     return [replace(one, background=own) for one, own in zip(Topology.simulated(groups), backgrounds, strict=True)]
 
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sdiloco.algorithm.partition import Partition, partition
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, world
-from lightning_sdiloco.compression.kernels import missing_on
+from lightning_sdiloco.compression.kernels import missing_for
 from lightning_sdiloco.engine.agreement import require_same_settings
 from lightning_sdiloco.engine.parameters.layouts import aliases, clean_name, described, trainable
 
@@ -57,9 +57,9 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
 
 def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, device: torch.device) -> None:
     """Says once, on one rank, what a user may not expect."""
-    if topology.group or topology.shard:
+    if topology.group_index or topology.group_rank:
         return
-    if topology.groups == 1:
+    if topology.num_groups == 1:
         _log.warning(
             "There is one worker group: this is plain training with an outer step. Nothing travels, but compression"
             " still applies; compression='fp32' changes no value."
@@ -71,7 +71,7 @@ def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topo
             settings.fragments,
             len(partition.fragments),
         )
-    if missing := missing_on(device):
+    if missing := missing_for(device):
         _log.warning(
             "Outer gradients are encoded and averaged operation by operation, which gives the same values and takes"
             " longer: %s. For compiled passes install torch 2.13 or newer, with Triton, on all ranks.",

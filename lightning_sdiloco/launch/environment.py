@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from lightning_sdiloco.comm.topology import is_connected, meeting_store
-from lightning_sdiloco.launch.rendezvous import Meeting, wait_until_reachable
+from lightning_sdiloco.launch.rendezvous import Rendezvous, wait_until_reachable
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def warn_of_shared_store(rank: int) -> None:
         )
 
 
-def meet(environment: Any, world_size: int, timeout: timedelta) -> Meeting | None:
+def meet(environment: Any, world_size: int, timeout: timedelta) -> Rendezvous | None:
     """Meets the other ranks, as the default process group will; None if there is one already.
 
     The meeting must be kept until the default process group has been made, which shares its store.
@@ -48,7 +48,7 @@ def meet(environment: Any, world_size: int, timeout: timedelta) -> Meeting | Non
     return meet_at(host, port, environment.global_rank(), world_size, timeout)
 
 
-def meet_at(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Meeting:
+def meet_at(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Rendezvous:
     """Meets the other ranks at an address.
 
     Args:
@@ -66,7 +66,7 @@ def meet_at(host: str, port: int, rank: int, world_size: int, timeout: timedelta
     if not serves:
         wait_until_reachable(host, port, rank, timeout)
     store = meeting_store(host, port, serves, timeout)
-    return Meeting(store, rank, world_size, f"{host}:{port}", timeout)
+    return Rendezvous(store, rank, world_size, f"{host}:{port}", timeout)
 
 
 class Launch(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from lightning_sdiloco.launch.rendezvous import Meeting, reason, try_to_connect
+from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, try_to_connect
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Listener:
                 _log.debug("A connection ended: %s", error)
 
 
-def require_reachable(meeting: Meeting, group: int, exchange: Callable[[], str], inside: Callable[[], str]) -> None:
+def require_reachable(meeting: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]) -> None:
     """Refuses a world in which ranks cannot reach each other. All ranks must call it.
 
     Args:
@@ -132,7 +132,7 @@ def require_reachable(meeting: Meeting, group: int, exchange: Callable[[], str],
 
 
 def find_failures(
-    meeting: Meeting, group: int, exchange: Callable[[], str], inside: Callable[[], str]
+    meeting: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> tuple[list[Place], list[Failure]]:
     """Tries all connections; see `require_reachable`. All ranks must call it.
 
@@ -154,10 +154,10 @@ def find_failures(
             own = Place(socket.gethostname(), group, token, listen(exchange()), listen(inside()))
         except (ValueError, OSError) as error:
             own = Place(socket.gethostname(), group, token, ("", 0), ("", 0), str(error))
-        places = [Place(*told) for told in meeting.gather("places", own)]
+        places = [Place(*told) for told in meeting.all_gather("places", own)]
         _require_listening(places)
         failed = _unreached(meeting.rank, places)
-        return places, [Failure(*told) for rank in meeting.gather("unreached", failed) for told in rank]
+        return places, [Failure(*told) for rank in meeting.all_gather("unreached", failed) for told in rank]
     finally:
         for listener in listeners:
             listener.close()

@@ -24,7 +24,7 @@ _SECONDS_OF_READING = 5.0
 _SECONDS_OF_ATTEMPT = 5.0
 
 
-class Meeting:
+class Rendezvous:
     """Ranks that have come to one store.
 
     Args:
@@ -42,7 +42,7 @@ class Meeting:
         self._store = store
         self._timeout = timeout
 
-    def gather(self, name: str, value: Any) -> list[Any]:
+    def all_gather(self, name: str, value: Any) -> list[Any]:
         """What every rank tells under a name, in the order of the ranks. All must call it.
 
         Args:

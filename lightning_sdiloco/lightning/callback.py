@@ -60,7 +60,7 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops what cannot be reduced, and says once if no batch counts as an inner step."""
-        if self._strategy.topology.groups > 1:
+        if self._strategy.topology.num_groups > 1:
             drop_what_not_all_logged(trainer, self._strategy)
         if trainer.current_epoch == 0 and not self._strategy.made_inner_steps:
             _log.warning(
@@ -70,7 +70,7 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def _is_idle_step(self, trainer: Any, batch: Any) -> bool:
         """Whether the other groups make an inner step in this batch, while this one had None to train on."""
-        idle = batch is None and not self._strategy.optimizer_steps and self._strategy.topology.groups > 1
+        idle = batch is None and not self._strategy.optimizer_steps and self._strategy.topology.num_groups > 1
         return idle and count_idle_batch(trainer, self._strategy.optimizer_steps_per_batch)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -148,10 +148,10 @@ class Choosing:
             model: The model.
             topology: The ranks.
         """
-        step_time = max(topology.world.gather_objects(self._step_time()))
-        if topology.groups > 1:
+        step_time = max(topology.world.all_gather_object(self._step_time()))
+        if topology.num_groups > 1:
             self.measured = Measured(step_time, measure_link(topology, settings.timeout.total_seconds()))
-        chosen = topology.world.gather_objects(choice(self.names, settings, model, topology, self.measured))[0]
+        chosen = topology.world.all_gather_object(choice(self.names, settings, model, topology, self.measured))[0]
         self.names = ()
         return replace(settings, **chosen)
 
@@ -178,7 +178,7 @@ def choice(
     else:
         device = next(model.parameters()).device.type
         rate = _MEMORY_RATES.get(device, _MEMORY_RATE)
-        groups = Groups(measured.step_time, topology.groups, topology.shards, rate)
+        groups = Groups(measured.step_time, topology.num_groups, topology.group_size, rate)
         own = recommend(Model.of_parameters(trainable(model)), groups, measured.link, among).settings
     return {name: getattr(own, name) for name in _taken(names)}
 
@@ -213,21 +213,21 @@ def measure_link(topology: Topology, timeout: float) -> Link:
 
     def seconds(nbytes: int) -> float:
         own = _exchange_seconds(topology.exchange, nbytes, timeout)
-        return float(max(topology.world.gather_objects(own)))
+        return float(max(topology.world.all_gather_object(own)))
 
     round_trip = min(seconds(1) for _ in range(3))
     nbytes = _LEAST_BYTES
     while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
         nbytes *= 4
     # All ranks of a group send at once, each to all other groups.
-    sent = nbytes * (topology.groups - 1) * topology.shards
+    sent = nbytes * (topology.num_groups - 1) * topology.group_size
     return Link(gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9))
 
 
 def _exchange_seconds(exchange: Exchange[Any], nbytes: int, timeout: float) -> float:
     message = torch.zeros(nbytes, dtype=torch.uint8, device=exchange.device)
     started = time.monotonic()
-    exchange.collect(exchange.post([message] * exchange.groups), started + timeout)
+    exchange.collect(exchange.post([message] * exchange.num_groups), started + timeout)
     return time.monotonic() - started
 
 

@@ -73,9 +73,10 @@ class CollectivesMixin(SavingMixin):
         except RuntimeError as error:
             in_flight = self._engine.in_flight if self._engine is not None else ()
             raise ExchangeError(
-                f"This rank, of worker group {self.topology.group}, waited for all others at {args or 'a barrier'} and"
-                f" they did not come; fragments in flight: {list(in_flight) or 'none'}. Other groups have stopped, or"
-                " are still training because their data is longer or trainer.should_stop was set here alone."
+                f"This rank, of worker group {self.topology.group_index}, waited for all others at"
+                f" {args or 'a barrier'} and they did not come; fragments in flight: {list(in_flight) or 'none'}. Other"
+                " groups have stopped, or are still training because their data is longer or trainer.should_stop was"
+                " set here alone."
             ) from error
 
     @override
@@ -83,7 +84,7 @@ class CollectivesMixin(SavingMixin):
         """Decides over all ranks, whatever hook asks: who stops or saves must do so everywhere."""
         if self.is_alone:
             return decision
-        votes = self.topology.world.gather(torch.tensor([int(decision)], device=self.root_device))
+        votes = self.topology.world.all_gather(torch.tensor([int(decision)], device=self.root_device))
         count = sum(int(vote) for vote in votes)
         return count == len(votes) if all else count > 0
 
@@ -91,6 +92,6 @@ class CollectivesMixin(SavingMixin):
         """The mean over all ranks of every number that all ranks have; none after an exception."""
         if self.is_alone:
             return {}
-        ranks = self.topology.world.gather_objects(numbers)
+        ranks = self.topology.world.all_gather_object(numbers)
         common = [name for name in numbers if all(name in rank for rank in ranks)]
         return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in common}

@@ -222,7 +222,7 @@ class GroupsMixin(StepsMixin):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is None or self._engine.is_finished:
             return super().lightning_module_state_dict()
-        if self._failed and self.topology.shards > 1:
+        if self._failed and self.topology.group_size > 1:
             _log.warning(
                 "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the"
                 " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."

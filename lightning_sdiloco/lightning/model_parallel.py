@@ -199,7 +199,10 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
         """Every group and every data-parallel rank has data of its own; tensor-parallel ranks have the same."""
         data, tensor = self._mesh_shape
         topology = self.topology
-        return {"num_replicas": topology.groups * data, "rank": topology.group * data + topology.shard // tensor}
+        return {
+            "num_replicas": topology.num_groups * data,
+            "rank": topology.group_index * data + topology.group_rank // tensor,
+        }
 
     # Start
 
@@ -290,7 +293,7 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
             if self.is_global_zero:
                 sharded_files.make_room_for_file(path)
                 self.checkpoint_io.save_checkpoint(checkpoint, str(path))
-        elif self.topology.group == 0:
+        elif self.topology.group_index == 0:
             sharded_files.write_folder(checkpoint, path, self.topology.in_group)
             if self._placing is not None and files.KEY in checkpoint:
                 files.remove_saves(str(path), self._placing.older_than(checkpoint[files.KEY]["save"]))

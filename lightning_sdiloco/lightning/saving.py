@@ -109,7 +109,7 @@ class SavingMixin(_Base):
         older = files.saves(path) if self.is_global_zero else []
         entry = files.write_rank(path, save, self.global_rank, self._rank_state(checkpoint))
         # Gathering waits until all files are there.
-        entries = self.topology.world.gather_objects(entry)
+        entries = self.topology.world.all_gather_object(entry)
         header = {
             "format": files.FORMAT,
             "save": save,
@@ -167,7 +167,7 @@ class SavingMixin(_Base):
 
     def _ranks_as_saved(self) -> dict[str, int]:
         """What must be the same for ranks to take up their own files."""
-        return {"worker_groups": self.topology.groups, "group_size": self.topology.shards}
+        return {"worker_groups": self.topology.num_groups, "group_size": self.topology.group_size}
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class SavingMixin(_Base):
         else:
             same_data = header["layout"] == self._ranks_as_saved()
             self._take_up(checkpoint, own if same_data else {**own, "loader": None})
-        if own is not None and self.topology.shard < header["layout"]["group_size"]:
+        if own is not None and self.topology.group_rank < header["layout"]["group_size"]:
             self._random_state = own["random"]
         self._say_what_restarts(header, own is not None)
 
@@ -238,8 +238,8 @@ class SavingMixin(_Base):
         groups, size = header["layout"]["worker_groups"], header["layout"]["group_size"]
         if not self._holds_the_same_as(header["layout"]):
             return None
-        shard = self.topology.shard if self.topology.shard < size else 0
-        return self.topology.group * size + shard if self.topology.group < groups else None
+        shard = self.topology.group_rank if self.topology.group_rank < size else 0
+        return self.topology.group_index * size + shard if self.topology.group_index < groups else None
 
     def _holds_the_same_as(self, layout: dict[str, int]) -> bool:
         """Whether the inner optimizer state of a rank that was saved is that of a rank here: whole, in all of them."""
@@ -263,8 +263,8 @@ class SavingMixin(_Base):
         return restart
 
     def _say_what_restarts(self, header: dict[str, Any], has_file: bool) -> None:
-        found = self.topology.world.gather_objects(has_file)
-        size = self.topology.shards
+        found = self.topology.world.all_gather_object(has_file)
+        size = self.topology.group_size
         fresh = sorted({rank // size for rank, there in enumerate(found) if not there})
         if self.is_global_zero:
             assert self._restart is not None

@@ -61,7 +61,7 @@ class Signals:
     def end_if_any_received(self) -> None:
         """Ends a fit that has finished before a launch could carry the request. All ranks must call it."""
         received = 0
-        for rank in self._strategy.topology.world.gather_objects(self.received):
+        for rank in self._strategy.topology.world.all_gather_object(self.received):
             received |= rank
         if received:
             self._end(received)

@@ -195,14 +195,16 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
 
     def _wrapped(self, model: nn.Module) -> Any:
         wrapped = super()._setup_model(model)
-        if self.topology.shards > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
+        if self.topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
-        elif self.topology.shards > 2 and wrapped.static_graph and self._resumed is not None and self.is_global_zero:
+        elif (
+            self.topology.group_size > 2 and wrapped.static_graph and self._resumed is not None and self.is_global_zero
+        ):
             _log.warning(
                 "With static_graph=True DistributedDataParallel adds the gradients of the first step in another order"
                 " than those of later steps. In a worker group of %d ranks the resumed run may round differently from"
                 " one that was not interrupted; without static_graph it gives the same bits.",
-                self.topology.shards,
+                self.topology.group_size,
             )
         return wrapped
 

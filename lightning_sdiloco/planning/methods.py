@@ -130,7 +130,10 @@ class Streaming(Method):
         self.numels = model.fragments(settings)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels))
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
-        self._shots, final = settings.make_shots(groups.groups, step=0), settings.make_final_shots(groups.groups)
+        self._shots, final = (
+            settings.make_all_reduce(groups.groups, step=0),
+            settings.make_final_all_reduce(groups.groups),
+        )
         self._parts = [self._shots.part(shard) for shard in self._shards]
         self._messages = [CONTROL_BYTES + self._shots.payload_bytes(shard) for shard in self._shards]
         self._relays = [self._shots.relay_bytes(shard) for shard in self._shards]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
 from lightning_sdiloco import AgreementError, Landing, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm.aggregation import Count, Counting, plain
+from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain
 from lightning_sdiloco.algorithm.control import Control
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from tests.ranks import run_ranks
@@ -27,8 +27,8 @@ def said(weight: int = 100, norm: float = 1.0, finite: bool = True) -> Control:
     return Control(0, 100, 0, weight=weight, digest=0, norm_squared=norm**2, changed=0, finite=finite)
 
 
-def counting(groups: int = 2, clip_norm: float | None = None, guard: float | None = None) -> Counting:
-    return Counting(groups, 1, clip_norm, guard)
+def counting(groups: int = 2, clip_norm: float | None = None, guard: float | None = None) -> Aggregation:
+    return Aggregation(groups, 1, clip_norm, guard)
 
 
 # Arithmetic
@@ -141,7 +141,7 @@ def test_only_norms_of_training_are_remembered() -> None:
 
 
 def test_the_norms_of_every_fragment_are_remembered_apart() -> None:
-    guarded = Counting(2, 2, None, 5.0)
+    guarded = Aggregation(2, 2, None, 5.0)
     other = said()._replace(fragment=1)
     for _ in range(4):
         guarded.commit([said(), said()])

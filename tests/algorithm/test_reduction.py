@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.aggregation import Count
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES
-from lightning_sdiloco.algorithm.reduction import Gather, TwoShot
+from lightning_sdiloco.algorithm.reduction import OneShot, TwoShot
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import DirectExchange
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
@@ -28,7 +28,7 @@ from lightning_sdiloco.compression import (
     RandomK,
     TopK,
 )
-from lightning_sdiloco.engine.background import Stages, ThreadLane
+from lightning_sdiloco.engine.background import Stages, ThreadBackground
 from lightning_sdiloco.errors import ExchangeError
 from tests.engine.test_agreement import bits
 from tests.ranks import run_ranks
@@ -210,7 +210,7 @@ def test_a_residual_changes_at_landings_only_and_not_where_no_group_counts() -> 
     assert not torch.equal(first, second)
 
 
-# Counting
+# Aggregation
 
 
 def test_two_shots_leave_out_and_weigh_groups_as_a_gather_does() -> None:
@@ -277,9 +277,9 @@ def test_an_unknown_exchange_is_refused_with_those_that_are_known(exchange: Any)
 def test_by_itself_two_groups_gather_and_more_take_two_shots_but_where_values_are_left_out(
     compression: Compression,
 ) -> None:
-    ways = [type(Settings(compression=compression).make_shots(groups, step=1)) for groups in (1, 2, 3, 8)]
+    ways = [type(Settings(compression=compression).make_all_reduce(groups, step=1)) for groups in (1, 2, 3, 8)]
     left_out = "TopK" in str(compression)
-    assert ways == [Gather, Gather, *[Gather if left_out else TwoShot] * 2]
+    assert ways == [OneShot, OneShot, *[OneShot if left_out else TwoShot] * 2]
 
 
 # The way
@@ -307,9 +307,9 @@ def test_what_the_hosts_say_waits_for_no_payload() -> None:
 
     def run(rank: int, world_size: int) -> int:
         topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=5))
-        words = topology.words.post([torch.full((HOST_BYTES,), rank, dtype=torch.uint8)] * 2)
+        words = topology.control.post([torch.full((HOST_BYTES,), rank, dtype=torch.uint8)] * 2)
         posted = topology.exchange.post([torch.zeros(1 << 20, dtype=torch.uint8)] * 2) if rank == 0 else None
-        said = topology.words.collect(words, time.monotonic() + 5)
+        said = topology.control.collect(words, time.monotonic() + 5)
         dist.barrier()
         if posted is None:
             posted = topology.exchange.post([torch.zeros(1 << 20, dtype=torch.uint8)] * 2)
@@ -323,7 +323,7 @@ def test_what_the_hosts_say_waits_for_no_payload() -> None:
 
 
 def test_a_flight_is_sent_while_an_earlier_one_is_still_on_its_way() -> None:
-    lane = ThreadLane(torch.device("cpu"))
+    lane = ThreadBackground(torch.device("cpu"))
     second_was_sent = threading.Event()
 
     def wait(value: int) -> int:
@@ -341,7 +341,7 @@ def test_a_flight_is_sent_while_an_earlier_one_is_still_on_its_way() -> None:
 
 
 def test_stages_keep_the_order_of_the_launches() -> None:
-    lane, order = ThreadLane(torch.device("cpu")), []
+    lane, order = ThreadBackground(torch.device("cpu")), []
 
     def stage(name: str, number: int) -> Any:
         return lambda *given: order.append((name, number))
@@ -354,7 +354,7 @@ def test_stages_keep_the_order_of_the_launches() -> None:
 
 
 def test_a_failed_stage_ends_its_flight_and_the_lane_goes_on() -> None:
-    lane = ThreadLane(torch.device("cpu"))
+    lane = ThreadBackground(torch.device("cpu"))
     skipped: list[int] = []
 
     def fail(value: int) -> int:
@@ -370,7 +370,7 @@ def test_a_failed_stage_ends_its_flight_and_the_lane_goes_on() -> None:
 
 def test_the_threads_of_a_lane_end_with_it() -> None:
     before = threading.active_count()
-    lane: ThreadLane | None = ThreadLane(torch.device("cpu"))
+    lane: ThreadBackground | None = ThreadBackground(torch.device("cpu"))
     assert threading.active_count() == before + 3
     assert lane is not None
     lane.start(Stages(lambda: 1, lambda value: value, lambda value: value)).result()

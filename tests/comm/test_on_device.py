@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_sdiloco import StreamingDiLoCoStrategy
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
-from lightning_sdiloco.engine.background import ThreadLane
+from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.lightning.choosing import measure_link
 from lightning_sdiloco.planning.link import Link
 from tests import pretend
@@ -61,17 +61,19 @@ def run_of(training: Training) -> tuple[Seen, dict[str, float], int]:
     return training.trajectory(), counts, max(in_flight)
 
 
-def both(groups: int, ranks: int, name: str, lane: type[ThreadLane]) -> Callable[..., tuple[bool, bool, int, bool]]:
+def both(
+    groups: int, ranks: int, name: str, lane: type[ThreadBackground]
+) -> Callable[..., tuple[bool, bool, int, bool]]:
     """A run over gloo from the CPU and one from device to device, compared."""
 
     def run(rank: int, world_size: int) -> tuple[bool, bool, int, bool]:
         seen = []
         for device in ("cpu", "pretend"):
             topology = joined(world_size, groups, device)
-            training = Training(device, topology.group, lane=lane, topology=topology, **CHOICES[name])
+            training = Training(device, topology.group_index, lane=lane, topology=topology, **CHOICES[name])
             training.engine.diagnose()
             seen.append(run_of(training))
-        ways = [type(way) for way in (topology.words, topology.exchange, topology.relays)]
+        ways = [type(way) for way in (topology.control, topology.exchange, topology.second_hop)]
         (one, counted, _), (other, also, most) = seen
         return same(one, other), counted == also, most, ways == [DirectExchange, DeviceExchange, DeviceExchange]
 
@@ -81,20 +83,20 @@ def both(groups: int, ranks: int, name: str, lane: type[ThreadLane]) -> Callable
 @pytest.mark.parametrize(
     ("groups", "ranks", "name", "lane"),
     [
-        (2, 2, "fp4", ThreadLane),
+        (2, 2, "fp4", ThreadBackground),
         (2, 2, "fp4", LateLane),
-        (2, 2, "fp32, two shots", ThreadLane),
+        (2, 2, "fp32, two shots", ThreadBackground),
         (2, 2, "fp32, two shots, offloaded", LateLane),
         (2, 2, "error feedback", LateLane),
-        (3, 3, "fp4", ThreadLane),
+        (3, 3, "fp4", ThreadBackground),
         (3, 3, "fp32, two shots", LateLane),
-        (3, 3, "random, two shots", ThreadLane),
-        (2, 4, "fp4", ThreadLane),
-        (2, 4, "fp32, two shots", ThreadLane),
+        (3, 3, "random, two shots", ThreadBackground),
+        (2, 4, "fp4", ThreadBackground),
+        (2, 4, "fp32, two shots", ThreadBackground),
     ],
 )
 def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo(
-    groups: int, ranks: int, name: str, lane: type[ThreadLane]
+    groups: int, ranks: int, name: str, lane: type[ThreadBackground]
 ) -> None:
     for bits, counts, most_in_flight, on_device in run_ranks(both(groups, ranks, name, lane), ranks, timeout=80):
         assert bits
@@ -117,7 +119,7 @@ def test_no_thread_waits_for_the_device_where_gloo_would_wait_for_a_copy_of_the_
                     wait_for_flights(training.engine)
                     training.engine.step()
             training.engine.close()
-            assert all(entry.thread == "sdiloco-lane" for entry in log)
+            assert all(entry.thread == "sdiloco-background" for entry in log)
             copies.append(sum(entry.kind == "stream.synchronize" for entry in log))
         return copies
 
@@ -231,7 +233,7 @@ def stopping(at_step_9: str) -> Callable[[int, int], None]:
 
     def run(rank: int, world_size: int) -> None:
         topology = joined(world_size, 2, "pretend")
-        training = Training("pretend", topology.group, topology=topology, timeout=timedelta(seconds=4))
+        training = Training("pretend", topology.group_index, topology=topology, timeout=timedelta(seconds=4))
         if rank == world_size - 1:
             if at_step_9 == "silent":
                 # Its hosts go on to answer, and its device does not.

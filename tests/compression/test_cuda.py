@@ -73,4 +73,4 @@ def test_the_training_thread_does_not_wait_for_the_device(offload: bool, monkeyp
             wait_for_flights(training.engine)
             training.engine.step()
         wait_for_flights(training.engine)
-    assert set(waits) == {"sdiloco-lane"}
+    assert set(waits) == {"sdiloco-background"}

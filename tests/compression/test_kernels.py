@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Int8
-from lightning_sdiloco.compression.kernels import Compiled, Eager, missing_on, passes_on
+from lightning_sdiloco.compression.kernels import Compiled, Eager, kernels_for, missing_for
 from lightning_sdiloco.engine import engine
 from tests.ranks import run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
@@ -74,7 +74,7 @@ def test_the_mean_is_the_same_bits(values: list[list[float]], numel: int, factor
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 def test_outer_parameters_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(passes: Any) -> dict[str, Tensor]:
-        monkeypatch.setattr(engine, "passes_on", lambda device: passes)
+        monkeypatch.setattr(engine, "kernels_for", lambda device: passes)
         torch.manual_seed(0)
         # Fragments of more than one block: a single one is compiled anew.
         models = [nn.Sequential(nn.Linear(5, 44), nn.Tanh(), nn.Linear(44, 3)) for _ in range(GROUPS)]
@@ -104,26 +104,26 @@ def test_what_is_not_compiled_goes_operation_by_operation() -> None:
 
 
 def test_a_cpu_goes_operation_by_operation_and_says_nothing() -> None:
-    assert isinstance(passes_on(torch.device("cpu")), Eager)
-    assert missing_on(torch.device("cpu")) == ""
+    assert isinstance(kernels_for(torch.device("cpu")), Eager)
+    assert missing_for(torch.device("cpu")) == ""
 
 
 def test_an_accelerator_without_triton_goes_operation_by_operation_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sdiloco.compression.kernels.find_spec", lambda name: None)
-    assert isinstance(passes_on(torch.device("cuda")), Eager)
-    assert "Triton is not installed" in missing_on(torch.device("cuda"))
+    assert isinstance(kernels_for(torch.device("cuda")), Eager)
+    assert "Triton is not installed" in missing_for(torch.device("cuda"))
 
 
 def test_an_accelerator_with_triton_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sdiloco.compression.kernels.find_spec", lambda name: object())
-    assert isinstance(passes_on(torch.device("cuda")), Compiled)
+    assert isinstance(kernels_for(torch.device("cuda")), Compiled)
     monkeypatch.setattr(torch._inductor, "list_options", lambda: ["emulate_precision_casts"])
-    assert isinstance(passes_on(torch.device("cuda")), Eager)
-    assert "eager_numerics.disable_ftz" in missing_on(torch.device("cuda"))
+    assert isinstance(kernels_for(torch.device("cuda")), Eager)
+    assert "eager_numerics.disable_ftz" in missing_for(torch.device("cuda"))
 
 
 def one_differs(rank: int, world_size: int) -> None:
-    engine.passes_on = lambda device: Compiled() if rank == 1 else Eager()
+    engine.kernels_for = lambda device: Compiled() if rank == 1 else Eager()
     StreamingDiLoCo(mlp(), fragments=LAYERS)
 
 

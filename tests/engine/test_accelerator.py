@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import ErrorFeedback, Int2, RandomK, TopK
-from lightning_sdiloco.engine.background import Pending, Stages, ThreadLane, _Flight
+from lightning_sdiloco.engine.background import Pending, Stages, ThreadBackground, _Flight
 from lightning_sdiloco.engine.offload import OnHost
 from lightning_sdiloco.engine.start import default_topology
 from lightning_sdiloco.lightning.monitor.deferred import Deferred
@@ -47,7 +47,7 @@ class LateFlight(_Flight[Any, Any, Any]):
         return super().result()
 
 
-class LateLane(ThreadLane):
+class LateLane(ThreadBackground):
     """Begins every flight as late as it can, when the training stream has gone on for long."""
 
     def start(self, stages: Stages[Any, Any, Any]) -> Pending[Any]:
@@ -95,7 +95,7 @@ class Training:
         device: str,
         group: int,
         groups: int | str = "auto",
-        lane: type[ThreadLane] = ThreadLane,
+        lane: type[ThreadBackground] = ThreadBackground,
         topology: Topology | None = None,
         **choices: Any,
     ) -> None:
@@ -163,20 +163,20 @@ CHOICES |= {f"{name}, offloaded": {**choices, "offload": True} for name, choices
 @pytest.mark.parametrize(
     ("name", "lane"),
     [
-        ("fp4", ThreadLane),
+        ("fp4", ThreadBackground),
         ("fp4", LateLane),
         ("fp32, two shots", LateLane),
-        ("error feedback", ThreadLane),
+        ("error feedback", ThreadBackground),
         ("random, two shots", LateLane),
-        ("outer AdamW", ThreadLane),
-        ("fp4, offloaded", ThreadLane),
+        ("outer AdamW", ThreadBackground),
+        ("fp4, offloaded", ThreadBackground),
         ("fp32, two shots, offloaded", LateLane),
         ("error feedback, offloaded", LateLane),
-        ("random, two shots, offloaded", ThreadLane),
+        ("random, two shots, offloaded", ThreadBackground),
         ("outer AdamW, offloaded", LateLane),
     ],
 )
-def test_a_run_gives_the_bits_of_the_cpu(name: str, lane: type[ThreadLane]) -> None:
+def test_a_run_gives_the_bits_of_the_cpu(name: str, lane: type[ThreadBackground]) -> None:
     """Several fragments are in flight, the outer model is shown in between, and one group is once not finite."""
 
     def train(device: str, group: int) -> list[list[Tensor]]:
@@ -359,9 +359,9 @@ def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_end
             of_lane = [values.memory.owner for values in outer]  # type: ignore[attr-defined]
             assert pretend.default_stream() not in of_lane
         report = training.engine.report()
-        assert any(entry.thread == "sdiloco-lane" for entry in log)
+        assert any(entry.thread == "sdiloco-background" for entry in log)
         return (
-            [entry for entry in log if entry.thread != "sdiloco-lane"],
+            [entry for entry in log if entry.thread != "sdiloco-background"],
             int(report["launches"]),
             int(report["landings"]),
         )

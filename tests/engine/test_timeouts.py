@@ -77,7 +77,7 @@ def gather_in_vain(rank: int, world_size: int) -> float:
         time.sleep(2 * TIMEOUT)
         return 0.0
     with pytest.raises(RuntimeError, match="Timed out waiting 5000ms"):
-        topology.lane[-1].gather(torch.zeros(1))
+        topology.stages[-1].all_gather(torch.zeros(1))
     return time.monotonic() - start
 
 

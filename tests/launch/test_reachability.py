@@ -30,12 +30,12 @@ def meeting_of(rank: int, world_size: int, timeout: timedelta = SECONDS) -> Any:
     return meet_at("127.0.0.1", int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
 
 
-# Meeting
+# Rendezvous
 
 
 def test_every_rank_hears_what_all_tell() -> None:
     def run(rank: int, world_size: int) -> Any:
-        return meeting_of(rank, world_size).gather("names", {"rank": rank})
+        return meeting_of(rank, world_size).all_gather("names", {"rank": rank})
 
     assert run_processes(run, 3) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
 
@@ -46,7 +46,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
             return ""
         meeting = meeting_of(rank, world_size, timedelta(seconds=3))
         with pytest.raises(ValueError, match="Rank 2 did not come to 127.0.0.1:.* within 3 s") as error:
-            meeting.gather("places", None)
+            meeting.all_gather("places", None)
         time.sleep(3)  # The store ends with rank 0.
         return str(error.value)
 

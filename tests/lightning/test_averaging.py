@@ -374,7 +374,7 @@ def test_hooks_are_put_back_after_the_fit() -> None:
 
 
 def test_buffers_of_an_average_that_do_not_travel_are_those_of_the_rank_after_a_resume(tmp_path: Path) -> None:
-    class Counting(nn.Linear):
+    class Aggregation(nn.Linear):
         """Counts in every rank at another pace, as the counter of BatchNorm does where groups have other batches."""
 
         def __init__(self, rank: int) -> None:
@@ -388,7 +388,7 @@ def test_buffers_of_an_average_that_do_not_travel_are_those_of_the_rank_after_a_
 
     def run(rank: int, world_size: int, callbacks: list[Any], resume: str | None) -> int:
         torch.manual_seed(0)
-        model = fits.module(net=Counting(rank))
+        model = fits.module(net=Aggregation(rank))
         # The only update is wanted before the checkpoint.
         average = averaging(LIGHTNING, update_every_n_steps=100, update_starting_at_step=5)
         average.should_update = lambda step_idx=None, epoch_idx=None: step_idx == 5

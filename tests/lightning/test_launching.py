@@ -234,7 +234,7 @@ def test_trainers_with_different_numbers_of_groups_follow_each_other() -> None:
         trained = []
         for number in numbers if groups is None else (groups,):
             trainer = fit(rank, world_size, Net(), groups=number)
-            assert trainer.strategy.topology.groups == number
+            assert trainer.strategy.topology.num_groups == number
             trained.append(trainer.strategy.outer_state_dict())
         return trained
 

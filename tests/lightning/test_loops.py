@@ -551,7 +551,7 @@ class Numbers(pl.LightningDataModule):  # type: ignore[misc, name-defined]
     """Batches from a LightningDataModule, which knows its trainer."""
 
     def setup(self, stage: str) -> None:
-        self.group = self.trainer.strategy.topology.group
+        self.group = self.trainer.strategy.topology.group_index
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(fits.Batches(self.group, 0, 1), batch_size=None)

@@ -29,7 +29,7 @@ def clocked(distribution: str, inner: str, seed: int) -> Any:
 
         def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
             step = index + 1
-            if step == STALLED_AT and self.trainer.strategy.topology.group == 1:
+            if step == STALLED_AT and self.trainer.strategy.topology.group_index == 1:
                 time.sleep(STALL_SECONDS)
             self.started[step] = time.monotonic()
             loss = super().training_step(parts, index)

@@ -38,7 +38,7 @@ def test_the_name_is_enough(distribution: str) -> None:
         trainer = fits.trainer(distribution, strategy="streaming_diloco", devices=2, max_steps=3)
         trainer.fit(fits.module(distribution), DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
         strategy = trainer.strategy
-        return type(strategy).__module__, strategy.topology.groups, strategy.report()["inner_steps"]
+        return type(strategy).__module__, strategy.topology.num_groups, strategy.report()["inner_steps"]
 
     module = "lightning_pytorch" if distribution == LIGHTNING else distribution
     assert run_processes(run, 2) == [(f"lightning_sdiloco.{module}", 2, 3)] * 2
@@ -55,7 +55,7 @@ def test_worker_groups_are_nodes_if_there_are_several_and_devices_otherwise(
         nodes = world_size // ranks_per_node
         trainer = fits.trainer(strategy=strategy, devices=ranks_per_node, num_nodes=nodes, max_steps=1)
         trainer.fit(fits.module(), DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
-        return strategy.topology.groups, strategy.topology.group
+        return strategy.topology.num_groups, strategy.topology.group_index
 
     size = 4 // groups
     assert run_processes(run, 4, ranks_per_node=ranks_per_node) == [(groups, rank // size) for rank in range(4)]
@@ -564,7 +564,7 @@ def test_several_trainers_use_the_same_process_groups() -> None:
 
 def test_an_engine_that_is_dropped_takes_its_threads_along() -> None:
     def lanes() -> int:
-        return sum(thread.name == "sdiloco-lane" for thread in threading.enumerate())
+        return sum(thread.name == "sdiloco-background" for thread in threading.enumerate())
 
     before = lanes()
     engine = StreamingDiLoCo(mlp(), sync_every=2, overlap_steps=1, fragments=[["*"]])

@@ -303,7 +303,7 @@ def test_lengths_are_agreed_on_again_when_loaders_are_reloaded_and_only_then() -
 
         class Reloading(base):  # type: ignore[misc, valid-type]
             def train_dataloader(self) -> Any:
-                group = self.trainer.strategy.topology.group
+                group = self.trainer.strategy.topology.group_index
                 return Announced((group, 0, 1), 6 - self.trainer.current_epoch + group)
 
             def on_train_epoch_start(self) -> None:

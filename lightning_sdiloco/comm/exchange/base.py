@@ -31,14 +31,14 @@ class Exchange(ABC, Generic[Posted]):
     and one thread collects.
 
     Attributes:
-        groups: Number of worker groups.
+        num_groups: Number of worker groups.
         device: The device whose messages it carries with the least effort.
         bytes_sent: Bytes that this rank has sent to other groups so far.
         bytes_received: Bytes that this rank has received from other groups so far.
     """
 
     def __init__(self, groups: int) -> None:
-        self.groups = groups
+        self.num_groups = groups
         self.device = torch.device("cpu")
         self.bytes_sent = 0
         self.bytes_received = 0

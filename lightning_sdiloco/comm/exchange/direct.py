@@ -58,9 +58,9 @@ class DirectExchange(Exchange[_Posted]):
         on_host = {id(message): to_host(message) for message in messages}
         sent = [on_host[id(message)] for message in messages]
         own, device = sent[self._group], messages[self._group].device
-        received = [own if group == self._group else page_locked(own, device) for group in range(self.groups)]
+        received = [own if group == self._group else page_locked(own, device) for group in range(self.num_groups)]
         transfers, failure = [], None
-        for group in [group for group in range(self.groups) if group != self._group]:
+        for group in [group for group in range(self.num_groups) if group != self._group]:
             try:
                 transfers.append(self._transfer(group, sent[group], received[group]))
             except RuntimeError as error:

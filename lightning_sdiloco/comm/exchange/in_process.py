@@ -56,12 +56,12 @@ class InProcessExchange(Exchange[_Posted]):
     def collect(self, posted: _Posted, deadline: float) -> list[Tensor]:
         """Takes the messages of all groups from the table; see `Exchange.collect`."""
         slot = self._table[posted.number]
-        for group in range(self.groups):
+        for group in range(self.num_groups):
             if group not in slot.messages:
                 raise Unanswered(group, "has not launched yet: all groups must launch before one of them lands")
         slot.collected += 1
-        if slot.collected == self.groups:
+        if slot.collected == self.num_groups:
             del self._table[posted.number]
-        received = [slot.messages[group][self._group] for group in range(self.groups)]
+        received = [slot.messages[group][self._group] for group in range(self.num_groups)]
         self._count(self._group, posted.messages, received)
         return received

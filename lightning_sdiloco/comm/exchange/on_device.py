@@ -80,7 +80,7 @@ class DeviceExchange(Exchange[_Posted]):
         self._process_group = process_group
         self._group = dist.get_rank(process_group)
         self._ranks = dist.get_process_group_ranks(process_group)
-        self._others = [group for group in range(self.groups) if group != self._group]
+        self._others = [group for group in range(self.num_groups) if group != self._group]
         self._given_up: list[_Posted] = []
 
     def meet(self, deadline: float) -> None:
@@ -92,7 +92,7 @@ class DeviceExchange(Exchange[_Posted]):
         Raises:
             ValueError: If they cannot be made.
         """
-        posted = self.post([torch.zeros(1, dtype=torch.uint8, device=self.device)] * self.groups)
+        posted = self.post([torch.zeros(1, dtype=torch.uint8, device=self.device)] * self.num_groups)
         try:
             self._wait(posted, deadline)
         except Unanswered as error:
@@ -106,7 +106,7 @@ class DeviceExchange(Exchange[_Posted]):
         """Starts to send what the current stream has been given to compute; see `Exchange.post`."""
         sent = [message.contiguous() for message in messages]
         own = sent[self._group]
-        received = [own if group == self._group else torch.empty_like(own) for group in range(self.groups)]
+        received = [own if group == self._group else torch.empty_like(own) for group in range(self.num_groups)]
         calls = [call for group in self._others for call in self._calls(group, sent[group], received[group])]
         try:
             works = dist.batch_isend_irecv(calls) if calls else []

@@ -177,7 +177,7 @@ class WholeLayout(FragmentLayout):
 
     @override
     def gathered(self, shard: Tensor, group: Communicator) -> Tensor:
-        shards = group.gather(shard)
+        shards = group.all_gather(shard)
         return shards[0] if len(shards) == 1 else torch.cat(shards)
 
     @override
@@ -242,7 +242,7 @@ class ShardedLayout(FragmentLayout):
             return shard
         own = list(shard[: sum(place.length for place in self._own)].split([place.length for place in self._own]))
         common = torch.cat([part for part, in_common in zip(own, self._in_common, strict=True) if in_common])
-        parts = group.gather(_filled_up(common, max(self._common_lengths())))
+        parts = group.all_gather(_filled_up(common, max(self._common_lengths())))
         starts = [0] * len(parts)
         for index, ranks in enumerate(self._places):
             if self._in_common[index]:
@@ -277,7 +277,7 @@ class ShardedLayout(FragmentLayout):
 
     def _of_all(self, shard: Tensor, group: Communicator) -> list[Tensor]:
         """The shards of all ranks, filled up to the length of the longest."""
-        return group.gather(_filled_up(shard, self._longest))
+        return group.all_gather(_filled_up(shard, self._longest))
 
     def _common_lengths(self) -> list[int]:
         """How much every rank exchanges of the parameters of which several ranks hold the same."""
@@ -302,7 +302,7 @@ def layouts_of(
     Raises:
         ValueError: If a parameter is divided in a way that is not known here.
     """
-    shard, shards = topology.shard, topology.shards
+    shard, shards = topology.group_rank, topology.group_size
     if not any(map(is_sharded, parameters.values())):
         return [WholeLayout(f.names, [parameters[name] for name in f.names], shard, shards) for f in fragments]
     places = places_of(parameters, topology.in_group, topology.ranks)

@@ -187,7 +187,7 @@ def places_of(parameters: Mapping[str, Tensor], group: Communicator, members: ra
             own[name] = held(parameter)
         except ValueError as error:
             own[name] = error
-    ranks, places = group.gather_objects(own), {}
+    ranks, places = group.all_gather_object(own), {}
     for name, parameter in parameters.items():
         try:
             places[name] = shared(parameter.shape, [_known(rank[name]) for rank in ranks])

@@ -38,7 +38,7 @@ def end_epochs_together(trainer: Any, strategy: "GroupsMixin") -> ExitStack:
         What undoes them, with ``close()``.
     """
     undo = ExitStack()
-    if strategy.topology.groups > 1:
+    if strategy.topology.num_groups > 1:
         loop = trainer.fit_loop
         replace(undo, loop, "setup_data", partial(_setup_data, trainer, strategy, loop.setup_data))
         epoch_loop = loop.epoch_loop
@@ -91,11 +91,11 @@ def drop_what_not_all_logged(trainer: Any, strategy: "GroupsMixin") -> None:
     """
     results = trainer.fit_loop.epoch_loop._results
     logged = [key for key, metric in results.items() if metric.meta.on_epoch and not metric.has_reset]
-    common = set.intersection(*map(set, strategy.topology.world.gather_objects(logged)))
+    common = set.intersection(*map(set, strategy.topology.world.all_gather_object(logged)))
     dropped = [key for key in logged if key not in common]
     for key in dropped:
         del results[key]
-    if dropped and strategy.topology.shard == 0:
+    if dropped and strategy.topology.group_rank == 0:
         _log.warning(
             "A worker group had no batch in epoch %d, so what the others logged for the epoch is dropped: %s.",
             trainer.current_epoch,
@@ -180,13 +180,13 @@ def _say_that_it_waits(trainer: Any, strategy: "GroupsMixin", batches: int) -> N
         return
     # Lightning would call it unusual.
     said.add(_YIELDED_NONE)
-    if strategy.topology.shard == 0:
+    if strategy.topology.group_rank == 0:
         _log.warning(
             "Worker group %d has no more batches in epoch %d after %d. It makes idle batches until all groups end the"
             " epoch together, after the landing of its next launch. They count as steps, for max_steps and learning"
             " rates too. A loader with a length, or limit_train_batches as a number of batches, avoids them. This is"
             " said once.",
-            strategy.topology.group,
+            strategy.topology.group_index,
             trainer.current_epoch,
             batches,
         )
@@ -241,8 +241,8 @@ def _agree(trainer: Any, strategy: "GroupsMixin", failure: Exception | None) -> 
     """Agrees with all ranks how many batches an epoch has. Raises on all of them if one has none, or could not load."""
     topology = strategy.topology
     batches = _batches(trainer.fit_loop) if failure is None else None
-    own = _Announced(topology.group, batches, "" if failure is None else repr(failure))
-    ranks = topology.world.gather_objects(own)
+    own = _Announced(topology.group_index, batches, "" if failure is None else repr(failure))
+    ranks = topology.world.all_gather_object(own)
     if failure is not None:
         raise failure
     _require_data(ranks)

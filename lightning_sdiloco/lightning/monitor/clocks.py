@@ -54,9 +54,9 @@ def measured(clock: Clock, world: Communicator) -> ClockOffset:
     exchanges = []
     for _ in range(_EXCHANGES):
         sent = clock(time.perf_counter())
-        world.gather_objects(None)
+        world.all_gather_object(None)
         exchanges.append(Exchange(sent, clock(time.perf_counter())))
-    return estimated(world.gather_objects(exchanges)[0], exchanges)
+    return estimated(world.all_gather_object(exchanges)[0], exchanges)
 
 
 def estimated(reference: Sequence[Exchange], own: Sequence[Exchange]) -> ClockOffset:

@@ -39,11 +39,11 @@ def doctor(
     layout = GroupLayout(launch.world_size, groups)
     meeting = meet_at(launch.host, launch.port, launch.rank, launch.world_size, timedelta(seconds=wait))
     group = layout.group_of(launch.rank)
-    machines = meeting.gather("machines", machine.describe())
+    machines = meeting.all_gather("machines", machine.describe())
     places, failures = find_failures(meeting, group, exchange_address, group_address)
     measured = []
     if not failures:
-        speaks = layout.shard_of(launch.rank) == 0
+        speaks = layout.group_rank_of(launch.rank) == 0
         measured = links.measure(meeting, groups, group, speaks, exchange_address(), seconds)
     if launch.rank != 0:
         return ""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from lightning_sdiloco.launch.reachability import Listener
-from lightning_sdiloco.launch.rendezvous import Meeting, reason, try_to_connect
+from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, try_to_connect
 
 # How long one direction is measured. The second half counts: a connection starts slowly.
 SECONDS = 3.0
@@ -37,7 +37,7 @@ class Link(NamedTuple):
 
 
 def measure(
-    meeting: Meeting, groups: int, group: int, speaks: bool, address: str, seconds: float = SECONDS
+    meeting: Rendezvous, groups: int, group: int, speaks: bool, address: str, seconds: float = SECONDS
 ) -> list[Link]:
     """Measures between the first ranks of all worker groups. All ranks must call it.
 
@@ -53,17 +53,17 @@ def measure(
     """
     listener = Listener(address, lambda connection: _serve(connection, seconds))
     try:
-        told = meeting.gather("links", [group, address, listener.port] if speaks else None)
+        told = meeting.all_gather("links", [group, address, listener.port] if speaks else None)
         places = {place[0]: (str(place[1]), int(place[2])) for place in told if place is not None}
         round_trips = {other: _round_trip(places[other]) for other in places if other != group} if speaks else {}
-        meeting.gather("round trips", None)
+        meeting.all_gather("round trips", None)
         links = []
         for step in range(1, groups):
             other = (group + step) % groups
             if speaks:
                 links.append(_link(group, other, places[other], round_trips[other], seconds))
-            meeting.gather(f"round {step}", None)
-        return [Link(*link) for rank in meeting.gather("measured", links) for link in rank]
+            meeting.all_gather(f"round {step}", None)
+        return [Link(*link) for rank in meeting.all_gather("measured", links) for link in rank]
     finally:
         listener.close()
 

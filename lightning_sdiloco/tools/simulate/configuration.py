@@ -102,7 +102,7 @@ class Configuration:
                 arguments = _arguments_of(trainer)
                 arguments |= choices
                 _refuse_what_is_measured(arguments)
-                arguments |= {"worker_groups": place.topology.groups, "start_method": "popen"}
+                arguments |= {"worker_groups": place.topology.num_groups, "start_method": "popen"}
                 trainer.strategy = {"class_path": name, "init_args": arguments}
 
             def instantiate_classes(self) -> None:

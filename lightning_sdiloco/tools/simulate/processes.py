@@ -49,22 +49,22 @@ class SimulatedProcessesMixin(_Base):
     @property
     @override
     def num_processes(self) -> int:
-        return self.place.topology.groups
+        return self.place.topology.num_groups
 
     @property
     @override
     def world_size(self) -> int:
-        return self.place.topology.groups
+        return self.place.topology.num_groups
 
     @property
     @override
     def global_rank(self) -> int:
-        return self.place.topology.group
+        return self.place.topology.group_index
 
     @property
     @override
     def local_rank(self) -> int:
-        return self.place.topology.group
+        return self.place.topology.group_index
 
     @property
     @override
@@ -100,21 +100,21 @@ class SimulatedProcessesMixin(_Base):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.place.topology.world.gather_objects(args)
+        self.place.topology.world.all_gather_object(args)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.place.topology.world.gather_objects(obj)[src]
+        return self.place.topology.world.all_gather_object(obj)[src]
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        return _reduced(torch.stack(self.place.topology.world.gather(tensor)), reduce_op).to(tensor.dtype)
+        return _reduced(torch.stack(self.place.topology.world.all_gather(tensor)), reduce_op).to(tensor.dtype)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return torch.stack([tensor] if self.in_batch else self.place.topology.world.gather(tensor))
+        return torch.stack([tensor] if self.in_batch else self.place.topology.world.all_gather(tensor))
 
 
 def _reduced(ranks: Tensor, reduce_op: Any) -> Tensor:
@@ -142,7 +142,7 @@ class _GatherMetric:
         if self._strategy.in_batch:
             return [value]
         # As objects: the shapes may differ.
-        return list(self._strategy.place.topology.world.gather_objects(value))
+        return list(self._strategy.place.topology.world.all_gather_object(value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherMetric":
         # A copy of the module must not copy the strategy.

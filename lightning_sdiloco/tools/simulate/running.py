@@ -158,7 +158,7 @@ def _live(
         inner_steps=int(report["inner_steps"]),
         step_seconds=recorder.step_seconds,
     )
-    if place.topology.group:
+    if place.topology.group_index:
         return group, None
     model = Model.of_parameters(trainable(trainer.lightning_module))
     return group, Run([], recorder.validations, strategy.outer_state_dict(), model, strategy.engine.settings)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.background import InlineLane
+from lightning_sdiloco.engine.background import InlineBackground
 
 Until = Callable[[Callable[[], bool]], None]
 
@@ -28,12 +28,12 @@ def simulated_topologies(groups: int, until: Until) -> list[Topology]:
     return [
         replace(
             topology,
-            world=SimulatedWorld(topology.group, groups, tables, until),
-            words=TurnTakingExchange(topology.words, topology.group, words, until),
-            exchange=TurnTakingExchange(topology.exchange, topology.group, sent, until),
-            relays=TurnTakingExchange(topology.relays, topology.group, relayed, until),
+            world=SimulatedWorld(topology.group_index, groups, tables, until),
+            control=TurnTakingExchange(topology.control, topology.group_index, words, until),
+            exchange=TurnTakingExchange(topology.exchange, topology.group_index, sent, until),
+            second_hop=TurnTakingExchange(topology.second_hop, topology.group_index, relayed, until),
             # Each for itself: what another group has to do first, it does when it has its turn.
-            background=InlineLane.connect(1)[0],
+            background=InlineBackground.connect(1)[0],
         )
         for topology in Topology.simulated(groups)
     ]
@@ -65,12 +65,12 @@ class SimulatedWorld(Communicator):
         self._until = until
         self._number = 0
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """See `Communicator.gather`."""
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """See `Communicator.all_gather`."""
         return [part.clone() for part in self._meet("gather tensors", tensor.detach().clone())]
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """See `Communicator.gather_objects`. As between processes, everyone gets a copy."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """See `Communicator.all_gather_object`. As between processes, everyone gets a copy."""
         return [pickle.loads(data) for data in self._meet("gather objects", pickle.dumps(value))]
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -110,7 +110,7 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
     """
 
     def __init__(self, exchange: Exchange[Any], group: int, sent: list[int], until: Until) -> None:
-        super().__init__(exchange.groups)
+        super().__init__(exchange.num_groups)
         self._exchange = exchange
         self._group = group
         self._sent = sent
