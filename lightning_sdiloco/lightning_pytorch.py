@@ -1,25 +1,23 @@
-"""The strategy for ``lightning.pytorch``."""
-
-from typing import Any
+"""The strategies, the monitor and the callback for ``lightning.pytorch``."""
 
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from typing_extensions import override
 
-from lightning_sdiloco.lightning.callback import StreamingDiLoCoCallbackMixin
+from lightning_sdiloco.lightning.callback import InnerStepHooks
 from lightning_sdiloco.lightning.launcher import LauncherMixin
-from lightning_sdiloco.lightning.model_parallel import StreamingDiLoCoModelParallelMixin
 from lightning_sdiloco.lightning.monitor.monitor import StreamingDiLoCoMonitorMixin
-from lightning_sdiloco.lightning.strategy import StreamingDiLoCoMixin
+from lightning_sdiloco.lightning.sharded_groups import ShardedModel
+from lightning_sdiloco.lightning.strategy import Distribution, WorkerGroupStrategy
+from lightning_sdiloco.lightning.whole_model import WholeModel
 from lightning_sdiloco.tools.simulate.processes import SimulatedProcessesMixin
 from lightning_sdiloco.tools.simulate.recording import RecorderMixin
 
 
-class StreamingDiLoCoCallback(StreamingDiLoCoCallbackMixin, Callback):
-    """See `StreamingDiLoCoCallbackMixin`."""
+class StreamingDiLoCoCallback(InnerStepHooks, Callback):
+    """See `InnerStepHooks`."""
 
 
 class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):  # noqa: D101
@@ -30,22 +28,25 @@ class _Launcher(LauncherMixin, _MultiProcessingLauncher):
     pass
 
 
-class StreamingDiLoCoStrategy(StreamingDiLoCoMixin, DDPStrategy):  # noqa: D101
-    __doc__ = StreamingDiLoCoMixin.__doc__
-
-    callback_type = StreamingDiLoCoCallback
-    termination = SIGTERMException
-
-    @override
-    def _make_launcher(self, start_method: Any) -> Any:
-        return _Launcher(self, start_method=start_method)
+_DISTRIBUTION = Distribution(StreamingDiLoCoCallback, _Launcher, SIGTERMException)
 
 
-class StreamingDiLoCoModelParallelStrategy(StreamingDiLoCoModelParallelMixin, ModelParallelStrategy):  # noqa: D101
-    __doc__ = StreamingDiLoCoModelParallelMixin.__doc__
+class StreamingDiLoCoStrategy(WorkerGroupStrategy, DDPStrategy):
+    """See `WorkerGroupStrategy` and `WholeModel`, of which this documentation is made."""
 
-    callback_type = StreamingDiLoCoCallback
-    termination = SIGTERMException
+    strategy_name = "streaming_diloco"
+    description = "Streaming DiLoCo over worker groups"
+    distribution = _DISTRIBUTION
+    model_format = WholeModel
+
+
+class StreamingDiLoCoModelParallelStrategy(WorkerGroupStrategy, ModelParallelStrategy):
+    """See `WorkerGroupStrategy` and `ShardedModel`, of which this documentation is made."""
+
+    strategy_name = "streaming_diloco_model_parallel"
+    description = "Streaming DiLoCo over worker groups that share one sharded model"
+    distribution = _DISTRIBUTION
+    model_format = ShardedModel
 
 
 class SimulatedStrategy(StreamingDiLoCoStrategy, SimulatedProcessesMixin, DDPStrategy):

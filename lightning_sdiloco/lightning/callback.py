@@ -4,15 +4,15 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.lightning.fit import Fit
 from lightning_sdiloco.lightning.host.uneven_data import count_idle_batch, drop_what_not_all_logged, end_epoch
 from lightning_sdiloco.lightning.monitor.monitor import monitors_of
 from lightning_sdiloco.lightning.monitor.scalars import Interval, lay_out, scalars_of
 from lightning_sdiloco.lightning.requests import Request
+from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
-
-    from lightning_sdiloco.lightning.groups import GroupsMixin
 else:
     _Base = object
 
@@ -20,15 +20,17 @@ else:
 _log = logging.getLogger(__name__)
 
 
-class StreamingDiLoCoCallbackMixin(_Base):
-    """Gives the strategy the hooks that strategies do not have. It holds no state that a checkpoint would need.
+class InnerStepHooks(_Base):
+    """Gives a fit the hooks that strategies do not have. It holds no state that a checkpoint would need.
 
     Args:
-        strategy: The strategy that attaches it.
+        fit: The fit whose inner steps it makes.
+        groups: The ranks.
     """
 
-    def __init__(self, strategy: "GroupsMixin") -> None:
-        self._strategy = strategy
+    def __init__(self, fit: Fit, groups: WorkerGroups) -> None:
+        self.fit = fit
+        self._groups = groups
         self._interval: Interval | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -37,32 +39,32 @@ class StreamingDiLoCoCallbackMixin(_Base):
         self._interval = None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Tells the strategy, which may have to cut the model anew."""
-        self._strategy.begin_epoch()
+        """Tells the fit, which may have to cut the model anew."""
+        self.fit.begin_epoch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes the inner step, logs what landed, and ends a fit with its last batch."""
-        self._write(trainer, self._strategy.end_batch(self._is_idle_step(trainer, batch)))
-        if self._strategy.agreed(Request.TIME_LIMIT):
+        self._write(trainer, self.fit.end_batch(self._is_idle_step(trainer, batch)))
+        if self.fit.requests.agreed(Request.TIME_LIMIT):
             trainer.should_stop = True
-        if self._strategy.agreed(Request.END_EPOCH):
+        if self.fit.requests.agreed(Request.END_EPOCH):
             end_epoch(trainer)
         if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             # What is still on its way was asked for this epoch, not for the next.
-            self._strategy.settle(Request.END_EPOCH)
+            self.fit.requests.settle(Request.END_EPOCH)
         self.finish_with_last_batch(trainer)
 
     def finish_with_last_batch(self, trainer: Any) -> None:
         """Ends a fit whose last batch is over."""
         if _is_last(trainer):
             # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
-            self._write(trainer, self._strategy.finish())
+            self._write(trainer, self.fit.finish())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops what cannot be reduced, and says once if no batch counts as an inner step."""
-        if self._strategy.topology.num_groups > 1:
-            drop_what_not_all_logged(trainer, self._strategy)
-        if trainer.current_epoch == 0 and not self._strategy.made_inner_steps:
+        if self._groups.topology.num_groups > 1:
+            drop_what_not_all_logged(trainer, self._groups.topology)
+        if trainer.current_epoch == 0 and not self.fit.steps.made_any:
             _log.warning(
                 "The first epoch ended without an inner step: no optimizer of configure_optimizers stepped, so the"
                 " worker groups train apart. Return the optimizers there, and step those of self.optimizers()."
@@ -70,12 +72,13 @@ class StreamingDiLoCoCallbackMixin(_Base):
 
     def _is_idle_step(self, trainer: Any, batch: Any) -> bool:
         """Whether the other groups make an inner step in this batch, while this one had None to train on."""
-        idle = batch is None and not self._strategy.optimizer_steps and self._strategy.topology.num_groups > 1
-        return idle and count_idle_batch(trainer, self._strategy.optimizer_steps_per_batch)
+        steps = self.fit.steps
+        idle = batch is None and not steps.optimizer_steps and self._groups.topology.num_groups > 1
+        return idle and count_idle_batch(trainer, steps.optimizer_steps_per_batch(len(trainer.optimizers)))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Ends a fit that was stopped early, before other callbacks look at the model."""
-        self._write(trainer, self._strategy.finish())
+        self._write(trainer, self.fit.finish())
 
     def _write(self, trainer: Any, landings: list[Landing]) -> None:
         """Logs landings, and hands them to the monitors."""
@@ -88,7 +91,7 @@ class StreamingDiLoCoCallbackMixin(_Base):
             monitor.note(landings)
 
     def _scalars_of_interval(self, landing: Landing) -> dict[str, float]:
-        engine = self._strategy.engine
+        engine = self.fit.steps.engine
         if self._interval is None and engine is not None:
             # It begins with the first landing: what came before had nothing to wait for.
             self._interval = Interval(engine.settings.sync_every, landing.landed_at)
@@ -96,8 +99,9 @@ class StreamingDiLoCoCallbackMixin(_Base):
         return self._interval.scalars_with(landing) if self._interval is not None else {}
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Tells the strategy first, before another callback saves a checkpoint."""
-        self._strategy.fail(exception)
+        """Tells the other ranks first, before another callback saves a checkpoint."""
+        if not self.fit.was_ended_by(exception):
+            self._groups.fail(exception)
 
 
 def _is_last(trainer: Any) -> bool:

@@ -50,7 +50,7 @@ class LauncherMixin(_Base):
             raise
         except Exception as error:
             if getattr(error, "exit_code", None) == _TERMINATED:
-                raise self._strategy.termination from error
+                raise self._strategy.distribution.termination from error
             raise
         finally:
             forwarding.stop()
@@ -67,7 +67,7 @@ class LauncherMixin(_Base):
             _take_own_memory((*args, *kwargs.values()))
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
-        except self._strategy.termination:
+        except self._strategy.distribution.termination:
             # Without a code the main process would take it for success, and wait for the result.
             sys.exit(_TERMINATED)
 

@@ -1,7 +1,8 @@
 """What one rank asks and all ranks do at the same inner step: it travels in the control vector of a launch."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntFlag
+from typing import Any
 
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
@@ -29,26 +30,105 @@ MOST_CHECKPOINTS = _BITS - int(Request.CHECKPOINT).bit_length() + 1
 class Requests:
     """Keeps what this rank asks until all groups do it.
 
+    A fit makes it, and connects it with the engine whose launches carry the requests. Before that nothing is asked.
+
     Args:
-        engine: The engine whose launches carry the requests.
+        engine: The engine, where it is known from the start.
     """
 
-    def __init__(self, engine: StreamingDiLoCo) -> None:
+    def __init__(self, engine: StreamingDiLoCo | None = None) -> None:
         self._engine = engine
         self._done_at: dict[int, int] = {}
+        self._agreed = 0
+        self._deciding: int | None = None
+
+    def connect(self, engine: StreamingDiLoCo) -> None:
+        """Lets the launches of an engine carry the requests."""
+        self._engine = engine
+        self._done_at = {}
+        self._agreed = 0
+
+    @property
+    def are_open(self) -> bool:
+        """Whether there are launches to come that could carry a request."""
+        return self._engine is not None and not self._engine.is_finished
 
     def ask(self, bit: int) -> None:
         """Asks all groups for something. Asking again before it is done changes nothing."""
-        # A plain number: it is saved with the engine.
-        self._engine.request(int(bit))
+        if self._engine is not None:
+            # A plain number: it is saved with the engine.
+            self._engine.request(int(bit))
 
     def settle(self, bit: int) -> None:
         """Takes what was asked up to now as done. All ranks do so after the same inner step."""
-        self._done_at[int(bit)] = self._engine.inner_steps
-        self._engine.withdraw(int(bit))
+        if self._engine is not None:
+            self._done_at[int(bit)] = self._engine.inner_steps
+            self._engine.withdraw(int(bit))
+
+    def begin_batch(self) -> None:
+        """Forgets what was agreed after the last inner step: it has been done."""
+        self._agreed = 0
+
+    def land(self, landings: Iterable[Landing]) -> int:
+        """Takes what came with landings: from now on all ranks agree on it, after the same inner step.
+
+        A request that was launched before the same thing was last done, or just then, has been met already:
+        launches come before landings.
+
+        Returns:
+            The bits that are agreed on.
+        """
+        self._agreed = 0
+        for landing in landings:
+            for bit in (1 << index for index in range(_BITS)):
+                if landing.requests & bit and landing.launched_at > self._done_at.get(bit, 0):
+                    self._agreed |= bit
+        for bit in (1 << index for index in range(_BITS)):
+            if self._agreed & bit:
+                self.settle(bit)
+        return self._agreed
+
+    def agreed(self, bit: int) -> bool:
+        """Returns whether all ranks do something after this inner step."""
+        return bool(self._agreed & bit)
+
+    # Checkpoints by the clock
+
+    def decide_checkpoint(self, index: int, hook: Callable[..., None], *args: Any) -> None:
+        """Runs the hook of a checkpoint callback whose time interval all ranks decide together.
+
+        Args:
+            index: Number of the callback among those with a time interval.
+            hook: The hook, which broadcasts whether to skip the save; `vote` answers in place of the broadcast.
+            *args: Its arguments.
+        """
+        self._deciding = index
+        try:
+            hook(*args)
+        finally:
+            self._deciding = None
+
+    def vote(self, skip: Any) -> bool | None:
+        """Answers whether all ranks skip the save that the hook of `decide_checkpoint` asks for.
+
+        Args:
+            skip: Whether this rank would skip it.
+
+        Returns:
+            The answer, or None if this is not the question of such a hook.
+        """
+        if self._deciding is None or not isinstance(skip, bool):
+            return None
+        bit = int(Request.CHECKPOINT) << self._deciding
+        self._deciding = None
+        if not skip:
+            self.ask(bit)
+        return not self.agreed(bit)
+
+    # Checkpoints of requests
 
     def state_dict(self) -> dict[int, int]:
-        """After which inner step each request was done last."""
+        """Returns after which inner step each request was done last."""
         return dict(self._done_at)
 
     def load_state_dict(self, state: dict[int, int]) -> None:
@@ -58,21 +138,4 @@ class Requests:
         """
         self._done_at = dict(state)
         for bit in SIGNALLED:
-            self._done_at[int(bit)] = self._engine.inner_steps
-            self._engine.withdraw(bit)
-
-    def agreed(self, landings: Iterable[Landing]) -> int:
-        """What all groups do now: the bits that came with these landings, on every rank the same.
-
-        A request that was launched before the same thing was last done, or just then, has been met already:
-        launches come before landings.
-        """
-        agreed = 0
-        for landing in landings:
-            for bit in (1 << index for index in range(_BITS)):
-                if landing.requests & bit and landing.launched_at > self._done_at.get(bit, 0):
-                    agreed |= bit
-        for bit in (1 << index for index in range(_BITS)):
-            if agreed & bit:
-                self.settle(bit)
-        return agreed
+            self.settle(bit)

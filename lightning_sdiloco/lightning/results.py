@@ -1,4 +1,4 @@
-"""What can still be read of an engine that has finished in another process."""
+"""What users read of a strategy: schedule, fragments, outer parameters and report, during a fit and after it."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,8 @@ from torch import Tensor
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.lightning.choosing import Measured
+from lightning_sdiloco.lightning.options import CurrentOptions, Options
 
 
 class Summary(NamedTuple):
@@ -36,3 +38,81 @@ class Summary(NamedTuple):
     def report(self) -> dict[str, float]:
         """See `StreamingDiLoCo.report`."""
         return dict(self.counts)
+
+
+class Results:
+    """The readable side of a strategy. It survives the fit, and brings back what ran in other processes.
+
+    Args:
+        options: What the user chose.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = CurrentOptions(options)
+        self._fragments: tuple[Fragment, ...] = ()
+        self._engine: StreamingDiLoCo | None = None
+        self._summary: Summary | None = None
+
+    def begin(self, options: CurrentOptions) -> None:
+        """Forgets the fit before, and shows the options of the one that begins."""
+        self._options = options
+        self._fragments = ()
+        self._engine = self._summary = None
+
+    def cut(self, fragments: tuple[Fragment, ...]) -> None:
+        """Shows how the model was cut."""
+        self._fragments = fragments
+
+    def read(self, engine: StreamingDiLoCo) -> None:
+        """Shows what an engine does."""
+        self._engine = engine
+
+    @property
+    def engine(self) -> StreamingDiLoCo | None:
+        """The engine of the fit that runs, or of the last one; None before the first in this process."""
+        return self._engine
+
+    @property
+    def schedule(self) -> Schedule:
+        """When fragments launch and land."""
+        if self._summary is not None:
+            return self._summary.schedule
+        settings = self._options.settings
+        return Schedule(settings.sync_every, settings.overlap_steps, len(self.fragments))
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments."""
+        return self._fragments or self._source.fragments
+
+    @property
+    def measured(self) -> Measured | None:
+        """What the planner chose from."""
+        return self._options.options.auto.measured
+
+    def outer_state_dict(self) -> dict[str, Tensor]:
+        """Returns the outer parameters by name."""
+        return self._source.outer_state_dict()
+
+    def report(self) -> dict[str, float]:
+        """Returns what happened in the fit."""
+        return self._source.report()
+
+    @property
+    def _source(self) -> StreamingDiLoCo | Summary:
+        source = self._engine or self._summary
+        if source is None:
+            raise RuntimeError(
+                "There is nothing to read before training: the fragments and the schedule are known from on_fit_start"
+                " on, the outer parameters and the report from on_train_batch_start on, and all after a fit in which"
+                " anything was trained."
+            )
+        return source
+
+    def summary(self) -> Summary | None:
+        """Returns what stays readable where a fit ran in other processes; None if none ran here."""
+        return Summary.of(self._engine) if self._engine is not None and self._engine.is_finished else None
+
+    def read_summary(self, summary: Summary | None) -> None:
+        """Takes over what a fit in other processes left."""
+        self._summary = summary

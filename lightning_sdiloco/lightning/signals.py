@@ -13,12 +13,10 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from lightning_sdiloco.lightning.requests import SIGNALLED, Request
-
-if TYPE_CHECKING:
-    from lightning_sdiloco.lightning.groups import GroupsMixin
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.lightning.requests import SIGNALLED, Request, Requests
 
 _log = logging.getLogger(__name__)
 
@@ -30,12 +28,16 @@ class Signals:
 
     Args:
         trainer: The trainer that is about to fit.
-        strategy: Its strategy.
+        requests: What carries the wish to end to all ranks.
+        world: All ranks.
+        termination: What ends a fit after SIGTERM, in this distribution of Lightning.
     """
 
-    def __init__(self, trainer: Any, strategy: "GroupsMixin") -> None:
+    def __init__(self, trainer: Any, requests: Requests, world: Communicator, termination: type[BaseException]) -> None:
         self._trainer = trainer
-        self._strategy = strategy
+        self._requests = requests
+        self._world = world
+        self._termination = termination
         self._received: set[Request] = set()
         self._requeue = trainer._signal_connector._slurm_sigusr_handler_fn
         self._requeued_by: int | None = None
@@ -61,7 +63,7 @@ class Signals:
     def end_if_any_received(self) -> None:
         """Ends a fit that has finished before a launch could carry the request. All ranks must call it."""
         received = 0
-        for rank in self._strategy.topology.world.all_gather_object(self.received):
+        for rank in self._world.all_gather_object(self.received):
             received |= rank
         if received:
             self._end(received)
@@ -91,7 +93,7 @@ class Signals:
 
     def _agreed(self) -> int:
         # A fit that finished with this very step goes on to its end.
-        return sum(bit for bit in SIGNALLED if self._strategy.is_training and self._strategy.agreed(bit))
+        return sum(bit for bit in SIGNALLED if self._requests.are_open and self._requests.agreed(bit))
 
     def _end(self, agreed: int) -> NoReturn:
         if agreed & Request.REQUEUE:
@@ -101,13 +103,13 @@ class Signals:
             self._save()
         self.ended = True
         self._trainer._signal_connector.received_sigterm = True
-        raise self._strategy.termination
+        raise self._termination
 
     def _save(self) -> None:
         path = terminated_path(self._trainer)
         if path is not None:
             self._trainer.save_checkpoint(path)
-        if self._strategy.is_global_zero:
+        if self._trainer.is_global_zero:
             step = self._trainer.global_step
             _log.warning("A termination signal ended the fit on all ranks after global step %s. %s", step, _told(path))
 

@@ -1,40 +1,72 @@
-"""The strategy for worker groups that train with DistributedDataParallel, but for its base class.
+"""The strategy, but for its base class: the one place that overrides Lightning's strategies.
 
-Both distributions of Lightning have it in common.
+Every distribution of Lightning has base classes of its own. A class in front of one of them adds its name and no more;
+see ``lightning_pytorch.py``.
+
+[Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user chose. `WorkerGroups` are
+the ranks, over several fits. A `Fit` begins and ends with each fit. A `ModelFormat` knows whether ranks hold the model
+whole. `Results` are what users read, also afterwards.
 """
 
 import gc
+import inspect
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT
+from lightning_sdiloco.comm.exchange import DeviceBackend
+from lightning_sdiloco.comm.exchange.on_device import nccl_on
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine.agreement import align_model
-from lightning_sdiloco.lightning.groups import GroupsMixin
-from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.errors import ExchangeError
+from lightning_sdiloco.lightning.callback import InnerStepHooks
+from lightning_sdiloco.lightning.choosing import Measured
+from lightning_sdiloco.lightning.collectives import in_batch
+from lightning_sdiloco.lightning.documentation import document
+from lightning_sdiloco.lightning.fit import Fit, Parts
+from lightning_sdiloco.lightning.host.batch_hooks import silence_without_fit
+from lightning_sdiloco.lightning.model_format import ModelFormat
+from lightning_sdiloco.lightning.options import Options
+from lightning_sdiloco.lightning.results import Results, Summary
+from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
 
-_log = logging.getLogger(__name__)
+
+class Distribution(NamedTuple):
+    """What a distribution of Lightning brings, beside the base classes of strategies.
+
+    Attributes:
+        callback: The callback that makes inner steps.
+        launcher: What starts processes by another start method than ``"popen"``.
+        termination: What ends a fit after SIGTERM.
+    """
+
+    callback: type[InnerStepHooks]
+    launcher: type[Any]
+    termination: type[BaseException]
 
 
-class StreamingDiLoCoMixin(GroupsMixin, _Base):
-    """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo (arXiv 2501.18512).
-
-    Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is cut into fragments,
-    which the groups average one after the other, a few bits per value, while training goes on.
+class WorkerGroupStrategy(_Base):
+    """Trains one model on several worker groups.
 
     Args:
         worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per node when
@@ -71,24 +103,29 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
-        start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-        ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
-        accelerator: As for every Lightning strategy.
-        parallel_devices: As for every Lightning strategy.
-        cluster_environment: As for every Lightning strategy.
-        checkpoint_io: As for every Lightning strategy.
-        precision_plugin: As for every Lightning strategy.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
+        TypeError: If there is no such argument.
     """
 
-    strategy_name = "streaming_diloco"
-    description = "Streaming DiLoCo over worker groups"
+    strategy_name: ClassVar[str]
+    description: ClassVar[str]
+    distribution: ClassVar[Distribution]
+    model_format: ClassVar[type[ModelFormat]]
+    base_arguments: ClassVar[Callable[..., dict[str, Any]]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Documents a strategy: its arguments are those above, and those of its model format."""
+        super().__init_subclass__(**kwargs)
+        if "model_format" in vars(cls):
+            cls.base_arguments = staticmethod(cls.model_format.base_arguments)
+            document(cls, WorkerGroupStrategy, cls.model_format)
 
     def __init__(
         self,
         worker_groups: int | Literal["auto"] = "auto",
+        *,
         sync_every: int | Literal["auto"] = 100,
         overlap_steps: int | Literal["auto"] = 5,
         mixing: float = 0.5,
@@ -108,15 +145,11 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_resume: Literal["exact", "restart"] = "exact",
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        ddp_kwargs: dict[str, Any] | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
+        **of_format: Any,
     ) -> None:
-        self._keep(
+        self._refuse_unknown(of_format)
+        # Nothing is started here: strategies are pickled.
+        self._options = Options.of(
             worker_groups=worker_groups,
             exchange_backend=exchange_backend,
             on_resume=on_resume,
@@ -138,17 +171,141 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
             offload=offload,
             timeout=timeout,
         )
-        self._buffers_are_due = False
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            timeout=timeout,
-            start_method=start_method,
-            **_checked_ddp_kwargs(ddp_kwargs or {}),
-        )
+        arguments = self.base_arguments(**of_format)
+        self._format = self.model_format(arguments)
+        self._groups = WorkerGroups()
+        self._results = Results(self._options)
+        self._fit: Fit | None = None
+        # What is replaced in Lightning while there is no fit.
+        self._patches = ExitStack()
+        super().__init__(timeout=timeout, **arguments)
+
+    def _refuse_unknown(self, of_format: dict[str, Any]) -> None:
+        known = inspect.signature(self.base_arguments).parameters
+        for name in of_format.keys() - known.keys():
+            own = type(self).__name__
+            of_ddp = name in inspect.signature(DistributedDataParallel).parameters or name.startswith("ddp_comm_")
+            advice = (
+                f"It belongs to DistributedDataParallel: give ddp_kwargs={{{name!r}: ...}}"
+                if of_ddp and "ddp_kwargs" in known
+                else f"help({own}) lists those that it has"
+            )
+            raise TypeError(f"{own} has no argument {name!r}. {advice}.")
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers the name, unless it is registered already."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=cls.description)
+
+    # What users read
+
+    @property
+    def schedule(self) -> Schedule:
+        """When fragments launch and land; prints as a table. Known from ``on_fit_start`` on.
+
+        Where settings are ``"auto"``, it is known when they are chosen, after the first inner steps.
+        """
+        return self._results.schedule
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments: names and sizes in bytes of their parameters. Known from ``on_fit_start`` on."""
+        return self._results.fragments
+
+    def outer_state_dict(self) -> dict[str, Tensor]:
+        """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
+
+        The names are those of ``LightningModule.named_parameters()``. During a fit it is collective within a worker
+        group.
+        """
+        return self._results.outer_state_dict()
+
+    def report(self) -> dict[str, float]:
+        """Returns what happened in the fit.
+
+        Returns:
+            ``inner_steps``, ``launches``, ``landings``: counts; ``flights_dropped``: flights that were lost when a run
+            went on with other groups or settings; ``bytes_sent``, ``bytes_received``: between groups, by this rank;
+            ``exposed_wait_s``: seconds for which training waited for fragments; ``in_flight_s``: seconds that fragments
+            were in flight, added up.
+        """
+        return self._results.report()
+
+    @property
+    def measured(self) -> Measured | None:
+        """What the planner chose ``"auto"`` settings from; None if it did not, or took them from a checkpoint."""
+        return self._results.measured
+
+    @property
+    def engine(self) -> StreamingDiLoCo | None:
+        """The engine of the fit that runs, or of the last one; None before the first in this process."""
+        return self._results.engine
+
+    @property
+    def topology(self) -> Topology:
+        """Worker groups and the ways between them; known when processes are connected."""
+        return self._groups.topology
+
+    # What launcher, monitor and callbacks read
+
+    def summary(self) -> Summary | None:
+        """Returns what stays readable where a fit ran in other processes; None if none ran here."""
+        return self._results.summary()
+
+    def read_summary(self, summary: Summary | None) -> None:
+        """Takes over what a fit in other processes left."""
+        self._results.read_summary(summary)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank ends with an exception and must not wait for others."""
+        return self._groups.is_alone
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a fit has finished: the outer parameters change no more."""
+        return self._fit is not None and self._fit.steps.is_finished
+
+    @property
+    def resumes_exactly(self) -> bool:
+        """Whether the fit that is about to run goes on where its checkpoint was saved."""
+        return self._fit is not None and self._fit.checkpointer.resumes_exactly
+
+    # Start
+
+    @override
+    def connect(self, model: Any) -> None:
+        trainer = model._trainer
+        fits = trainer.state.fn == "fit"
+        if fits:
+            # Before callbacks are set up: some copy the model then.
+            self._format.refuse(trainer, self.precision_plugin.precision)
+        super().connect(model)
+        self._groups.failed = False
+        if self._fit is not None:
+            # What the planner chose stays.
+            self._options = self._fit.options.options
+            self._fit.checkpointer.forget()
+        if fits:
+            self._begin(trainer)
+
+    def _begin(self, trainer: Any) -> None:
+        if self._fit is not None:
+            self._fit.close()
+        termination = self.distribution.termination
+        self._fit = Fit(trainer, Parts(self._options, self._groups, self._format, self._results, termination))
+        trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, InnerStepHooks)]
+        # First, so that every other callback sees the model after the landing of its step.
+        trainer.callbacks.insert(0, self.distribution.callback(self._fit, self._groups))
+
+    def _layout(self) -> GroupLayout:
+        return self._format.layout(self._options.worker_groups, self.num_nodes, self.num_processes)
+
+    def _device_backend(self) -> DeviceBackend | None:
+        """What carries outer gradients from device to device, if anything does."""
+        return nccl_on(self.root_device) if self._options.exchange_backend == "nccl" else None
 
     @override
     def _configure_launcher(self) -> None:
@@ -157,111 +314,253 @@ class StreamingDiLoCoMixin(GroupsMixin, _Base):
         self._layout()
         self._device_backend()
         super()._configure_launcher()
-        if self._start_method != "popen":
-            self._launcher = self._make_launcher(self._start_method)
-
-    def _make_launcher(self, start_method: Any) -> Any:
-        raise NotImplementedError
+        start_method = getattr(self, "_start_method", "popen")
+        if start_method != "popen":
+            self._launcher = self.distribution.launcher(self, start_method=start_method)
 
     @override
-    def setup_distributed(self) -> None:
-        with self._reached_groups():
-            super().setup_distributed()
-        self._join_groups()
+    def setup_environment(self) -> None:
+        layout, timeout = self._layout(), self._options.settings.timeout
+        environment = None
+        if self.num_nodes > 1:
+            self.set_world_ranks()
+            environment = self.cluster_environment
+        with self._groups.reach(layout, self.global_rank, environment, timeout):
+            self._format.connect_processes(self, super().setup_environment)
+        described = {**self._options.described(), **self._format.described()}
+        self._groups.join(layout, self.global_rank, described, timeout, self._device_backend())
+        self._format.join(self, self.topology, layout)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Over how many ranks data is divided, and which of them this one is."""
+        return self._format.sampler_kwargs(self.topology)
 
     @override
-    def _setup_without_fit(self, trainer: Any) -> None:
-        """As DDPStrategy does it, but for overwriting the weights of all ranks with those of rank 0 after a fit."""
-        assert self.accelerator is not None
-        assert self.model is not None
-        self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        if self._engine is None or not self._engine.is_training(self.model):
-            align_model(self.model, self.topology)
-        self.setup_precision_plugin()
+    def setup(self, trainer: Any) -> None:
+        self._patches.close()
+        if trainer.state.fn == "fit" and self._fit is not None:
+            self._fit.begin()
+            super().setup(trainer)
+            self._fit.take_averages()
+        else:
+            silence_without_fit(self._patches, trainer)
+            # Where a fit was interrupted, groups hold models of their own.
+            align = self.engine is None or self.model is None or not self.engine.is_training(self.model)
+            self._format.set_up_without_fit(self, super().setup, trainer, align)
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
-        # First, so that our own refusals come before those of DistributedDataParallel.
-        self._prepare(model)
-        self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
-        self._keep_hook_in_group()
-        for part in model.modules():
-            if isinstance(part, nn.SyncBatchNorm):
-                # Lightning converts for the whole world, which would couple the groups at every step.
-                part.process_group = self.topology.in_group.process_group
-        return self._wrapped(model)
-
-    def _wrapped(self, model: nn.Module) -> Any:
-        wrapped = super()._setup_model(model)
-        if self.topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
-            fix_bucket_order(wrapped)
-        elif (
-            self.topology.group_size > 2 and wrapped.static_graph and self._resumed is not None and self.is_global_zero
-        ):
-            _log.warning(
-                "With static_graph=True DistributedDataParallel adds the gradients of the first step in another order"
-                " than those of later steps. In a worker group of %d ranks the resumed run may round differently from"
-                " one that was not interrupted; without static_graph it gives the same bits.",
-                self.topology.group_size,
-            )
-        return wrapped
-
-    def _keep_hook_in_group(self) -> None:
-        """Gives a communication hook of DDP the group: without one it reduces gradients over all groups."""
-        group, state = self.topology.in_group.process_group, cast(Any, self._ddp_comm_state)
-        if self._ddp_comm_hook is not None and state is None:
-            self._ddp_comm_state = group
-        elif state is not None and getattr(state, "process_group", group) is None:
-            state.process_group = group
+        if self._fit is not None:
+            # First, so that our own refusals come before those of DistributedDataParallel.
+            self._fit.prepare(model)
+        return self._format.wrap(self, model, self.topology, super()._setup_model)
 
     @override
-    def _wrap_anew(self) -> None:
-        """DistributedDataParallel only knows the parameters that were trainable when it was made."""
-        assert self.lightning_module is not None
-        # Its hooks on the parameters go with it, and it is part of a reference cycle.
-        self.model = None
-        gc.collect()
-        self.model = self._wrapped(self.lightning_module)
+    def setup_optimizers(self, trainer: Any) -> None:
+        if self._fit is not None and self._format.before_optimizers(trainer.lightning_module, self.topology):
+            self._fit.prepare(trainer.lightning_module)
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "consolidate_state_dict"):
+                raise ValueError(
+                    f"{type(optimizer).__name__} divides its state over all processes and sends parameters between"
+                    " them, also between worker groups, which train apart. Return the optimizer that it divides from"
+                    " configure_optimizers instead."
+                )
+
+    # Training
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._fit is not None and self.lightning_module is not None:
+            self._fit.start(self.lightning_module, self.optimizers)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._follow_what_is_trainable()
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if batch is None:
+            # Lightning calls no on_train_batch_start for an idle batch, and the other groups may be there. The user's
+            # hooks that move a batch need not know of idle ones.
+            self._follow_what_is_trainable()
+            return None
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _follow_what_is_trainable(self) -> None:
+        if self._fit is not None and self._fit.recut() and isinstance(self.model, DistributedDataParallel):
+            # It only knows the parameters that were trainable when it was made. Its hooks on the parameters go with
+            # it, and it is part of a reference cycle.
+            self.model = None
+            gc.collect()
+            assert self.lightning_module is not None
+            self.model = self._format.wrap(self, self.lightning_module, self.topology, super()._setup_model)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        if self._fit is not None:
+            self._fit.steps.note_optimizer_step()
+        return output
+
+    @override
+    def on_train_end(self) -> None:
+        if self._fit is not None:
+            self._fit.finish()
+        super().on_train_end()
+        if self._fit is not None:
+            # Callbacks have run.
+            self._fit.end(self.model)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._fit is None or not self._fit.was_ended_by(exception):
+            self._groups.fail(exception)
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._patches.close()
+        try:
+            if self._fit is not None:
+                self._fit.close()
+            # Waits for a thread that still writes.
+            super().teardown()
+        finally:
+            if self._fit is not None:
+                self._fit.checkpointer.close()
+
+    # Evaluation and checkpoints show the outer model
+
+    @property
+    def _shown(self) -> StreamingDiLoCo | None:
+        """The engine whose outer model validation sees, if it does."""
+        return self.engine if self._options.evaluate == "outer" else None
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        # The forward of validation would let DistributedDataParallel believe that the buffers of the next training
-        # step, which are put back, have been synchronised already.
-        if self._shows_outer and isinstance(self.model, DistributedDataParallel):
-            self._buffers_are_due = self.model.require_forward_param_sync
+        if self._shown is not None:
+            self._shown.show_outer()
+            self._format.begin_validation(self.model)
 
     @override
     def on_validation_end(self) -> None:
-        if self._shows_outer and isinstance(self.model, DistributedDataParallel):
-            self.model.require_forward_param_sync = self._buffers_are_due
+        if self._shown is not None:
+            self._format.end_validation(self.model)
+            self._shown.show_local()
         super().on_validation_end()
 
-
-def _checked_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> dict[str, Any]:
-    for name in ddp_kwargs:
-        if name in _NOT_FOR_DDP:
-            raise ValueError(
-                f"ddp_kwargs contains {name!r}, which the strategy itself sets: DistributedDataParallel runs among the"
-                " ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with the"
-                " strategy's own arguments."
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state_dict = super().lightning_module_state_dict
+        engine = self.engine
+        if engine is None or engine.is_finished:
+            return self._local_state_dict(state_dict)
+        if self._groups.failed and self.topology.group_size > 1:
+            _log.warning(
+                "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the"
+                " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
             )
-    return ddp_kwargs
+            return self._local_state_dict(state_dict)
+        with engine.evaluate():
+            state = self._local_state_dict(state_dict)
+            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
+    def _local_state_dict(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self._format.local_state_dict(self.lightning_module, state_dict) if self._groups.failed else state_dict()
 
-# What DistributedDataParallel gets from us, and arguments of DDPStrategy that are no arguments of it.
-_NOT_FOR_DDP = frozenset(
-    {
-        "module",
-        "device_ids",
-        "process_group",
-        "device_mesh",
-        "process_group_backend",
-        "timeout",
-        "start_method",
-        # Would average parameters over all ranks in between.
-        "model_averaging_period",
-    }
-)
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        steps = self._fit.steps if self._fit is not None else None
+        stepped = steps is not None and steps.stepped
+        try:
+            return dict(self._format.optimizer_state(optimizer, super().optimizer_state, self.is_alone))
+        finally:
+            if steps is not None:
+                # torch may step an optimizer to get its state: that is no inner step.
+                steps.stepped = stepped
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        save = super().save_checkpoint
+
+        def write(checkpoint: dict[str, Any], path: Any) -> None:
+            self._format.write(self, self.topology, checkpoint, path, storage_options, save)
+
+        if self._fit is None or self._fit.steps.engine is None or "optimizer_states" not in checkpoint:
+            write(checkpoint, filepath)
+        else:
+            self._fit.save(checkpoint, filepath, write)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        load = super().load_checkpoint
+        if self._fit is None:
+            return self._format.read(self, checkpoint_path, load, *args, **kwargs)
+        return self._fit.checkpointer.load(checkpoint_path, load, *args, **kwargs)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._fit is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._fit.checkpointer.remove(filepath, super().remove_checkpoint)
+
+    # Collectives
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
+        if group is None and in_batch(self.lightning_module):
+            if self.topology.in_group.size == 1:
+                return tensor
+            group = self.topology.in_group.process_group
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
+        # LightningModule.all_gather passes the world where the user gave no group.
+        if group in (None, self.topology.world.process_group) and in_batch(self.lightning_module):
+            group = self.topology.in_group.process_group
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks, and says what may be wrong if they do not come. Not after an exception."""
+        if self.is_alone:
+            return
+        try:
+            super().barrier(*args, **kwargs)
+        except RuntimeError as error:
+            in_flight = self.engine.in_flight if self.engine is not None else ()
+            raise ExchangeError(
+                f"This rank, of worker group {self.topology.group_index}, waited for all others at"
+                f" {args or 'a barrier'} and they did not come; fragments in flight: {list(in_flight) or 'none'}. Other"
+                " groups have stopped, or are still training because their data is longer or trainer.should_stop was"
+                " set here alone."
+            ) from error
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.is_alone:
+            return obj
+        # ModelCheckpoint asks at every batch whether to skip the save that its time interval may call for.
+        vote = self._fit.requests.vote(obj) if self._fit is not None else None
+        return super().broadcast(obj, src) if vote is None else vote
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decides over all ranks, whatever hook asks: who stops or saves must do so everywhere."""
+        if self.is_alone:
+            return decision
+        votes = self.topology.world.all_gather(torch.tensor([int(decision)], device=self.root_device))
+        count = sum(int(vote) for vote in votes)
+        return count == len(votes) if all else count > 0

@@ -12,15 +12,14 @@ that goes on would have made since; a resumed fit makes them itself, from the ou
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.agreement import is_aligned
 from lightning_sdiloco.lightning.host.patching import replace
-
-if TYPE_CHECKING:
-    from lightning_sdiloco.lightning.groups import GroupsMixin
+from lightning_sdiloco.lightning.inner_steps import InnerSteps
 
 State = dict[str, Any]
 
@@ -30,22 +29,22 @@ class Averaging:
 
     Args:
         trainer: The trainer that is about to fit, with its model set up.
-        strategy: Its strategy.
+        steps: The inner steps of the fit, and its engine.
+        topology: The ranks.
         undo: Takes up what ends the replacements.
     """
 
-    def __init__(self, trainer: Any, strategy: "GroupsMixin", undo: ExitStack) -> None:
+    def __init__(self, trainer: Any, steps: InnerSteps, topology: Topology, undo: ExitStack) -> None:
         self._outer: _OuterAverage | None = None
         for callback in trainer.callbacks:
             kinds = {kind.__name__ for kind in type(callback).__mro__}
             if kinds & {"WeightAveraging", "StochasticWeightAveraging"}:
-                _start_alike(callback._average_model, strategy)
+                _start_alike(callback._average_model, trainer.lightning_module, topology)
             if "WeightAveraging" in kinds:
-                self._outer = _OuterAverage(callback, strategy, undo)
+                self._outer = _OuterAverage(callback, trainer.lightning_module, steps, undo)
             elif "StochasticWeightAveraging" in kinds:
-                replace(
-                    undo, callback, "on_train_epoch_start", partial(_in_outer, strategy, callback.on_train_epoch_start)
-                )
+                start = partial(_in_outer, steps, callback.on_train_epoch_start)
+                replace(undo, callback, "on_train_epoch_start", start)
 
     def state_dict(self) -> State | None:
         """What a checkpoint needs beside what the callbacks themselves save; None if there is nothing."""
@@ -60,9 +59,10 @@ class Averaging:
 class _OuterAverage:
     """Makes a WeightAveraging callback average at landings; see [Note: averages of outer parameters]."""
 
-    def __init__(self, callback: Any, strategy: "GroupsMixin", undo: ExitStack) -> None:
+    def __init__(self, callback: Any, module: Any, steps: InnerSteps, undo: ExitStack) -> None:
         self._callback = callback
-        self._strategy = strategy
+        self._module = module
+        self._steps = steps
         self._wanted = False
         self._unfinished: State | None = None
         self._should_update = callback.should_update
@@ -86,15 +86,15 @@ class _OuterAverage:
     def _end_batch(self, trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step > self._callback._latest_update_step:
             self._wanted = bool(self._should_update(step_idx=trainer.global_step - 1)) or self._wanted
-        if self._strategy.is_finished:
-            self._keep_unfinished(landed=self._strategy.landed)
-        if self._wanted and (self._strategy.landed or self._strategy.is_finished):
-            _in_outer(self._strategy, self._on_train_batch_end, trainer, module, *args)
+        if self._steps.is_finished:
+            self._keep_unfinished(landed=self._steps.landed)
+        if self._wanted and (self._steps.landed or self._steps.is_finished):
+            _in_outer(self._steps, self._on_train_batch_end, trainer, module, *args)
             self._wanted = False
 
     def _end_epoch(self, trainer: Any, module: Any) -> None:
         before = self._updates
-        _in_outer(self._strategy, self._on_train_epoch_end, trainer, module)
+        _in_outer(self._steps, self._on_train_epoch_end, trainer, module)
         # Where max_steps ends a fit inside an epoch, one that goes on is not at its end yet.
         if self._unfinished is not None and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             self._unfinished["updates"] += self._updates - before
@@ -136,20 +136,18 @@ class _OuterAverage:
             self._average.load_state_dict(unfinished["average"])
             for _ in range(unfinished["updates"]):
                 average = self._callback._average_model
-                _in_outer(self._strategy, average.update_parameters, self._strategy.lightning_module)
+                _in_outer(self._steps, average.update_parameters, self._module)
 
 
-def _in_outer(strategy: "GroupsMixin", function: Callable[..., None], *args: Any) -> None:
-    assert strategy.engine is not None
-    with strategy.engine.evaluate():
+def _in_outer(steps: InnerSteps, function: Callable[..., None], *args: Any) -> None:
+    assert steps.engine is not None
+    with steps.engine.evaluate():
         function(*args)
 
 
-def _start_alike(average: nn.Module, strategy: "GroupsMixin") -> None:
+def _start_alike(average: nn.Module, module: nn.Module, topology: Topology) -> None:
     """Lets an average start from the model of all ranks: it was made before they had the same."""
-    module = strategy.lightning_module
-    assert module is not None
-    if not is_aligned(average, strategy.topology):
+    if not is_aligned(average, topology):
         inner = average.module if hasattr(average, "n_averaged") else average
         assert isinstance(inner, nn.Module)
         inner.load_state_dict(module.state_dict())

@@ -267,9 +267,9 @@ def test_what_was_launched_just_when_it_was_done_is_not_done_again() -> None:
     engine = SimpleNamespace(inner_steps=16, withdraw=lambda bits: None)
     requests = Requests(engine)  # type: ignore[arg-type]
     landing = partial(SimpleNamespace, requests=int(Request.TERMINATE))
-    assert requests.agreed([landing(launched_at=12)]) == Request.TERMINATE
-    assert requests.agreed([landing(launched_at=14), landing(launched_at=16)]) == 0
-    assert requests.agreed([landing(launched_at=18)]) == Request.TERMINATE
+    assert requests.land([landing(launched_at=12)]) == Request.TERMINATE
+    assert requests.land([landing(launched_at=14), landing(launched_at=16)]) == 0
+    assert requests.land([landing(launched_at=18)]) == Request.TERMINATE
 
 
 def test_a_callback_that_saves_on_exceptions_saves_a_terminated_fit_on_all_ranks(tmp_path: Path) -> None:

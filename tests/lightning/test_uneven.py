@@ -931,12 +931,12 @@ def test_what_was_launched_before_or_with_the_end_of_an_epoch_does_not_end_the_n
     engine = Launching()
     requests = Requests(engine)  # type: ignore[arg-type]
     engine.inner_steps = 10
-    assert requests.agreed([landing(8, Request.END_EPOCH)]) == Request.END_EPOCH
+    assert requests.land([landing(8, Request.END_EPOCH)]) == Request.END_EPOCH
     for launched_at in (9, 10):
         engine.inner_steps = launched_at + 2
-        assert requests.agreed([landing(launched_at, Request.END_EPOCH)]) == 0
+        assert requests.land([landing(launched_at, Request.END_EPOCH)]) == 0
     engine.inner_steps = 13
-    assert requests.agreed([landing(11, Request.END_EPOCH)]) == Request.END_EPOCH
+    assert requests.land([landing(11, Request.END_EPOCH)]) == Request.END_EPOCH
     requests.ask(Request.END_EPOCH)
     requests.settle(Request.END_EPOCH)
     assert engine.pending == 0

@@ -56,7 +56,7 @@ def _end_batch(trainer: Any, once: ExitStack, data_fetcher: Any) -> None:
     once.close()
     trainer.fit_loop.epoch_loop.val_loop.restarting = False
     for callback in trainer.callbacks:
-        if isinstance(callback, trainer.strategy.callback_type):
+        if hasattr(callback, "finish_with_last_batch"):
             callback.finish_with_last_batch(trainer)
 
 

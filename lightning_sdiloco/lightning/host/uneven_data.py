@@ -12,13 +12,11 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.lightning.host.patching import replace
-from lightning_sdiloco.lightning.requests import Request
-
-if TYPE_CHECKING:
-    from lightning_sdiloco.lightning.groups import GroupsMixin
+from lightning_sdiloco.lightning.requests import Request, Requests
 
 _log = logging.getLogger(__name__)
 
@@ -27,24 +25,35 @@ _LOADED = "train_dataloader()"
 _YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
 
 
-def end_epochs_together(trainer: Any, strategy: "GroupsMixin") -> ExitStack:
+class Epochs(NamedTuple):
+    """What it takes to end an epoch together.
+
+    Attributes:
+        trainer: The trainer that is about to fit.
+        topology: The ranks.
+        requests: What one rank asks and all do.
+        counts: Whether inner steps are counted: a tuner takes away the callback that does.
+    """
+
+    trainer: Any
+    topology: Topology
+    requests: Requests
+    counts: Callable[[], bool]
+
+
+def end_epochs_together(undo: ExitStack, epochs: Epochs) -> None:
     """Makes the replacements; see [Note: uneven data]. One worker group alone needs none.
 
     Args:
-        trainer: The trainer that is about to fit.
-        strategy: Its strategy.
-
-    Returns:
-        What undoes them, with ``close()``.
+        undo: Takes up what undoes them.
+        epochs: The trainer, and the ranks that end its epochs together.
     """
-    undo = ExitStack()
-    if strategy.topology.num_groups > 1:
-        loop = trainer.fit_loop
-        replace(undo, loop, "setup_data", partial(_setup_data, trainer, strategy, loop.setup_data))
+    if epochs.topology.num_groups > 1:
+        trainer, loop = epochs.trainer, epochs.trainer.fit_loop
+        replace(undo, loop, "setup_data", partial(_setup_data, epochs, loop.setup_data))
         epoch_loop = loop.epoch_loop
         should_validate = partial(_should_validate, trainer, epoch_loop._should_check_val_fx)
         replace(undo, epoch_loop, "_should_check_val_fx", should_validate)
-    return undo
 
 
 # Idle batches, and the end of an epoch
@@ -83,7 +92,7 @@ def end_epoch(trainer: Any) -> None:
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
-def drop_what_not_all_logged(trainer: Any, strategy: "GroupsMixin") -> None:
+def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
     """Drops metrics of the epoch that some ranks do not have, because they had no batch: a reduction would hang.
 
     All ranks must call it, at the end of every epoch: nobody knows of another group that had none in an epoch of known
@@ -91,11 +100,11 @@ def drop_what_not_all_logged(trainer: Any, strategy: "GroupsMixin") -> None:
     """
     results = trainer.fit_loop.epoch_loop._results
     logged = [key for key, metric in results.items() if metric.meta.on_epoch and not metric.has_reset]
-    common = set.intersection(*map(set, strategy.topology.world.all_gather_object(logged)))
+    common = set.intersection(*map(set, topology.world.all_gather_object(logged)))
     dropped = [key for key in logged if key not in common]
     for key in dropped:
         del results[key]
-    if dropped and strategy.topology.group_rank == 0:
+    if dropped and topology.group_rank == 0:
         _log.warning(
             "A worker group had no batch in epoch %d, so what the others logged for the epoch is dropped: %s.",
             trainer.current_epoch,
@@ -123,18 +132,16 @@ class _Fetcher:
     Args:
         fetcher: Lightning's fetcher, already iterating.
         length: The number of batches that all groups agreed on, if one is known.
-        trainer: The trainer.
-        strategy: Its strategy.
+        epochs: The trainer, and the ranks that end its epochs together.
     """
 
-    def __init__(self, fetcher: Any, length: int | None, trainer: Any, strategy: "GroupsMixin") -> None:
+    def __init__(self, fetcher: Any, length: int | None, epochs: Epochs) -> None:
         self._fetcher = fetcher
         # Fetched ahead, so that Lightning knows the last batch. Here nobody asks, and the state of a loader that is
         # saved would be one batch ahead of training.
         self._ahead, fetcher.batches, fetcher.prefetch_batches = fetcher.batches, [], 0
         self._length = length
-        self._trainer = trainer
-        self._strategy = strategy
+        self._epochs = epochs
         self._start_profiler = fetcher._start_profiler
         self._stop_profiler = fetcher._stop_profiler
         self.fetched = 0
@@ -157,14 +164,14 @@ class _Fetcher:
         return item
 
     def _idle(self) -> tuple[Any, int, int]:
-        if not any(isinstance(callback, self._strategy.callback_type) for callback in self._trainer.callbacks):
+        if not self._epochs.counts():
             # A tuner took away the callback that counts, and trains so many steps in each rank: data starts again.
             iter(self._fetcher)
             ahead: tuple[Any, int, int] = next(self._fetcher)
             return ahead
-        self._strategy.ask(Request.END_EPOCH)
-        _say_that_it_waits(self._trainer, self._strategy, self.fetched)
-        for logged in self._trainer.fit_loop.epoch_loop._results.values():
+        self._epochs.requests.ask(Request.END_EPOCH)
+        _say_that_it_waits(self._epochs.trainer, self._epochs.topology, self.fetched)
+        for logged in self._epochs.trainer.fit_loop.epoch_loop._results.values():
             # Or what the last batch logged would be logged again for this one.
             logged._forward_cache = None
         return None, self.fetched, 0
@@ -174,19 +181,19 @@ class _Fetcher:
         self._fetcher.teardown()
 
 
-def _say_that_it_waits(trainer: Any, strategy: "GroupsMixin", batches: int) -> None:
+def _say_that_it_waits(trainer: Any, topology: Topology, batches: int) -> None:
     said = trainer.fit_loop.epoch_loop._warning_cache
     if _YIELDED_NONE in said:
         return
     # Lightning would call it unusual.
     said.add(_YIELDED_NONE)
-    if strategy.topology.group_rank == 0:
+    if topology.group_rank == 0:
         _log.warning(
             "Worker group %d has no more batches in epoch %d after %d. It makes idle batches until all groups end the"
             " epoch together, after the landing of its next launch. They count as steps, for max_steps and learning"
             " rates too. A loader with a length, or limit_train_batches as a number of batches, avoids them. This is"
             " said once.",
-            strategy.topology.group_index,
+            topology.group_index,
             trainer.current_epoch,
             batches,
         )
@@ -203,11 +210,11 @@ class _Announced(NamedTuple):
     error: str
 
 
-def _setup_data(trainer: Any, strategy: "GroupsMixin", original: Callable[[], None]) -> None:
-    loop = trainer.fit_loop
+def _setup_data(epochs: Epochs, original: Callable[[], None]) -> None:
+    loop = epochs.trainer.fit_loop
     before, failure = loop._data_fetcher, None
     with ExitStack() as undo:
-        loaded = _compare_no_lengths(undo, strategy)
+        loaded = _compare_no_lengths(undo, epochs.trainer.strategy)
         try:
             original()
         except Exception as error:
@@ -215,10 +222,10 @@ def _setup_data(trainer: Any, strategy: "GroupsMixin", original: Callable[[], No
                 raise
             failure = error
     if failure is not None or loop._data_fetcher is not before:
-        _agree(trainer, strategy, failure)
+        _agree(epochs, failure)
 
 
-def _compare_no_lengths(undo: ExitStack, strategy: "GroupsMixin") -> list[str]:
+def _compare_no_lengths(undo: ExitStack, strategy: Any) -> list[str]:
     """Keeps Lightning from adding up lengths over all ranks: it hangs where some loaders have a length and some not.
 
     Returns:
@@ -237,9 +244,9 @@ def _compare_no_lengths(undo: ExitStack, strategy: "GroupsMixin") -> list[str]:
     return passed
 
 
-def _agree(trainer: Any, strategy: "GroupsMixin", failure: Exception | None) -> None:
+def _agree(epochs: Epochs, failure: Exception | None) -> None:
     """Agrees with all ranks how many batches an epoch has. Raises on all of them if one has none, or could not load."""
-    topology = strategy.topology
+    trainer, topology = epochs.trainer, epochs.topology
     batches = _batches(trainer.fit_loop) if failure is None else None
     own = _Announced(topology.group_index, batches, "" if failure is None else repr(failure))
     ranks = topology.world.all_gather_object(own)
@@ -250,14 +257,14 @@ def _agree(trainer: Any, strategy: "GroupsMixin", failure: Exception | None) -> 
     agreed = min(known) if known else None
     if agreed is not None and any(rank.batches != agreed for rank in ranks):
         _shorten(trainer, agreed)
-        if strategy.is_global_zero:
+        if trainer.is_global_zero:
             _log.warning(
                 "Worker groups have unequal numbers of batches: %s. Every epoch ends after %d in all of them.",
                 _told(ranks),
                 agreed,
             )
     if agreed != 0:
-        _end_after(trainer, strategy, agreed)
+        _end_after(epochs, agreed)
 
 
 def _batches(loop: Any) -> int | None:
@@ -294,10 +301,10 @@ def _shorten(trainer: Any, agreed: int) -> None:
         trainer.val_check_batch = max(1, int(agreed * trainer.val_check_interval))
 
 
-def _end_after(trainer: Any, strategy: "GroupsMixin", agreed: int | None) -> None:
-    loop = trainer.fit_loop
+def _end_after(epochs: Epochs, agreed: int | None) -> None:
+    loop = epochs.trainer.fit_loop
     if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
-        loop._data_fetcher = _Fetcher(loop._data_fetcher, agreed, trainer, strategy)
+        loop._data_fetcher = _Fetcher(loop._data_fetcher, agreed, epochs)
     elif agreed is not None:
         # Its iterator goes to training_step, where batches are taken: it can be shortened, but not hand out None.
         loop._combined_loader.limits = [min(limit, agreed) for limit in loop._combined_loader.limits]

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sdiloco.lightning.strategy import StreamingDiLoCoMixin
+from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
 from lightning_sdiloco.tools.simulate.processes import Place
 
 # The modules of ours with a strategy for each distribution, and those with its LightningCLI.
@@ -126,11 +126,11 @@ class Configuration:
 def _arguments_of(trainer: Any) -> dict[str, Any]:
     """The arguments of the strategy that was chosen."""
     strategy = trainer.strategy
-    if strategy in ("auto", StreamingDiLoCoMixin.strategy_name):
+    if strategy in ("auto", "streaming_diloco"):
         return {}
     path = getattr(strategy, "class_path", None)
     cls = _class_named(path)
-    if cls is None or not issubclass(cls, StreamingDiLoCoMixin):
+    if cls is None or not issubclass(cls, WorkerGroupStrategy):
         raise ValueError(
             f"trainer.strategy={path or strategy!r} cannot be simulated: only StreamingDiLoCoStrategy can. Choose it in"
             " the configuration, or with --set trainer.strategy=streaming_diloco."

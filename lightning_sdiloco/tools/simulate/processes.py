@@ -9,6 +9,8 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.lightning.collectives import in_batch
+from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -32,13 +34,8 @@ class SimulatedProcessesMixin(_Base):
     """Replaces, below a strategy, what DDPStrategy does with processes. Set ``place`` before the Trainer is made."""
 
     place: Place
+    _groups: WorkerGroups
     reset_seed: Callable[[], None]
-    _topology: Topology | None
-
-    @property
-    def in_batch(self) -> bool:
-        """Whether a batch is being trained, which the strategy above knows."""
-        raise NotImplementedError
 
     @property
     @override
@@ -80,9 +77,9 @@ class SimulatedProcessesMixin(_Base):
         self._launcher = None
 
     @override
-    def setup_distributed(self) -> None:
+    def setup_environment(self) -> None:
         self.reset_seed()
-        self._topology = self.place.topology
+        self._groups.use(self.place.topology)
         assert self.lightning_module is not None
         for metric in (part for part in self.lightning_module.modules() if isinstance(part, Metric)):
             if metric.dist_sync_fn is None and metric.process_group is None:
@@ -114,7 +111,9 @@ class SimulatedProcessesMixin(_Base):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return torch.stack([tensor] if self.in_batch else self.place.topology.world.all_gather(tensor))
+        return torch.stack(
+            [tensor] if in_batch(self.lightning_module) else self.place.topology.world.all_gather(tensor)
+        )
 
 
 def _reduced(ranks: Tensor, reduce_op: Any) -> Tensor:
@@ -139,7 +138,7 @@ class _GatherMetric:
         self._strategy = strategy
 
     def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
-        if self._strategy.in_batch:
+        if in_batch(self._strategy.lightning_module):
             return [value]
         # As objects: the shapes may differ.
         return list(self._strategy.place.topology.world.all_gather_object(value))

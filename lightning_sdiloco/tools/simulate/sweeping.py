@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.lightning.strategy import StreamingDiLoCoMixin
+from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
 from lightning_sdiloco.planning.clock import Absence, Times, play
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Streaming
@@ -44,8 +44,8 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[tuple[int, Choices]
 
 def _parsed(sweep: str) -> tuple[str, list[Any]]:
     name, _, text = sweep.partition("=")
-    known = list(inspect.signature(StreamingDiLoCoMixin.__init__).parameters)[1:]
-    known = [_GROUPS, *(one for one in known if one not in ("worker_groups", "start_method", "parallel_devices"))]
+    known = list(inspect.signature(WorkerGroupStrategy.__init__).parameters)[1:]
+    known = [_GROUPS, *(one for one in known if one not in ("worker_groups", "of_format"))]
     if name not in known:
         raise ValueError(f"sweep={sweep!r} varies {name!r}, which is unknown. Choose among {', '.join(known)}.")
     values = [yaml.safe_load(part) for part in text.split(",") if part]

@@ -1,0 +1,315 @@
+"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder for what ranks hold."""
+
+import logging
+import uuid
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from torch import nn
+
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.parameters.layouts import clean_name
+from lightning_sdiloco.engine.restart import Restart, restart_from
+from lightning_sdiloco.lightning.checkpoint import files
+from lightning_sdiloco.lightning.checkpoint.placement import Placing
+from lightning_sdiloco.lightning.host.logged_metrics import logged, take_up
+from lightning_sdiloco.lightning.model_format import Checkpoint, Load, ModelFormat
+from lightning_sdiloco.lightning.options import CurrentOptions
+from lightning_sdiloco.lightning.requests import Requests
+from lightning_sdiloco.lightning.weight_averaging import Averaging
+from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+
+_log = logging.getLogger(__name__)
+
+Write = Callable[[Checkpoint, Any], None]
+
+
+class Checkpointer:
+    """Writes the checkpoints of a fit, and takes one up.
+
+    Args:
+        trainer: The trainer that fits. Its strategy holds what Lightning saves: model, optimizers and plugins.
+        groups: The ranks.
+        options: What the user chose. A checkpoint may replace what was left to the planner.
+        model_format: How the ranks of a group hold the model.
+        requests: What one rank asks and all do, which is saved too.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        groups: WorkerGroups,
+        options: CurrentOptions,
+        model_format: ModelFormat,
+        requests: Requests,
+    ) -> None:
+        self._trainer = trainer
+        self._groups = groups
+        self._options = options
+        self._format = model_format
+        self._requests = requests
+        self._resumed: dict[str, Any] | None = None
+        self._restart: Restart | None = None
+        self._random_state: dict[str, Any] | None = None
+        # The checkpoints of this run that still stand.
+        self._standing: tuple[str, ...] = ()
+        self._placing: Placing | None = None
+
+    @property
+    def _topology(self) -> Topology:
+        return self._groups.topology
+
+    # Resume
+
+    @property
+    def resumes_exactly(self) -> bool:
+        """Whether the fit that is about to run goes on where its checkpoint was saved, with all that ranks held."""
+        return self._resumed is not None
+
+    def load(self, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
+        """Reads a checkpoint, and keeps what this rank needs of it until training starts.
+
+        Args:
+            path: The checkpoint.
+            load: Lightning's own way.
+            *args: For it.
+            **kwargs: For it.
+
+        Raises:
+            ValueError: If it was saved with other settings, or cannot be read.
+        """
+        checkpoint = self._format.read(self._trainer.strategy, path, load, *args, **kwargs)
+        header = checkpoint.get(files.KEY)
+        if header is None or self._trainer.state.fn != "fit":
+            return checkpoint
+        if self._options.options.on_resume == "restart" or header["layout"] != self._layout():
+            self._load_for_restart(checkpoint, str(path), header)
+        else:
+            self._require_the_settings_of(header)
+            self._resumed = files.read_rank(str(path), header, self._trainer.global_rank)
+            self._note_standing(str(path))
+            self._take_up(checkpoint, self._resumed)
+        return checkpoint
+
+    def resume(self, engine: StreamingDiLoCo, averaging: Averaging | None) -> None:
+        """Goes on where the loaded checkpoint was saved, if one was loaded."""
+        if self._restart is not None:
+            engine.restart(self._restart)
+        if self._resumed is not None:
+            engine.load_state_dict(self._resumed["engine"])
+            self._requests.load_state_dict(self._resumed["requests"])
+            self._random_state = self._resumed["random"]
+            take_up(self._trainer, self._resumed["metrics"])
+            if averaging is not None:
+                averaging.load_state_dict(self._resumed["averaging"])
+        if self._random_state is not None:
+            files.set_random_state(self._random_state)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was loaded."""
+        self._resumed = self._restart = self._random_state = None
+
+    def make_trainable(self, model: nn.Module) -> None:
+        """Freezes and unfreezes as it was when the checkpoint was saved, which callbacks do not do on their own."""
+        if self._resumed is not None:
+            trainable = {name for fragment in self._resumed["engine"]["fragments"] for name in fragment["names"]}
+        elif self._restart is not None and self._options.options.on_resume == "exact":
+            trainable = set(self._restart.parameters)
+        else:
+            return
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(clean_name(name) in trainable)
+
+    def _take_up(self, checkpoint: Checkpoint, own: dict[str, Any]) -> None:
+        """Puts what this rank saved in place of what rank 0 saved."""
+        precision = type(self._trainer.strategy.precision_plugin).__qualname__
+        if own["loader"] is not None:
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loader"]
+        if own["precision"] is not None:
+            checkpoint[precision] = own["precision"]
+        self._format.take_up_optimizers(checkpoint, self._trainer.strategy.optimizers, own["optimizer_states"])
+
+    def _require_the_settings_of(self, header: dict[str, Any]) -> None:
+        auto = self._options.options.auto
+        self._options.choose(auto.restored(self._options.settings, header["settings"]))
+        if other := self._other_settings(header):
+            raise ValueError(
+                f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"
+                " it was saved with, or start the rounds anew from its outer parameters with on_resume='restart'."
+            )
+
+    def _other_settings(self, header: dict[str, Any]) -> list[str]:
+        return [
+            f"{name} was {header['settings'].get(name)}, now it is {text}"
+            for name, text in self._settings().items()
+            if header["settings"].get(name) != text
+        ]
+
+    def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any]) -> None:
+        """Outer parameters and momentum for all groups; inner optimizer and random state for those that have a file."""
+        if self._options.options.on_resume == "exact":
+            self._require_the_settings_of(header)
+        self._restart = self._as_rank_zero_reads(path, header)
+        rank = self._rank_before(header)
+        own = files.read_rank(path, header, rank) if rank is not None and files.has_rank(path, header, rank) else None
+        if own is None:
+            self._format.start_optimizers_afresh(checkpoint, self._trainer.strategy.optimizers)
+        else:
+            same_data = header["layout"] == self._layout()
+            self._take_up(checkpoint, own if same_data else {**own, "loader": None})
+        if own is not None and self._topology.group_rank < header["layout"]["group_size"]:
+            self._random_state = own["random"]
+        self._say_what_restarts(self._restart, header, own is not None)
+
+    def _rank_before(self, header: dict[str, Any]) -> int | None:
+        """Returns the rank whose file this one takes up: that of its group and shard, or of the first of its group."""
+        groups, size = header["layout"]["worker_groups"], header["layout"]["group_size"]
+        if not self._format.holds_the_same(header["layout"], self._layout()):
+            return None
+        shard = self._topology.group_rank if self._topology.group_rank < size else 0
+        return self._topology.group_index * size + shard if self._topology.group_index < groups else None
+
+    def _as_rank_zero_reads(self, path: str, header: dict[str, Any]) -> Restart:
+        """Ranks may see different files, so one reads for all; what it cannot read is an error of all."""
+        restart: Restart | ValueError | None = None
+        if self._trainer.is_global_zero:
+            settings = self._options.settings
+            same_optimizer = header["settings"].get("outer_optimizer") == settings.described()["outer_optimizer"]
+            try:
+                states = files.read_groups(path, header, ("counts", "fragments", "flights"))
+                restart = restart_from(states, settings if same_optimizer else None)
+            except Exception as error:
+                # Whatever it is, the other ranks are waiting to hear of it.
+                restart = error if isinstance(error, ValueError) else ValueError(f"{path} cannot be read: {error!r}")
+        restart = self._of_rank_zero(restart)
+        if isinstance(restart, ValueError):
+            raise restart
+        assert restart is not None
+        return restart
+
+    def _say_what_restarts(self, restart: Restart, header: dict[str, Any], has_file: bool) -> None:
+        found = self._topology.world.all_gather_object(has_file)
+        size = self._topology.group_size
+        fresh = sorted({rank // size for rank, there in enumerate(found) if not there})
+        if self._trainer.is_global_zero:
+            _log.warning(
+                "The checkpoint is not resumed exactly: it was saved with %s, now there are %s%s. Every group starts"
+                " from its outer parameters and outer momentum, and the rounds begin anew. Flights lost so far: %d."
+                " Worker groups that begin with a fresh inner optimizer: %s.",
+                header["layout"],
+                self._layout(),
+                "".join(f"; {other}" for other in self._other_settings(header)),
+                restart.counts["flights_dropped"],
+                ", ".join(map(str, fresh)) or "none",
+            )
+
+    # Save
+
+    def save(
+        self, engine: StreamingDiLoCo, averaging: Averaging | None, checkpoint: Checkpoint, path: Any, write: Write
+    ) -> None:
+        """Saves what all groups have in common, and what each rank holds beside it. All ranks call it.
+
+        After an exception a rank saves alone, without waiting for others: what it holds is kept, but is no checkpoint.
+
+        Args:
+            engine: The engine of the fit.
+            averaging: Its averages of weights.
+            checkpoint: What Lightning saves.
+            path: The checkpoint file.
+            write: Writes what all groups have in common, with the storage options of the caller.
+        """
+        state = self._rank_state(engine, averaging, checkpoint)
+        if self._groups.is_alone:
+            self._save_alone(state, str(path))
+        else:
+            self._save_with_all(state, checkpoint, path, write)
+
+    def _save_with_all(self, state: dict[str, Any], checkpoint: Checkpoint, path: Any, write: Write) -> None:
+        """See [Note: the order of a save]."""
+        # Ranks may have made up different paths: requeued SLURM jobs count the files that they see.
+        path, save = self._of_rank_zero((str(path), uuid.uuid4().hex))
+        older = files.saves(path) if self._trainer.is_global_zero else []
+        entry = files.write_rank(path, save, self._trainer.global_rank, state)
+        # Gathering waits until all files are there.
+        entries = self._topology.world.all_gather_object(entry)
+        header = {
+            "format": files.FORMAT,
+            "save": save,
+            "version": version("lightning-sdiloco"),
+            "layout": self._layout(),
+            "settings": self._settings(),
+        }
+        if self._trainer.is_global_zero:
+            files.write_manifest(path, header, entries)
+            self._placing = self._placing or Placing(self._trainer.strategy.checkpoint_io)
+            self._placing.announce(save, [name for name in older if name != save])
+        checkpoint = {**checkpoint, files.KEY: header}
+        write(checkpoint, path)
+        self._format.after_write(checkpoint, path, self._topology, self._placing)
+        self._note_standing(path)
+
+    def _save_alone(self, state: dict[str, Any], path: str) -> None:
+        entry = files.write_rank(path, "exception", self._trainer.global_rank, state)
+        _log.warning(
+            "After an exception this rank kept its own state in %s beside %s, which cannot be resumed: other ranks may"
+            " be at another step. Resume from %s.",
+            entry.name,
+            path,
+            self._standing[-1] if self._standing else "an earlier run's checkpoint: this run had saved none",
+        )
+
+    def _note_standing(self, path: str) -> None:
+        self._standing = (*(other for other in self._standing if other != path), path)
+
+    def _rank_state(
+        self, engine: StreamingDiLoCo, averaging: Averaging | None, checkpoint: Checkpoint
+    ) -> dict[str, Any]:
+        host = self._trainer.strategy
+        return {
+            "engine": engine.state_dict(),
+            "requests": self._requests.state_dict(),
+            "averaging": averaging.state_dict() if averaging is not None else None,
+            "random": files.random_state(),
+            "optimizer_states": self._format.optimizer_states(checkpoint, host.optimizers),
+            "metrics": logged(self._trainer),
+            "precision": checkpoint.get(type(host.precision_plugin).__qualname__),
+            "loader": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
+        }
+
+    def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
+        """Removes a checkpoint and what belongs to it. Rank 0 does it.
+
+        Args:
+            path: The checkpoint.
+            remove: Removes what Lightning knows of it.
+        """
+        self._standing = tuple(other for other in self._standing if other != str(path))
+        if not self._trainer.is_global_zero:
+            return
+        if self._placing is not None:
+            self._placing.remove(str(path), remove)
+        else:
+            remove(path)
+            files.remove_folder(str(path))
+
+    def close(self) -> None:
+        """Gives the CheckpointIO back as it was."""
+        if self._placing is not None:
+            self._placing.close()
+            self._placing = None
+
+    # What is compared
+
+    def _settings(self) -> dict[str, str]:
+        return self._options.options.auto.described(self._options.settings.fixed_by_a_checkpoint())
+
+    def _layout(self) -> dict[str, int]:
+        """Returns what must be the same for ranks to take up their own files."""
+        return self._format.saved_layout(self._topology)
+
+    def _of_rank_zero(self, value: Any) -> Any:
+        return self._topology.world.all_gather_object(value)[0]

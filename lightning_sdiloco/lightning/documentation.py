@@ -1,0 +1,40 @@
+"""The documentation of a strategy, put together from where its arguments are: each stands in one place only."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+_ARGUMENTS, _RAISES = "    Args:\n", "    Raises:\n"
+
+
+def document(strategy: type[Any], shared: type[Any], model_format: Any) -> None:
+    """Gives a strategy the docstring and the signature that ``help()`` and editors show.
+
+    Args:
+        strategy: A class in front of one of Lightning's.
+        shared: The class whose ``__init__`` it inherits; its docstring describes the arguments that all have.
+        model_format: Whose ``base_arguments`` are the others, and whose ``summary`` says what the strategy does.
+    """
+    arguments = _section(shared.__doc__, _ARGUMENTS) + _section(_indented(model_format.base_arguments), _ARGUMENTS)
+    raises = _section(shared.__doc__, _RAISES)
+    strategy.__doc__ = f"{model_format.summary}\n\n{_ARGUMENTS}{arguments}\n{_RAISES}{raises}    "
+    own = inspect.signature(model_format.base_arguments).parameters.values()
+    parameters = [
+        parameter
+        for parameter in inspect.signature(shared.__init__).parameters.values()
+        if parameter.name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    strategy.__signature__ = inspect.Signature(parameters)
+
+
+def _indented(function: Callable[..., Any]) -> str:
+    """Returns a function's docstring as it would be indented in a class."""
+    text = inspect.getdoc(function) or ""
+    return "\n".join(f"    {line}" if line else "" for line in text.split("\n")) + "\n"
+
+
+def _section(docstring: str | None, title: str) -> str:
+    """Returns the lines of a section, without its title and the blank line after it."""
+    text = f"{(docstring or '').rstrip()}\n".partition(title)[2]
+    return text.partition("\n\n")[0].rstrip() + "\n" if text else ""

@@ -1,0 +1,252 @@
+"""One fit: everything that begins with it and ends with it."""
+
+import logging
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.start import cut
+from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
+from lightning_sdiloco.lightning.choosing import tell
+from lightning_sdiloco.lightning.host.batch_hooks import silence
+from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
+from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike
+from lightning_sdiloco.lightning.host.uneven_data import Epochs, end_epochs_together
+from lightning_sdiloco.lightning.inner_steps import InnerSteps
+from lightning_sdiloco.lightning.model_format import ModelFormat
+from lightning_sdiloco.lightning.monitor.monitor import asks_for_diagnostics
+from lightning_sdiloco.lightning.monitor.scalars import shown
+from lightning_sdiloco.lightning.options import CurrentOptions, Options
+from lightning_sdiloco.lightning.promptness import Promptness
+from lightning_sdiloco.lightning.requests import Requests
+from lightning_sdiloco.lightning.results import Results
+from lightning_sdiloco.lightning.signals import Signals
+from lightning_sdiloco.lightning.weight_averaging import Averaging
+from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+
+_log = logging.getLogger(__name__)
+
+
+class Parts(NamedTuple):
+    """What a fit finds: the parts of a strategy that live longer than it.
+
+    Attributes:
+        options: What the user chose.
+        groups: The ranks.
+        model_format: How the ranks of a group hold the model.
+        results: What users read, also after the fit.
+        termination: What ends a fit after SIGTERM, in this distribution of Lightning.
+    """
+
+    options: Options
+    groups: WorkerGroups
+    model_format: ModelFormat
+    results: Results
+    termination: type[BaseException]
+
+
+class Fit:
+    """A fit of a trainer. Another fit makes another one; nothing is reset.
+
+    Args:
+        trainer: The trainer that is about to fit.
+        parts: What lives longer than the fit.
+
+    Attributes:
+        options: What the user chose, with what the planner or a checkpoint chose in the place of ``"auto"``.
+        requests: What one rank asks and all do at the same inner step.
+        steps: The inner steps, and the engine that makes them.
+        checkpointer: Saves the fit, and takes a saved one up.
+    """
+
+    def __init__(self, trainer: Any, parts: Parts) -> None:
+        self._trainer = trainer
+        self._parts = parts
+        self.options = CurrentOptions(parts.options)
+        self.requests = Requests()
+        self.steps = InnerSteps()
+        self.checkpointer = Checkpointer(trainer, parts.groups, self.options, parts.model_format, self.requests)
+        self._patches = ExitStack()
+        self._signals: Signals | None = None
+        self._averaging: Averaging | None = None
+        self._promptness: Promptness | None = None
+        self._epoch_begins = False
+
+    # Start
+
+    def begin(self) -> None:
+        """Refuses what cannot work, and replaces what Lightning does over all ranks.
+
+        Raises:
+            ValueError: If something cannot work.
+        """
+        trainer, groups = self._trainer, self._parts.groups
+        self._parts.results.begin(self.options)
+        refuse_what_cannot_work(trainer)
+        self._signals = Signals(trainer, self.requests, groups.topology.world, self._parts.termination)
+        silence(self._patches, trainer, groups, self.requests, self._signals, self.progress)
+        end_epochs_together(
+            self._patches, Epochs(trainer, groups.topology, self.requests, lambda: self in _counted(trainer))
+        )
+        begin_epochs_alike(trainer, self._patches)
+
+    def take_averages(self) -> None:
+        """Lets callbacks that average weights average the outer parameters."""
+        self._averaging = Averaging(self._trainer, self.steps, self._parts.groups.topology, self._patches)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Refuses models that cannot be trained, and lets all ranks start from the same."""
+        topology = self._parts.groups.topology
+        self.checkpointer.make_trainable(model)
+        require_same_model(model, topology.world)
+        self._parts.results.cut(cut(model, self.options.settings).fragments)
+        align_model(model, topology)
+
+    def start(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Makes the engine: only now are the weights final. Checkpoints are restored and user hooks have run."""
+        engine = StreamingDiLoCo(
+            module,
+            topology=self._parts.groups.topology,
+            inner_optimizers=optimizers,
+            **vars(self.options.settings),
+        )
+        engine.diagnose(asks_for_diagnostics(self._trainer))
+        self._parts.results.read(engine)
+        self.steps.start(engine)
+        self.requests.connect(engine)
+        self.options.options.auto.start()
+        self._watch_signals(engine)
+        for optimizer in optimizers:
+            if isinstance(optimizer, Optimizer):  # Lightning takes anything that has its methods.
+                # In manual optimization they may be stepped without Lightning's wrapper.
+                optimizer.register_step_post_hook(self.steps.note_step)
+        self.checkpointer.resume(engine, self._averaging)
+
+    # Batches
+
+    def begin_epoch(self) -> None:
+        """Looks at the first batch of the epoch whether other parameters are trainable now."""
+        self._epoch_begins = True
+
+    def recut(self) -> bool:
+        """Cuts the model anew where an epoch begins with other trainable parameters.
+
+        With its first batch all hooks have run that may freeze or unfreeze something at the start of an epoch.
+
+        Returns:
+            Whether it was cut anew, so that it is to be wrapped anew.
+        """
+        begins, self._epoch_begins = self._epoch_begins, False
+        engine = self.steps.engine
+        if not begins or engine is None or not engine.has_other_parameters():
+            return False
+        before = {name for fragment in engine.fragments for name in fragment.names}
+        # What other groups asked with these launches is decided, and logged, with the next inner step.
+        self.steps.keep(engine.recut())
+        self._parts.results.cut(engine.fragments)
+        now = {name for fragment in engine.fragments for name in fragment.names}
+        if self._trainer.is_global_zero:
+            _log.warning(
+                "%d parameters became trainable and %d were frozen since the last epoch: the model is cut into %d"
+                " fragments anew, and the rounds begin again.",
+                len(now - before),
+                len(before - now),
+                len(engine.fragments),
+            )
+        return True
+
+    def end_batch(self, idle: bool = False) -> list[Landing]:
+        """Makes the inner step of a batch in which an optimizer stepped, or would have.
+
+        Args:
+            idle: Whether the other groups make an inner step in this batch while this one has nothing to train on.
+
+        Returns:
+            What landed.
+        """
+        self.requests.begin_batch()
+        if not self.steps.is_due(idle) or self.steps.engine is None:
+            return []
+        engine = self.steps.engine
+        if self._signals is not None:
+            self.requests.ask(self._signals.received)
+        landings = self.steps.make(idle)
+        self.requests.land(landings)
+        if self._promptness is not None:
+            self._promptness.step(engine.inner_steps)
+        if self.options.options.auto.step(self.options.settings.sync_every - engine.steps_in_rounds):
+            self._choose(engine)
+        return landings
+
+    def _choose(self, engine: StreamingDiLoCo) -> None:
+        """See [Note: what is chosen when]."""
+        trainer, auto = self._trainer, self.options.options.auto
+        settings = auto.choose(self.options.settings, trainer.lightning_module, self._parts.groups.topology)
+        self.options.choose(settings)
+        engine.choose(settings)
+        self._parts.results.cut(engine.fragments)
+        self._watch_signals(engine)
+        if trainer.is_global_zero:
+            tell(settings, len(engine.fragments), auto.measured, trainer.loggers, trainer.global_step)
+
+    def _watch_signals(self, engine: StreamingDiLoCo) -> None:
+        is_chosen = not self.options.options.auto.names
+        self._promptness = Promptness(engine.schedule) if self._trainer.is_global_zero and is_chosen else None
+
+    def progress(self) -> dict[str, str]:
+        """Returns what a progress bar shows."""
+        engine = self.steps.engine
+        if engine is None:
+            return {}
+        in_flight = ", ".join(map(str, engine.in_flight)) or "-"
+        outer_step = str(self._parts.results.schedule.round(engine.inner_steps))
+        return {"outer_step": outer_step, "in_flight": in_flight, **shown(engine.last_landing)}
+
+    # Ends
+
+    def finish(self) -> list[Landing]:
+        """Ends a fit that ran to its end: the module is left with the outer parameters. Returns what landed."""
+        return self.steps.engine.finish() if self.steps.engine is not None and not self._parts.groups.failed else []
+
+    def end(self, model: nn.Module | None) -> None:
+        """Makes sure that all ranks hold the same model after training, and obeys late signals.
+
+        Raises:
+            AgreementError: If a callback put another model in place, in every rank for itself.
+        """
+        topology = self._parts.groups.topology
+        if model is not None and not is_aligned(model, topology, with_buffers=False):
+            raise AgreementError(
+                "After training the model differs between ranks: a hook or callback changed it in on_train_end. What it"
+                " put there is no model that the worker groups agree on. The outer model is in"
+                " strategy.outer_state_dict() and in the last checkpoint; take the callback out."
+            )
+        if self._signals is not None:
+            self._signals.end_if_any_received()
+
+    def was_ended_by(self, exception: BaseException) -> bool:
+        """Returns whether all ranks end with this exception, after the same inner step."""
+        ended = self._signals is not None and self._signals.ended
+        return ended and isinstance(exception, self._parts.termination)
+
+    def save(self, checkpoint: dict[str, Any], path: Any, write: Any) -> None:
+        """Saves the fit; see `Checkpointer.save`."""
+        assert self.steps.engine is not None, "there is nothing to save beside a checkpoint before training"
+        self.checkpointer.save(self.steps.engine, self._averaging, checkpoint, path, write)
+
+    def close(self) -> None:
+        """Undoes what was replaced in Lightning, and ends the background."""
+        self._patches.close()
+        if self.steps.engine is not None:
+            self.steps.engine.close()
+
+
+def _counted(trainer: Any) -> list[Fit]:
+    """Returns the fits whose inner steps a callback of the trainer counts."""
+    return [callback.fit for callback in trainer.callbacks if isinstance(getattr(callback, "fit", None), Fit)]

@@ -1,0 +1,99 @@
+"""The inner steps of a fit: which batches count as one, and what landed with them."""
+
+from typing import Any
+
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.flight import Landing
+
+
+class InnerSteps:
+    """Counts the inner steps of a fit and hands them to its engine.
+
+    An inner step is a batch in which an optimizer stepped, however many there are; one that a GradScaler skipped
+    counts, because a skip happens in one group alone.
+
+    Attributes:
+        engine: The engine of the fit; None until training starts.
+        landed: Whether anything landed with the batch that has just ended.
+        optimizer_steps: How often optimizers have stepped in this batch.
+    """
+
+    def __init__(self) -> None:
+        self.engine: StreamingDiLoCo | None = None
+        self.landed = False
+        self.optimizer_steps = 0
+        self.stepped = False
+        self._per_batch = 0
+        self._early: list[Landing] = []
+
+    def start(self, engine: StreamingDiLoCo) -> None:
+        """Begins to count for an engine."""
+        self.engine = engine
+        self.landed = self.stepped = False
+        self.optimizer_steps = self._per_batch = 0
+
+    @property
+    def is_training(self) -> bool:
+        """Whether training has started and not finished."""
+        return self.engine is not None and not self.engine.is_finished
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether training has finished: the outer parameters change no more."""
+        return self.engine is not None and self.engine.is_finished
+
+    @property
+    def made_any(self) -> bool:
+        """Whether any batch has counted as an inner step."""
+        return self.engine is not None and self.engine.inner_steps > 0
+
+    def optimizer_steps_per_batch(self, optimizers: int) -> int:
+        """Returns how often optimizers stepped in the last batch in which one did.
+
+        Args:
+            optimizers: Number of optimizers: before the first such batch each is taken to step once.
+        """
+        return self._per_batch or optimizers
+
+    def note_optimizer_step(self) -> None:
+        """Notes a step of an optimizer that Lightning makes."""
+        self.optimizer_steps += 1
+        self.stepped = True
+
+    def note_step(self, *_: Any) -> None:
+        """Notes a step of an optimizer that is stepped without Lightning's wrapper; a hook of optimizers."""
+        self.stepped = True
+
+    def keep(self, landings: list[Landing]) -> None:
+        """Keeps what landed between two inner steps: it is told with the next one."""
+        self._early += landings
+
+    def is_due(self, idle: bool) -> bool:
+        """Returns whether the batch that ends is an inner step: an optimizer stepped in it, or would have.
+
+        Args:
+            idle: Whether the other groups make an inner step in this batch while this one has nothing to train on.
+
+        Raises:
+            RuntimeError: If it is one, and the fit has finished.
+        """
+        self.landed = False
+        if not (self.stepped or idle) or self.engine is None:
+            return False
+        if self.engine.is_finished:
+            raise RuntimeError(
+                "Training goes on after its last batch: max_epochs or max_steps was raised when the worker groups had"
+                " joined already. Set them before trainer.fit, or fit again."
+            )
+        return True
+
+    def make(self, idle: bool) -> list[Landing]:
+        """Makes an inner step, and returns what landed with it and since the last one."""
+        assert self.engine is not None, "an inner step is made when it is due"
+        self._per_batch = self.optimizer_steps or self._per_batch
+        self.optimizer_steps = 0
+        self.stepped = False
+        landings = [*self._early, *self.engine.step(idle=idle)]
+        self._early = []
+        self.landed = bool(landings)
+        return landings

@@ -1,0 +1,97 @@
+"""What a user chooses of a strategy, checked where the choices meet."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.comm.topology import checked_worker_groups
+from lightning_sdiloco.lightning.choosing import Choosing
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices that all strategies have. `WorkerGroupStrategy` describes every argument.
+
+    Args:
+        settings: Those of the engine, with something in the place of what is left to the planner.
+        auto: What is left to the planner.
+        worker_groups: Number of worker groups, or ``"auto"``.
+        exchange_backend: ``"gloo"`` or ``"nccl"``; None for gloo.
+        on_resume: ``"exact"`` or ``"restart"``.
+        evaluate: ``"outer"`` or ``"local"``.
+
+    Raises:
+        ValueError: If an argument is out of its range. The message names the argument.
+    """
+
+    settings: Settings
+    auto: Choosing
+    worker_groups: int | Literal["auto"]
+    exchange_backend: str | None
+    on_resume: str
+    evaluate: str
+
+    @staticmethod
+    def of(worker_groups: Any, exchange_backend: Any, on_resume: Any, evaluate: Any, **settings: Any) -> "Options":
+        """Checks the arguments of a strategy.
+
+        Args:
+            worker_groups: As in `WorkerGroupStrategy`, and so are the others.
+            exchange_backend: See there.
+            on_resume: See there.
+            evaluate: See there.
+            **settings: Arguments of `Settings`, of which some may be ``"auto"``.
+
+        Raises:
+            ValueError: If one of them is out of its range.
+        """
+        auto, chosen = Choosing.of(**settings)
+        return Options(chosen, auto, worker_groups, exchange_backend, on_resume, evaluate)
+
+    def __post_init__(self) -> None:
+        checked_worker_groups(self.worker_groups)
+        if self.exchange_backend not in (None, "gloo", "nccl"):
+            raise ValueError(
+                f"exchange_backend={self.exchange_backend!r} is not available: worker groups exchange over 'gloo', on"
+                " every device, or over 'nccl' between CUDA devices. Leave exchange_backend out for gloo."
+            )
+        if self.on_resume not in ("exact", "restart"):
+            raise ValueError(
+                f"on_resume={self.on_resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other"
+                " settings, or 'restart', which starts the rounds anew from its outer parameters. Choose one of them."
+            )
+        if self.evaluate not in ("outer", "local"):
+            raise ValueError(
+                f"evaluate={self.evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the"
+                " default, or the 'local' one of each worker group. Choose one of them."
+            )
+
+    def described(self) -> dict[str, str]:
+        """Returns every choice as text that is the same on all ranks if and only if the choice is."""
+        return {
+            **self.auto.described(self.settings.described()),
+            "worker_groups": str(self.worker_groups),
+            "evaluate": self.evaluate,
+            "on_resume": self.on_resume,
+            "exchange_backend": self.exchange_backend or "gloo",
+        }
+
+
+class CurrentOptions:
+    """The options of a fit as they are now: the planner, or a checkpoint, may replace settings that were ``"auto"``.
+
+    Args:
+        options: What the user chose.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the engine."""
+        return self.options.settings
+
+    def choose(self, settings: Settings) -> None:
+        """Takes settings in the place of those before."""
+        self.options = replace(self.options, settings=settings)

@@ -1,0 +1,216 @@
+"""Worker groups whose ranks hold the whole model each, with DistributedDataParallel among them."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.engine.agreement import align_model
+from lightning_sdiloco.lightning.checkpoint.placement import Placing
+from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
+from lightning_sdiloco.lightning.model_format import Checkpoint, Load, ModelFormat, Save, by_node_or_device
+
+_log = logging.getLogger(__name__)
+
+
+class WholeModel(ModelFormat):
+    """Every rank of a group holds the whole model, and DistributedDataParallel averages their gradients.
+
+    Args:
+        arguments: What `base_arguments` returned.
+    """
+
+    summary = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
+
+    Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is cut into fragments,
+    which the groups average one after the other, a few bits per value, while training goes on (arXiv 2501.18512)."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._buffers_are_due = False
+
+    @staticmethod
+    @override
+    def base_arguments(
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        ddp_kwargs: dict[str, Any] | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> dict[str, Any]:
+        """Checks the arguments of groups that hold the model whole.
+
+        Args:
+            start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or
+                ``"forkserver"``.
+            ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
+            accelerator: As for every Lightning strategy.
+            parallel_devices: As for every Lightning strategy.
+            cluster_environment: As for every Lightning strategy.
+            checkpoint_io: As for every Lightning strategy.
+            precision_plugin: As for every Lightning strategy.
+
+        Raises:
+            ValueError: If ``ddp_kwargs`` has something that the strategy itself sets.
+        """
+        for name in ddp_kwargs or {}:
+            if name in _NOT_FOR_DDP:
+                raise ValueError(
+                    f"ddp_kwargs contains {name!r}, which the strategy itself sets: DistributedDataParallel runs among"
+                    " the ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with"
+                    " the strategy's own arguments."
+                )
+        return {
+            "start_method": start_method,
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+            **(ddp_kwargs or {}),
+        }
+
+    @override
+    def layout(self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int) -> GroupLayout:
+        return by_node_or_device(worker_groups, num_nodes, num_processes)
+
+    @override
+    def described(self) -> dict[str, str]:
+        return {}
+
+    @override
+    def saved_layout(self, topology: Topology) -> dict[str, int]:
+        return {"worker_groups": topology.num_groups, "group_size": topology.group_size}
+
+    @override
+    def connect_processes(self, host: Any, set_up: Callable[[], None]) -> None:
+        set_up()
+
+    @override
+    def join(self, host: Any, topology: Topology, layout: GroupLayout) -> None:
+        pass
+
+    @override
+    def sampler_kwargs(self, topology: Topology) -> dict[str, Any]:
+        ranks = topology.num_groups * topology.group_size
+        return {"num_replicas": ranks, "rank": topology.group_index * topology.group_size + topology.group_rank}
+
+    @override
+    def refuse(self, trainer: Any, precision: Any) -> None:
+        pass
+
+    @override
+    def set_up_without_fit(self, host: Any, set_up: Callable[[Any], None], trainer: Any, align: bool) -> None:
+        """As DDPStrategy does it, but for overwriting the weights of all ranks with those of rank 0 after a fit."""
+        host.accelerator.setup(trainer)
+        host.model = host.precision_plugin.convert_module(host.model)
+        host.model_to_device()
+        if align:
+            align_model(host.model, host.topology)
+        host.setup_precision_plugin()
+
+    @override
+    def wrap(self, host: Any, module: nn.Module, topology: Topology, wrap: Callable[[nn.Module], Any]) -> Any:
+        group = topology.in_group.process_group
+        host._ddp_kwargs["process_group"] = group
+        _keep_hook_in_group(host, group)
+        for part in module.modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                # Lightning converts for the whole world, which would couple the groups at every step.
+                part.process_group = group
+        wrapped = wrap(module)
+        if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
+            fix_bucket_order(wrapped)
+        elif topology.group_size > 2 and wrapped.static_graph and host.resumes_exactly and host.is_global_zero:
+            _log.warning(
+                "With static_graph=True DistributedDataParallel adds the gradients of the first step in another order"
+                " than those of later steps. In a worker group of %d ranks the resumed run may round differently from"
+                " one that was not interrupted; without static_graph it gives the same bits.",
+                topology.group_size,
+            )
+        return wrapped
+
+    @override
+    def begin_validation(self, model: Any) -> None:
+        # The forward of validation would let DistributedDataParallel believe that the buffers of the next training
+        # step, which are put back, have been synchronised already.
+        if isinstance(model, DistributedDataParallel):
+            self._buffers_are_due = model.require_forward_param_sync
+
+    @override
+    def end_validation(self, model: Any) -> None:
+        if isinstance(model, DistributedDataParallel):
+            model.require_forward_param_sync = self._buffers_are_due
+
+    @override
+    def local_state_dict(self, module: nn.Module, state_dict: Callable[[], Checkpoint]) -> Checkpoint:
+        return state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer, state_of: Callable[[Optimizer], Any], is_alone: bool) -> Any:
+        return state_of(optimizer)
+
+    @override
+    def optimizer_states(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> list[Any]:
+        return list(checkpoint["optimizer_states"])
+
+    @override
+    def holds_the_same(self, saved: Mapping[str, int], own: Mapping[str, int]) -> bool:
+        # The state is whole, in all ranks; that of a sharded group is not.
+        return saved.keys() == own.keys()
+
+    @override
+    def write(
+        self, host: Any, topology: Topology, checkpoint: Checkpoint, path: Any, storage_options: Any, save: Save
+    ) -> None:
+        save(checkpoint, path, storage_options)
+
+    @override
+    def after_write(self, checkpoint: Checkpoint, path: Any, topology: Topology, placing: Placing | None) -> None:
+        # The CheckpointIO does it, when it has written the file.
+        pass
+
+    @override
+    def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
+        return dict(load(path, *args, **kwargs))
+
+    @override
+    def take_up_optimizers(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer], states: list[Any]) -> None:
+        checkpoint["optimizer_states"] = states
+
+    @override
+    def start_optimizers_afresh(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
+        # Without its state an optimizer keeps the learning rate at which the schedulers go on.
+        checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
+
+
+# What DistributedDataParallel gets from us, and arguments of DDPStrategy that are no arguments of it.
+_NOT_FOR_DDP = frozenset(
+    {
+        "module",
+        "device_ids",
+        "process_group",
+        "device_mesh",
+        "process_group_backend",
+        "timeout",
+        "start_method",
+        # Would average parameters over all ranks in between.
+        "model_averaging_period",
+    }
+)
+
+
+def _keep_hook_in_group(host: Any, group: Any) -> None:
+    """Gives a communication hook of DDP the group: without one it reduces gradients over all groups."""
+    state = host._ddp_comm_state
+    if host._ddp_comm_hook is not None and state is None:
+        host._ddp_comm_state = group
+    elif state is not None and getattr(state, "process_group", group) is None:
+        state.process_group = group
