@@ -1,6 +1,12 @@
 """Over which ranks the collectives of Lightning and of user code go: a worker group inside a batch, all otherwise."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.errors import ExchangeError
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over the world
 # it would make every group wait for the slowest, at every step.
@@ -37,3 +43,26 @@ def in_batch(module: Any) -> bool:
         and module.trainer.training
         and module._current_fx_name in _PER_BATCH_HOOKS
     )
+
+
+@contextmanager
+def waiting_for_all(topology: Topology, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
+    """Says what may be wrong if the others do not come to a barrier that this rank waits at in a ``with`` block.
+
+    Args:
+        topology: The ranks.
+        names: What Lightning calls the barrier.
+        engine: The engine of the fit, if there is one.
+
+    Raises:
+        ExchangeError: If they do not come.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        in_flight = list(engine.in_flight) if engine is not None else []
+        raise ExchangeError(
+            f"This rank, of worker group {topology.group_index}, waited for all others at {names or 'a barrier'} and"
+            f" they did not come; fragments in flight: {in_flight or 'none'}. Other groups have stopped, or are still"
+            " training because their data is longer or trainer.should_stop was set here alone."
+        ) from error

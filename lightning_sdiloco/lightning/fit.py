@@ -33,6 +33,20 @@ from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 _log = logging.getLogger(__name__)
 
 
+class Distribution(NamedTuple):
+    """What a distribution of Lightning brings, beside the base classes of strategies.
+
+    Attributes:
+        callback: The callback that makes inner steps.
+        launcher: What starts processes by another start method than ``"popen"``.
+        termination: What ends a fit after SIGTERM.
+    """
+
+    callback: type[Any]
+    launcher: type[Any]
+    termination: type[BaseException]
+
+
 class Parts(NamedTuple):
     """What a fit finds: the parts of a strategy that live longer than it.
 

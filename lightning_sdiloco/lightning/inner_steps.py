@@ -1,5 +1,7 @@
 """The inner steps of a fit: which batches count as one, and what landed with them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
@@ -63,6 +65,15 @@ class InnerSteps:
     def note_step(self, *_: Any) -> None:
         """Notes a step of an optimizer that is stepped without Lightning's wrapper; a hook of optimizers."""
         self.stepped = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Counts no step of an optimizer inside a ``with`` block."""
+        stepped = self.stepped
+        try:
+            yield
+        finally:
+            self.stepped = stepped
 
     def keep(self, landings: list[Landing]) -> None:
         """Keeps what landed between two inner steps: it is told with the next one."""

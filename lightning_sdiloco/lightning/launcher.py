@@ -84,14 +84,14 @@ class LauncherMixin(_Base):
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
         extra = super().get_extra_results(trainer)
-        summary = trainer.strategy.summary()
+        summary = trainer.strategy.results.summary()
         return extra if summary is None else {**extra, _KEY: summary_to_bytes(summary)}
 
     @override
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         if _KEY in extra:
-            trainer.strategy.read_summary(summary_from_bytes(extra[_KEY]))
+            trainer.strategy.results.read_summary(summary_from_bytes(extra[_KEY]))
 
 
 def _take_own_memory(sent: Iterable[Any]) -> None:

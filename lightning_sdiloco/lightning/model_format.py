@@ -116,6 +116,10 @@ class ModelFormat(ABC):
         return wrap(module)
 
     @abstractmethod
+    def wrap_anew(self, host: Any, topology: Topology, wrap: Callable[[nn.Module], Any]) -> None:
+        """Wraps a model that other parameters are trainable of now; see `wrap`."""
+
+    @abstractmethod
     def begin_validation(self, model: Any) -> None:
         """Notes what validation on other parameters must not change."""
 

@@ -163,6 +163,10 @@ class ShardedModel(ModelFormat):
             )
 
     @override
+    def wrap_anew(self, host: Any, topology: Topology, wrap: Callable[[nn.Module], Any]) -> None:
+        pass
+
+    @override
     def begin_validation(self, model: Any) -> None:
         pass
 

@@ -8,17 +8,14 @@ the ranks, over several fits. A `Fit` begins and ends with each fit. A `ModelFor
 whole. `Results` are what users read, also afterwards.
 """
 
-import gc
-import inspect
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
@@ -26,21 +23,19 @@ from typing_extensions import override
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT
-from lightning_sdiloco.comm.exchange import DeviceBackend
-from lightning_sdiloco.comm.exchange.on_device import nccl_on
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.errors import ExchangeError
+from lightning_sdiloco.lightning.arguments import document, refuse_unknown
 from lightning_sdiloco.lightning.callback import InnerStepHooks
 from lightning_sdiloco.lightning.choosing import Measured
-from lightning_sdiloco.lightning.collectives import in_batch
-from lightning_sdiloco.lightning.documentation import document
-from lightning_sdiloco.lightning.fit import Fit, Parts
+from lightning_sdiloco.lightning.collectives import in_batch, waiting_for_all
+from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
 from lightning_sdiloco.lightning.host.batch_hooks import silence_without_fit
+from lightning_sdiloco.lightning.host.refusals import refuse_divided
 from lightning_sdiloco.lightning.model_format import ModelFormat
 from lightning_sdiloco.lightning.options import Options
-from lightning_sdiloco.lightning.results import Results, Summary
+from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
 _log = logging.getLogger(__name__)
@@ -49,20 +44,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
-
-
-class Distribution(NamedTuple):
-    """What a distribution of Lightning brings, beside the base classes of strategies.
-
-    Attributes:
-        callback: The callback that makes inner steps.
-        launcher: What starts processes by another start method than ``"popen"``.
-        termination: What ends a fit after SIGTERM.
-    """
-
-    callback: type[InnerStepHooks]
-    launcher: type[Any]
-    termination: type[BaseException]
 
 
 class WorkerGroupStrategy(_Base):
@@ -147,30 +128,10 @@ class WorkerGroupStrategy(_Base):
         on_resume: Literal["exact", "restart"] = "exact",
         **of_format: Any,
     ) -> None:
-        self._refuse_unknown(of_format)
+        given = {name: value for name, value in locals().items() if name not in ("self", "of_format", "__class__")}
+        refuse_unknown(type(self), of_format)
         # Nothing is started here: strategies are pickled.
-        self._options = Options.of(
-            worker_groups=worker_groups,
-            exchange_backend=exchange_backend,
-            on_resume=on_resume,
-            evaluate=evaluate,
-            sync_every=sync_every,
-            overlap_steps=overlap_steps,
-            mixing=mixing,
-            fragments=fragments,
-            layers_per_fragment=layers_per_fragment,
-            compression=compression,
-            exchange=exchange,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            outer_optimizer=outer_optimizer,
-            outer_lr_schedule=outer_lr_schedule,
-            outer_clip_norm=outer_clip_norm,
-            outlier_guard=outlier_guard,
-            final_sync=final_sync,
-            offload=offload,
-            timeout=timeout,
-        )
+        self._options = Options.of(**given)
         arguments = self.base_arguments(**of_format)
         self._format = self.model_format(arguments)
         self._groups = WorkerGroups()
@@ -179,18 +140,6 @@ class WorkerGroupStrategy(_Base):
         # What is replaced in Lightning while there is no fit.
         self._patches = ExitStack()
         super().__init__(timeout=timeout, **arguments)
-
-    def _refuse_unknown(self, of_format: dict[str, Any]) -> None:
-        known = inspect.signature(self.base_arguments).parameters
-        for name in of_format.keys() - known.keys():
-            own = type(self).__name__
-            of_ddp = name in inspect.signature(DistributedDataParallel).parameters or name.startswith("ddp_comm_")
-            advice = (
-                f"It belongs to DistributedDataParallel: give ddp_kwargs={{{name!r}: ...}}"
-                if of_ddp and "ddp_kwargs" in known
-                else f"help({own}) lists those that it has"
-            )
-            raise TypeError(f"{own} has no argument {name!r}. {advice}.")
 
     @classmethod
     @override
@@ -223,14 +172,7 @@ class WorkerGroupStrategy(_Base):
         return self._results.outer_state_dict()
 
     def report(self) -> dict[str, float]:
-        """Returns what happened in the fit.
-
-        Returns:
-            ``inner_steps``, ``launches``, ``landings``: counts; ``flights_dropped``: flights that were lost when a run
-            went on with other groups or settings; ``bytes_sent``, ``bytes_received``: between groups, by this rank;
-            ``exposed_wait_s``: seconds for which training waited for fragments; ``in_flight_s``: seconds that fragments
-            were in flight, added up.
-        """
+        """Returns what happened in the fit: steps, bytes and seconds, as `StreamingDiLoCo.report` does."""
         return self._results.report()
 
     @property
@@ -250,28 +192,21 @@ class WorkerGroupStrategy(_Base):
 
     # What launcher, monitor and callbacks read
 
-    def summary(self) -> Summary | None:
-        """Returns what stays readable where a fit ran in other processes; None if none ran here."""
-        return self._results.summary()
+    @property
+    def results(self) -> Results:
+        """What users read, also where the fit runs in other processes."""
+        return self._results
 
-    def read_summary(self, summary: Summary | None) -> None:
-        """Takes over what a fit in other processes left."""
-        self._results.read_summary(summary)
+    @property
+    def fit(self) -> Fit:
+        """The fit that runs, or the last one."""
+        assert self._fit is not None, "there is none before trainer.fit"
+        return self._fit
 
     @property
     def is_alone(self) -> bool:
         """Whether this rank ends with an exception and must not wait for others."""
         return self._groups.is_alone
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether a fit has finished: the outer parameters change no more."""
-        return self._fit is not None and self._fit.steps.is_finished
-
-    @property
-    def resumes_exactly(self) -> bool:
-        """Whether the fit that is about to run goes on where its checkpoint was saved."""
-        return self._fit is not None and self._fit.checkpointer.resumes_exactly
 
     # Start
 
@@ -294,25 +229,16 @@ class WorkerGroupStrategy(_Base):
     def _begin(self, trainer: Any) -> None:
         if self._fit is not None:
             self._fit.close()
-        termination = self.distribution.termination
-        self._fit = Fit(trainer, Parts(self._options, self._groups, self._format, self._results, termination))
+        parts = Parts(self._options, self._groups, self._format, self._results, self.distribution.termination)
+        self._fit = Fit(trainer, parts)
         trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, InnerStepHooks)]
         # First, so that every other callback sees the model after the landing of its step.
         trainer.callbacks.insert(0, self.distribution.callback(self._fit, self._groups))
 
-    def _layout(self) -> GroupLayout:
-        return self._format.layout(self._options.worker_groups, self.num_nodes, self.num_processes)
-
-    def _device_backend(self) -> DeviceBackend | None:
-        """What carries outer gradients from device to device, if anything does."""
-        return nccl_on(self.root_device) if self._options.exchange_backend == "nccl" else None
-
     @override
     def _configure_launcher(self) -> None:
-        # Here a world that cannot be split, or devices that NCCL does not join, are refused: inside Trainer(), before
-        # any process starts.
-        self._layout()
-        self._device_backend()
+        # Inside Trainer(), before any process starts.
+        self._groups.check(self, self._options, self._format)
         super()._configure_launcher()
         start_method = getattr(self, "_start_method", "popen")
         if start_method != "popen":
@@ -320,16 +246,7 @@ class WorkerGroupStrategy(_Base):
 
     @override
     def setup_environment(self) -> None:
-        layout, timeout = self._layout(), self._options.settings.timeout
-        environment = None
-        if self.num_nodes > 1:
-            self.set_world_ranks()
-            environment = self.cluster_environment
-        with self._groups.reach(layout, self.global_rank, environment, timeout):
-            self._format.connect_processes(self, super().setup_environment)
-        described = {**self._options.described(), **self._format.described()}
-        self._groups.join(layout, self.global_rank, described, timeout, self._device_backend())
-        self._format.join(self, self.topology, layout)
+        self._groups.connect(self, self._options, self._format, super().setup_environment)
 
     @property
     @override
@@ -340,10 +257,10 @@ class WorkerGroupStrategy(_Base):
     @override
     def setup(self, trainer: Any) -> None:
         self._patches.close()
-        if trainer.state.fn == "fit" and self._fit is not None:
-            self._fit.begin()
+        if trainer.state.fn == "fit":
+            self.fit.begin()
             super().setup(trainer)
-            self._fit.take_averages()
+            self.fit.take_averages()
         else:
             silence_without_fit(self._patches, trainer)
             # Where a fit was interrupted, groups hold models of their own.
@@ -352,31 +269,24 @@ class WorkerGroupStrategy(_Base):
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
-        if self._fit is not None:
-            # First, so that our own refusals come before those of DistributedDataParallel.
-            self._fit.prepare(model)
+        # First, so that our own refusals come before those of DistributedDataParallel.
+        self.fit.prepare(model)
         return self._format.wrap(self, model, self.topology, super()._setup_model)
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
-        if self._fit is not None and self._format.before_optimizers(trainer.lightning_module, self.topology):
-            self._fit.prepare(trainer.lightning_module)
+        if self._format.before_optimizers(trainer.lightning_module, self.topology):
+            self.fit.prepare(trainer.lightning_module)
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if hasattr(optimizer, "consolidate_state_dict"):
-                raise ValueError(
-                    f"{type(optimizer).__name__} divides its state over all processes and sends parameters between"
-                    " them, also between worker groups, which train apart. Return the optimizer that it divides from"
-                    " configure_optimizers instead."
-                )
+        refuse_divided(self.optimizers)
 
     # Training
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._fit is not None and self.lightning_module is not None:
-            self._fit.start(self.lightning_module, self.optimizers)
+        assert self.lightning_module is not None
+        self.fit.start(self.lightning_module, self.optimizers)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -393,29 +303,21 @@ class WorkerGroupStrategy(_Base):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _follow_what_is_trainable(self) -> None:
-        if self._fit is not None and self._fit.recut() and isinstance(self.model, DistributedDataParallel):
-            # It only knows the parameters that were trainable when it was made. Its hooks on the parameters go with
-            # it, and it is part of a reference cycle.
-            self.model = None
-            gc.collect()
-            assert self.lightning_module is not None
-            self.model = self._format.wrap(self, self.lightning_module, self.topology, super()._setup_model)
+        if self.fit.recut():
+            self._format.wrap_anew(self, self.topology, super()._setup_model)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        if self._fit is not None:
-            self._fit.steps.note_optimizer_step()
+        self.fit.steps.note_optimizer_step()
         return output
 
     @override
     def on_train_end(self) -> None:
-        if self._fit is not None:
-            self._fit.finish()
+        self.fit.finish()
         super().on_train_end()
-        if self._fit is not None:
-            # Callbacks have run.
-            self._fit.end(self.model)
+        # Callbacks have run.
+        self.fit.end(self.model)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -459,16 +361,12 @@ class WorkerGroupStrategy(_Base):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state_dict = super().lightning_module_state_dict
-        engine = self.engine
-        if engine is None or engine.is_finished:
+        if self.engine is None or self.engine.is_finished:
             return self._local_state_dict(state_dict)
         if self._groups.failed and self.topology.group_size > 1:
-            _log.warning(
-                "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the"
-                " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
-            )
+            self._groups.warn_of_local_parameters()
             return self._local_state_dict(state_dict)
-        with engine.evaluate():
+        with self.engine.evaluate():
             state = self._local_state_dict(state_dict)
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
@@ -478,14 +376,9 @@ class WorkerGroupStrategy(_Base):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        steps = self._fit.steps if self._fit is not None else None
-        stepped = steps is not None and steps.stepped
-        try:
+        # torch may step an optimizer to get its state: that is no inner step.
+        with self.fit.steps.paused():
             return dict(self._format.optimizer_state(optimizer, super().optimizer_state, self.is_alone))
-        finally:
-            if steps is not None:
-                # torch may step an optimizer to get its state: that is no inner step.
-                steps.stepped = stepped
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -537,16 +430,8 @@ class WorkerGroupStrategy(_Base):
         """Waits for all ranks, and says what may be wrong if they do not come. Not after an exception."""
         if self.is_alone:
             return
-        try:
+        with waiting_for_all(self.topology, args, self.engine):
             super().barrier(*args, **kwargs)
-        except RuntimeError as error:
-            in_flight = self.engine.in_flight if self.engine is not None else ()
-            raise ExchangeError(
-                f"This rank, of worker group {self.topology.group_index}, waited for all others at"
-                f" {args or 'a barrier'} and they did not come; fragments in flight: {list(in_flight) or 'none'}. Other"
-                " groups have stopped, or are still training because their data is longer or trainer.should_stop was"
-                " set here alone."
-            ) from error
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -559,8 +444,4 @@ class WorkerGroupStrategy(_Base):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decides over all ranks, whatever hook asks: who stops or saves must do so everywhere."""
-        if self.is_alone:
-            return decision
-        votes = self.topology.world.all_gather(torch.tensor([int(decision)], device=self.root_device))
-        count = sum(int(vote) for vote in votes)
-        return count == len(votes) if all else count > 0
+        return self._groups.decide(decision, all, self.root_device)

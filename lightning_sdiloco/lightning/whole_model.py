@@ -1,5 +1,6 @@
 """Worker groups whose ranks hold the whole model each, with DistributedDataParallel among them."""
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -128,14 +129,18 @@ class WholeModel(ModelFormat):
         wrapped = wrap(module)
         if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
-        elif topology.group_size > 2 and wrapped.static_graph and host.resumes_exactly and host.is_global_zero:
-            _log.warning(
-                "With static_graph=True DistributedDataParallel adds the gradients of the first step in another order"
-                " than those of later steps. In a worker group of %d ranks the resumed run may round differently from"
-                " one that was not interrupted; without static_graph it gives the same bits.",
-                topology.group_size,
-            )
+        elif topology.group_size > 2 and wrapped.static_graph and host.fit.checkpointer.resumes_exactly:
+            _warn_of_static_graph(topology)
         return wrapped
+
+    @override
+    def wrap_anew(self, host: Any, topology: Topology, wrap: Callable[[nn.Module], Any]) -> None:
+        if isinstance(host.model, DistributedDataParallel):
+            # It only knows the parameters that were trainable when it was made. Its hooks on the parameters go with
+            # it, and it is part of a reference cycle.
+            host.model = None
+            gc.collect()
+            host.model = self.wrap(host, host.lightning_module, topology, wrap)
 
     @override
     def begin_validation(self, model: Any) -> None:
@@ -214,3 +219,13 @@ def _keep_hook_in_group(host: Any, group: Any) -> None:
         host._ddp_comm_state = group
     elif state is not None and getattr(state, "process_group", group) is None:
         state.process_group = group
+
+
+def _warn_of_static_graph(topology: Topology) -> None:
+    if topology.world.rank == 0:
+        _log.warning(
+            "With static_graph=True DistributedDataParallel adds the gradients of the first step in another order than"
+            " those of later steps. In a worker group of %d ranks the resumed run may round differently from one that"
+            " was not interrupted; without static_graph it gives the same bits.",
+            topology.group_size,
+        )

@@ -1,17 +1,25 @@
 """The worker groups of this process: how its ranks find each other, and whether they may still wait for each other."""
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from lightning_sdiloco.comm.exchange import DeviceBackend
+from lightning_sdiloco.comm.exchange.on_device import nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology, store, world
 from lightning_sdiloco.engine.agreement import require_same_settings
 from lightning_sdiloco.launch.environment import meet, warn_of_shared_store
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address
 from lightning_sdiloco.launch.reachability import require_reachable
+from lightning_sdiloco.lightning.model_format import ModelFormat
+from lightning_sdiloco.lightning.options import Options
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerGroups:
@@ -37,52 +45,43 @@ class WorkerGroups:
         """Whether this rank ends with an exception and must not wait for others, which may be gone or elsewhere."""
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
-    @contextmanager
-    def reach(self, layout: GroupLayout, rank: int, environment: Any | None, timeout: timedelta) -> Iterator[None]:
-        """Refuses to start where ranks cannot reach each other. Within it all processes are to be connected.
+    def check(self, host: Any, options: Options, model_format: ModelFormat) -> None:
+        """Refuses a world that cannot be split, and devices that NCCL does not join.
 
         Args:
-            layout: The worker groups.
-            rank: This rank.
-            environment: Lightning's cluster environment; None where all ranks are on one machine.
-            timeout: How long to wait for the others.
+            host: Lightning's strategy.
+            options: What the user chose.
+            model_format: How the ranks of a group hold the model.
 
         Raises:
-            ValueError: If ranks do not come, or cannot reach each other.
+            ValueError: If there is such a thing.
         """
-        # Kept until then: the default process group takes over the store of the rendezvous.
-        rendezvous = None if environment is None else meet(environment, layout.world_size, timeout)
-        if rendezvous is not None:
-            require_reachable(rendezvous, layout.group_of(rank), exchange_address, group_address)
-        with for_exchange():
-            yield
+        model_format.layout(options.worker_groups, host.num_nodes, host.num_processes)
+        _device_backend(options, host)
 
-    def join(
-        self,
-        layout: GroupLayout,
-        rank: int,
-        described: Mapping[str, str],
-        timeout: timedelta,
-        on_device: DeviceBackend | None,
-    ) -> None:
-        """Makes the ways between the ranks of a group and between groups, as soon as all processes are connected.
+    def connect(self, host: Any, options: Options, model_format: ModelFormat, set_up: Callable[[], None]) -> None:
+        """Connects all processes, and makes the ways between the ranks of a group and between groups.
 
         Args:
-            layout: The worker groups.
-            rank: This rank.
-            described: All that must be the same on all ranks, as text.
-            timeout: Bound of one flight.
-            on_device: What carries outer gradients from device to device; None for gloo.
+            host: Lightning's strategy.
+            options: What the user chose.
+            model_format: How the ranks of a group hold the model.
+            set_up: Lightning's own way to connect the processes.
 
         Raises:
-            ValueError: If the choices differ between ranks, or devices cannot reach each other.
+            ValueError: If ranks do not come, cannot reach each other, or differ in what was chosen.
         """
-        warn_of_shared_store(rank)
-        self._failures = Failures(store(), rank, layout.group_of(rank), layout.world_size)
+        timeout = options.settings.timeout
+        layout = model_format.layout(options.worker_groups, host.num_nodes, host.num_processes)
+        with _reached(host, layout, timeout):
+            model_format.connect_processes(host, set_up)
+        warn_of_shared_store(host.global_rank)
+        self._failures = Failures(store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
-            require_same_settings(described, world())
-            self._topology = Topology.of_world(layout, timeout, for_exchange, on_device)
+            require_same_settings({**options.described(), **model_format.described()}, world())
+            self._topology = Topology.of_world(layout, timeout, for_exchange, _device_backend(options, host))
+        model_format.join(host, self._topology, layout)
 
     def use(self, topology: Topology) -> None:
         """Takes ways between ranks that somebody else has made."""
@@ -96,6 +95,27 @@ class WorkerGroups:
             with suppress(Exception):
                 failures.leave(exception)
 
+    def warn_of_local_parameters(self) -> None:
+        """Says what is saved by a rank that must not wait for those with which it shares a model."""
+        _log.warning(
+            "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the outer"
+            " ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
+        )
+
+    def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
+        """Returns what all ranks decide; after an exception what this one does.
+
+        Args:
+            decision: The vote of this rank.
+            all: Whether all must be for it, or any.
+            device: The device of this rank.
+        """
+        if self.is_alone:
+            return decision
+        votes = self.topology.world.all_gather(torch.tensor([int(decision)], device=device))
+        count = sum(int(vote) for vote in votes)
+        return count == len(votes) if all else count > 0
+
     def mean_over_all(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Returns the mean over all ranks of every number that all ranks have; none after an exception."""
         if self.is_alone:
@@ -103,3 +123,22 @@ class WorkerGroups:
         ranks = self.topology.world.all_gather_object(dict(numbers))
         common = [name for name in numbers if all(name in rank for rank in ranks)]
         return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in common}
+
+
+@contextmanager
+def _reached(host: Any, layout: GroupLayout, timeout: timedelta) -> Iterator[None]:
+    """Refuses to start where ranks cannot reach each other. Within it all processes are to be connected."""
+    # Kept until then: the default process group takes over the store of the rendezvous.
+    rendezvous = None
+    if host.num_nodes > 1:
+        host.set_world_ranks()
+        rendezvous = meet(host.cluster_environment, layout.world_size, timeout)
+    if rendezvous is not None:
+        require_reachable(rendezvous, layout.group_of(host.global_rank), exchange_address, group_address)
+    with for_exchange():
+        yield
+
+
+def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
+    """Returns what carries outer gradients from device to device, if anything does."""
+    return nccl_on(host.root_device) if options.exchange_backend == "nccl" else None

@@ -182,7 +182,9 @@ def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device(mon
     def of_world(*args: Any) -> Any:
         raise Joined(args[3])
 
-    monkeypatch.setattr("lightning_sdiloco.lightning.strategy.nccl_on", lambda device: DeviceBackend("stub", device))
+    monkeypatch.setattr(
+        "lightning_sdiloco.lightning.worker_groups.nccl_on", lambda device: DeviceBackend("stub", device)
+    )
     monkeypatch.setattr(Topology, "of_world", of_world)
 
     def run(rank: int, world_size: int, given: str | None) -> str:

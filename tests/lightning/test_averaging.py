@@ -38,7 +38,7 @@ def recorder(distribution: str, average: Any) -> Any:
 
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             landings = trainer.strategy.report()["landings"]
-            if landings > self.landings or trainer.strategy.is_finished:
+            if landings > self.landings or trainer.strategy.engine.is_finished:
                 self.outer[trainer.global_step] = trainer.strategy.outer_state_dict()
             self.landings = landings
 

@@ -1,5 +1,6 @@
 """Refuses what would leave every worker group with another model, or make them wait for each other in vain."""
 
+from collections.abc import Iterable
 from typing import Any
 
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
@@ -72,6 +73,24 @@ def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:
             raise ValueError(
                 f"{_name(callback)} unfreezes layers between epochs, which sharded parameters do not follow. Freeze"
                 " what is to stay in configure_model, and train in several fits."
+            )
+
+
+def refuse_divided(optimizers: Iterable[Any]) -> None:
+    """Refuses optimizers that divide their state over all processes.
+
+    Args:
+        optimizers: The optimizers of a fit.
+
+    Raises:
+        ValueError: If there is such a one.
+    """
+    for optimizer in optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            raise ValueError(
+                f"{type(optimizer).__name__} divides its state over all processes and sends parameters between them,"
+                " also between worker groups, which train apart. Return the optimizer that it divides from"
+                " configure_optimizers instead."
             )
 
 

@@ -38,7 +38,7 @@ def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
 def _take_up(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> None:
     """As Lightning does, and lets a run that was saved after a batch begin with the rest of it."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    if trainer.strategy.resumes_exactly:
+    if trainer.strategy.fit.checkpointer.resumes_exactly:
         replace(undo, trainer.fit_loop, "on_advance_end", partial(_end_epoch, trainer, trainer.fit_loop.on_advance_end))
         if _saved_after_an_epoch(trainer.fit_loop):
             once = undo.enter_context(ExitStack())

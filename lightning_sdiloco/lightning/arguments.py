@@ -1,8 +1,10 @@
-"""The documentation of a strategy, put together from where its arguments are: each stands in one place only."""
+"""The arguments of a strategy, put together from where each stands: for its documentation, and to refuse others."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 _ARGUMENTS, _RAISES = "    Args:\n", "    Raises:\n"
 
@@ -38,3 +40,24 @@ def _section(docstring: str | None, title: str) -> str:
     """Returns the lines of a section, without its title and the blank line after it."""
     text = f"{(docstring or '').rstrip()}\n".partition(title)[2]
     return text.partition("\n\n")[0].rstrip() + "\n" if text else ""
+
+
+def refuse_unknown(strategy: type[Any], of_format: Mapping[str, Any]) -> None:
+    """Refuses arguments that a strategy does not have.
+
+    Args:
+        strategy: The class that the user named.
+        of_format: The arguments that are none of those that all strategies have.
+
+    Raises:
+        TypeError: If its model format has no such argument either.
+    """
+    known = inspect.signature(strategy.base_arguments).parameters
+    for name in of_format.keys() - known.keys():
+        of_ddp = name in inspect.signature(DistributedDataParallel).parameters or name.startswith("ddp_comm_")
+        advice = (
+            f"It belongs to DistributedDataParallel: give ddp_kwargs={{{name!r}: ...}}"
+            if of_ddp and "ddp_kwargs" in known
+            else f"help({strategy.__name__}) lists those that it has"
+        )
+        raise TypeError(f"{strategy.__name__} has no argument {name!r}. {advice}.")
