@@ -9,10 +9,10 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from lightning_sdiloco.lightning.callback import InnerStepHooks
 from lightning_sdiloco.lightning.fit import Distribution
 from lightning_sdiloco.lightning.launcher import LauncherMixin
+from lightning_sdiloco.lightning.model_format.sharded_model import ShardedModel
+from lightning_sdiloco.lightning.model_format.whole_model import WholeModel
 from lightning_sdiloco.lightning.monitor.monitor import StreamingDiLoCoMonitorMixin
-from lightning_sdiloco.lightning.sharded_groups import ShardedModel
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-from lightning_sdiloco.lightning.whole_model import WholeModel
 from lightning_sdiloco.tools.simulate.processes import SimulatedProcessesMixin
 from lightning_sdiloco.tools.simulate.recording import RecorderMixin
 

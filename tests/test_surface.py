@@ -85,7 +85,8 @@ def surface() -> dict[str, Any]:
         "compressions": sorted(lightning_sdiloco.compression.__all__),
         "names of compressions": sorted(lightning_sdiloco.compression.COMPRESSIONS),
         "strategies": {
-            f"{face}.{name}": arguments_of(getattr(module, name))
+            # Named, all but the number of groups: in any order.
+            f"{face}.{name}": sorted(arguments_of(getattr(module, name)))
             for face, module in faces.items()
             for name in STRATEGIES
         },

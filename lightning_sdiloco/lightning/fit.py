@@ -14,18 +14,18 @@ from lightning_sdiloco.engine.start import cut
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
 from lightning_sdiloco.lightning.choosing import tell
-from lightning_sdiloco.lightning.host.batch_hooks import silence
+from lightning_sdiloco.lightning.host.batch_hooks import replace_batch_hooks
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
 from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike
 from lightning_sdiloco.lightning.host.uneven_data import Epochs, end_epochs_together
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
-from lightning_sdiloco.lightning.model_format import ModelFormat
+from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.monitor.monitor import asks_for_diagnostics
 from lightning_sdiloco.lightning.monitor.scalars import shown
 from lightning_sdiloco.lightning.options import CurrentOptions, Options
-from lightning_sdiloco.lightning.promptness import Promptness
 from lightning_sdiloco.lightning.requests import Requests
 from lightning_sdiloco.lightning.results import Results
+from lightning_sdiloco.lightning.signal_latency import SignalLatency
 from lightning_sdiloco.lightning.signals import Signals
 from lightning_sdiloco.lightning.weight_averaging import Averaging
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
@@ -89,7 +89,7 @@ class Fit:
         self._patches = ExitStack()
         self._signals: Signals | None = None
         self._averaging: Averaging | None = None
-        self._promptness: Promptness | None = None
+        self._signal_latency: SignalLatency | None = None
         self._epoch_begins = False
 
     # Start
@@ -104,7 +104,7 @@ class Fit:
         self._parts.results.begin(self.options)
         refuse_what_cannot_work(trainer)
         self._signals = Signals(trainer, self.requests, groups.topology.world, self._parts.termination)
-        silence(self._patches, trainer, groups, self.requests, self._signals, self.progress)
+        replace_batch_hooks(self._patches, trainer, groups, self.requests, self._signals, self.progress)
         end_epochs_together(
             self._patches, Epochs(trainer, groups.topology, self.requests, lambda: self in _counted(trainer))
         )
@@ -192,8 +192,8 @@ class Fit:
             self.requests.ask(self._signals.received)
         landings = self.steps.make(idle)
         self.requests.land(landings)
-        if self._promptness is not None:
-            self._promptness.step(engine.inner_steps)
+        if self._signal_latency is not None:
+            self._signal_latency.step(engine.inner_steps)
         if self.options.options.auto.step(self.options.settings.sync_every - engine.steps_in_rounds):
             self._choose(engine)
         return landings
@@ -211,7 +211,7 @@ class Fit:
 
     def _watch_signals(self, engine: StreamingDiLoCo) -> None:
         is_chosen = not self.options.options.auto.names
-        self._promptness = Promptness(engine.schedule) if self._trainer.is_global_zero and is_chosen else None
+        self._signal_latency = SignalLatency(engine.schedule) if self._trainer.is_global_zero and is_chosen else None
 
     def progress(self) -> dict[str, str]:
         """Returns what a progress bar shows."""

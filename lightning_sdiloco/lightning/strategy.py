@@ -31,9 +31,9 @@ from lightning_sdiloco.lightning.callback import InnerStepHooks
 from lightning_sdiloco.lightning.choosing import Measured
 from lightning_sdiloco.lightning.collectives import in_batch, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
-from lightning_sdiloco.lightning.host.batch_hooks import silence_without_fit
+from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers
 from lightning_sdiloco.lightning.host.refusals import refuse_divided
-from lightning_sdiloco.lightning.model_format import ModelFormat
+from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
@@ -262,7 +262,7 @@ class WorkerGroupStrategy(_Base):
             super().setup(trainer)
             self.fit.take_averages()
         else:
-            silence_without_fit(self._patches, trainer)
+            replace_signal_handlers(self._patches, trainer)
             # Where a fit was interrupted, groups hold models of their own.
             align = self.engine is None or self.model is None or not self.engine.is_training(self.model)
             self._format.set_up_without_fit(self, super().setup, trainer, align)

@@ -16,7 +16,7 @@ from lightning_sdiloco.launch.environment import meet, warn_of_shared_store
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address
 from lightning_sdiloco.launch.reachability import require_reachable
-from lightning_sdiloco.lightning.model_format import ModelFormat
+from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 
 _log = logging.getLogger(__name__)

@@ -355,7 +355,7 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(step_seconds: flo
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lightning_sdiloco.lightning.promptness").addHandler(handler)
+        logging.getLogger("lightning_sdiloco.lightning.signal_latency").addHandler(handler)
         clock = itertools.count(step=step_seconds)
         promptness.time = SimpleNamespace(monotonic=lambda: next(clock))  # type: ignore[assignment]
         run(rank, world_size, tmp_path, {})

@@ -15,7 +15,7 @@ from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.lightning.checkpoint import files
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.logged_metrics import logged, take_up
-from lightning_sdiloco.lightning.model_format import Checkpoint, Load, ModelFormat
+from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat
 from lightning_sdiloco.lightning.options import CurrentOptions
 from lightning_sdiloco.lightning.requests import Requests
 from lightning_sdiloco.lightning.weight_averaging import Averaging

@@ -22,7 +22,7 @@ from lightning_sdiloco.lightning.signals import Signals, listen_without_fit
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
 
-def silence(
+def replace_batch_hooks(
     undo: ExitStack,
     trainer: Any,
     groups: WorkerGroups,
@@ -67,7 +67,7 @@ def silence(
         replace(undo, bar, "get_metrics", partial(_progress, bar.get_metrics, progress))
 
 
-def silence_without_fit(undo: ExitStack, trainer: Any) -> None:
+def replace_signal_handlers(undo: ExitStack, trainer: Any) -> None:
     """Makes the one replacement that validation, testing and prediction need: that of the signal handlers.
 
     Args:

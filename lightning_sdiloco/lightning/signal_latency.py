@@ -16,7 +16,7 @@ _LONG_SECONDS = 60.0
 _SAVING_SECONDS = 60
 
 
-class Promptness:
+class SignalLatency:
     """Measures the first inner steps of a fit, and says how long a signal may wait if that is long.
 
     Args:

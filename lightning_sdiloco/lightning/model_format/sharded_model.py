@@ -16,7 +16,7 @@ from lightning_sdiloco.lightning.checkpoint import files, sharded_model
 from lightning_sdiloco.lightning.checkpoint.optimizer_state import own_state, take_up_state
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work_sharded
-from lightning_sdiloco.lightning.model_format import Checkpoint, Load, ModelFormat, Save, by_node_or_device
+from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat, Save, by_node_or_device
 
 
 class ShardedModel(ModelFormat):

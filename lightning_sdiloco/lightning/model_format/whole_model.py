@@ -15,7 +15,7 @@ from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.engine.agreement import align_model
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
-from lightning_sdiloco.lightning.model_format import Checkpoint, Load, ModelFormat, Save, by_node_or_device
+from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat, Save, by_node_or_device
 
 _log = logging.getLogger(__name__)
 
