@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.lightning import promptness
+from lightning_sdiloco.lightning import signal_latency
 from lightning_sdiloco.lightning.requests import Request, Requests
 from tests import fits
 from tests.fits import LIGHTNING
@@ -357,7 +357,7 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(step_seconds: flo
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("lightning_sdiloco.lightning.signal_latency").addHandler(handler)
         clock = itertools.count(step=step_seconds)
-        promptness.time = SimpleNamespace(monotonic=lambda: next(clock))  # type: ignore[assignment]
+        signal_latency.time = SimpleNamespace(monotonic=lambda: next(clock))  # type: ignore[assignment]
         run(rank, world_size, tmp_path, {})
         return said, next(clock) / step_seconds
 
