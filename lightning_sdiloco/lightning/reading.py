@@ -7,7 +7,7 @@ from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.choosing import Choosing, Measured
-from lightning_sdiloco.lightning.results import Summary
+from lightning_sdiloco.lightning.results import Results
 
 
 class ReadingMixin:
@@ -16,7 +16,7 @@ class ReadingMixin:
     _settings: Settings
     _choosing: Choosing
     _engine: StreamingDiLoCo | None
-    _summary: Summary | None
+    _summary: Results | None
     _fragments: tuple[Fragment, ...]
 
     @property
@@ -64,7 +64,7 @@ class ReadingMixin:
         return self._engine
 
     @property
-    def _source(self) -> StreamingDiLoCo | Summary:
+    def _source(self) -> StreamingDiLoCo | Results:
         source = self._engine or self._summary
         if source is None:
             raise RuntimeError(
@@ -74,10 +74,10 @@ class ReadingMixin:
             )
         return source
 
-    def summary(self) -> Summary | None:
+    def summary(self) -> Results | None:
         """What stays readable where a fit ran in other processes; None if none ran here."""
-        return Summary.of(self._engine) if self._engine is not None and self._engine.is_finished else None
+        return Results.of(self._engine) if self._engine is not None and self._engine.is_finished else None
 
-    def read_summary(self, summary: Summary | None) -> None:
+    def read_summary(self, summary: Results | None) -> None:
         """Takes over what a fit in other processes left."""
         self._summary = summary
