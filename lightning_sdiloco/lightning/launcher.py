@@ -1,20 +1,18 @@
-"""Launches a fit in processes, ends them all with the main one, and brings back what users read of a strategy."""
+"""Launches a fit in processes, ends them all together with the main one, and brings back what users read of it."""
 
-import io
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.lightning.results import Summary
 
 if TYPE_CHECKING:
@@ -22,38 +20,45 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-_KEY = "streaming_diloco"
+# Files in the folder of a launch.
+_SUMMARY = "summary.pt"
+_BYTES = ".bytes"
 
-# How a shell tells that a process was terminated.
+# The exit code by which a shell tells that a process was terminated.
 _TERMINATED = 128 + signal.SIGTERM
 
-# What processes have to end by themselves after Ctrl-C.
-_SECONDS = 3.0
+# How long processes may take to end by themselves after Ctrl-C.
+_SECONDS_TO_END = 3.0
 
 
 class LauncherMixin(_Base):
-    """A launcher that starts processes by spawn or fork.
+    """Starts processes by spawn, fork or forkserver, and returns the results of rank 0 to the main process.
 
-    It passes a termination signal of the main process on to them, ends them after Ctrl-C, and returns the summary of
-    rank 0 to the main process. Lightning itself would leave them running, or wait for a result that does not come.
+    It passes a termination signal of the main process on to them, and ends them after Ctrl-C. Lightning itself would
+    leave them running, or wait for a result that does not come.
+
+    What may be large travels through files in a folder that lives as long as the launch. Lightning's queue is a pipe
+    of about 64 kB that the main process reads only after the processes have ended: more than that, and each waits for
+    the other for ever.
     """
 
     _strategy: Any
+    # A string: where processes do not inherit it, it is pickled with the launcher.
+    _folder: str
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        forwarding = _Forwarding(self.kill)
-        try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
-        except KeyboardInterrupt:
-            self._interrupt()
-            raise
-        except Exception as error:
-            if getattr(error, "exit_code", None) == _TERMINATED:
-                raise self._strategy.distribution.termination from error
-            raise
-        finally:
-            forwarding.stop()
+        # The processes run on this machine, so they share its folder for temporary files.
+        with _Forwarding(self.kill), tempfile.TemporaryDirectory(prefix="lightning_sdiloco-") as self._folder:
+            try:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            except KeyboardInterrupt:
+                self._interrupt()
+                raise
+            except Exception as error:
+                if getattr(error, "exit_code", None) == _TERMINATED:
+                    raise self._strategy.distribution.termination from error
+                raise
 
     @override
     def _wrapping_function(
@@ -61,20 +66,20 @@ class LauncherMixin(_Base):
     ) -> None:
         handler = signal.getsignal(signal.SIGTERM)
         if isinstance(handler, _Forwarding):
-            # A fork inherits it.
+            # A forked process inherits it.
             handler.stop()
         if self._start_method == "forkserver":
             _take_own_memory((*args, *kwargs.values()))
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
         except self._strategy.distribution.termination:
-            # Without a code the main process would take it for success, and wait for the result.
+            # Without this exit code the main process would take it for success, and wait for the result.
             sys.exit(_TERMINATED)
 
     def _interrupt(self) -> None:
-        """Ends the processes: Ctrl-C has reached them or not, and the interpreter would wait for them at its end."""
+        """Ends the processes after Ctrl-C, reached by it or not: the interpreter would wait for them at its end."""
         self.kill(signal.SIGINT)
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + _SECONDS_TO_END
         try:
             for process in self.procs:
                 process.join(max(deadline - time.monotonic(), 0))
@@ -83,19 +88,27 @@ class LauncherMixin(_Base):
 
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        extra = super().get_extra_results(trainer)
+        """Writes the results and Lightning's metrics to files; returns what is left for the queue."""
+        folder, extra = Path(self._folder), super().get_extra_results(trainer)
         summary = trainer.strategy.results.summary()
-        return extra if summary is None else {**extra, _KEY: summary_to_bytes(summary)}
+        if summary is not None:
+            summary.save(folder / _SUMMARY)
+        for name in [name for name, value in extra.items() if isinstance(value, bytes)]:
+            (folder / f"{name}{_BYTES}").write_bytes(extra.pop(name))
+        return extra
 
     @override
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
-        super().update_main_process_results(trainer, extra)
-        if _KEY in extra:
-            trainer.strategy.results.read_summary(summary_from_bytes(extra[_KEY]))
+        """Reads back in the main process what `get_extra_results` wrote in that of rank 0."""
+        folder = Path(self._folder)
+        written = {path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")}
+        super().update_main_process_results(trainer, {**extra, **written})
+        if (folder / _SUMMARY).exists():
+            trainer.strategy.results.read_summary(Summary.load(folder / _SUMMARY))
 
 
 def _take_own_memory(sent: Iterable[Any]) -> None:
-    """Ends sharing: tensors that are sent to a process share their memory, and ranks would train the same parameters.
+    """Copies the tensors of modules sent to a process: they share memory, and all ranks would train the same ones.
 
     Lightning itself does this for spawn only.
     """
@@ -105,43 +118,26 @@ def _take_own_memory(sent: Iterable[Any]) -> None:
 
 
 class _Forwarding:
-    """The handler of SIGTERM in the main process, which is no rank itself."""
+    """Handles SIGTERM in the main process, which is no rank itself, inside a ``with`` block."""
 
-    def __init__(self, kill: Any) -> None:
+    def __init__(self, kill: Callable[[int], Any]) -> None:
         self._kill = kill
         self._before: Any = None
+
+    def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
 
     def __call__(self, signum: int, frame: Any) -> None:
         self._kill(signum)
 
     def stop(self) -> None:
-        """Puts the handler back that was there before."""
+        """Restores the handler that was there before."""
         current: Any = signal.getsignal(signal.SIGTERM)
         if current is self:
             signal.signal(signal.SIGTERM, self._before)
-
-
-def summary_to_bytes(summary: Summary) -> bytes:
-    """Writes a summary as bytes: tensors must not travel as handles to shared memory."""
-    plain = {
-        "fragments": [asdict(fragment) for fragment in summary.fragments],
-        "schedule": asdict(summary.schedule),
-        "outer": summary.outer,
-        "counts": summary.counts,
-    }
-    buffer = io.BytesIO()
-    torch.save(plain, buffer)
-    return buffer.getvalue()
-
-
-def summary_from_bytes(data: bytes) -> Summary:
-    """Reads a summary back."""
-    plain = torch.load(io.BytesIO(data), weights_only=True)
-    return Summary(
-        fragments=tuple(Fragment(tuple(f["names"]), tuple(f["sizes"])) for f in plain["fragments"]),
-        schedule=Schedule(**plain["schedule"]),
-        outer=plain["outer"],
-        counts=plain["counts"],
-    )

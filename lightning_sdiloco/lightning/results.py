@@ -1,7 +1,10 @@
 """What users read of a strategy: schedule, fragments, outer parameters and report, during a fit and after it."""
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm.partition import Fragment
@@ -12,13 +15,13 @@ from lightning_sdiloco.lightning.options import CurrentOptions, Options
 
 
 class Summary(NamedTuple):
-    """The readable side of a finished engine.
+    """What stays readable of a finished fit, also where it ran in other processes.
 
     Attributes:
-        fragments: See `StreamingDiLoCo`.
-        schedule: When they launched and landed.
-        outer: What ``outer_state_dict()`` returns.
-        counts: What ``report()`` returns.
+        fragments: The fragments, as in `StreamingDiLoCo.fragments`.
+        schedule: When the fragments launched and landed.
+        outer: The outer parameters: name -> whole float32 tensor on the host.
+        counts: What `StreamingDiLoCo.report` returned.
     """
 
     fragments: tuple[Fragment, ...]
@@ -28,15 +31,36 @@ class Summary(NamedTuple):
 
     @staticmethod
     def of(engine: StreamingDiLoCo) -> "Summary":
-        """Reads a finished engine."""
+        """Returns the summary of an engine that has finished."""
         return Summary(engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report())
 
+    @staticmethod
+    def load(path: Path) -> "Summary":
+        """Reads from a file what `save` wrote there, bit for bit."""
+        plain = torch.load(path, weights_only=True)
+        return Summary(
+            fragments=tuple(Fragment(tuple(f["names"]), tuple(f["sizes"])) for f in plain["fragments"]),
+            schedule=Schedule(**plain["schedule"]),
+            outer=plain["outer"],
+            counts=plain["counts"],
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes the summary to a file, as plain containers and tensors, which load with ``weights_only=True``."""
+        plain = {
+            "fragments": [asdict(fragment) for fragment in self.fragments],
+            "schedule": asdict(self.schedule),
+            "outer": self.outer,
+            "counts": self.counts,
+        }
+        torch.save(plain, path)
+
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """See `StreamingDiLoCo.outer_state_dict`."""
+        """Returns a copy of the outer parameters; see `StreamingDiLoCo.outer_state_dict`."""
         return {name: values.clone() for name, values in self.outer.items()}
 
     def report(self) -> dict[str, float]:
-        """See `StreamingDiLoCo.report`."""
+        """Returns a copy of the counts; see `StreamingDiLoCo.report`."""
         return dict(self.counts)
 
 

@@ -74,9 +74,11 @@ def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(mixing: floa
     assert run.finite()
 
 
-def test_the_mean_is_that_of_the_groups_that_count() -> None:
-    plain = {"sync_every": 2, "overlap_steps": 0, "fragments": [["*"]], "compression": "fp32", "mixing": 0.0}
-    three, two = Run(3, **plain), Run(2, **plain)
+# Codes of four bits are finite whatever they encode, so the values themselves must tell whether a group counted.
+@pytest.mark.parametrize("compression", ["fp32", "bf16", "fp4"])
+def test_the_mean_is_that_of_the_groups_that_count(compression: str) -> None:
+    plain = {"sync_every": 2, "overlap_steps": 0, "fragments": [["*"]], "mixing": 0.0, "exchange": "gather"}
+    three, two = (Run(groups, compression=compression, **plain) for groups in (3, 2))
     for run, poisoned in ((three, (2,)), (two, ())):
         run.step()
         run.step(poisoned)
@@ -93,7 +95,7 @@ def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row()
 
 
 def test_being_left_out_twice_and_then_recovering_is_no_error() -> None:
-    run = Run(2, sync_every=4, overlap_steps=0, fragments=[["*"]])
+    run = Run(2, sync_every=4, overlap_steps=0, fragments=[["*"]], compression="fp32")
     for step in range(1, 41):
         run.step(poisoned=(1,) if step % 12 in (4, 8) else ())
     assert run.finite()
@@ -106,8 +108,10 @@ def test_all_groups_not_finite_is_an_error_that_names_them() -> None:
         run.step(poisoned=(0, 1))
 
 
-def test_momentum_and_outer_parameters_stay_finite_when_a_group_is_left_out() -> None:
-    run = Run(2, sync_every=4, overlap_steps=0, fragments=[["*"]])
+# fp4 would turn what is not finite into numbers.
+@pytest.mark.parametrize("compression", ["fp32", "bf16"])
+def test_momentum_and_outer_parameters_stay_finite_when_a_group_is_left_out(compression: str) -> None:
+    run = Run(2, sync_every=4, overlap_steps=0, fragments=[["*"]], compression=compression)
     run.until(3)
     run.step(poisoned=(0,))
     outer = run.engine.engines[0]._cut.outer
@@ -116,7 +120,8 @@ def test_momentum_and_outer_parameters_stay_finite_when_a_group_is_left_out() ->
 
 @pytest.mark.parametrize(("sync_every", "overlap_steps"), [(8, 7), (4, 3), (3, 2)])
 def test_one_event_that_several_fragments_in_flight_tell_of_counts_once(sync_every: int, overlap_steps: int) -> None:
-    run = Run(2, sync_every=sync_every, overlap_steps=overlap_steps, fragments=LAYERS)
+    choices = {"sync_every": sync_every, "overlap_steps": overlap_steps, "fragments": LAYERS}
+    run = Run(2, **choices, compression="fp32")
     run.until(2 * sync_every - 1)
     landings = run.step(poisoned=(1,)) + run.until(12 * sync_every)
     assert sum(landing.left_out == (1,) for landing in landings) >= 2

@@ -1,0 +1,107 @@
+"""Models of real sizes: 100,000 parameters and more, 1,000 tensors with long names, more than 64 buffers."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+FEATURES, TARGETS = 16, 4
+
+
+class Block(nn.Module):
+    """A residual layer whose parameters have names of more than 64 characters in `deep`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position_wise_feed_forward_projection = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.01 * torch.tanh(self.position_wise_feed_forward_projection(x))
+
+
+class Encoder(nn.Module):
+    """Many blocks, in modules inside modules."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.residual_layers_of_the_encoder = nn.Sequential(*(Block() for _ in range(blocks)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.residual_layers_of_the_encoder(x)
+        return result
+
+
+def wide() -> nn.Module:
+    """220,000 parameters in eight tensors: 0.9 MB."""
+    widths = (FEATURES, 256, 512, 160, TARGETS)
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)]
+    return nn.Sequential(*layers)
+
+
+def deep() -> nn.Module:
+    """136,000 parameters in 1,002 tensors with long names."""
+    return nn.Sequential(Encoder(500), nn.Linear(16, TARGETS))
+
+
+def normed() -> nn.Module:
+    """165,000 parameters, and 160 buffers that travel: statistics of BatchNorm."""
+    layers = [nn.Sequential(nn.Linear(44, 44), nn.BatchNorm1d(44), nn.Tanh()) for _ in range(80)]
+    return nn.Sequential(nn.Linear(FEATURES, 44), *layers, nn.Linear(44, TARGETS))
+
+
+MODELS = {"wide": wide, "deep": deep, "normed": normed}
+
+
+def made(kind: str, seed: int = 0) -> nn.Module:
+    """A model by name."""
+    torch.manual_seed(seed)
+    return MODELS[kind]()
+
+
+def batch(group: int, step: int) -> tuple[Tensor, Tensor]:
+    """A batch of a group, the same whoever asks."""
+    generator = torch.Generator().manual_seed(1_000 * group + step)
+    return torch.randn(8, FEATURES, generator=generator), torch.randn(8, TARGETS, generator=generator)
+
+
+class Large(pl.LightningModule):
+    """Trains one of the models; logs many metrics where it is asked to."""
+
+    def __init__(self, kind: str = "wide", metrics: int = 0, seed: int = 0) -> None:
+        super().__init__()
+        self.metrics = metrics
+        self.net = made(kind, seed)
+
+    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(parts[0]), parts[1])
+        self.log("loss", loss)
+        self.log_dict({f"metric of a name that is not short {number}": loss + number for number in range(self.metrics)})
+        return loss
+
+    def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Data(pl.LightningDataModule):
+    """A regression; Lightning gives every rank its part."""
+
+    def setup(self, stage: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(256, FEATURES, generator=generator)
+        self.data = TensorDataset(x, x[:, :TARGETS] * x[:, TARGETS : 2 * TARGETS])
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=64)
+
+
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    """Whether two dictionaries hold the same names and bits."""
+    return actual.keys() == expected.keys() and all(torch.equal(values, expected[n]) for n, values in actual.items())
