@@ -23,6 +23,7 @@ import lightning_sdiloco
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES
 from lightning_sdiloco.lightning import choosing
+from lightning_sdiloco.lightning.model_format.sharded_model import ShardedModel
 from lightning_sdiloco.planning.link import Link
 from tests import fits, sharded
 from tests.fits import LIGHTNING
@@ -370,11 +371,10 @@ def test_an_exception_in_one_rank_ends_all_and_nobody_waits_to_save(tmp_path: Pa
 
 
 def test_automatic_sizes_are_those_of_a_group() -> None:
-    def shape(devices: int, nodes: int, **choices: Any) -> tuple[int, int, int]:
-        chosen = sharded.strategy(**choices)
-        chosen.parallel_devices = [torch.device("cpu")] * devices
-        chosen.num_nodes = nodes
-        return (chosen._layout().worker_groups, *chosen._mesh_shape)
+    def shape(devices: int, nodes: int, worker_groups: Any = "auto", **sizes: Any) -> tuple[int, int, int]:
+        chosen = ShardedModel(ShardedModel.base_arguments(**sizes))
+        layout = chosen.layout(worker_groups, nodes, devices)
+        return (layout.worker_groups, *chosen.mesh_shape)
 
     assert shape(4, 2) == (2, 1, 4)
     assert shape(4, 4, worker_groups=2) == (2, 2, 4)
@@ -400,7 +400,7 @@ def test_both_strategies_have_the_same_arguments_with_the_same_words() -> None:
         arguments = [dict(inspect.signature(kind).parameters) for kind in (first, second)]
         common = list(arguments[0])[: list(arguments[0]).index("start_method")]
         own = ["data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"]
-        assert list(arguments[1]) == [*own, *common]
+        assert list(arguments[1]) == [*common, *own]
         for name in common:
             assert str(arguments[0][name]) == str(arguments[1][name])
             assert described(first, name) == described(second, name)

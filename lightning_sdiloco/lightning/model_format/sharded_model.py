@@ -24,6 +24,9 @@ class ShardedModel(ModelFormat):
 
     Args:
         arguments: What `base_arguments` returned.
+
+    Attributes:
+        mesh_shape: Sizes of the mesh of a group, data parallel and tensor parallel, once `layout` was asked for.
     """
 
     summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
@@ -37,7 +40,7 @@ class ShardedModel(ModelFormat):
         self._data: int | Literal["auto"] = arguments["data_parallel_size"]
         self._tensor: int | Literal["auto"] = arguments["tensor_parallel_size"]
         self._in_folders: bool = arguments["save_distributed_checkpoint"]
-        self._mesh_shape = (1, 1)
+        self.mesh_shape = (1, 1)
 
     @staticmethod
     @override
@@ -80,7 +83,7 @@ class ShardedModel(ModelFormat):
             layout = GroupLayout(world_size, max(1, world_size // (self._data * self._tensor)))
         else:
             layout = by_node_or_device(worker_groups, num_nodes, num_processes)
-        self._mesh_shape = self._shape_of(layout.group_size, num_processes)
+        self.mesh_shape = self._shape_of(layout.group_size, num_processes)
         return layout
 
     def _shape_of(self, size: int, num_processes: int) -> tuple[int, int]:
@@ -104,7 +107,7 @@ class ShardedModel(ModelFormat):
 
     @override
     def saved_layout(self, topology: Topology) -> dict[str, int]:
-        data, tensor = self._mesh_shape
+        data, tensor = self.mesh_shape
         return {
             "worker_groups": topology.num_groups,
             "group_size": topology.group_size,
@@ -119,13 +122,13 @@ class ShardedModel(ModelFormat):
 
     @override
     def join(self, host: Any, topology: Topology, layout: GroupLayout) -> None:
-        host._device_mesh = mesh_of(layout, host.root_device.type, *self._mesh_shape, host._timeout)
+        host._device_mesh = mesh_of(layout, host.root_device.type, *self.mesh_shape, host._timeout)
         host.lightning_module._device_mesh = host._device_mesh
 
     @override
     def sampler_kwargs(self, topology: Topology) -> dict[str, Any]:
         # Every group and every data-parallel rank has data of its own; tensor-parallel ranks have the same.
-        data, tensor = self._mesh_shape
+        data, tensor = self.mesh_shape
         rank = topology.group_index * data + topology.group_rank // tensor
         return {"num_replicas": topology.num_groups * data, "rank": rank}
 
@@ -149,7 +152,7 @@ class ShardedModel(ModelFormat):
 
     def _require_averaged_gradients(self, model: nn.Module, topology: Topology) -> None:
         """Refuses parameters whose gradients nobody averages over the data-parallel ranks of the group."""
-        data, tensor = self._mesh_shape
+        data, tensor = self.mesh_shape
         rank = topology.group_index * topology.group_size + topology.group_rank
         first = rank - rank % tensor
         row = set(range(first, first + tensor))
