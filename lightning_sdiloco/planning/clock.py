@@ -40,7 +40,7 @@ class Times(NamedTuple):
 def play(
     method: Streaming, link: Link, steps: int, speeds: Sequence[float], absences: Iterable[Absence] = ()
 ) -> list[Times]:
-    """Plays training threads and lanes of all groups, as `Streaming.utilisation` does where all are alike.
+    """Plays training thread and background of every group, as `Streaming.utilisation` does where all are alike.
 
     A flight is over when the message of the last group has come.
 
@@ -73,7 +73,7 @@ class _Group:
         self._step_time = step_time
         self._absences = sorted(absences, key=lambda absence: absence.start)
         self.clock = self.waited = self.longest_flight = 0.0
-        # When each stage of the lane was done with its last flight.
+        # When each stage of the background was done with its last flight.
         self.encoded = self.averaged = self.stepped = 0.0
         self.landings: list[float] = []
         self.steps: list[float] = []
@@ -146,9 +146,9 @@ class _Play:
         arrived = self._link_free + round_trip
         for group in self._groups:
             group.averaged = max(group.averaged, arrived) + cost.average
-        if cost.relay:
-            arrived = max(group.averaged for group in self._groups) + cost.relay + round_trip
-            self._link_free += cost.relay
+        if cost.second_hop:
+            arrived = max(group.averaged for group in self._groups) + cost.second_hop + round_trip
+            self._link_free += cost.second_hop
         for group, at in zip(self._groups, launched, strict=True):
             group.longest_flight = max(group.longest_flight, arrived - at)
             group.stepped = max(group.stepped, group.averaged, arrived) + cost.step

@@ -14,7 +14,7 @@ from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.lightning.monitor.clocks import ClockOffset, measured, wall_clock
 from lightning_sdiloco.lightning.monitor.deferred import Deferred
-from lightning_sdiloco.lightning.monitor.records import read_run, record_path
+from lightning_sdiloco.lightning.monitor.records import exchange_of, read_run, record_path
 from lightning_sdiloco.lightning.monitor.timeline import write_timeline
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
         """Notes landings; the strategy's callback hands them over."""
         for landing in landings if self._file is not None else ():
             told = landing._asdict() | {"final": final, "link_gbit_s": landing.link_gbit_s}
+            told["exchange"] = exchange_of(landing.spans)
             spans = {name: self._on_clock(span) for name, span in told.pop("spans").items()}
             diagnostics = told.pop("diagnostics")
             self._write("landing", **told, spans=spans, diagnostics=diagnostics and diagnostics._asdict())

@@ -1,7 +1,7 @@
 """The records that the ranks of a run left, read back and put on the clock of rank 0."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Landed:
-    """A landing, as `lightning_sdiloco.Landing` describes it, and whether it was one of the final exchange."""
+class LandingRecord:
+    """A landing as it was written down; `lightning_sdiloco.Landing` describes most of the fields.
+
+    Attributes:
+        final: Whether it belonged to the exchange at the end of the fit.
+        exchange: The exchange that ran, ``"gather"`` or ``"two_shot"``.
+        spans: As of `lightning_sdiloco.Landing`, on the clock of rank 0 in seconds since 1970.
+    """
 
     fragment: int
     launched_at: int
@@ -46,6 +52,7 @@ class Landed:
     counted: list[int]
     left_out: list[int]
     outlying: list[int]
+    exchange: str
     spans: dict[str, Span]
     diagnostics: dict[str, Any] | None
 
@@ -85,7 +92,7 @@ class Rank:
     fragments: list[list[str]] = field(default_factory=list)
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    landings: list[Landed] = field(default_factory=list)
+    landings: list[LandingRecord] = field(default_factory=list)
     validations: list[Validation] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)
     uncertainty: float = 0.0
@@ -111,6 +118,15 @@ class Run:
     def began(self) -> float:
         """When the first inner step began."""
         return min(rank.steps[0].span[0] for rank in self.ranks if rank.steps)
+
+
+def exchange_of(spans: Mapping[str, Any]) -> str:
+    """Returns the exchange of a flight with these spans: only two shots have a second hop.
+
+    >>> exchange_of({"transfer": (0.0, 1.0)}), exchange_of({"transfer": (0.0, 1.0), "relay": (1.1, 2.0)})
+    ('gather', 'two_shot')
+    """
+    return "two_shot" if "relay" in spans else "gather"
 
 
 def read_run(folder: str | Path) -> Run:
@@ -183,8 +199,9 @@ def _take(rank: Rank, part: list[dict[str, Any]], correction: _Correction) -> No
             rank.steps.append(Step(told["step"], correction.span(told["span"]), correction(told["done"])))
         elif kind == "landing":
             spans = {name: correction.span(span) for name, span in told["spans"].items()}
-            fields = {name: told[name] for name in Landed.__dataclass_fields__}
-            rank.landings.append(Landed(**{**fields, "spans": spans}))
+            # Records of older versions do not say which exchange ran.
+            told = {"exchange": exchange_of(spans), **told, "spans": spans}
+            rank.landings.append(LandingRecord(**{name: told[name] for name in LandingRecord.__dataclass_fields__}))
         elif kind == "validation":
             rank.validations.append(Validation(told["step"], correction.span(told["span"]), told["metrics"]))
         elif kind == "loss":

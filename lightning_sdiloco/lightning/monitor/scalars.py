@@ -14,7 +14,14 @@ LAYOUT = {
         "Waiting (ms)": ("exposed_wait_ms",),
         "Link (Gbit/s)": ("link_gbit_s", "peak_gbit_s"),
         "Bytes": ("bytes_sent", "bytes_received"),
-        "Time in flight (ms)": ("in_flight_ms", "encode_ms", "transfer_ms", "decode_ms", "outer_step_ms"),
+        "Time in flight (ms)": (
+            "in_flight_ms",
+            "encode_ms",
+            "transfer_ms",
+            "decode_ms",
+            "second_hop_ms",
+            "outer_step_ms",
+        ),
         "Outer gradient": ("outer_grad_norm", "outer_grad_norm_group_.*"),
         "Cosine with the mean": ("cosine_group_.*",),
         "Outer step": ("outer_lr", "outer_momentum_norm"),
@@ -43,6 +50,8 @@ def scalars_of(landing: Landing) -> dict[str, float]:
         "groups_left_out": len(landing.left_out),
         "groups_outlying": len(landing.outlying),
     }
+    if "relay" in landing.spans:
+        numbers["second_hop_ms"] = 1000 * landing.seconds("relay")
     if landing.diagnostics is not None:
         told = landing.diagnostics._asdict()
         numbers |= {f"cosine_group_{group}": cosine for group, cosine in enumerate(told.pop("cosines"))} | told

@@ -103,7 +103,7 @@ def _about(run: Run) -> str:
     return (
         f"{values:,} parameters in {len(run.ranks[0].fragments)} fragments · {about['groups']} groups of"
         f" {about['shards']} · sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
-        f" mixing={settings['mixing']}, compression={compression}"
+        f" mixing={settings['mixing']}, compression={compression}, exchange={series.exchange(run) or '-'}"
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sdiloco.lightning.monitor.records import Landed, Rank, Run
+from lightning_sdiloco.lightning.monitor.records import Rank, Run
 from lightning_sdiloco.tools.report import series
 
 
@@ -160,12 +160,12 @@ def draw_flights(figure: Any, run: Run, theme: Theme) -> None:
     axes.grid(visible=False, axis="y")
     for color, label in ((theme.training, "inner step"), (theme.waiting, "waits")):
         axes.barh([0], [0], color=color, label=label)
-    for name, alpha in _LANE.items():
+    for name, alpha in _SHADES.items():
         axes.barh([0], [0], color=theme.quiet, alpha=alpha, label=name)
     figure.legend(loc="outside lower center", ncols=6, frameon=False, labelcolor=theme.ink, fontsize=9)
 
 
-_LANE = {"in flight": 0.25, "in the lane": 0.55, "on the link": 1.0}
+_SHADES = {"in flight": 0.25, "in the background": 0.55, "on the link": 1.0}
 
 
 def _draw_group(
@@ -184,18 +184,13 @@ def _draw_group(
         place = row + 1 + fragment
         flights = [landed for landed in head.landings if landed.fragment == fragment]
         ticks.append((place, f"fragment {fragment}"))
-        bars(place, [landed.spans["flight"] for landed in flights], theme.of(head.group), _LANE["in flight"], 0.7)
+        bars(place, [landed.spans["flight"] for landed in flights], theme.of(head.group), _SHADES["in flight"], 0.7)
         for name, spans in (
-            ("in the lane", _in_lane(flights)),
-            ("on the link", list(map(series.on_the_link, flights))),
+            ("in the background", [span for landed in flights for span in series.in_background(landed)]),
+            ("on the link", [span for landed in flights for span in series.on_the_link(landed)]),
         ):
-            bars(place, spans, theme.of(head.group), _LANE[name], 0.7)
+            bars(place, spans, theme.of(head.group), _SHADES[name], 0.7)
     return row + 1 + len(head.fragments)
-
-
-def _in_lane(flights: list[Landed]) -> list[tuple[float, float]]:
-    parts = ("encode", "decode", "outer_step")
-    return [landed.spans[part] for landed in flights for part in parts if part in landed.spans]
 
 
 def _last_rounds(run: Run) -> tuple[float, float]:

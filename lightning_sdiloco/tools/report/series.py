@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from lightning_sdiloco.engine.measurements import Span
-from lightning_sdiloco.lightning.monitor.records import Landed, Rank, Run
+from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run
 
 Curve = list[tuple[float, float]]
 """Points of a line."""
@@ -30,7 +30,7 @@ def trained(rank: Rank) -> Span:
     return rank.steps[0].span[0], rank.steps[-1].done
 
 
-def waits(rank: Rank) -> list[Landed]:
+def waits(rank: Rank) -> list[LandingRecord]:
     """The landings in the course of training, for each of which training may have waited."""
     until = trained(rank)[1]
     return [landed for landed in rank.landings if not landed.final and landed.spans["wait"][0] <= until]
@@ -63,18 +63,32 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
     ]
 
 
-def on_the_link(landed: Landed) -> Span:
-    """When a fragment was on the link, from its message on; as far as this rank can tell."""
-    return landed.spans.get("transfer", landed.spans["flight"])
+def on_the_link(landed: LandingRecord) -> list[Span]:
+    """Returns when a fragment was on the link, as far as this rank can tell: in the transfer and the second hop."""
+    hops = [landed.spans[name] for name in ("transfer", "relay") if name in landed.spans]
+    return hops or [landed.spans["flight"]]
+
+
+def exchange(run: Run) -> str | None:
+    """Returns the exchange that ran during training, ``"gather"`` or ``"two_shot"``; None if nothing landed."""
+    return next((landed.exchange for rank in run.ranks for landed in waits(rank)), None)
+
+
+def in_background(landed: LandingRecord) -> list[Span]:
+    """Returns when a fragment was encoded, decoded and stepped."""
+    spans = landed.spans
+    parts = [spans[name] for name in ("encode", "decode", "outer_step") if name in spans]
+    # What the second hop brought is decoded until the outer step begins.
+    return parts + ([(spans["relay"][1], spans["outer_step"][0])] if "relay" in spans else [])
 
 
 def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
     """What the ranks of a group sent together, in Gbit/s, in every quarter of a round; seconds since ``zero``.
 
-    A message counts evenly over the time from its launch to the arrival of those of the others.
+    What a flight sends counts evenly over the time from its launch to the arrival of the last message of the others.
     """
     sent = [
-        ((landed.spans["flight"][0], on_the_link(landed)[1]), landed.bytes_sent)
+        ((landed.spans["flight"][0], on_the_link(landed)[-1][1]), landed.bytes_sent)
         for rank in ranks
         for landed in rank.landings
         if landed.bytes_sent
