@@ -19,8 +19,8 @@ from lightning_sdiloco.launch.environment import meet, warn_of_shared_store
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address
 from lightning_sdiloco.launch.reachability import require_reachable
+from lightning_sdiloco.lightning.auto_settings import AutoSettings
 from lightning_sdiloco.lightning.callback import StreamingDiLoCoCallbackMixin
-from lightning_sdiloco.lightning.choosing import Choosing
 from lightning_sdiloco.lightning.host.batch_hooks import silence, silence_without_fit
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
 from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike
@@ -46,7 +46,7 @@ class GroupsMixin(StepsMixin):
 
     def _keep(self, worker_groups: Any, exchange_backend: Any, on_resume: Any, evaluate: Any, **settings: Any) -> None:
         """Checks and keeps the arguments that all strategies have. Nothing is started: strategies are pickled."""
-        self._choosing, self._settings = Choosing.of(**settings)
+        self._choosing, self._settings = AutoSettings.of(**settings)
         self._worker_groups = checked_worker_groups(worker_groups)
         self._exchange_backend = _checked_backend(exchange_backend)
         self._on_resume = _checked_on_resume(on_resume)

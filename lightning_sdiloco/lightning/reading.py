@@ -6,7 +6,7 @@ from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.lightning.choosing import Choosing, Measured
+from lightning_sdiloco.lightning.auto_settings import AutoSettings, Measured
 from lightning_sdiloco.lightning.results import Summary
 
 
@@ -14,7 +14,7 @@ class ReadingMixin:
     """The readable side of a strategy. It holds nothing of its own."""
 
     _settings: Settings
-    _choosing: Choosing
+    _choosing: AutoSettings
     _engine: StreamingDiLoCo | None
     _summary: Summary | None
     _fragments: tuple[Fragment, ...]

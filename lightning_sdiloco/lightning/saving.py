@@ -13,9 +13,9 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.parameters.layouts import clean_name
 from lightning_sdiloco.engine.restart import Restart, restart_from
+from lightning_sdiloco.lightning.auto_settings import AutoSettings
 from lightning_sdiloco.lightning.checkpoint import files
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
-from lightning_sdiloco.lightning.choosing import Choosing
 from lightning_sdiloco.lightning.host.logged_metrics import logged, take_up
 from lightning_sdiloco.lightning.requests import Requests
 from lightning_sdiloco.lightning.weight_averaging import Averaging
@@ -32,7 +32,7 @@ class SavingMixin(_Base):
     """The checkpoints of a strategy. It reads what the strategy sets up and keeps only what was loaded."""
 
     _settings: Settings
-    _choosing: Choosing
+    _choosing: AutoSettings
     _topology: Topology | None
     _engine: StreamingDiLoCo | None
     _requests: Requests | None

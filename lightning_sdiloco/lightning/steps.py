@@ -13,7 +13,7 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.launch.failures import Failures
-from lightning_sdiloco.lightning.choosing import tell
+from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.collectives import CollectivesMixin
 from lightning_sdiloco.lightning.monitor.scalars import shown
 from lightning_sdiloco.lightning.promptness import Promptness

@@ -16,6 +16,7 @@ from lightning_sdiloco.engine.parameters.layouts import trainable
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Streaming, _timetable
 from lightning_sdiloco.planning.planner import (
+    LARGEST_SYNC_EVERY,
     MARGIN,
     TARGET,
     TARGETS,
@@ -364,6 +365,10 @@ def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link(
     enough = [Streaming(model, one, groups).utilisation(slower) >= TARGET for one in candidates()]
     assert enough.index(True) == list(candidates()).index(chosen) > 0
     assert recommend(model, groups, Link(1000.0)).settings == next(iter(candidates()))
+
+
+def test_the_largest_sync_every_is_that_of_the_candidates() -> None:
+    assert max(candidate.sync_every for candidate in candidates()) == LARGEST_SYNC_EVERY
 
 
 def test_where_no_candidate_suffices_the_plan_takes_one_that_comes_close() -> None:
