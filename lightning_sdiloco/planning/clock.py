@@ -1,4 +1,4 @@
-"""A run in virtual time: when every group has made each inner step, with unequal speeds and absences."""
+"""Plays a run in virtual time: when every group has made each inner step, with unequal speeds and absences."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -12,8 +12,8 @@ class Absence(NamedTuple):
 
     Attributes:
         group: The group.
-        start: Its start, in seconds from that of the run.
-        end: Its end, likewise.
+        start: When it begins, in seconds since the start of the run.
+        end: When it ends, likewise.
     """
 
     group: int
@@ -25,10 +25,10 @@ class Times(NamedTuple):
     """When a group did what.
 
     Attributes:
-        steps: The seconds after which each inner step was done, landings included.
-        end: The seconds after which the run was over, the final exchange included.
+        steps: When each inner step was done, landings included, in seconds since the start of the run.
+        end: When the run was over, the final exchange included, likewise.
         waited: Seconds for which training waited for fragments.
-        longest_flight: Seconds from a launch of this group until the messages of all groups were there, at most.
+        longest_flight: The most seconds from a launch of this group until the messages of all groups were there.
     """
 
     steps: list[float]
@@ -48,8 +48,11 @@ def play(
         method: The model, settings and groups.
         link: The way from a group to the others.
         steps: Inner steps of the run.
-        speeds: How fast each group trains; 0.5 is half as fast as the step time of the groups.
+        speeds: How fast each group trains: 0.5 takes twice the step time of the groups.
         absences: When which group is away.
+
+    Returns:
+        The times of each group.
 
     Raises:
         ValueError: If there is not one speed for each group, or a number is out of its range.
@@ -67,7 +70,7 @@ def play(
 
 
 class _Group:
-    """The clocks of one group."""
+    """The clocks of one group: training thread and background."""
 
     def __init__(self, step_time: float, absences: list[Absence]) -> None:
         self._step_time = step_time
@@ -79,7 +82,7 @@ class _Group:
         self.steps: list[float] = []
 
     def step(self) -> None:
-        """Makes an inner step. What an absence interrupts goes on after it."""
+        """Makes an inner step, and goes on after an absence that interrupts it."""
         left = self._step_time
         for absence in self._absences:
             if self.clock + left > absence.start and self.clock < absence.end:

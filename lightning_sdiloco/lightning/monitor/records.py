@@ -1,4 +1,4 @@
-"""The records that the ranks of a run left, read back and put on the clock of rank 0."""
+"""Reads the records that the ranks of a run left, and puts them on the clock of rank 0."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ _NAME = "rank_{:05d}.jsonl"
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """Returns the file of a rank."""
     return folder / _NAME.format(rank)
 
 
@@ -22,7 +22,7 @@ class Step:
 
     Attributes:
         step: Its number.
-        span: From the end of the one before to its own launches and landings.
+        span: From the end of the step before to its own launches and landings.
         done: When these were done.
     """
 
@@ -57,14 +57,20 @@ class LandingRecord:
     diagnostics: dict[str, Any] | None
 
     def seconds(self, name: str) -> float:
-        """How long one of the spans was; 0 if there was none."""
+        """Returns the length of a span in seconds; 0 if there is none of that name."""
         began, ended = self.spans.get(name, (0.0, 0.0))
         return ended - began
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation inside the fit."""
+    """A validation inside the fit.
+
+    Attributes:
+        step: Inner steps before it.
+        span: From its start to its end.
+        metrics: What it logged, by name.
+    """
 
     step: int
     span: Span
@@ -77,14 +83,14 @@ class Rank:
 
     Attributes:
         rank: The rank.
-        about: What the record starts with: groups, shards, settings, and so on.
-        fragments: Names of the parameters of each fragment.
-        parameters: Number of values and of bytes of each trainable parameter.
+        about: The head of the record: groups, shards, settings, and so on.
+        fragments: Names of the parameters in each fragment.
+        parameters: Number of values and of bytes of each trainable parameter, by name.
         steps: The inner steps.
         landings: The landings.
         validations: The validations.
-        losses: Inner step and loss of the training batches that were noted.
-        uncertainty: By how many seconds its clock may be off after the correction.
+        losses: Inner step and loss of each training batch whose loss was recorded.
+        uncertainty: By how many seconds its clock may still be off after the correction.
     """
 
     rank: int
@@ -99,24 +105,24 @@ class Rank:
 
     @property
     def group(self) -> int:
-        """Its worker group."""
+        """Returns its worker group."""
         return int(self.about["group"])
 
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a run, by rank."""
+    """The records of all ranks of a run, in the order of their ranks."""
 
     ranks: list[Rank]
 
     @property
     def heads(self) -> list[Rank]:
-        """The first rank of every group that left a record."""
+        """Returns the first rank of every group, as far as it left a record."""
         return [rank for rank in self.ranks if rank.about["shard"] == 0]
 
     @property
     def began(self) -> float:
-        """When the first inner step began."""
+        """Returns when the first inner step began."""
         return min(rank.steps[0].span[0] for rank in self.ranks if rank.steps)
 
 
@@ -131,6 +137,9 @@ def exchange_of(spans: Mapping[str, Any]) -> str:
 
 def read_run(folder: str | Path) -> Run:
     """Reads the records in a folder, or in its subfolder ``sdiloco``.
+
+    Args:
+        folder: The folder.
 
     Raises:
         ValueError: If there are none, or they hold no inner step.
@@ -158,7 +167,7 @@ def _read(path: Path) -> Rank | None:
 
 
 def _parts(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """The lines of a record, one part for each time that the run was started or resumed."""
+    """Yields the lines of a record, one part for each time that the run was started or resumed."""
     part: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -175,7 +184,7 @@ def _parts(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 class _Correction:
-    """Takes the offset of a clock out: in between what was measured at the start and at the end a straight line."""
+    """Takes out the offset of a clock: a straight line between what was measured at the start and at the end."""
 
     def __init__(self, part: list[dict[str, Any]]) -> None:
         measured = [told for told in part if told["kind"] in ("start", "end")]

@@ -1,4 +1,4 @@
-"""A run as a trace for Chrome (chrome://tracing) or Perfetto (ui.perfetto.dev): all ranks on one time axis."""
+"""Makes a trace of a run for Chrome (chrome://tracing) or Perfetto (ui.perfetto.dev): all ranks on one time axis."""
 
 import json
 from collections.abc import Iterator
@@ -23,18 +23,18 @@ _PARTS = {
 
 
 def write_timeline(path: str | Path, run: Run) -> None:
-    """Writes the trace of a run to a file, whose folder is made if it is not there."""
+    """Writes the trace of a run to a file, and makes its folder if there is none."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(trace(run)), encoding="utf-8")
 
 
 def trace(run: Run) -> dict[str, Any]:
-    """The trace of a run, in the JSON object format of Chrome's trace viewer.
+    """Returns the trace of a run, in the JSON object format of Chrome's trace viewer.
 
     A process stands for a rank. Its first row is the training thread, whose slices ``step``, ``launch``, ``wait`` and
     ``land`` do not overlap; a validation lies inside a step. Below is a row for each fragment with its flights, and
-    inside each flight what the lane did. Arrows go from a launch to its landing. Times are in microseconds since the
-    first inner step.
+    inside each flight what happened in the background. Arrows go from a launch to its landing. Times are in
+    microseconds since the first inner step.
     """
     numbers = count(1)
     events = [event for rank in run.ranks for event in _events(rank, run.began, numbers)]

@@ -1,4 +1,4 @@
-"""The command ``sdiloco report``: from the records of a run to a page, pictures and a timeline."""
+"""Runs ``sdiloco report``: reads the records of a run, and writes a page, pictures and a timeline."""
 
 from pathlib import Path
 from typing import Annotated
