@@ -341,7 +341,7 @@ def test_held_memory_is_that_of_the_engines_tensors() -> None:
     held = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
     method = Streaming(Model.of_parameters(trainable(mlp())), Settings(**choices), Groups(1.0))
     largest = max(method.numels)
-    # Beside it at the worst moment: what a flight of the largest fragment holds, and what the lane does with it.
+    # Beside it at the worst moment: what a flight of the largest fragment holds, and what the background does with it.
     assert method.memory.device_bytes == held + 12 * largest + 3 * (48 + 4 * largest) + 8 * largest
     assert method.memory.host_bytes == 2 * (48 + 4 * largest)
     assert method.memory.evaluation_bytes == sum(p.nbytes for p in mlp().parameters())

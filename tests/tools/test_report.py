@@ -251,8 +251,9 @@ def test_a_slower_group_is_named_and_not_the_link(tmp_path: Path) -> None:
     assert verdict.link.gbit_s == pytest.approx(8 * NBYTES / 0.05 / 1e9), "the lateness of the group is not the link's"
 
 
-def test_slow_work_in_the_background_is_named(tmp_path: Path) -> None:
-    verdict = judge(played(tmp_path, link=0.01, work=0.2))
+@pytest.mark.parametrize("hop", [None, 0.01])
+def test_slow_work_in_the_background_is_named(hop: float | None, tmp_path: Path) -> None:
+    verdict = judge(played(tmp_path, link=0.01, hop=hop, work=0.2))
     assert verdict.limit == "background"
     assert verdict.sentences[0].count("in the background, limited this run") == 1
 
