@@ -12,8 +12,8 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.start import cut
 from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
-from lightning_sdiloco.lightning.choosing import tell
 from lightning_sdiloco.lightning.host.batch_hooks import replace_batch_hooks
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
 from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.topology import checked_worker_groups
-from lightning_sdiloco.lightning.choosing import Choosing
+from lightning_sdiloco.lightning.auto_settings import AutoSettings
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Options:
     """
 
     settings: Settings
-    auto: Choosing
+    auto: AutoSettings
     worker_groups: int | Literal["auto"]
     exchange_backend: str | None
     on_resume: str
@@ -45,7 +45,7 @@ class Options:
         Raises:
             ValueError: If one of them is out of its range.
         """
-        auto, chosen = Choosing.of(**settings)
+        auto, chosen = AutoSettings.of(**settings)
         return Options(chosen, auto, worker_groups, exchange_backend, on_resume, evaluate)
 
     def __post_init__(self) -> None:

@@ -27,8 +27,8 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
+from lightning_sdiloco.lightning.auto_settings import Measured
 from lightning_sdiloco.lightning.callback import InnerStepHooks
-from lightning_sdiloco.lightning.choosing import Measured
 from lightning_sdiloco.lightning.collectives import in_batch, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
 from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers

@@ -1,4 +1,4 @@
-"""A run in virtual time: when every group has made each inner step, with unequal speeds and absences."""
+"""Plays a run in virtual time: when every group has made each inner step, with unequal speeds and absences."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -12,8 +12,8 @@ class Absence(NamedTuple):
 
     Attributes:
         group: The group.
-        start: Its start, in seconds from that of the run.
-        end: Its end, likewise.
+        start: When it begins, in seconds since the start of the run.
+        end: When it ends, likewise.
     """
 
     group: int
@@ -25,10 +25,10 @@ class Times(NamedTuple):
     """When a group did what.
 
     Attributes:
-        steps: The seconds after which each inner step was done, landings included.
-        end: The seconds after which the run was over, the final exchange included.
+        steps: When each inner step was done, landings included, in seconds since the start of the run.
+        end: When the run was over, the final exchange included, likewise.
         waited: Seconds for which training waited for fragments.
-        longest_flight: Seconds from a launch of this group until the messages of all groups were there, at most.
+        longest_flight: The most seconds from a launch of this group until the messages of all groups were there.
     """
 
     steps: list[float]
@@ -40,7 +40,7 @@ class Times(NamedTuple):
 def play(
     method: Streaming, link: Link, steps: int, speeds: Sequence[float], absences: Iterable[Absence] = ()
 ) -> list[Times]:
-    """Plays training threads and lanes of all groups, as `Streaming.utilisation` does where all are alike.
+    """Plays training thread and background of every group, as `Streaming.utilisation` does where all are alike.
 
     A flight is over when the message of the last group has come.
 
@@ -48,8 +48,11 @@ def play(
         method: The model, settings and groups.
         link: The way from a group to the others.
         steps: Inner steps of the run.
-        speeds: How fast each group trains; 0.5 is half as fast as the step time of the groups.
+        speeds: How fast each group trains: 0.5 takes twice the step time of the groups.
         absences: When which group is away.
+
+    Returns:
+        The times of each group.
 
     Raises:
         ValueError: If there is not one speed for each group, or a number is out of its range.
@@ -67,19 +70,19 @@ def play(
 
 
 class _Group:
-    """The clocks of one group."""
+    """The clocks of one group: training thread and background."""
 
     def __init__(self, step_time: float, absences: list[Absence]) -> None:
         self._step_time = step_time
         self._absences = sorted(absences, key=lambda absence: absence.start)
         self.clock = self.waited = self.longest_flight = 0.0
-        # When each stage of the lane was done with its last flight.
+        # When each stage of the background was done with its last flight.
         self.encoded = self.averaged = self.stepped = 0.0
         self.landings: list[float] = []
         self.steps: list[float] = []
 
     def step(self) -> None:
-        """Makes an inner step. What an absence interrupts goes on after it."""
+        """Makes an inner step, and goes on after an absence that interrupts it."""
         left = self._step_time
         for absence in self._absences:
             if self.clock + left > absence.start and self.clock < absence.end:
@@ -146,9 +149,9 @@ class _Play:
         arrived = self._link_free + round_trip
         for group in self._groups:
             group.averaged = max(group.averaged, arrived) + cost.average
-        if cost.relay:
-            arrived = max(group.averaged for group in self._groups) + cost.relay + round_trip
-            self._link_free += cost.relay
+        if cost.second_hop:
+            arrived = max(group.averaged for group in self._groups) + cost.second_hop + round_trip
+            self._link_free += cost.second_hop
         for group, at in zip(self._groups, launched, strict=True):
             group.longest_flight = max(group.longest_flight, arrived - at)
             group.stepped = max(group.stepped, group.averaged, arrived) + cost.step

@@ -1,4 +1,4 @@
-"""How long bytes are on their way between two worker groups: bandwidth, round trip, loss; pure arithmetic."""
+"""Computes how long bytes travel between worker groups, from bandwidth, round trip and loss."""
 
 import math
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ _LEAST_TIMEOUT = 0.2
 
 @dataclass(frozen=True)
 class Link:
-    """The way from a worker group to the others, alike in both directions.
+    """The way from a worker group to the others, the same in both directions.
 
-    Loss slows TCP down by more than what is lost. A connection carries at most ``1.22 * segment / (round_trip *
-    sqrt(loss))`` (Mathis et al. 1997), or what CUBIC, the default of Linux, reaches (RFC 9438), whichever is more.
+    Loss slows TCP down by more than the share that is lost. A connection carries at most ``1.22 * segment /
+    (round_trip * sqrt(loss))`` (Mathis et al. 1997), or what CUBIC, the default of Linux, reaches (RFC 9438), whichever
+    is more.
 
     Args:
-        gbit_s: Bandwidth in Gbit/s that a group's transfers get together, in each direction.
+        gbit_s: Bandwidth in Gbit/s that all transfers of a group share, in each direction.
         round_trip: Seconds to another group and back.
         loss: Share of the packets that get lost, from 0 to below 1.
 
@@ -42,7 +43,7 @@ class Link:
         require(0 <= self.loss < 1, "loss", self.loss, "a share of the packets, from 0 to below 1: 0.1 % is 0.001")
 
     def gbit_s_of(self, connections: int) -> float:
-        """What so many connections carry together, in Gbit/s, once they are at speed."""
+        """Returns what a number of connections carry together, in Gbit/s, once they are at speed."""
         if self.loss == 0 or self.round_trip == 0:
             return self.gbit_s * (1 - self.loss)
         reno = 1.22 / math.sqrt(self.loss)
@@ -51,16 +52,16 @@ class Link:
         return min(self.gbit_s * (1 - self.loss), connections * each)
 
     def seconds(self, nbytes: float, connections: int, warm: bool = True) -> float:
-        """From the moment when all groups start to send until all have received.
+        """Returns the time from when all groups start to send until all have received.
 
         Args:
-            nbytes: Bytes that a group sends, which is also what it receives.
+            nbytes: Bytes that a group sends, and also receives.
             connections: Connections that share the link.
             warm: Whether they are at speed. Otherwise each starts with ten segments and doubles them every round trip.
 
         Returns:
-            One round trip, in which the groups hear that the others are ready and the first byte arrives, and the time
-            on the link.
+            Seconds: one round trip, in which the groups hear that the others are ready and the first byte arrives, and
+            the time on the link.
         """
         rate = self.gbit_s_of(connections) * 1e9 / 8
         elapsed = self.round_trip
@@ -70,21 +71,21 @@ class Link:
         return elapsed + nbytes / rate
 
     def is_warm_after(self, silence: float) -> bool:
-        """Whether connections are still at speed after so many seconds without traffic."""
+        """Tells whether connections are still at speed after some seconds without traffic."""
         return silence <= _LEAST_TIMEOUT + self.round_trip
 
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:
-    """Refuses a number that is out of its range.
+    """Refuses a number that is out of range.
 
     Args:
-        holds: Whether it is in its range.
+        holds: Whether the number is in range.
         name: Its name.
         value: The number.
         rule: The range in words.
 
     Raises:
-        ValueError: If it is not in its range.
+        ValueError: If it is out of range.
     """
     if not holds:
         raise ValueError(f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}.")

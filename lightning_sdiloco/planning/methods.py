@@ -1,8 +1,8 @@
-"""What a method sends between groups, how long training waits for it, and what memory it takes.
+"""Predicts what a method sends between groups, how long training waits for it, and what memory it takes.
 
-Wire bytes, messages, fragments and schedule are the engine's own; only time is a model. It is that of the engine: a
-fragment is read after an inner step, flights go through each stage of the lane and over the link in the order of their
-launch, and a landing waits for its flight.
+Wire bytes, messages, fragments and schedule are the engine's own; only time is a model. It follows the engine: a
+fragment is read after an inner step, flights pass through the stages of the background and over the link in the order
+of their launch, and a landing waits for its flight.
 """
 
 import math
@@ -20,7 +20,8 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 
 # Bytes of memory that are read and written for each value: reading a fragment, compressing it, decoding the message of
-# one group and adding it, the outer step, mixing a fragment into the model. A mean is sent on like an outer gradient.
+# one group and adding it, the outer step, mixing a fragment into the model. The mean that goes out on the second hop is
+# compressed like an outer gradient.
 _LAUNCH, _ENCODE, _DECODE, _OUTER_STEP, _LAND = 12, 32, 20, 48, 12
 
 _DDP_BUCKET = 25 * 2**20
@@ -29,22 +30,17 @@ _DDP_BUCKET = 25 * 2**20
 _ROUNDS = 8
 
 
-def lane_bytes(groups: int) -> int:
-    """Bytes of memory that the lane reads and writes for each value of a flight, with so many groups."""
-    return _ENCODE + groups * _DECODE + _OUTER_STEP
-
-
 class Memory(NamedTuple):
-    """Bytes that Streaming DiLoCo takes beside ordinary training, in each rank.
+    """Bytes that Streaming DiLoCo takes on each rank, on top of ordinary training.
 
     On a CPU, device and host are the same memory.
 
     Attributes:
         device_bytes: On the device: what is in flight at the worst moment, and without ``offload`` outer parameters and
             outer momentum.
-        host_bytes: On the host: the messages of all groups on their way, and with ``offload`` outer parameters and
-            outer momentum.
-        evaluation_bytes: In addition, while validation shows the outer model: the local one put aside, on the host with
+        host_bytes: On the host: the messages of all groups in flight, and with ``offload`` outer parameters and outer
+            momentum.
+        evaluation_bytes: More while validation shows the outer model: the local one put aside, on the host with
             ``offload``.
     """
 
@@ -59,20 +55,20 @@ class Method(ABC):
     @property
     @abstractmethod
     def bytes_per_step(self) -> float:
-        """Bytes that a group sends to other groups for each inner step, in the long run."""
+        """Returns the bytes that a group sends to other groups per inner step, in the long run."""
 
     @abstractmethod
     def bytes_in(self, steps: int) -> float:
-        """Bytes that a group sends to other groups in a run of so many inner steps."""
+        """Returns the bytes that a group sends to other groups in a run of so many inner steps."""
 
     @property
     @abstractmethod
     def peak_gbit_s(self) -> float:
-        """Gbit/s at the busiest moment if everything is sent evenly over the time that it may take."""
+        """Returns the Gbit/s at the busiest moment if everything is sent evenly over the time that it may take."""
 
     @abstractmethod
     def utilisation(self, link: Link) -> float:
-        """Share of the wall time in which training does not wait, in the long run."""
+        """Returns the share of the wall time in which training does not wait, in the long run."""
 
 
 class DataParallel(Method):
@@ -130,14 +126,12 @@ class Streaming(Method):
         self.numels = model.fragments(settings)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels))
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
-        self._shots, final = (
-            settings.make_all_reduce(groups.groups, step=0),
-            settings.make_final_all_reduce(groups.groups),
-        )
-        self._parts = [self._shots.part(shard) for shard in self._shards]
-        self._messages = [CONTROL_BYTES + self._shots.payload_bytes(shard) for shard in self._shards]
-        self._relays = [self._shots.relay_bytes(shard) for shard in self._shards]
-        self._sent = [groups.connections * sum(both) for both in zip(self._messages, self._relays, strict=True)]
+        all_reduce = settings.make_all_reduce(groups.groups, step=0)
+        final = settings.make_final_all_reduce(groups.groups)
+        self._parts = [all_reduce.part(shard) for shard in self._shards]
+        self._messages = [CONTROL_BYTES + all_reduce.payload_bytes(shard) for shard in self._shards]
+        self._second_hops = [all_reduce.relay_bytes(shard) for shard in self._shards]
+        self._sent = [groups.connections * sum(both) for both in zip(self._messages, self._second_hops, strict=True)]
         self._final = sum(groups.connections * (CONTROL_BYTES + final.payload_bytes(shard)) for shard in self._shards)
 
     @property
@@ -147,7 +141,7 @@ class Streaming(Method):
 
     @override
     def bytes_in(self, steps: int) -> float:
-        """Bytes that a group sends in so many inner steps: exact but for buffers, the final exchange included."""
+        """Returns the bytes that a group sends in a run, the final exchange included; exact but for buffers."""
         launched = sum(self._launches(p, steps) * sent for p, sent in enumerate(self._sent))
         return launched + self.settings.final_sync * self._final
 
@@ -162,7 +156,7 @@ class Streaming(Method):
         return most * 8 / (span * self.groups.step_time) / 1e9
 
     def _together(self, span: int) -> Iterator[list[int]]:
-        """For each fragment those that were launched in the ``span`` inner steps up to its own launch."""
+        """Yields for each fragment those that are launched in the ``span`` inner steps that end with its own launch."""
         offsets = [self.schedule.offset(fragment) for fragment in range(len(self.numels))]
         for own in offsets:
             yield [p for p, other in enumerate(offsets) if (own - other) % self.settings.sync_every < span]
@@ -174,7 +168,7 @@ class Streaming(Method):
         return trained / (rounds[-1] - rounds[_ROUNDS // 2 - 1])
 
     def _rounds(self, link: Link) -> Iterator[float]:
-        """Plays training thread and lane; the time at which fragment 0 has landed in each round."""
+        """Plays training thread and background, and yields the time at which fragment 0 has landed in each round."""
         clock, encoded, link_free, averaged, stepped, step = 0.0, 0.0, 0.0, 0.0, 0.0, 0
         landings: list[float] = []
         costs = [self.costs(p, link) for p in range(len(self.numels))]
@@ -190,49 +184,54 @@ class Streaming(Method):
                 warm = link.is_warm_after(encoded - link_free - link.round_trip)
                 link_free = max(encoded, link_free) + (cost.warm if warm else cost.cold)
                 averaged = max(averaged, link_free + link.round_trip) + cost.average
-                relayed = averaged + (cost.relay + link.round_trip if cost.relay else 0.0)
+                there = averaged + (cost.second_hop + link.round_trip if cost.second_hop else 0.0)
                 # What is launched later has the link while the others average, and not while they send their means.
-                link_free += cost.relay
-                stepped = max(stepped, relayed) + cost.step
+                link_free += cost.second_hop
+                stepped = max(stepped, there) + cost.step
                 landings.append(stepped)
 
     def costs(self, fragment: int, link: Link) -> "Costs":
-        """What a flight of a fragment costs.
+        """Returns what a flight of a fragment costs.
 
         Args:
             fragment: The fragment.
             link: The way from a group to the others.
         """
         per_value, shard, part = 1 / self.groups.memory_rate, self._shards[fragment], self._parts[fragment]
-        connections, relayed = self.groups.connections, self._relays[fragment] > 0
-        first, again = connections * self._messages[fragment], connections * self._relays[fragment]
+        connections, hops_again = self.groups.connections, self._second_hops[fragment] > 0
+        first, again = connections * self._messages[fragment], connections * self._second_hops[fragment]
         return Costs(
             launch=_LAUNCH * shard * per_value,
             encode=_ENCODE * shard * per_value,
             warm=link.seconds(first, connections) - link.round_trip,
             cold=link.seconds(first, connections, warm=False) - link.round_trip,
-            average=(self.groups.groups * _DECODE + relayed * _ENCODE) * part * per_value,
-            relay=link.seconds(again, connections) - link.round_trip,
-            step=(relayed * _DECODE + _OUTER_STEP) * shard * per_value,
+            average=(self.groups.groups * _DECODE + hops_again * _ENCODE) * part * per_value,
+            second_hop=link.seconds(again, connections) - link.round_trip,
+            step=(hops_again * _DECODE + _OUTER_STEP) * shard * per_value,
             land=_LAND * self.numels[fragment] * per_value,
         )
 
+    def background_seconds(self, fragment: int) -> float:
+        """Returns how long a flight of a fragment keeps the background busy, without the time on the link."""
+        cost = self.costs(fragment, Link(gbit_s=1.0))
+        return cost.encode + cost.average + cost.step
+
     @cached_property
     def memory(self) -> Memory:
-        """What a rank needs beside ordinary training."""
+        """Returns what a rank needs on top of ordinary training."""
         gathered = FLOAT32 if self.groups.group_size > 1 else 0
-        of_part = [FLOAT32 * part * (relay > 0) for part, relay in zip(self._parts, self._relays, strict=True)]
+        of_part = [FLOAT32 * part * (again > 0) for part, again in zip(self._parts, self._second_hops, strict=True)]
         # Outer parameters, momentum; with two shots what the second rounding has lost.
         held = sum(2 * FLOAT32 * shard + part for shard, part in zip(self._shards, of_part, strict=True))
         # The outer gradient and both after the outer step; with several ranks also the fragment that they gathered.
         flying = [3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)]
-        messages = [self.groups.groups * sum(both) for both in zip(self._messages, self._relays, strict=True)]
+        messages = [self.groups.groups * sum(both) for both in zip(self._messages, self._second_hops, strict=True)]
         # A fragment that lands after the step of a launch does so behind it.
         together = list(self._together(self.settings.overlap_steps + 1))
         most = max(sum(flying[p] + messages[p] for p in fragments) for fragments in together)
         # A payload before it becomes a message, two vectors in which others are decoded and added up, and with two
         # shots the mean of the whole shard and what the second rounding has lost now.
-        in_lane = [
+        working = [
             message + 2 * FLOAT32 * part + (FLOAT32 * shard + lost if lost else 0)
             for message, part, shard, lost in zip(self._messages, self._parts, self._shards, of_part, strict=True)
         ]
@@ -242,29 +241,29 @@ class Streaming(Method):
         visiting = 2 * FLOAT32 * max(self._shards) if self.offloads else held
         resting = held + 2 * FLOAT32 * max(sum(self._shards[p] for p in fragments) for fragments in together)
         return Memory(
-            device_bytes=visiting + most + max(in_lane),
+            device_bytes=visiting + most + max(working),
             host_bytes=on_their_way + (resting if self.offloads else 0),
             evaluation_bytes=self._model.nbytes + gathered * max(self.numels),
         )
 
     @property
     def offloads(self) -> bool:
-        """Whether outer state rests on the host; ``"auto"`` is taken as on CUDA."""
+        """Tells whether outer state rests on the host; ``"auto"`` means what it means on CUDA."""
         return self.settings.offload is not False
 
 
 class Costs(NamedTuple):
-    """Seconds that a flight takes: in the training thread at launch and landing, the others in the lane.
+    """Seconds that a flight takes: launch and landing in the training thread, the rest in the background.
 
-    Those on the link, `warm` or `cold` and `relay`, are without the round trip in which others may send.
+    Those on the link, `warm` or `cold` and `second_hop`, leave out the round trip, in which others may send.
 
     Attributes:
         launch: At the launch.
         encode: Until the messages are posted.
         warm: On the link, if the connections are at speed.
         cold: On the link otherwise.
-        average: From the last message until the mean is there, and encoded again if it is relayed.
-        relay: On the link again; 0 if nothing is relayed.
+        average: From the last message until the mean is there, encoded again if there is a second hop.
+        second_hop: On the link again; 0 if there is no second hop.
         step: Until the outer step is made.
         land: At the landing.
     """
@@ -274,16 +273,16 @@ class Costs(NamedTuple):
     warm: float
     cold: float
     average: float
-    relay: float
+    second_hop: float
     step: float
     land: float
 
 
 @lru_cache(maxsize=16)
 def _timetable(schedule: Schedule) -> list[tuple[int, bool, int]]:
-    """The launches of some rounds and their landings, in the order of the engine: inner step, whether it lands, what.
+    """Lists the launches of some rounds and their landings in the engine's order: inner step, whether it lands, what.
 
-    The same as `Schedule.events` says, in a time that does not grow with ``sync_every``.
+    This is what `Schedule.events` says, in a time that does not grow with ``sync_every``.
     """
     launches = [
         (number * schedule.sync_every + schedule.offset(fragment), False, fragment)

@@ -1,8 +1,8 @@
-"""The bandwidth simulator of the Streaming DiLoCo paper in closed form, and the paper's Table 4: pure arithmetic.
+"""Reproduces the bandwidth simulator of the Streaming DiLoCo paper in closed form, and with it the paper's Table 4.
 
-An idealisation: no latency, 16 bits a value (4 for FP4), every value crosses the link once, a step is 3 L - 1 equal
-nodes (forward, backward for the activations, backward for the parameters of L layers; the first layer has no
-activations to go back to), and the reduction of a layer starts as soon as its parameter gradient is there.
+It is an idealisation: no latency, 16 bits per value (4 for FP4), every value crosses the link once, a step is 3 L - 1
+equal nodes (forward, backward for the activations and backward for the parameters of L layers, but no backward for the
+activations of the first), and a layer is reduced as soon as its parameter gradient is there.
 `lightning_sdiloco.planning.planner` models the engine instead.
 """
 
@@ -26,16 +26,16 @@ class PaperModel(NamedTuple):
 
     @property
     def node_time(self) -> float:
-        """Seconds of one node of the graph (u)."""
+        """Returns the seconds of one node of the graph (u)."""
         return self.step_time / (3 * self.layers)
 
     @property
     def compute_time(self) -> float:
-        """Seconds that the nodes of an inner step take: one node fewer than a whole step."""
+        """Returns the seconds that the nodes of an inner step take: one node fewer than a whole step."""
         return (3 * self.layers - 1) * self.node_time
 
     def layer_time(self, bits: int, gbit_s: float) -> float:
-        """Seconds for which a layer takes up the link (c)."""
+        """Returns the seconds for which a layer takes up the link (c)."""
         return self.values / self.layers * bits / (gbit_s * 1e9)
 
 
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
     Attributes:
         model: Name of the model.
         method: Name of the method.
-        target: The compute utilisation that shall be reached.
+        target: The compute utilisation to reach.
         gbit_s: The bandwidth in Gbit/s that the closed form gives, a point of `GRID` as the paper would print it.
         paper: The bandwidth in Gbit/s that the paper prints.
     """
@@ -71,18 +71,18 @@ MODELS: Mapping[str, PaperModel] = {
     "10B": PaperModel(1e10, layers=48, step_time=0.8),
     "100B": PaperModel(1e11, layers=108, step_time=4.9),
 }
-"""The models of Table 4 by their names."""
+"""The models of Table 4, by name."""
 
 
 def _at_once(sync_every: int, model: PaperModel, gbit_s: float) -> float:
-    """The utilisation where all layers travel together, every ``sync_every`` steps, and training waits for them."""
+    """Returns the utilisation where all layers travel every ``sync_every`` steps, and training waits for them."""
     u, c, layers = model.node_time, model.layer_time(16, gbit_s), model.layers
     wait = max(c, 2 * c - u, layers * c - (2 * layers - 3) * u)
     return sync_every * model.compute_time / (sync_every * model.compute_time + wait)
 
 
 def _streaming(overlap_steps: int, bits: int, model: PaperModel, gbit_s: float) -> float:
-    """The utilisation where strided fragments take turns at equal distances."""
+    """Returns the utilisation where strided fragments take turns at equal distances."""
     fragments = model.layers // _LAYERS_PER_FRAGMENT
     # The paper's text says 11, 5 and 2 inner steps; only these reproduce its table.
     distance = round(_SYNC_EVERY / fragments)
@@ -92,7 +92,7 @@ def _streaming(overlap_steps: int, bits: int, model: PaperModel, gbit_s: float) 
 
 
 def _wait(fragment: int, fragments: int, overlap_steps: int, model: PaperModel, c: float) -> float:
-    """Seconds for which training waits for a fragment: it is needed at the forward of its first layer."""
+    """Returns the seconds for which training waits for a fragment, needed at the forward of its first layer."""
     u = model.node_time
     until_needed = fragment * u + overlap_steps * model.compute_time
     # Backward reaches the last layer first: when layer l is ready, it and those before it are still to be sent.
@@ -131,9 +131,9 @@ TABLE_4: Mapping[tuple[str, str], tuple[float, ...]] = {
 
 
 def table_4() -> Iterator[Entry]:
-    """Table 4 from the closed form, each entry beside the one that the paper prints.
+    """Yields Table 4 from the closed form, each entry beside the one that the paper prints.
 
-    An entry is read as the paper evidently did: the largest point of the grid whose utilisation does not exceed the
+    An entry is read off as the paper evidently did: the largest point of the grid whose utilisation does not exceed the
     target, which is one point below the first that reaches it, rounded to two decimals and then to one.
 
     Examples:

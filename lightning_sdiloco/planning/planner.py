@@ -1,4 +1,4 @@
-"""From a model and a link to what each method needs and gets there, and to the settings that suit them."""
+"""Predicts what each method needs and gets on a link, and recommends settings that suit model and link."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -12,25 +12,30 @@ from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Str
 from lightning_sdiloco.planning.workload import Groups, Model
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The compute utilisations for which a prediction says what bandwidth they take: those of the paper's Table 4."""
+"""The compute utilisations for which a prediction names the bandwidth: those of the paper's Table 4."""
 
 TARGET = 0.95
-"""The compute utilisation that a recommendation shall reach."""
+"""The compute utilisation that a recommendation aims at."""
 
 MARGIN = 0.8
-"""The part of the bandwidth that a recommendation counts on."""
+"""The share of the bandwidth that a recommendation counts on."""
+
+_SYNC_EVERY = (30, 50, 100, 200, 300, 500)
+
+LARGEST_SYNC_EVERY = max(_SYNC_EVERY)
+"""The largest ``sync_every`` among the `candidates`."""
 
 
 class Prediction(NamedTuple):
-    """What a method needs and gets.
+    """What a method needs, and what it gets.
 
     Attributes:
         utilisation: Share of the wall time in which training does not wait.
-        bytes_per_step: Bytes that a group sends for each inner step, in the long run.
+        bytes_per_step: Bytes that a group sends per inner step, in the long run.
         bytes: Bytes that a group sends in the whole run.
         peak_gbit_s: Gbit/s at the busiest moment if everything is sent evenly over the time that it may take.
-        gbit_s_for: The bandwidth in Gbit/s from which on a utilisation of `TARGETS` is reached, by that utilisation;
-            ``None`` where no bandwidth is enough, because of the round trip, or of launches and landings.
+        gbit_s_for: The least bandwidth in Gbit/s that reaches each utilisation of `TARGETS`; ``None`` where no
+            bandwidth is enough, because of the round trip, or of launches and landings.
     """
 
     utilisation: float
@@ -41,7 +46,7 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, link: Link, steps: int) -> Prediction:
-    """Predicts how a method does.
+    """Predicts what a method needs and gets on a link.
 
     Args:
         method: The method.
@@ -58,7 +63,7 @@ def predict(method: Method, link: Link, steps: int) -> Prediction:
 
 
 def _least(method: Method, link: Link, target: float) -> float | None:
-    """The least bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a thousandth; None if none does."""
+    """Finds the least bandwidth from 1 kbit/s to 10 Tbit/s that reaches the target, to a thousandth; None if none."""
 
     def reaches(exponent: float) -> bool:
         return method.utilisation(replace(link, gbit_s=10**exponent)) >= target
@@ -73,7 +78,7 @@ def _least(method: Method, link: Link, target: float) -> float | None:
 
 
 def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, Method]:
-    """DDP, and the engine in three ways: everything at once, fragment by fragment, and overlapped with training.
+    """Returns DDP, and the engine in three ways: everything at once, fragment by fragment, overlapped with training.
 
     Args:
         model: The model.
@@ -93,13 +98,13 @@ def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, 
 
 
 def candidates() -> Iterator[Settings]:
-    """Settings worth a try, those that change training least first.
+    """Yields settings worth a try, those that change training least first.
 
-    The paper saw no loss from compression, next to none from up to ten inner steps of overlap, chose three layers to a
+    The paper saw no loss from compression, next to none from up to ten inner steps of overlap, chose three layers per
     fragment, and saw some loss from larger ``sync_every``. So compression varies first and ``sync_every`` last.
     """
     for sync_every, layers, overlap_steps, compression in product(
-        (30, 50, 100, 200, 300, 500), (3, 6, 12, 1), (1, 2, 3, 4, 5, 10), ("fp32", "bf16", "fp4")
+        _SYNC_EVERY, (3, 6, 12, 1), (1, 2, 3, 4, 5, 10), ("fp32", "bf16", "fp4")
     ):
         yield Settings(
             sync_every=sync_every, overlap_steps=overlap_steps, layers_per_fragment=layers, compression=compression
@@ -107,12 +112,11 @@ def candidates() -> Iterator[Settings]:
 
 
 def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings] | None = None) -> Streaming:
-    """The first of the candidates that keeps training busy for `TARGET` of the time.
+    """Recommends the first of the candidates that keeps training busy for `TARGET` of the time.
 
-    If none does, it is the first that comes within a hundredth of the best.
-
-    It counts on `MARGIN` of the bandwidth only: a setting for which the link just suffices would wait for every
-    fragment as soon as the link is a little slower.
+    If none does, it is the first that comes within a hundredth of the best. Only `MARGIN` of the bandwidth is counted
+    on: with settings for which the link just suffices, training would wait for every fragment as soon as the link is a
+    little slower.
 
     Args:
         model: The model.
@@ -134,19 +138,19 @@ def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings
 
 
 def with_margin(link: Link) -> Link:
-    """The link that a recommendation counts on."""
+    """Returns the link that a recommendation counts on."""
     return replace(link, gbit_s=MARGIN * link.gbit_s)
 
 
 class Recommendation(NamedTuple):
-    """Recommended settings, and what they give.
+    """The recommended settings, and what to expect of them.
 
     Attributes:
         settings: The settings of the engine.
         prediction: What they need and get.
-        utilisation_with_margin: The utilisation with `MARGIN` of the bandwidth, which shall reach `TARGET`.
+        utilisation_with_margin: The utilisation with `MARGIN` of the bandwidth, which aims at `TARGET`.
         fragments: Number of values in each fragment.
-        memory: What they take beside ordinary training.
+        memory: What they take on top of ordinary training.
     """
 
     settings: Settings
@@ -157,7 +161,7 @@ class Recommendation(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All that there is to say of a model and a link.
+    """Everything that the planner says about a model and a link.
 
     Attributes:
         model: The model.
@@ -168,7 +172,7 @@ class Plan(NamedTuple):
         fragments: Number of values in each fragment.
         methods: What each method needs and gets with these settings, by its name.
         compressions: What Streaming DiLoCo with overlap needs and gets with each compression, by its name.
-        memory: What Streaming DiLoCo with overlap takes beside ordinary training.
+        memory: What Streaming DiLoCo with overlap takes on top of ordinary training.
         recommendation: The settings that suit model and link.
     """
 
@@ -185,7 +189,7 @@ class Plan(NamedTuple):
 
 
 def plan(model: Model, settings: Settings, groups: Groups, link: Link, steps: int) -> Plan:
-    """Predicts all methods, and looks for the settings that suit model and link.
+    """Predicts all methods, and recommends settings that suit model and link.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""What a plan is made for: a model, and worker groups that train it."""
+"""Describes what a plan is made for: a model, and the worker groups that train it."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan has to know of a model: its trainable parameters.
+    """What a plan needs to know of a model: its trainable parameters.
 
     Args:
         parameters: The parameters, in the order of ``named_parameters()``.
@@ -60,16 +60,16 @@ class Model:
 
     @property
     def numel(self) -> int:
-        """Number of values."""
+        """Returns the number of values."""
         return sum(self.numels)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters in their own dtype, which is also that of their gradients."""
+        """Returns the bytes of the parameters in their own dtype, which is also that of their gradients."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
     def fragments(self, settings: Settings) -> tuple[int, ...]:
-        """Number of values in each fragment, as the engine would cut the model."""
+        """Returns the number of values in each fragment, as the engine would cut the model."""
         chosen = settings.fragments
         patterns = chosen if isinstance(chosen, str) else tuple(map(tuple, chosen))
         return _cut(self, patterns, settings.layers_per_fragment)
@@ -84,13 +84,14 @@ def _cut(model: Model, fragments: str | tuple[tuple[str, ...], ...], layers_per_
 
 @dataclass(frozen=True)
 class Groups:
-    """The worker groups and how fast they are.
+    """The worker groups, and how fast they are.
 
     Args:
         step_time: Seconds of an inner step, without anything between groups.
         groups: Number of worker groups (M in the paper).
         group_size: Ranks in a group.
-        memory_rate: Bytes per second that a device reads and writes in its memory: what a launch and a landing cost.
+        memory_rate: Bytes per second that a device reads and writes in its memory, which is what work on a fragment
+            costs.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -109,10 +110,10 @@ class Groups:
 
     @property
     def others(self) -> int:
-        """Number of other groups."""
+        """Returns the number of other groups."""
         return self.groups - 1
 
     @property
     def connections(self) -> int:
-        """Connections that share the link of a group: every rank has one to each other group."""
+        """Returns the connections that share the link of a group: one from every rank to each other group."""
         return self.others * self.group_size

@@ -21,7 +21,7 @@ from lightning_sdiloco import StreamingDiLoCoStrategy
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.engine.background import ThreadBackground
-from lightning_sdiloco.lightning.choosing import measure_link
+from lightning_sdiloco.lightning.auto_settings import measure_link
 from lightning_sdiloco.planning.link import Link
 from tests import pretend
 from tests.engine.test_accelerator import CHOICES, STEPS, LateLane, Training, same, wait_for_flights

@@ -176,20 +176,22 @@ def test_what_cannot_be_told_is_not_logged() -> None:
 # Where they are seen
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_every_scalar_is_logged_and_documented(distribution: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("distribution", "groups"), [(LIGHTNING, 2), ("pytorch_lightning", 2), (LIGHTNING, 3)])
+def test_every_scalar_is_logged_and_documented(distribution: str, groups: int, tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> None:
         logger = importlib.import_module(f"{distribution}.loggers").CSVLogger(tmp_path, name="", version="")
         choices = {"callbacks": [monitor(distribution)], "logger": logger}
-        fit(rank, world_size, 2, 15, SHORT, distribution, trainer_choices=choices)
+        fit(rank, world_size, groups, 15, SHORT, distribution, trainer_choices=choices)
 
-    run_processes(run, 2)
+    run_processes(run, groups)
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     names = [name for name in header.split(",") if name.startswith("sdiloco/")]
     page = (Path(lightning_sdiloco.__file__).parents[1] / "docs" / "monitoring.md").read_text()
-    assert len(names) == 24
+    # A third group brings its norm and its cosine, and the second hop.
+    assert len(names) == (24 if groups == 2 else 27)
+    assert ("sdiloco/second_hop_ms" in names) == (groups > 2)
     for name in names:
-        documented = name.removesuffix("_0").removesuffix("_1")
+        documented = name.removesuffix("_0").removesuffix("_1").removesuffix("_2")
         assert f"| `{documented}" in page, name
         values = [row.split(",")[header.split(",").index(name)] for row in rows]
         if name not in ("sdiloco/compute_utilisation", "sdiloco/peak_gbit_s"):
@@ -266,8 +268,8 @@ def test_the_offset_of_a_clock_is_within_its_uncertainty_whatever_the_delays() -
 # Records and timeline
 
 
-def record(tmp_path: Path, world_size: int, shift: float = 0.0, **choices: Any) -> None:
-    """Trains two groups with a monitor; the clock of every rank is ahead by ``shift`` for each rank before it."""
+def record(tmp_path: Path, world_size: int, shift: float = 0.0, groups: int = 2, **choices: Any) -> None:
+    """Trains groups with a monitor; the clock of every rank is ahead by ``shift`` for each rank before it."""
 
     def run(rank: int, world_size: int) -> None:
         true = time.time
@@ -277,7 +279,7 @@ def record(tmp_path: Path, world_size: int, shift: float = 0.0, **choices: Any) 
             "log_every_n_steps": 2,
             **choices,
         }
-        fit(rank, world_size, 2, 14, SHORT, trainer_choices=trainer_choices)
+        fit(rank, world_size, groups, 14, SHORT, trainer_choices=trainer_choices)
 
     run_processes(run, world_size)
 
@@ -309,6 +311,18 @@ def test_the_intervals_of_the_training_thread_add_up_to_its_wall_time(tmp_path: 
             assert spans["flight"][1] <= spans["wait"][1] + 1e-4, "and ends before its landing"
             order = [spans[name] for name in ("launch", "encode", "transfer", "decode", "outer_step", "land")]
             assert all(one[1] <= other[0] + 1e-5 for one, other in pairwise(order))
+
+
+@pytest.mark.parametrize(("groups", "exchange"), [(2, "gather"), (3, "two_shot")])
+def test_records_say_which_exchange_ran(tmp_path: Path, groups: int, exchange: str) -> None:
+    record(tmp_path, groups, groups=groups)
+    for rank in read_run(tmp_path / "run").ranks:
+        assert {landed.exchange for landed in rank.landings if not landed.final} == {exchange}
+        assert {landed.exchange for landed in rank.landings if landed.final} == {"gather"}, "the last one rounds once"
+        lines = [
+            json.loads(line) for line in (tmp_path / "run" / f"rank_{rank.rank:05d}.jsonl").read_text().splitlines()
+        ]
+        assert all("exchange" in line for line in lines if line["kind"] == "landing")
 
 
 def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_sdiloco
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES
-from lightning_sdiloco.lightning import choosing
+from lightning_sdiloco.lightning import auto_settings
 from lightning_sdiloco.lightning.model_format.sharded_model import ShardedModel
 from lightning_sdiloco.planning.link import Link
 from tests import fits, sharded
@@ -476,8 +476,8 @@ def test_what_becomes_trainable_within_a_fit_is_refused() -> None:
 def test_settings_that_are_chosen_give_the_bits_of_a_run_that_had_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choosing, "measure_link", lambda topology, timeout: Link(gbit_s=5e-6, round_trip=0.05))
-    monkeypatch.setattr(choosing.Choosing, "_step_time", lambda self: 0.05)
+    monkeypatch.setattr(auto_settings, "measure_link", lambda topology, timeout: Link(gbit_s=5e-6, round_trip=0.05))
+    monkeypatch.setattr(auto_settings.AutoSettings, "_step_time", lambda self: 0.05)
     names = ("sync_every", "overlap_steps", "fragments")
     auto = run_processes(partial(sharded.fit, **dict.fromkeys(names, "auto")), 4, 2, (2, 1), 100)
     chosen = {name: getattr(auto[0]["settings"], name) for name in (*names, "layers_per_fragment")}

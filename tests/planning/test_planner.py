@@ -16,6 +16,7 @@ from lightning_sdiloco.engine.parameters.layouts import trainable
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Streaming, _timetable
 from lightning_sdiloco.planning.planner import (
+    LARGEST_SYNC_EVERY,
     MARGIN,
     TARGET,
     TARGETS,
@@ -291,11 +292,24 @@ def test_peaks_fall_with_fragments_and_with_overlap() -> None:
     assert peaks["streaming_overlap"] == pytest.approx(peaks["streaming"] / 5)
 
 
-def test_the_peak_counts_all_that_is_in_flight_together() -> None:
-    model, groups = Model.of_size(8_000, layers=8), Groups(1.0)
-    # Eight fragments in four steps: two launch at a time, and those of three steps are in flight.
-    chosen = Settings(sync_every=4, overlap_steps=3, layers_per_fragment=1, compression="fp32")
-    assert Streaming(model, chosen, groups).peak_gbit_s == pytest.approx(6 * 4_048 * 8 / 3 / 1e9)
+@pytest.mark.parametrize(
+    ("sync_every", "fragments", "overlap_steps", "together"),
+    [
+        # Two launch at a time. Here a span one step longer or shorter has the same peak: 8 / 4 and 4 / 2 are 6 / 3.
+        (4, 8, 3, 6),
+        # Launches 2 and 3 steps apart: a span of two holds one of them, a span of three both, one of four no third.
+        (5, 2, 2, 1),
+        (5, 2, 3, 2),
+        (5, 2, 4, 2),
+    ],
+)
+def test_the_peak_counts_all_that_is_in_flight_together(
+    sync_every: int, fragments: int, overlap_steps: int, together: int
+) -> None:
+    model, groups = Model.of_size(1_000 * fragments, layers=fragments), Groups(1.0)
+    chosen = Settings(sync_every=sync_every, overlap_steps=overlap_steps, layers_per_fragment=1, compression="fp32")
+    peak = Streaming(model, chosen, groups).peak_gbit_s
+    assert peak == pytest.approx(together * 4_048 * 8 / overlap_steps / 1e9)
 
 
 def test_a_bandwidth_for_a_utilisation_is_the_least_that_reaches_it() -> None:
@@ -327,7 +341,7 @@ def test_held_memory_is_that_of_the_engines_tensors() -> None:
     held = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
     method = Streaming(Model.of_parameters(trainable(mlp())), Settings(**choices), Groups(1.0))
     largest = max(method.numels)
-    # Beside it at the worst moment: what a flight of the largest fragment holds, and what the lane does with it.
+    # Beside it at the worst moment: what a flight of the largest fragment holds, and what the background does with it.
     assert method.memory.device_bytes == held + 12 * largest + 3 * (48 + 4 * largest) + 8 * largest
     assert method.memory.host_bytes == 2 * (48 + 4 * largest)
     assert method.memory.evaluation_bytes == sum(p.nbytes for p in mlp().parameters())
@@ -364,6 +378,10 @@ def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link(
     enough = [Streaming(model, one, groups).utilisation(slower) >= TARGET for one in candidates()]
     assert enough.index(True) == list(candidates()).index(chosen) > 0
     assert recommend(model, groups, Link(1000.0)).settings == next(iter(candidates()))
+
+
+def test_the_largest_sync_every_is_that_of_the_candidates() -> None:
+    assert max(candidate.sync_every for candidate in candidates()) == LARGEST_SYNC_EVERY
 
 
 def test_where_no_candidate_suffices_the_plan_takes_one_that_comes_close() -> None:

@@ -1,4 +1,4 @@
-"""How far the clocks of the ranks are apart, estimated from messages between them, as NTP does."""
+"""Estimates how far the clocks of the ranks are apart, from messages between them, as NTP does."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lightning_sdiloco.comm.communicator import Communicator
 
-# Exchanges in one measurement: the best of them counts.
+# Exchanges in one measurement, of which the best counts.
 _EXCHANGES = 8
 
 
@@ -14,7 +14,7 @@ class Exchange(NamedTuple):
     """One exchange of messages among all ranks, as one rank saw it on its own clock.
 
     Attributes:
-        sent: When it sent its message.
+        sent: When the rank sent its message.
         received: When it had the messages of all ranks.
     """
 
@@ -27,7 +27,7 @@ class ClockOffset(NamedTuple):
 
     Attributes:
         seconds: The estimate.
-        uncertainty: It is off by at most so many seconds.
+        uncertainty: By how many seconds the estimate is off at most.
     """
 
     seconds: float
@@ -35,11 +35,11 @@ class ClockOffset(NamedTuple):
 
 
 Clock = Callable[[float], float]
-"""From a moment of ``time.perf_counter()`` to seconds since 1970."""
+"""Converts a moment of ``time.perf_counter()`` to seconds since 1970."""
 
 
 def wall_clock() -> Clock:
-    """A clock that shows the time of day now, and from now on goes as steadily as ``time.perf_counter()``."""
+    """Returns a clock that shows the time of day now, and then runs as steadily as ``time.perf_counter()``."""
     ahead = time.time() - time.perf_counter()
     return lambda moment: ahead + moment
 
@@ -60,14 +60,14 @@ def measured(clock: Clock, world: Communicator) -> ClockOffset:
 
 
 def estimated(reference: Sequence[Exchange], own: Sequence[Exchange]) -> ClockOffset:
-    """The offset of a clock from what it and a reference showed in the same exchanges.
+    """Estimates the offset of a clock from what it and a reference showed in the same exchanges.
 
-    Nobody has a message before it was sent. So the own clock is ahead by at least what it showed when it sent less what
-    the reference showed when it had received, and by at most the opposite.
+    Nobody has a message before it was sent. So this clock is ahead by at least the time that it showed on sending minus
+    the one that the reference showed on receiving, and by at most the reverse.
 
     Args:
         reference: The exchanges on the clock of rank 0.
-        own: The same ones on the own clock.
+        own: The same exchanges on this clock.
 
     Examples:
         >>> reference = [Exchange(10.0, 10.3), Exchange(11.0, 11.1)]

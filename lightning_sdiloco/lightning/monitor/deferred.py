@@ -1,4 +1,4 @@
-"""Numbers that are read from a device once they are there, so that nobody waits for them."""
+"""Reads numbers from a device once they have arrived on the host, so that nobody waits for them."""
 
 from collections import deque
 from typing import Any
@@ -23,7 +23,12 @@ class Deferred:
         self._waiting: deque[tuple[int, Tensor, Any]] = deque()
 
     def take(self, step: int, value: Tensor) -> None:
-        """Starts to copy a scalar."""
+        """Starts to copy a scalar to the host.
+
+        Args:
+            step: The inner step that it belongs to.
+            value: The scalar, with one element.
+        """
         scalar = value.detach().reshape(())
         copied = page_locked(scalar, value.device).copy_(scalar, non_blocking=True)
         event = None
@@ -33,7 +38,7 @@ class Deferred:
         self._waiting.append((step, copied, event))
 
     def ready(self, wait: bool = False) -> list[tuple[int, float]]:
-        """Those that have arrived, each with its step.
+        """Takes out the scalars that have arrived, each with its step.
 
         Args:
             wait: Whether to wait for all of them.

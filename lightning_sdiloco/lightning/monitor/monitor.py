@@ -1,4 +1,4 @@
-"""The callback that a user adds to keep what a run did: a record of every rank, and a timeline of all of them."""
+"""Provides the callback that records what a run did: a file for every rank, and a timeline of all of them."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.lightning.monitor.clocks import ClockOffset, measured, wall_clock
 from lightning_sdiloco.lightning.monitor.deferred import Deferred
-from lightning_sdiloco.lightning.monitor.records import read_run, record_path
+from lightning_sdiloco.lightning.monitor.records import exchange_of, read_run, record_path
 from lightning_sdiloco.lightning.monitor.timeline import write_timeline
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ class StreamingDiLoCoMonitorMixin(_Base):
     """Keeps what a run did, for `sdiloco report` and for a trace viewer.
 
     Every rank writes a record of its own, a file of JSON lines: inner steps, launches, flights, landings, waits and
-    losses. Nothing of it travels between groups, and training waits for none of it.
+    losses. None of it travels between groups, and training never waits for it.
 
     Args:
         folder: Where the records go. By default ``sdiloco`` in the folder of the trainer's first logger, or in its
             ``default_root_dir``.
         timeline: A file for a trace of all ranks on one time axis, in the JSON format of Chrome and Perfetto. Rank 0
-            writes it when the fit ends, of the records that it finds in the folder.
-        diagnostics: Whether every landing measures how far the groups agree. That costs the background lane some passes
-            over the fragment.
+            writes it at the end of the fit, from the records that it finds in the folder.
+        diagnostics: Whether every landing measures how far the groups agree. That costs some passes over the fragment,
+            in the background.
 
     Raises:
         ValueError: If the strategy is not Streaming DiLoCo.
@@ -63,7 +63,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
     # Hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses a strategy that there is nothing to watch of."""
+        """Refuses any strategy but Streaming DiLoCo."""
         if not hasattr(trainer.strategy, "outer_state_dict"):
             raise ValueError(
                 "StreamingDiLoCoMonitor watches Streaming DiLoCo, and the strategy is"
@@ -84,11 +84,11 @@ class StreamingDiLoCoMonitorMixin(_Base):
         self._fragments, self._done = (), None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begins the first inner step."""
+        """Notes when the first inner step begins."""
         self._begin(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Notes the inner step, which the strategy's own callback has made just now."""
+        """Records the inner step, which the strategy's own callback has just made."""
         self._begin(trainer, pl_module)
         engine = trainer.strategy.engine
         if engine.inner_steps == self._step:
@@ -101,17 +101,17 @@ class StreamingDiLoCoMonitorMixin(_Base):
         self._note_loss(trainer, outputs)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begins a pause of training."""
+        """Notes when training pauses."""
         self._paused = time.perf_counter()
         self._names_before = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Ends the pause, and notes what validation found."""
-        # Names that came with a validation; what training logs is among the metrics too.
+        """Records the pause, and what validation found."""
+        # The names that came with a validation: the metrics hold what training logs as well.
         self._validated |= set(trainer.callback_metrics) - self._names_before
         if self._file is None or self._done is None or self._paused is None:
             return
-        # Lightning has read these numbers for the loggers already.
+        # Reading them costs nothing: Lightning has read them for the loggers already.
         told = trainer.callback_metrics.items()
         metrics = {name: float(value) for name, value in told if name in self._validated and value.numel() == 1}
         span = self._paused, time.perf_counter()
@@ -123,7 +123,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
         if engine is not None and self._done is not None:
             self.note(engine.final_landings, final=True)
             self._note_losses(wait=True)
-            # All ranks come here together: the strategy's own comparison of the model follows.
+            # All ranks come here together: next the strategy compares the model among them.
             self._offsets.append(measured(self._clock, trainer.strategy.topology.world))
             self._write("end", step=self._step, time=time.perf_counter(), offset=self._offsets[-1]._asdict())
         self._close()
@@ -143,15 +143,21 @@ class StreamingDiLoCoMonitorMixin(_Base):
             write_timeline(self._timeline, run)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Closes the record. Nothing waits for another rank."""
+        """Closes the record, without waiting for another rank."""
         self._close()
 
-    # What is noted
+    # What is recorded
 
     def note(self, landings: Iterable[Landing], final: bool = False) -> None:
-        """Notes landings; the strategy's callback hands them over."""
+        """Records landings, which the strategy's callback hands over.
+
+        Args:
+            landings: The landings.
+            final: Whether they belong to the exchange at the end of the fit.
+        """
         for landing in landings if self._file is not None else ():
             told = landing._asdict() | {"final": final, "link_gbit_s": landing.link_gbit_s}
+            told["exchange"] = exchange_of(landing.spans)
             spans = {name: self._on_clock(span) for name, span in told.pop("spans").items()}
             diagnostics = told.pop("diagnostics")
             self._write("landing", **told, spans=spans, diagnostics=diagnostics and diagnostics._asdict())
@@ -216,7 +222,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
         return self._clock_of(span[0]), self._clock_of(span[1])
 
     def _clock_of(self, moment: float) -> float:
-        """A moment of ``time.perf_counter()`` on the clock of this rank, in seconds since 1970, to a microsecond."""
+        """Converts a moment of ``time.perf_counter()`` to seconds since 1970 on this rank's clock, to a microsecond."""
         return round(self._clock(moment), 6)
 
     def _close(self) -> None:
@@ -226,10 +232,10 @@ class StreamingDiLoCoMonitorMixin(_Base):
 
 
 def asks_for_diagnostics(trainer: Any) -> bool:
-    """Whether a callback of the trainer asks how far the groups agree."""
+    """Tells whether a callback of the trainer asks how far the groups agree."""
     return any(monitor.diagnostics for monitor in monitors_of(trainer))
 
 
 def monitors_of(trainer: Any) -> list[StreamingDiLoCoMonitorMixin]:
-    """The monitors among the callbacks of a trainer."""
+    """Returns the monitors among the callbacks of a trainer."""
     return [callback for callback in trainer.callbacks if isinstance(callback, StreamingDiLoCoMonitorMixin)]

@@ -1,7 +1,7 @@
-"""The records that the ranks of a run left, read back and put on the clock of rank 0."""
+"""Reads the records that the ranks of a run left, and puts them on the clock of rank 0."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ _NAME = "rank_{:05d}.jsonl"
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """Returns the file of a rank."""
     return folder / _NAME.format(rank)
 
 
@@ -22,7 +22,7 @@ class Step:
 
     Attributes:
         step: Its number.
-        span: From the end of the one before to its own launches and landings.
+        span: From the end of the step before to its own launches and landings.
         done: When these were done.
     """
 
@@ -32,8 +32,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Landed:
-    """A landing, as `lightning_sdiloco.Landing` describes it, and whether it was one of the final exchange."""
+class LandingRecord:
+    """A landing as it was written down; `lightning_sdiloco.Landing` describes most of the fields.
+
+    Attributes:
+        final: Whether it belonged to the exchange at the end of the fit.
+        exchange: The exchange that ran, ``"gather"`` or ``"two_shot"``.
+        spans: As of `lightning_sdiloco.Landing`, on the clock of rank 0 in seconds since 1970.
+    """
 
     fragment: int
     launched_at: int
@@ -46,18 +52,25 @@ class Landed:
     counted: list[int]
     left_out: list[int]
     outlying: list[int]
+    exchange: str
     spans: dict[str, Span]
     diagnostics: dict[str, Any] | None
 
     def seconds(self, name: str) -> float:
-        """How long one of the spans was; 0 if there was none."""
+        """Returns the length of a span in seconds; 0 if there is none of that name."""
         began, ended = self.spans.get(name, (0.0, 0.0))
         return ended - began
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation inside the fit."""
+    """A validation inside the fit.
+
+    Attributes:
+        step: Inner steps before it.
+        span: From its start to its end.
+        metrics: What it logged, by name.
+    """
 
     step: int
     span: Span
@@ -70,14 +83,14 @@ class Rank:
 
     Attributes:
         rank: The rank.
-        about: What the record starts with: groups, shards, settings, and so on.
-        fragments: Names of the parameters of each fragment.
-        parameters: Number of values and of bytes of each trainable parameter.
+        about: The head of the record: groups, shards, settings, and so on.
+        fragments: Names of the parameters in each fragment.
+        parameters: Number of values and of bytes of each trainable parameter, by name.
         steps: The inner steps.
         landings: The landings.
         validations: The validations.
-        losses: Inner step and loss of the training batches that were noted.
-        uncertainty: By how many seconds its clock may be off after the correction.
+        losses: Inner step and loss of each training batch whose loss was recorded.
+        uncertainty: By how many seconds its clock may still be off after the correction.
     """
 
     rank: int
@@ -85,36 +98,48 @@ class Rank:
     fragments: list[list[str]] = field(default_factory=list)
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    landings: list[Landed] = field(default_factory=list)
+    landings: list[LandingRecord] = field(default_factory=list)
     validations: list[Validation] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)
     uncertainty: float = 0.0
 
     @property
     def group(self) -> int:
-        """Its worker group."""
+        """Returns its worker group."""
         return int(self.about["group"])
 
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a run, by rank."""
+    """The records of all ranks of a run, in the order of their ranks."""
 
     ranks: list[Rank]
 
     @property
     def heads(self) -> list[Rank]:
-        """The first rank of every group that left a record."""
+        """Returns the first rank of every group, as far as it left a record."""
         return [rank for rank in self.ranks if rank.about["shard"] == 0]
 
     @property
     def began(self) -> float:
-        """When the first inner step began."""
+        """Returns when the first inner step began."""
         return min(rank.steps[0].span[0] for rank in self.ranks if rank.steps)
+
+
+def exchange_of(spans: Mapping[str, Any]) -> str:
+    """Returns the exchange of a flight with these spans: only two shots have a second hop.
+
+    >>> exchange_of({"transfer": (0.0, 1.0)}), exchange_of({"transfer": (0.0, 1.0), "relay": (1.1, 2.0)})
+    ('gather', 'two_shot')
+    """
+    return "two_shot" if "relay" in spans else "gather"
 
 
 def read_run(folder: str | Path) -> Run:
     """Reads the records in a folder, or in its subfolder ``sdiloco``.
+
+    Args:
+        folder: The folder.
 
     Raises:
         ValueError: If there are none, or they hold no inner step.
@@ -142,7 +167,7 @@ def _read(path: Path) -> Rank | None:
 
 
 def _parts(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """The lines of a record, one part for each time that the run was started or resumed."""
+    """Yields the lines of a record, one part for each time that the run was started or resumed."""
     part: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
@@ -159,7 +184,7 @@ def _parts(path: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 class _Correction:
-    """Takes the offset of a clock out: in between what was measured at the start and at the end a straight line."""
+    """Takes out the offset of a clock: a straight line between what was measured at the start and at the end."""
 
     def __init__(self, part: list[dict[str, Any]]) -> None:
         measured = [told for told in part if told["kind"] in ("start", "end")]
@@ -183,8 +208,9 @@ def _take(rank: Rank, part: list[dict[str, Any]], correction: _Correction) -> No
             rank.steps.append(Step(told["step"], correction.span(told["span"]), correction(told["done"])))
         elif kind == "landing":
             spans = {name: correction.span(span) for name, span in told["spans"].items()}
-            fields = {name: told[name] for name in Landed.__dataclass_fields__}
-            rank.landings.append(Landed(**{**fields, "spans": spans}))
+            # Records of older versions do not say which exchange ran.
+            told = {"exchange": exchange_of(spans), **told, "spans": spans}
+            rank.landings.append(LandingRecord(**{name: told[name] for name in LandingRecord.__dataclass_fields__}))
         elif kind == "validation":
             rank.validations.append(Validation(told["step"], correction.span(told["span"]), told["metrics"]))
         elif kind == "loss":

@@ -1,4 +1,4 @@
-"""The numbers that every landing logs, by their documented names, and how TensorBoard groups them."""
+"""Makes the numbers that every landing logs, by their documented names, and lays them out for TensorBoard."""
 
 import math
 import time
@@ -14,7 +14,14 @@ LAYOUT = {
         "Waiting (ms)": ("exposed_wait_ms",),
         "Link (Gbit/s)": ("link_gbit_s", "peak_gbit_s"),
         "Bytes": ("bytes_sent", "bytes_received"),
-        "Time in flight (ms)": ("in_flight_ms", "encode_ms", "transfer_ms", "decode_ms", "outer_step_ms"),
+        "Time in flight (ms)": (
+            "in_flight_ms",
+            "encode_ms",
+            "transfer_ms",
+            "decode_ms",
+            "second_hop_ms",
+            "outer_step_ms",
+        ),
         "Outer gradient": ("outer_grad_norm", "outer_grad_norm_group_.*"),
         "Cosine with the mean": ("cosine_group_.*",),
         "Outer step": ("outer_lr", "outer_momentum_norm"),
@@ -23,11 +30,11 @@ LAYOUT = {
         "Groups": ("groups_counted", "groups_left_out", "groups_outlying"),
     }
 }
-"""Charts of TensorBoard, each with the scalars that it shows, without their prefix."""
+"""The charts of TensorBoard, each with the scalars that it shows, without their prefix."""
 
 
 def scalars_of(landing: Landing) -> dict[str, float]:
-    """What is logged of a landing. What cannot be told is left out."""
+    """Returns what is logged of a landing. What cannot be told is left out."""
     numbers: dict[str, float] = {
         "fragment": landing.fragment,
         "bytes_sent": landing.bytes_sent,
@@ -43,6 +50,8 @@ def scalars_of(landing: Landing) -> dict[str, float]:
         "groups_left_out": len(landing.left_out),
         "groups_outlying": len(landing.outlying),
     }
+    if "relay" in landing.spans:
+        numbers["second_hop_ms"] = 1000 * landing.seconds("relay")
     if landing.diagnostics is not None:
         told = landing.diagnostics._asdict()
         numbers |= {f"cosine_group_{group}": cosine for group, cosine in enumerate(told.pop("cosines"))} | told
@@ -50,11 +59,11 @@ def scalars_of(landing: Landing) -> dict[str, float]:
 
 
 class Interval:
-    """What is logged once a round: an interval of ``sync_every`` inner steps, or a few more, that ends with a landing.
+    """Sums up what is logged once a round, over ``sync_every`` inner steps or a few more, until a landing ends it.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment.
-        first_step: Inner steps made before the first interval.
+        first_step: Inner steps made before the first round.
     """
 
     def __init__(self, sync_every: int, first_step: int) -> None:
@@ -65,7 +74,7 @@ class Interval:
         self._peak = 0.0
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
-        """Counts a landing; the scalars of the interval if it ends with it, otherwise none."""
+        """Counts a landing, and returns the scalars of the round if the landing ends it, otherwise none."""
         self._waited += landing.exposed_wait_s
         self._peak = max(self._peak, landing.link_gbit_s)
         if landing.landed_at - self._first_step < self._sync_every:
@@ -78,14 +87,14 @@ class Interval:
 
 
 def shown(landing: Landing | None) -> dict[str, str]:
-    """What a progress bar shows of the last landing."""
+    """Returns what a progress bar shows of the last landing."""
     if landing is None:
         return {"exposed_wait": "-", "link": "-"}
     return {"exposed_wait": f"{1000 * landing.exposed_wait_s:.3g} ms", "link": _rate(landing.link_gbit_s)}
 
 
 def _rate(gbit_s: float) -> str:
-    """A rate with three digits and a unit that suits it.
+    """Formats a rate with three digits and a unit that suits it.
 
     >>> _rate(1.234), _rate(0.0456), _rate(0.0)
     ('1.23 Gbit/s', '45.6 Mbit/s', '-')
@@ -96,7 +105,7 @@ def _rate(gbit_s: float) -> str:
 
 
 def lay_out(trainer: Any) -> None:
-    """Tells every TensorBoard logger of a trainer which scalars belong into one chart."""
+    """Tells every TensorBoard logger of a trainer which scalars share a chart."""
     layout = {
         section: {title: ["Multiline", [_PREFIX + name for name in names]] for title, names in charts.items()}
         for section, charts in LAYOUT.items()

@@ -1,4 +1,4 @@
-"""A run as a trace for Chrome (chrome://tracing) or Perfetto (ui.perfetto.dev): all ranks on one time axis."""
+"""Makes a trace of a run for Chrome (chrome://tracing) or Perfetto (ui.perfetto.dev): all ranks on one time axis."""
 
 import json
 from collections.abc import Iterator
@@ -7,27 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sdiloco.engine.measurements import Span
-from lightning_sdiloco.lightning.monitor.records import Landed, Rank, Run
+from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run
 
 Event = dict[str, Any]
 
 _TRAINING = 0
-_PARTS = ("encode", "transfer", "decode", "outer_step")
+# What happens in the background: the name of each part, and of its span in a record.
+_PARTS = {
+    "encode": "encode",
+    "transfer": "transfer",
+    "decode": "decode",
+    "second_hop": "relay",
+    "outer_step": "outer_step",
+}
 
 
 def write_timeline(path: str | Path, run: Run) -> None:
-    """Writes the trace of a run to a file, whose folder is made if it is not there."""
+    """Writes the trace of a run to a file, and makes its folder if there is none."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(trace(run)), encoding="utf-8")
 
 
 def trace(run: Run) -> dict[str, Any]:
-    """The trace of a run, in the JSON object format of Chrome's trace viewer.
+    """Returns the trace of a run, in the JSON object format of Chrome's trace viewer.
 
     A process stands for a rank. Its first row is the training thread, whose slices ``step``, ``launch``, ``wait`` and
     ``land`` do not overlap; a validation lies inside a step. Below is a row for each fragment with its flights, and
-    inside each flight what the lane did. Arrows go from a launch to its landing. Times are in microseconds since the
-    first inner step.
+    inside each flight what happened in the background. Arrows go from a launch to its landing. Times are in
+    microseconds since the first inner step.
     """
     numbers = count(1)
     events = [event for rank in run.ranks for event in _events(rank, run.began, numbers)]
@@ -55,9 +62,9 @@ def _events(rank: Rank, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
             yield piece(name, _TRAINING, landing.spans[name], **about)
         row = 1 + landing.fragment
         yield piece("final flight" if landing.final else "flight", row, landing.spans["flight"], **about)
-        for name in _PARTS:
-            if name in landing.spans:
-                yield piece(name, row, landing.spans[name])
+        for name, key in _PARTS.items():
+            if key in landing.spans:
+                yield piece(name, row, landing.spans[key])
         number = next(numbers)
         yield event("s", "flight", _TRAINING, landing.spans["launch"][0], id=number, cat="flight")
         yield event("f", "flight", _TRAINING, landing.spans["land"][0], id=number, cat="flight", bp="e")
@@ -73,7 +80,7 @@ def _names(rank: Rank) -> Iterator[Event]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": rank.rank, "tid": row, "args": {"sort_index": row}}
 
 
-def _about(landing: Landed) -> dict[str, Any]:
+def _about(landing: LandingRecord) -> dict[str, Any]:
     return {
         "fragment": landing.fragment,
         "launched_at": landing.launched_at,

@@ -1,1 +1,1 @@
-"""Room."""
+"""Prints and draws what the planner says: ``sdiloco plan``."""

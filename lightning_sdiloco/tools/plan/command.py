@@ -1,4 +1,4 @@
-"""The command ``sdiloco plan``: from options to the planner, and from there to text, JSON and a picture."""
+"""Runs ``sdiloco plan``: hands the options to the planner, and its answer to text, JSON and a picture."""
 
 import json
 import math
@@ -107,7 +107,7 @@ def _described(model: MakeModel | None, params: float | None, layers: int | None
 
 
 def _made(make: MakeModel) -> nn.Module:
-    """A model without memory for its parameters, where it can be made so."""
+    """Makes a model, without memory for its parameters where it allows that."""
     try:
         with torch.device("meta"):
             return _configured(make())
@@ -162,7 +162,7 @@ def _draw_plan(path: str, planned: Plan) -> None:
     methods = planner.alternatives(planned.model, planned.settings, planned.groups)
     curves = {name: curve(method) for name, method in methods.items()}
     title = f"{planned.model.numel:,} parameters, {planned.groups.step_time:g} s per inner step"
-    # From where nothing works to where DDP does, and what was asked for in between.
+    # From where nothing works to where DDP does, with the link that was asked about in between.
     busy = [need for prediction in planned.methods.values() for need in prediction.gbit_s_for.values() if need]
     seen = [planned.link.gbit_s, *busy]
     first, last = math.floor(math.log10(min(seen))) - 1, math.ceil(math.log10(max(seen)))

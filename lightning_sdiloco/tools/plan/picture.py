@@ -1,14 +1,14 @@
-"""A picture of the compute utilisation over the bandwidth, like Figure 4 of the paper."""
+"""Draws the compute utilisation over the bandwidth, like Figure 4 of the paper."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 Curve = Callable[[float], float]
-"""From a bandwidth in Gbit/s to the compute utilisation."""
+"""Maps a bandwidth in Gbit/s to the compute utilisation."""
 
 Panels = Mapping[str, Mapping[str, Curve]]
-"""The panels of a picture by their titles, each with its curves by the names of their methods."""
+"""The panels of a picture by title, each with its curves by method."""
 
 # Label, color and line of each method.
 _LINES: Mapping[str, tuple[str, str, str]] = {
@@ -27,10 +27,10 @@ def draw(path: str, panels: Panels, first: int, last: int, mark: float | None = 
 
     Args:
         path: The file, with the suffix .svg or .png.
-        panels: What it shows.
+        panels: The panels.
         first: The least bandwidth, as a power of ten.
         last: The greatest bandwidth, as a power of ten.
-        mark: A bandwidth that is marked.
+        mark: A bandwidth to mark.
 
     Raises:
         ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""A plan, and the paper's Table 4, as tables for a terminal."""
+"""Formats a plan, and the paper's Table 4, as tables for a terminal."""
 
 import io
 import math
@@ -19,20 +19,20 @@ NAMES: Mapping[str, str] = {
     "streaming_overlap": "... with overlap",
     "streaming_overlap_fp4": "... and FP4",
 }
-"""The methods by the words of the tables."""
+"""The methods, as the tables call them."""
 
 _WIDTH = 80
 _SHOWN = ("0.8", "0.95")
 
 
 def plan_as_text(plan: Plan) -> str:
-    """A plan as text.
+    """Formats a plan.
 
     Args:
         plan: The plan.
 
     Returns:
-        What was asked, a table of the methods, one of the compressions, the memory, and what is recommended.
+        What was asked, a table of the methods, one of the compressions, the memory, and the recommendation.
     """
     settings = plan.settings
     overlap = f"overlap_steps={settings.overlap_steps}"
@@ -58,7 +58,7 @@ def plan_as_text(plan: Plan) -> str:
 
 
 def table_4_as_text(entries: Iterable[Entry]) -> str:
-    """Table 4 as text: what the closed form gives, with the paper's own number behind it where that is another.
+    """Formats Table 4: what the closed form gives, followed by the paper's own number where it differs.
 
     Args:
         entries: The entries.
@@ -126,11 +126,11 @@ def _memory(memory: Memory) -> str:
 
 
 def new_table(columns: list[str], left: int) -> Table:
-    """An empty table.
+    """Returns an empty table.
 
     Args:
         columns: The headings.
-        left: So many columns hold words; the others hold numbers.
+        left: How many columns hold words; the others hold numbers.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, column in enumerate(columns):
@@ -139,7 +139,7 @@ def new_table(columns: list[str], left: int) -> Table:
 
 
 def rendered(table: Table, width: int = _WIDTH) -> str:
-    """A table as text.
+    """Formats a table as text.
 
     Args:
         table: The table.
@@ -154,18 +154,18 @@ def rendered(table: Table, width: int = _WIDTH) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in percent, to a tenth."""
+    """Formats a share in percent, to a tenth."""
     # Cut rather than rounded: 100 % is said only where nothing waits.
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
 
 
 def _short(number: float) -> str:
-    """A number with three digits, without an exponent."""
+    """Formats a number with three digits, without an exponent."""
     return f"{float(f'{number:.3g}'):f}".rstrip("0").rstrip(".")
 
 
 def readable(size: float) -> str:
-    """A number of bytes with three digits and a decimal unit.
+    """Formats a number of bytes with three digits and a decimal unit.
 
     Examples:
         >>> readable(5_156_253.28), readable(40)

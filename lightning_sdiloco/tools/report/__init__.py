@@ -1,1 +1,1 @@
-"""What a run did: the records of its ranks, a timeline of them, and a report."""
+"""Turns the records of a run into a page with pictures and a verdict: ``sdiloco report``."""

@@ -1,13 +1,13 @@
-"""The command ``sdiloco report``: from the records of a run to a page, pictures and a timeline."""
+"""Runs ``sdiloco report``: reads the records of a run, and writes a page, pictures and a timeline."""
 
 from pathlib import Path
 from typing import Annotated
 
-from lightning_sdiloco.lightning.monitor.records import read_run
+from lightning_sdiloco.lightning.monitor.records import Run, read_run
 from lightning_sdiloco.lightning.monitor.timeline import write_timeline
 from lightning_sdiloco.tools.report.page import page
 from lightning_sdiloco.tools.report.pictures import PICTURES, THEMES, drawn
-from lightning_sdiloco.tools.report.verdict import judge
+from lightning_sdiloco.tools.report.verdict import Verdict, judge
 
 
 def report(
@@ -22,18 +22,22 @@ def report(
     read = read_run(run)
     verdict = judge(read)
     folder = Path(output) if output is not None else Path(run) / "report"
-    pictures = {
-        name: {theme: drawn(draw, read, colors, "svg") for theme, colors in THEMES.items()}
-        for name, draw in PICTURES.items()
-    }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, draw in PICTURES.items():
-            for theme, colors in THEMES.items():
-                suffix = "" if theme == "light" else f"-{theme}"
-                (folder / f"{name}{suffix}.png").write_bytes(drawn(draw, read, colors, "png"))
-        write_timeline(folder / "timeline.json", read)
-        (folder / "report.html").write_text(page(run, read, verdict, pictures), encoding="utf-8")
+        _write(folder, run, read, verdict)
     except OSError as error:
         raise ValueError(f"output={str(folder)!r} cannot be written ({error}). Give another folder.") from error
     return "\n".join([*verdict.sentences, "", f"{folder / 'report.html'}"])
+
+
+def _write(folder: Path, title: str, run: Run, verdict: Verdict) -> None:
+    """Writes the pictures, the trace and the page, all into one folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    embedded: dict[str, dict[str, bytes]] = {name: {} for name in PICTURES}
+    for name, draw in PICTURES.items():
+        for theme, colors in THEMES.items():
+            suffix = "" if theme == "light" else f"-{theme}"
+            (folder / f"{name}{suffix}.png").write_bytes(drawn(draw, run, colors, "png"))
+            # The page scales them: glyphs and lines stay sharp.
+            embedded[name][theme] = drawn(draw, run, colors, "svg")
+    write_timeline(folder / "timeline.json", run)
+    (folder / "report.html").write_text(page(title, run, verdict, embedded), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no other file and no network."""
+"""Writes a report as one HTML page that needs no other file and no network."""
 
 import base64
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
     "flights": (
         "Fragments in flight, at the end of the run",
         "The first groups, at most four. First row of a group: its inner steps, and where it waited. Below, each flight"
-        " of its fragments from launch to result: strong while on the link, weaker while it is encoded, decoded or"
-        " stepped, pale while it waits for its turn. The clocks of all ranks are put on that of rank 0.",
+        " of its fragments from launch to result: strong while on the link, the second hop included; weaker while it is"
+        " encoded, decoded or stepped; pale while it waits for its turn. All times are on the clock of rank 0.",
     ),
     "agreement": (
         "Agreement of the groups",
@@ -36,7 +36,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
         " gradient of all fragments. One curve far from the others is a group that trains on something else.",
     ),
 }
-"""Title and caption of each picture."""
+"""The title and caption of each picture, by the name of the picture."""
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2933; --quiet: #5f6c7b; --line: #d9dfe6; --paper: #ffffff;
@@ -61,13 +61,13 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 
 
 def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]) -> str:
-    """The page.
+    """Returns the page.
 
     Args:
-        title: What was given as the run.
+        title: The title, such as the folder of the run.
         run: The run.
-        verdict: What is said of it.
-        pictures: SVG files by the names of `CAPTIONS`, each by the names of its themes.
+        verdict: The verdict on it.
+        pictures: SVG files by the names of `CAPTIONS`, each by theme.
     """
     parts = [
         "<!doctype html>",
@@ -103,7 +103,7 @@ def _about(run: Run) -> str:
     return (
         f"{values:,} parameters in {len(run.ranks[0].fragments)} fragments · {about['groups']} groups of"
         f" {about['shards']} · sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
-        f" mixing={settings['mixing']}, compression={compression}"
+        f" mixing={settings['mixing']}, compression={compression}, exchange={series.exchange(run) or '-'}"
     )
 
 

@@ -1,11 +1,11 @@
-"""The pictures of a report, each for light and for dark pages."""
+"""Draws the pictures of a report, each for light and for dark pages."""
 
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sdiloco.lightning.monitor.records import Landed, Rank, Run
+from lightning_sdiloco.lightning.monitor.records import Rank, Run
 from lightning_sdiloco.tools.report import series
 
 
@@ -15,10 +15,10 @@ class Theme:
 
     Attributes:
         ink: Text.
-        quiet: What is beside the point.
+        quiet: What matters less.
         grid: Lines of the grid.
-        paper: The page behind it.
-        groups: One for each worker group, again from the start where there are more.
+        paper: The page behind the picture.
+        groups: One for each worker group; further groups start again with the first.
         training: Inner steps.
         waiting: Training that waits.
     """
@@ -32,7 +32,7 @@ class Theme:
     waiting: str
 
     def of(self, group: int) -> str:
-        """The color of a group."""
+        """Returns the color of a group."""
         return self.groups[group % len(self.groups)]
 
 
@@ -56,21 +56,21 @@ THEMES: Mapping[str, Theme] = {
         waiting="#ff6b6b",
     ),
 }
-"""The themes by their names."""
+"""The themes, by name."""
 
 _SIZE = 9.2, 3.1
 _ROUNDS = 2
-"""Of so many rounds the flights are drawn."""
+"""How many rounds of flights are drawn."""
 
 _GROUPS = 4
-"""So many groups are drawn with their flights, the first ones."""
+"""The most groups whose flights are drawn, from the first on."""
 
 _POINTS = 1000
-"""A line has at most so many points; of more, means of neighbours are drawn."""
+"""The most points of a line; where there are more, means of neighbours are drawn."""
 
 
 def drawn(draw: Callable[[Any, Run, Theme], None], run: Run, theme: Theme, format: str) -> bytes:
-    """A picture as a file.
+    """Draws a picture, and returns it as a file.
 
     Args:
         draw: One of `PICTURES`.
@@ -99,7 +99,7 @@ def drawn(draw: Callable[[Any, Run, Theme], None], run: Run, theme: Theme, forma
 
 
 def draw_losses(figure: Any, run: Run, theme: Theme) -> None:
-    """The training loss of every group, and the losses of validation."""
+    """Draws the training loss of every group, and the losses of validation."""
     axes = _axes(figure, theme, "inner step", "loss")
     for rank in run.heads:
         _line(axes, rank.losses, theme.of(rank.group), 0.35, 1)
@@ -112,7 +112,7 @@ def draw_losses(figure: Any, run: Run, theme: Theme) -> None:
 
 
 def draw_utilisation(figure: Any, run: Run, theme: Theme) -> None:
-    """The share of every round in which training did not wait."""
+    """Draws the share of every round in which training did not wait."""
     axes = _axes(figure, theme, "seconds since the first inner step", "compute utilisation")
     for rank in run.heads:
         _line(axes, series.utilisation_over_time(rank, run.began), theme.of(rank.group), 1, 2, f"group {rank.group}")
@@ -122,7 +122,7 @@ def draw_utilisation(figure: Any, run: Run, theme: Theme) -> None:
 
 
 def draw_bandwidth(figure: Any, run: Run, theme: Theme) -> None:
-    """What every group sent over time, and what data-parallel training would have needed."""
+    """Draws what every group sent over time, and what data-parallel training would have needed."""
     needed = series.ddp_gbit_s(run)
     unit, name = (1.0, "Gbit/s") if needed >= 1 else (1000.0, "Mbit/s")
     axes = _axes(figure, theme, "seconds since the first inner step", name)
@@ -146,7 +146,7 @@ def draw_bandwidth(figure: Any, run: Run, theme: Theme) -> None:
 
 
 def draw_flights(figure: Any, run: Run, theme: Theme) -> None:
-    """The last rounds: inner steps and waits of every group, and the flights of its fragments below."""
+    """Draws the last rounds: inner steps and waits of every group, and the flights of its fragments below."""
     axes = _axes(figure, theme, "seconds since the first inner step", "")
     heads = run.heads[:_GROUPS]
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * sum(1 + len(head.fragments) for head in heads))
@@ -160,12 +160,12 @@ def draw_flights(figure: Any, run: Run, theme: Theme) -> None:
     axes.grid(visible=False, axis="y")
     for color, label in ((theme.training, "inner step"), (theme.waiting, "waits")):
         axes.barh([0], [0], color=color, label=label)
-    for name, alpha in _LANE.items():
+    for name, alpha in _SHADES.items():
         axes.barh([0], [0], color=theme.quiet, alpha=alpha, label=name)
     figure.legend(loc="outside lower center", ncols=6, frameon=False, labelcolor=theme.ink, fontsize=9)
 
 
-_LANE = {"in flight": 0.25, "in the lane": 0.55, "on the link": 1.0}
+_SHADES = {"in flight": 0.25, "in the background": 0.55, "on the link": 1.0}
 
 
 def _draw_group(
@@ -184,18 +184,13 @@ def _draw_group(
         place = row + 1 + fragment
         flights = [landed for landed in head.landings if landed.fragment == fragment]
         ticks.append((place, f"fragment {fragment}"))
-        bars(place, [landed.spans["flight"] for landed in flights], theme.of(head.group), _LANE["in flight"], 0.7)
+        bars(place, [landed.spans["flight"] for landed in flights], theme.of(head.group), _SHADES["in flight"], 0.7)
         for name, spans in (
-            ("in the lane", _in_lane(flights)),
-            ("on the link", list(map(series.on_the_link, flights))),
+            ("in the background", [span for landed in flights for span in series.in_background(landed)]),
+            ("on the link", [span for landed in flights for span in series.on_the_link(landed)]),
         ):
-            bars(place, spans, theme.of(head.group), _LANE[name], 0.7)
+            bars(place, spans, theme.of(head.group), _SHADES[name], 0.7)
     return row + 1 + len(head.fragments)
-
-
-def _in_lane(flights: list[Landed]) -> list[tuple[float, float]]:
-    parts = ("encode", "decode", "outer_step")
-    return [landed.spans[part] for landed in flights for part in parts if part in landed.spans]
 
 
 def _last_rounds(run: Run) -> tuple[float, float]:
@@ -206,7 +201,7 @@ def _last_rounds(run: Run) -> tuple[float, float]:
 
 
 def draw_agreement(figure: Any, run: Run, theme: Theme) -> None:
-    """How far the outer gradients of the groups point and reach alike."""
+    """Draws how far the outer gradients of the groups agree in direction and in length."""
     cosines, norms = series.cosines(run), series.norms(run)
     axes = _axes(figure, theme, "inner step", "cosine with the mean", 121 if cosines else 122)
     for group, curve in cosines.items():
@@ -230,7 +225,7 @@ PICTURES: Mapping[str, Callable[[Any, Run, Theme], None]] = {
     "flights": draw_flights,
     "agreement": draw_agreement,
 }
-"""What is drawn, by the names of the files."""
+"""The functions that draw, by the names of the files."""
 
 
 def _axes(figure: Any, theme: Theme, x: str, y: str, place: int = 111) -> Any:
@@ -258,7 +253,7 @@ def _legend(axes: Any, theme: Theme) -> None:
 
 
 def _smoothed(points: series.Curve) -> series.Curve:
-    """The mean over the last twentieth of the points, at most fifty, up to each of them."""
+    """Averages up to each point the last twentieth of all points, at most fifty."""
     width = max(1, min(50, len(points) // 20))
     values = [value for _, value in points]
     return [

@@ -1,4 +1,4 @@
-"""The records of a run as numbers over time: arithmetic on spans, no pictures."""
+"""Turns the records of a run into numbers over time: arithmetic on spans, no pictures."""
 
 import math
 from bisect import bisect_left
@@ -7,17 +7,17 @@ from itertools import pairwise
 from statistics import median
 
 from lightning_sdiloco.engine.measurements import Span
-from lightning_sdiloco.lightning.monitor.records import Landed, Rank, Run
+from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run
 
 Curve = list[tuple[float, float]]
-"""Points of a line."""
+"""The points of a line."""
 
 _BARS = 240
-"""So many are drawn at most."""
+"""The most intervals that are drawn."""
 
 
 def overlap(one: Span, other: Span) -> float:
-    """How many seconds two spans have in common.
+    """Returns how many seconds two spans have in common.
 
     >>> overlap((0, 3), (2, 5)), overlap((0, 1), (2, 3))
     (1, 0.0)
@@ -26,30 +26,30 @@ def overlap(one: Span, other: Span) -> float:
 
 
 def trained(rank: Rank) -> Span:
-    """From the first inner step to the last, without the final exchange."""
+    """Returns the span from the first inner step to the last, without the final exchange."""
     return rank.steps[0].span[0], rank.steps[-1].done
 
 
-def waits(rank: Rank) -> list[Landed]:
-    """The landings in the course of training, for each of which training may have waited."""
+def waits(rank: Rank) -> list[LandingRecord]:
+    """Returns the landings in the course of training, each of which training may have waited for."""
     until = trained(rank)[1]
     return [landed for landed in rank.landings if not landed.final and landed.spans["wait"][0] <= until]
 
 
 def step_seconds(rank: Rank) -> float:
-    """The median of the inner steps, without launches, landings and waits."""
+    """Returns the median time of an inner step, without launches, landings and waits."""
     return median(step.span[1] - step.span[0] for step in rank.steps)
 
 
 def utilisation(rank: Rank) -> float:
-    """Share of the time in which training did not wait for a fragment."""
+    """Returns the share of the time in which training did not wait for a fragment."""
     began, ended = trained(rank)
     waited = sum(landed.seconds("wait") for landed in waits(rank))
     return 1 - waited / (ended - began) if ended > began else 1.0
 
 
 def utilisation_over_time(rank: Rank, zero: float) -> Curve:
-    """The utilisation of each round, at its end; seconds since ``zero``."""
+    """Returns the utilisation of each round, at the end of the round; times are in seconds since ``zero``."""
     every = int(rank.about["settings"]["sync_every"])
     done = {step.step: step.done for step in rank.steps}
     ends = [rank.steps[0].span[0], *(done[step] for step in sorted(done) if step % every == 0)]
@@ -63,18 +63,36 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
     ]
 
 
-def on_the_link(landed: Landed) -> Span:
-    """When a fragment was on the link, from its message on; as far as this rank can tell."""
-    return landed.spans.get("transfer", landed.spans["flight"])
+def on_the_link(landed: LandingRecord) -> list[Span]:
+    """Returns when a fragment was on the link, as far as this rank can tell: in the transfer and the second hop."""
+    hops = [landed.spans[name] for name in ("transfer", "relay") if name in landed.spans]
+    return hops or [landed.spans["flight"]]
+
+
+def exchange(run: Run) -> str | None:
+    """Returns the exchange that ran during training, ``"gather"`` or ``"two_shot"``; None if nothing landed."""
+    return next((landed.exchange for rank in run.ranks for landed in waits(rank)), None)
+
+
+def in_background(landed: LandingRecord) -> list[Span]:
+    """Returns when a fragment was encoded, decoded and stepped."""
+    spans = landed.spans
+    parts = [spans[name] for name in ("encode", "decode", "outer_step") if name in spans]
+    # What the second hop brought is decoded until the outer step begins.
+    return parts + ([(spans["relay"][1], spans["outer_step"][0])] if "relay" in spans else [])
 
 
 def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
-    """What the ranks of a group sent together, in Gbit/s, in every quarter of a round; seconds since ``zero``.
+    """Returns what the ranks of a group sent together, in Gbit/s, in every quarter of a round.
 
-    A message counts evenly over the time from its launch to the arrival of those of the others.
+    What a flight sends is spread evenly from its launch to the arrival of the last message of the others.
+
+    Args:
+        ranks: The ranks of the group.
+        zero: The moment from which the times of the curve count, in seconds.
     """
     sent = [
-        ((landed.spans["flight"][0], on_the_link(landed)[1]), landed.bytes_sent)
+        ((landed.spans["flight"][0], on_the_link(landed)[-1][1]), landed.bytes_sent)
         for rank in ranks
         for landed in rank.landings
         if landed.bytes_sent
@@ -97,23 +115,23 @@ def _bits(span: Span, nbytes: int, within: Span) -> float:
 
 
 def gradient_bytes(run: Run) -> int:
-    """Bytes of the gradients of the whole model."""
+    """Returns the bytes of the gradients of the whole model."""
     return sum(nbytes for _, nbytes in run.ranks[0].parameters.values())
 
 
 def ddp_bytes_per_step(run: Run) -> float:
-    """Bytes that a group would send at every step in a ring all-reduce of the gradients over all groups."""
+    """Returns the bytes that a group would send per step in a ring all-reduce of the gradients over all groups."""
     groups = run.ranks[0].about["groups"]
     return 2 * (groups - 1) / groups * gradient_bytes(run)
 
 
 def ddp_gbit_s(run: Run) -> float:
-    """The bandwidth that data-parallel training at the same speed would have needed, in Gbit/s."""
+    """Returns the bandwidth that data-parallel training at the same speed would have needed, in Gbit/s."""
     return 8 * ddp_bytes_per_step(run) / max(step_seconds(rank) for rank in run.heads) / 1e9
 
 
 def bytes_sent(run: Run) -> dict[int, int]:
-    """Bytes that each group sent in all."""
+    """Returns the bytes that each group sent in all, by group."""
     sent: dict[int, int] = {}
     for rank in run.ranks:
         sent[rank.group] = sent.get(rank.group, 0) + sum(landed.bytes_sent for landed in rank.landings)
@@ -121,7 +139,7 @@ def bytes_sent(run: Run) -> dict[int, int]:
 
 
 def cosines(run: Run) -> dict[int, Curve]:
-    """For each group the mean over the fragments of a round of its cosine with the mean; by the inner step."""
+    """Returns each group's cosine with the mean over the inner steps, averaged over the fragments of a round."""
     first = run.heads[0]
     curves: dict[int, Curve] = {}
     told = [landed for landed in waits(first) if landed.diagnostics is not None]
@@ -132,7 +150,7 @@ def cosines(run: Run) -> dict[int, Curve]:
 
 
 def norms(run: Run) -> dict[int | None, Curve]:
-    """The norm of the outer gradient of each group, and of the mean (None); of whole rounds, by the inner step."""
+    """Returns the norm of the outer gradient of each group, and of the mean (None), by whole rounds."""
     first = run.heads[0]
     told = waits(first)
     groups = {
@@ -149,7 +167,7 @@ def norms(run: Run) -> dict[int | None, Curve]:
 
 
 def rounds(points: list[tuple[float, float]], count: int) -> Curve:
-    """The means of so many points at a time, each at the place of the last.
+    """Averages a number of points at a time, and puts each mean at the place of the last of them.
 
     >>> rounds([(1, 2.0), (2, 4.0), (3, 8.0)], 2)
     [(2, 3.0)]

@@ -7,10 +7,10 @@ from typing import NamedTuple
 from lightning_sdiloco.algorithm.partition import Parameter
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.compression import COMPRESSIONS
-from lightning_sdiloco.lightning.monitor.records import Landed, Rank, Run
+from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run
 from lightning_sdiloco.planning import planner
 from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.methods import Streaming, lane_bytes
+from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.report import series
 
@@ -19,14 +19,14 @@ class Causes(NamedTuple):
     """Seconds for which training waited, by what it waited for.
 
     Attributes:
-        link: For messages on their way.
-        groups: For a group that had not launched yet: a slower one.
-        lane: For encoding, decoding and the outer step.
+        link: For messages on their way, those of the second hop included.
+        groups: For a slower group, which had not launched yet.
+        background: For encoding, decoding and the outer step.
     """
 
     link: float
     groups: float
-    lane: float
+    background: float
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Advice:
     """A setting to change.
 
     Attributes:
-        changes: The settings and their new values; none where the planner knows none that would gain much.
+        changes: The settings and their new values; empty where the planner knows no change that would gain much.
         now: The utilisation that the planner expects of the settings of the run.
-        then: That with the changes.
+        then: The utilisation that it expects with the changes.
     """
 
     changes: dict[str, object]
@@ -46,13 +46,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of a run.
+    """What there is to say about a run.
 
     Attributes:
-        limit: What limited it most: ``nothing``, ``link``, ``groups``, ``lane`` or, for one group, ``alone``.
-        utilisation: Mean over the ranks of the share of the time in which training did not wait.
-        causes: What training waited for, added up over the ranks.
-        link: The link as it was measured; None if nothing travelled.
+        limit: What limited it most: ``nothing``, ``link``, ``groups``, ``background`` or, for one group, ``alone``.
+        utilisation: Share of the time in which training did not wait, the mean over the ranks.
+        causes: What training waited for, summed over the ranks.
+        link: The link as measured; None if nothing travelled.
         advice: Which setting to change; None if no setting would help, or the planner cannot tell.
         sentences: All of it in words.
     """
@@ -66,12 +66,12 @@ class Verdict:
 
 
 def judge(run: Run) -> Verdict:
-    """Judges a run."""
+    """Finds what limited a run, and which setting would help."""
     shares = [series.utilisation(rank) for rank in run.ranks]
     share = sum(shares) / len(shares)
     causes, link = causes_of(run), measured_link(run)
     limit = _limit(run, share, causes)
-    advice = advise(run, link) if link is not None and limit in ("link", "lane") else None
+    advice = advise(run, link) if link is not None and limit in ("link", "background") else None
     sentences = [*_what_limited(run, limit, share, causes, link), *_what_to_change(limit, advice), *_agreement(run)]
     return Verdict(limit, share, causes, link, advice, sentences)
 
@@ -93,9 +93,9 @@ def causes_of(run: Run) -> Causes:
     return Causes(*(sum(column) for column in zip(*parts, strict=True))) if parts else Causes(0, 0, 0)
 
 
-def _with_others(run: Run) -> Iterator[tuple[Rank, Landed, list[Landed]]]:
-    """Every landing of every rank, with those of the same flight in the other groups."""
-    flights: dict[tuple[int, int, int], list[tuple[Rank, Landed]]] = {}
+def _with_others(run: Run) -> Iterator[tuple[Rank, LandingRecord, list[LandingRecord]]]:
+    """Yields every landing of every rank, with those of the same flight in the other groups."""
+    flights: dict[tuple[int, int, int], list[tuple[Rank, LandingRecord]]] = {}
     for rank in run.ranks:
         for landed in series.waits(rank):
             key = rank.about["shard"], landed.launched_at, landed.fragment
@@ -105,37 +105,50 @@ def _with_others(run: Run) -> Iterator[tuple[Rank, Landed, list[Landed]]]:
             yield rank, landed, [other for of, other in together if of is not rank]
 
 
-def _cause(landed: Landed, others: list[Landed]) -> Causes:
-    """Time before the last group launched was spent on that group; the rest on the link, or in the own lane."""
+def _cause(landed: LandingRecord, others: list[LandingRecord]) -> Causes:
+    """Counts the time until the last group launched for that group, and the rest for the link or the own background."""
     began, ended = landed.spans["wait"]
     all_launched = max((other.spans["launch"][1] for other in others), default=began)
     slower = series.overlap((began, ended), (began, all_launched))
     rest = max(began, all_launched), ended
-    link = series.overlap(rest, series.on_the_link(landed)) if rest[1] > rest[0] else 0.0
+    link = sum(series.overlap(rest, hop) for hop in series.on_the_link(landed)) if rest[1] > rest[0] else 0.0
     return Causes(link, slower, ended - began - slower - link)
 
 
 def measured_link(run: Run) -> Link | None:
-    """The rate at which the flights of the run went, counted from when all groups had sent."""
+    """Measures the rate at which the flights of the run went, on each hop from when all groups had sent."""
     bits = seconds = 0.0
     for _, landed, others in _with_others(run):
-        began, ended = series.on_the_link(landed)
-        sent = max((series.on_the_link(other)[0] for other in others), default=began)
-        if landed.bytes_sent and ended > max(began, sent):
-            bits, seconds = bits + 8 * landed.bytes_sent, seconds + ended - max(began, sent)
+        on_link = _seconds_on_link(landed, others)
+        if landed.bytes_sent and on_link > 0:
+            bits, seconds = bits + 8 * landed.bytes_sent, seconds + on_link
     if seconds == 0:
         return None
     return Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"])
+
+
+def _seconds_on_link(landed: LandingRecord, others: list[LandingRecord]) -> float:
+    hops = zip(series.on_the_link(landed), *map(series.on_the_link, others), strict=False)
+    return sum(max(0.0, own[1] - max(hop[0] for hop in (own, *theirs))) for own, *theirs in hops)
 
 
 # What to change
 
 
 def advise(run: Run, link: Link) -> Advice | None:
-    """The smallest change with which the planner expects the utilisation that it recommends; otherwise the best one."""
-    settings, model, groups = _settings(run), _model(run), _groups(run)
+    """Finds the smallest change with which the planner expects the utilisation that it recommends, or the best one.
+
+    Args:
+        run: The run.
+        link: The link as measured.
+
+    Returns:
+        The change; None where the compression has no name, so that the planner does not know it.
+    """
+    settings, model = _settings(run), _model(run)
     if settings is None:
         return None
+    groups = _groups(run, model, settings)
 
     def expected(chosen: Settings) -> float:
         return Streaming(model, chosen, groups).utilisation(planner.with_margin(link))
@@ -148,16 +161,18 @@ def advise(run: Run, link: Link) -> Advice | None:
             best, reached = candidate, utilisation
         if reached >= planner.TARGET:
             break
-    names = ("overlap_steps", "compression", "sync_every", "layers_per_fragment")
+    names = ("overlap_steps", "exchange", "compression", "sync_every", "layers_per_fragment")
     changes = {name: getattr(best, name) for name in names if getattr(best, name) != getattr(settings, name)}
     return Advice(changes, now, reached)
 
 
 def _small_changes(settings: Settings) -> Iterator[Settings]:
-    """One setting changed at a time, those that change training least first."""
+    """Yields the settings with one of them changed, those that change training least first."""
     for overlap_steps in (2, 3, 4, 5, 10):
         if settings.overlap_steps < overlap_steps < settings.sync_every:
             yield replace(settings, overlap_steps=overlap_steps)
+    if settings.exchange != "auto":
+        yield replace(settings, exchange="auto")
     if settings.codec.wire_bytes(1 << 20) > COMPRESSIONS["fp4"].wire_bytes(1 << 20):
         yield replace(settings, compression="fp4")
     for factor in (2, 3, 5):
@@ -165,11 +180,17 @@ def _small_changes(settings: Settings) -> Iterator[Settings]:
 
 
 def _settings(run: Run) -> Settings | None:
-    told = run.ranks[0].about["settings"]
+    """Returns the settings of a run, with ``exchange="auto"`` where that means the exchange that ran."""
+    about = run.ranks[0].about
+    told = about["settings"]
     if told["compression"] is None:
         return None
     names = ("sync_every", "overlap_steps", "layers_per_fragment", "fragments", "compression")
-    return Settings(**{name: told[name] for name in names})
+    automatic = Settings(**{name: told[name] for name in names})
+    exchange = series.exchange(run)
+    ran = automatic if exchange is None else replace(automatic, exchange=exchange)
+    kinds = {type(settings.make_all_reduce(about["groups"], step=0)) for settings in (automatic, ran)}
+    return automatic if len(kinds) == 1 else ran
 
 
 def _model(run: Run) -> Model:
@@ -178,21 +199,19 @@ def _model(run: Run) -> Model:
     return Model(parameters, tuple(numel for numel, _ in sizes.values()))
 
 
-def _groups(run: Run) -> Groups:
-    about, sizes = run.ranks[0].about, run.ranks[0].parameters
-    numels = [sum(sizes[name][0] for name in names) / about["shards"] for names in run.ranks[0].fragments]
-    # The memory rate with which the planner comes to the time that the lane took.
-    values = seconds = 0.0
+def _groups(run: Run, model: Model, settings: Settings) -> Groups:
+    """Returns the groups of a run, with the memory rate at which its work in the background took as long as it did."""
+    about = run.ranks[0].about
+    step_time = max(series.step_seconds(rank) for rank in run.ranks)
+    groups = Groups(step_time, about["groups"], about["shards"], memory_rate=1.0)
+    method = Streaming(model, settings, groups)
+    nbytes = seconds = 0.0
     for rank in run.ranks:
         for landed in series.waits(rank):
-            values += numels[landed.fragment]
-            seconds += sum(landed.seconds(part) for part in ("encode", "decode", "outer_step"))
-    return Groups(
-        step_time=max(series.step_seconds(rank) for rank in run.ranks),
-        groups=about["groups"],
-        group_size=about["shards"],
-        memory_rate=lane_bytes(about["groups"]) * values / seconds if seconds else 1e12,
-    )
+            # At one byte a second the seconds are bytes.
+            nbytes += method.background_seconds(landed.fragment)
+            seconds += sum(ended - began for began, ended in series.in_background(landed))
+    return replace(groups, memory_rate=nbytes / seconds if seconds else Groups.memory_rate)
 
 
 # In words
@@ -216,19 +235,19 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
             f" slower group smaller batches or faster devices. With equal speed training would be up to"
             f" {steps[slow] / steps[fast]:.2f} times as fast.",
         ]
-    what = "The link" if limit == "link" else "Encoding, decoding and the outer step, in the background lane,"
+    what = "The link" if limit == "link" else "Encoding, decoding and the outer step, in the background,"
     return [f"{kept} {what} limited this run. {waited}{rate}"]
 
 
 def _shares(causes: Causes) -> str:
     total = sum(causes) or 1.0
-    words = {"link": "for the link", "groups": "for a slower group", "lane": "for the background lane"}
+    words = {"link": "for the link", "groups": "for a slower group", "background": "for work in the background"}
     parts = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
     return ", ".join(f"{seconds / total:.0%} was {words[name]}" for name, seconds in parts)
 
 
 def _what_to_change(limit: str, advice: Advice | None) -> list[str]:
-    if limit not in ("link", "lane"):
+    if limit not in ("link", "background"):
         return []
     if advice is None:
         return ["The planner cannot tell what to change: it knows compressions by their names only."]

@@ -1,4 +1,4 @@
-"""The command ``sdiloco simulate``: from options to simulated runs, and from there to text, JSON and a picture."""
+"""Runs ``sdiloco simulate``: turns options into simulated runs, and these into text, JSON and a picture."""
 
 import importlib
 import json as json_format
@@ -127,7 +127,7 @@ def _class_at(name: str, path: str | None) -> type | None:
 
 @contextmanager
 def _progress(runs: int) -> Iterator[Callable[[int, dict[str, Any]], Callable[[], None]]]:
-    """Bars on stderr, so that what is printed can be piped: one for the runs, one for the inner steps of this one."""
+    """Shows bars on stderr, so that what is printed can be piped: for the runs, and for the inner steps of this one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         every = progress.add_task("runs", total=runs, visible=runs > 1)

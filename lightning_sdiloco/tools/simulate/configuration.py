@@ -1,4 +1,4 @@
-"""From the configuration of a LightningCLI to the same with a simulated strategy on one device."""
+"""Runs the configuration of a LightningCLI with a simulated strategy on one device."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-from lightning_sdiloco.tools.simulate.processes import Place
+from lightning_sdiloco.tools.simulate.processes import SimulatedRank
 
-# The modules of ours with a strategy for each distribution, and those with its LightningCLI.
+# For each distribution our module with its strategy, and the module with its LightningCLI.
 _OURS = {
     "lightning": "lightning_sdiloco.lightning_pytorch",
     "pytorch_lightning": "lightning_sdiloco.pytorch_lightning",
@@ -44,7 +44,7 @@ class Configuration:
 
     @property
     def ours(self) -> Any:
-        """Our module for the distribution of Lightning that the classes are of."""
+        """Returns our module for the distribution of Lightning that the classes belong to."""
         return importlib.import_module(_OURS[self._distribution])
 
     @property
@@ -60,13 +60,13 @@ class Configuration:
             if cls is not None:
                 yield cls
 
-    def fit(self, place: Place, choices: Mapping[str, Any], callback: Any) -> Any:
-        """Parses the files and fits, in the place of one group.
+    def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
+        """Parses the files and fits, as one group.
 
         Args:
-            place: The place.
+            rank: The simulated rank of the group.
             choices: Arguments of the strategy that replace those of the files.
-            callback: What watches.
+            callback: A callback that watches.
 
         Returns:
             The trainer, after the fit.
@@ -74,23 +74,23 @@ class Configuration:
         Raises:
             ValueError: If the files choose what cannot be simulated.
         """
-        return self._parsed(place, choices, lambda trainer: _on_one_device(trainer, place, callback)).trainer
+        return self._parsed(rank, choices, lambda trainer: _on_one_device(trainer, rank, callback)).trainer
 
-    def arguments_of_strategy(self, place: Place, choices: Mapping[str, Any]) -> dict[str, Any]:
-        """Parses the files only, for the arguments that the strategy would get.
+    def arguments_of_strategy(self, rank: SimulatedRank, choices: Mapping[str, Any]) -> dict[str, Any]:
+        """Parses the files only, and returns the arguments that the strategy would get.
 
         Args:
-            place: The place of a group.
+            rank: A simulated rank.
             choices: Arguments of the strategy that replace those of the files.
 
         Raises:
             ValueError: If the files choose what cannot be simulated.
         """
-        cli = self._parsed(place, choices, None)
+        cli = self._parsed(rank, choices, None)
         return dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
 
-    def _parsed(self, place: Place, choices: Mapping[str, Any], replacing: Callable[[Any], Any] | None) -> Any:
-        """A LightningCLI that has fitted, or only parsed, where nothing is to be replaced in the Trainer."""
+    def _parsed(self, rank: SimulatedRank, choices: Mapping[str, Any], replacing: Callable[[Any], Any] | None) -> Any:
+        """Makes a LightningCLI that fits, or that only parses, where nothing is to be replaced in the Trainer."""
         ours = self.ours.SimulatedStrategy
         name = f"{ours.__module__}.{ours.__qualname__}"
         base = self.cli or importlib.import_module(_CLIS[self._distribution]).LightningCLI
@@ -102,7 +102,7 @@ class Configuration:
                 arguments = _arguments_of(trainer)
                 arguments |= choices
                 _refuse_what_is_measured(arguments)
-                arguments |= {"worker_groups": place.topology.num_groups, "start_method": "popen"}
+                arguments |= {"worker_groups": rank.topology.num_groups, "start_method": "popen"}
                 trainer.strategy = {"class_path": name, "init_args": arguments}
 
             def instantiate_classes(self) -> None:
@@ -124,7 +124,7 @@ class Configuration:
 
 
 def _arguments_of(trainer: Any) -> dict[str, Any]:
-    """The arguments of the strategy that was chosen."""
+    """Returns the arguments of the chosen strategy."""
     strategy = trainer.strategy
     if strategy in ("auto", "streaming_diloco"):
         return {}
@@ -160,9 +160,9 @@ def _refuse_groups_of_several(trainer: Any, groups: Any) -> None:
             )
 
 
-def _on_one_device(trainer: Any, place: Place, callback: Any) -> dict[str, Any]:
-    """What replaces arguments of the Trainer. There would be a progress bar for each group."""
-    trainer["strategy"].place = place
+def _on_one_device(trainer: Any, rank: SimulatedRank, callback: Any) -> dict[str, Any]:
+    """Returns what replaces arguments of the Trainer. Otherwise every group would show a progress bar."""
+    trainer["strategy"].simulated_rank = rank
     chosen = trainer["callbacks"] or []
     callbacks = chosen if isinstance(chosen, list) else [chosen]
     kept = [one for one in callbacks if not any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__)]

@@ -1,4 +1,4 @@
-"""Simulated runs as a picture: loss over inner steps, and over time or bytes."""
+"""Draws simulated runs: loss over inner steps, and over time or bytes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ def draw(path: str, outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
     Args:
         path: The file, with the suffix .svg or .png.
         outcomes: The runs.
-        names: What varied among them.
+        names: The names of what varied among them.
 
     Raises:
         ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
@@ -87,14 +87,14 @@ def _figure(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
 
 
 def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Means over windows of a fiftieth of the run, at their ends."""
+    """Averages over windows of a fiftieth of the run, and puts each mean at the end of its window."""
     width = max(1, len(losses) // 50)
     ends = list(range(width, len(losses) + 1))
     return ends, [sum(losses[end - width : end]) / width for end in ends]
 
 
 def _validated(outcome: Outcome) -> list[tuple[Validation, float]]:
-    """The validations with the first loss that they logged."""
+    """Returns the validations, each with the first loss that it logged."""
     told = []
     for validation in outcome.run.validations:
         losses = [value for name, value in validation.metrics.items() if "loss" in name]
@@ -103,7 +103,7 @@ def _validated(outcome: Outcome) -> list[tuple[Validation, float]]:
 
 
 def _cost(outcomes: Sequence[Outcome]) -> tuple[Callable[[Outcome, float], float], str]:
-    """What an inner step has cost when it is done, in time or in bytes, and the name of that."""
+    """Returns what the run has cost after an inner step, in time or in bytes, and the name of that."""
     predictions = [outcome.prediction for outcome in outcomes]
     if None in predictions:
         return lambda outcome, step: outcome.run.groups[0].bytes_sent / 1e6 * step / outcome.inner_steps, (

@@ -1,4 +1,4 @@
-"""What stands in for the processes of a strategy: every rank is a thread of this process."""
+"""Stands in for the processes of a strategy: every rank is a thread of this process."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,12 +18,12 @@ else:
     _Base = object
 
 
-class Place(NamedTuple):
-    """The place of a simulated worker group among the others.
+class SimulatedRank(NamedTuple):
+    """The rank that a thread plays. It is a worker group of its own.
 
     Attributes:
-        topology: Its ways to the others.
-        clock: A clock that stands still while other groups run.
+        topology: How it reaches the others.
+        clock: A clock that stands still while other threads run.
     """
 
     topology: Topology
@@ -31,9 +31,12 @@ class Place(NamedTuple):
 
 
 class SimulatedProcessesMixin(_Base):
-    """Replaces, below a strategy, what DDPStrategy does with processes. Set ``place`` before the Trainer is made."""
+    """Replaces, below a strategy, what DDPStrategy does with processes.
 
-    place: Place
+    Set ``simulated_rank`` before the Trainer is made.
+    """
+
+    simulated_rank: SimulatedRank
     _groups: WorkerGroups
     reset_seed: Callable[[], None]
 
@@ -46,22 +49,22 @@ class SimulatedProcessesMixin(_Base):
     @property
     @override
     def num_processes(self) -> int:
-        return self.place.topology.num_groups
+        return self.simulated_rank.topology.num_groups
 
     @property
     @override
     def world_size(self) -> int:
-        return self.place.topology.num_groups
+        return self.simulated_rank.topology.num_groups
 
     @property
     @override
     def global_rank(self) -> int:
-        return self.place.topology.group_index
+        return self.simulated_rank.topology.group_index
 
     @property
     @override
     def local_rank(self) -> int:
-        return self.place.topology.group_index
+        return self.simulated_rank.topology.group_index
 
     @property
     @override
@@ -70,7 +73,7 @@ class SimulatedProcessesMixin(_Base):
 
     @override
     def set_world_ranks(self) -> None:
-        """The thread has its rank from the start."""
+        """Does nothing: the thread has its rank from the start."""
 
     @override
     def _configure_launcher(self) -> None:
@@ -79,12 +82,12 @@ class SimulatedProcessesMixin(_Base):
     @override
     def setup_environment(self) -> None:
         self.reset_seed()
-        self._groups.use(self.place.topology)
+        self._groups.use(self.simulated_rank.topology)
         assert self.lightning_module is not None
         for metric in (part for part in self.lightning_module.modules() if isinstance(part, Metric)):
             if metric.dist_sync_fn is None and metric.process_group is None:
                 metric.distributed_available_fn = _always
-                metric.dist_sync_fn = _GatherMetric(self)
+                metric.dist_sync_fn = _GatherSimulatedMetric(self)
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -93,26 +96,26 @@ class SimulatedProcessesMixin(_Base):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        """See `_setup_model`."""
+        """Does nothing: see `_setup_model`."""
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self.place.topology.world.all_gather_object(args)
+        self.simulated_rank.topology.world.all_gather_object(args)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.place.topology.world.all_gather_object(obj)[src]
+        return self.simulated_rank.topology.world.all_gather_object(obj)[src]
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        return _reduced(torch.stack(self.place.topology.world.all_gather(tensor)), reduce_op).to(tensor.dtype)
+        return _reduced(torch.stack(self.simulated_rank.topology.world.all_gather(tensor)), reduce_op).to(tensor.dtype)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         return torch.stack(
-            [tensor] if in_batch(self.lightning_module) else self.place.topology.world.all_gather(tensor)
+            [tensor] if in_batch(self.lightning_module) else self.simulated_rank.topology.world.all_gather(tensor)
         )
 
 
@@ -131,8 +134,8 @@ def _reduced(ranks: Tensor, reduce_op: Any) -> Tensor:
     return functions[name](ranks)
 
 
-class _GatherMetric:
-    """Gathers a state of a torchmetrics metric: of this group alone inside a batch, of all otherwise."""
+class _GatherSimulatedMetric:
+    """Gathers a state of a torchmetrics metric among threads: of this group inside a batch, of all groups otherwise."""
 
     def __init__(self, strategy: SimulatedProcessesMixin) -> None:
         self._strategy = strategy
@@ -141,9 +144,9 @@ class _GatherMetric:
         if in_batch(self._strategy.lightning_module):
             return [value]
         # As objects: the shapes may differ.
-        return list(self._strategy.place.topology.world.all_gather_object(value))
+        return list(self._strategy.simulated_rank.topology.world.all_gather_object(value))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherMetric":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherSimulatedMetric":
         # A copy of the module must not copy the strategy.
         return self
 

@@ -1,4 +1,4 @@
-"""What is written down of a simulated group: losses, of the outer model too, and validations."""
+"""Records a simulated group: its losses, those of the outer model, and validations."""
 
 import inspect
 from collections import deque
@@ -19,7 +19,7 @@ else:
     _Base = object
 
 LAST = 10
-"""Of so many inner steps at the end the mean is told, and on their batches the outer model is evaluated."""
+"""How many batches at the end a mean loss is taken over; on the same batches the outer model is evaluated."""
 
 
 class Validation(NamedTuple):
@@ -27,7 +27,7 @@ class Validation(NamedTuple):
 
     Attributes:
         step: Inner steps before it.
-        metrics: What was logged, by its name.
+        metrics: What it logged, by name.
     """
 
     step: int
@@ -35,11 +35,11 @@ class Validation(NamedTuple):
 
 
 class RecorderMixin(_Base):
-    """Writes down what happens in a simulated group.
+    """Records what happens in a simulated group.
 
     Args:
         clock: A clock that stands still while other groups run.
-        stepped: Is called after every inner step.
+        stepped: Called after every inner step.
     """
 
     def __init__(self, clock: Callable[[], float], stepped: Callable[[], None]) -> None:
@@ -54,12 +54,12 @@ class RecorderMixin(_Base):
 
     @property
     def step_seconds(self) -> float | None:
-        """How long an inner step takes here, if there were enough to tell."""
+        """Returns the median time of an inner step in seconds; None if there were not two."""
         steps = [later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)]
         return median(steps) if steps else None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Writes down the loss."""
+        """Records the loss."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.losses.append(float(loss))
@@ -70,7 +70,7 @@ class RecorderMixin(_Base):
             self._stepped()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Writes down what a validation inside the fit logged."""
+        """Records what a validation inside the fit logged."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             metrics = trainer._results.metrics(on_step=False)["callback"]
             numbers = {name: float(value) for name, value in metrics.items()}
@@ -101,7 +101,7 @@ def _takes_batches(module: Any) -> bool:
 
 @contextmanager
 def _quietly(module: nn.Module) -> Iterator[None]:
-    """In evaluation mode, without logging, and without a trace in random numbers or the mode of any part."""
+    """Puts a module into evaluation mode without logging; random numbers and the mode of every part come back."""
     modes = [(part, part.training) for part in module.modules()]
     state = random_state()
     module.eval()

@@ -15,7 +15,7 @@ from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.engine.parameters.layouts import trainable
 from lightning_sdiloco.planning.workload import Model
 from lightning_sdiloco.tools.simulate.configuration import Configuration
-from lightning_sdiloco.tools.simulate.processes import Place
+from lightning_sdiloco.tools.simulate.processes import SimulatedRank
 from lightning_sdiloco.tools.simulate.recording import LAST, Validation
 from lightning_sdiloco.tools.simulate.turns import Turns
 from lightning_sdiloco.tools.simulate.world import simulated_topologies
@@ -30,11 +30,11 @@ class Group:
 
     Attributes:
         losses: The training loss of every batch, of the local model.
-        outer_loss: The mean loss of the outer model, after the fit, on the last batches of the group; None if the
-            module trains by hand.
+        outer_loss: The mean loss of the outer model on the last batches of the group, after the fit; None if the module
+            optimizes manually.
         bytes_sent: Bytes that the group sent to the others.
         inner_steps: Inner steps.
-        step_seconds: How long an inner step took here; None if there were not two.
+        step_seconds: Seconds of an inner step here; None if there were not two.
     """
 
     losses: list[float]
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def last_loss(self) -> float | None:
-        """The mean loss of the last batches."""
+        """Returns the mean loss of the last batches."""
         return _mean(self.losses[-LAST:])
 
 
@@ -55,7 +55,7 @@ class Run:
 
     Attributes:
         groups: The groups.
-        validations: What validations logged, of the outer model unless ``evaluate="local"``: a mean over all groups
+        validations: What validations logged, of the outer model unless ``evaluate="local"``; a mean over all groups
             where it was logged as one.
         outer: The outer parameters after the fit.
         model: The model, as the planner sees it.
@@ -70,13 +70,13 @@ class Run:
 
     @property
     def outer_loss(self) -> float | None:
-        """The mean loss of the outer model on the last batches of all groups."""
+        """Returns the mean loss of the outer model on the last batches of all groups."""
         losses = [group.outer_loss for group in self.groups if group.outer_loss is not None]
         return _mean(losses)
 
     @property
     def step_seconds(self) -> float | None:
-        """How long an inner step took here, in the middle group."""
+        """Returns the seconds of an inner step here, in the median group."""
         known = sorted(group.step_seconds for group in self.groups if group.step_seconds is not None)
         return known[len(known) // 2] if known else None
 
@@ -89,22 +89,22 @@ def run(
 ) -> Run:
     """Runs a configuration as several worker groups of one rank each, in threads that take turns.
 
-    Losses and outer parameters are those of as many real processes, bit for bit, as far as the data is the same.
+    Losses and outer parameters are, bit for bit, those of as many real processes with the same data.
 
     Args:
         configuration: The configuration.
         groups: Number of worker groups.
         choices: Arguments of the strategy that replace those of the configuration.
-        stepped: Is called after every inner step of every group.
+        stepped: Called after every inner step of every group.
 
     Raises:
         ValueError: If the configuration chooses what cannot be simulated.
     """
     _require_groups(groups)
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
-    places = [Place(topology, turns.seconds) for topology in simulated_topologies(groups, turns.until)]
+    ranks = [SimulatedRank(topology, turns.seconds) for topology in simulated_topologies(groups, turns.until)]
     with _quiet():
-        lived = turns.run([partial(_live, configuration, place, choices or {}, stepped) for place in places])
+        lived = turns.run([partial(_live, configuration, rank, choices or {}, stepped) for rank in ranks])
     first = lived[0][1]
     assert first is not None
     return Run([group for group, _ in lived], first.validations, first.outer, first.model, first.settings)
@@ -119,20 +119,20 @@ def check(configuration: Configuration, groups: int, choices: Mapping[str, Any])
         choices: Arguments of the strategy that replace those of the configuration.
 
     Raises:
-        ValueError: If they are out of their range.
+        ValueError: If they are out of range.
     """
     _require_groups(groups)
     turns: Turns[dict[str, Any]] = Turns(1)
-    place = Place(simulated_topologies(1, turns.until)[0], turns.seconds)
+    rank = SimulatedRank(simulated_topologies(1, turns.until)[0], turns.seconds)
     with _quiet():
-        (arguments,) = turns.run([partial(configuration.arguments_of_strategy, place, choices)])
+        (arguments,) = turns.run([partial(configuration.arguments_of_strategy, rank, choices)])
     names = {item.name for item in fields(Settings)}
     plain = {name: value for name, value in arguments.items() if name in names and _is_plain(value)}
     Settings(**plain)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value of a configuration is what the strategy gets, and not the path of a class."""
+    """Tells whether a value of a configuration is what the strategy gets, and not the path of a class."""
     return isinstance(value, (str, int, float, list)) or value is None
 
 
@@ -142,11 +142,11 @@ def _require_groups(groups: int) -> None:
 
 
 def _live(
-    configuration: Configuration, place: Place, choices: Mapping[str, Any], stepped: Callable[[], None]
+    configuration: Configuration, rank: SimulatedRank, choices: Mapping[str, Any], stepped: Callable[[], None]
 ) -> tuple[Group, Run | None]:
-    """The life of one group. The first tells what is the same in all."""
-    recorder = configuration.ours.Recorder(place.clock, stepped)
-    trainer = configuration.fit(place, choices, recorder)
+    """Runs one group to its end. Only the first returns what is the same in all."""
+    recorder = configuration.ours.Recorder(rank.clock, stepped)
+    trainer = configuration.fit(rank, choices, recorder)
     strategy = trainer.strategy
     if strategy.engine is None:
         raise ValueError("The configuration trains nothing. See that its max_steps and max_epochs are not 0.")
@@ -158,7 +158,7 @@ def _live(
         inner_steps=int(report["inner_steps"]),
         step_seconds=recorder.step_seconds,
     )
-    if place.topology.group_index:
+    if rank.topology.group_index:
         return group, None
     model = Model.of_parameters(trainable(trainer.lightning_module))
     return group, Run([], recorder.validations, strategy.outer_state_dict(), model, strategy.engine.settings)
@@ -166,7 +166,7 @@ def _live(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what every Trainer says of itself, and without a trace in the environment."""
+    """Silences what every Trainer says about itself, and restores the environment."""
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     seeds = {name: os.environ.get(name) for name in _SEEDS}
     for name in _LOGGERS:

@@ -1,4 +1,4 @@
-"""What a sweep varies, and how long each of its runs would take on a link."""
+"""Lists the runs of a sweep, and predicts how long each would take on a link."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,11 +22,11 @@ _GROUPS = "groups"
 
 
 def combinations(sweeps: Sequence[str], groups: int) -> list[tuple[int, Choices]]:
-    """All runs of a sweep: the number of groups, and arguments of the strategy.
+    """Lists all runs of a sweep: the number of groups, and arguments of the strategy.
 
     Args:
-        sweeps: What varies, as ``"sync_every=10,20"``.
-        groups: The number of groups where that does not vary.
+        sweeps: What varies, such as ``"sync_every=10,20"``.
+        groups: The number of groups, unless that varies.
 
     Raises:
         ValueError: If something is no argument of the strategy, or has no values, or occurs twice.
@@ -62,9 +62,9 @@ class Circumstances:
 
     Args:
         link: The way between groups.
-        step_time: Seconds of an inner step; None takes what it takes here.
+        step_time: Seconds of an inner step there; None means what it takes here.
         memory_rate: Bytes per second that a device reads and writes in its memory.
-        speeds: How fast each group trains, 1.0 being the step time; None: all alike.
+        speeds: How fast each group trains, with 1.0 for the step time; None means all alike.
         absences: When which group is away.
     """
 
@@ -75,7 +75,7 @@ class Circumstances:
     absences: tuple[Absence, ...] = ()
 
     def check(self, groups: int) -> None:
-        """Refuses numbers that do not fit so many groups.
+        """Refuses numbers that do not fit the number of groups.
 
         Args:
             groups: Number of worker groups.
@@ -93,9 +93,9 @@ class Prediction:
     """How long a run would take.
 
     Attributes:
-        times: When each group did what.
+        times: When each group does what.
         step_time: Seconds of an inner step.
-        ddp_seconds: How long DistributedDataParallel over all groups would take for as many steps.
+        ddp_seconds: Seconds that DistributedDataParallel over all groups would take for as many steps.
     """
 
     times: list[Times]
@@ -104,17 +104,17 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last group has ended."""
+        """Returns the seconds until the last group has ended."""
         return max(times.end for times in self.times)
 
     @property
     def utilisation(self) -> float:
-        """Share of the time in which the slowest group does not wait."""
+        """Returns the share of the time in which the slowest group does not wait."""
         return 1 - min(times.waited for times in self.times) / self.seconds
 
     @property
     def longest_flight(self) -> float:
-        """Seconds from a launch until all messages were there, at most."""
+        """Returns the most seconds from a launch until all messages are there."""
         return max(times.longest_flight for times in self.times)
 
 
@@ -123,7 +123,7 @@ def predict(run: Run, where: Circumstances) -> Prediction | None:
 
     Args:
         run: The run.
-        where: Its circumstances.
+        where: Where it would take place.
 
     Raises:
         ValueError: If there is not one speed for each group, or a number is out of its range.
@@ -158,21 +158,21 @@ class Outcome:
     prediction: Prediction | None
 
     def varied(self, names: Sequence[str]) -> Iterator[Any]:
-        """The values of what a sweep varied, by name."""
+        """Yields the values of what a sweep varied, in the order of the names."""
         for name in names:
             yield self.groups if name == _GROUPS else self.choices[name]
 
     @property
     def inner_steps(self) -> int:
-        """The inner steps of a group."""
+        """Returns the inner steps of a group."""
         return max(group.inner_steps for group in self.run.groups)
 
     def curve(self) -> list[float]:
-        """The mean loss of the groups after each batch that all of them had."""
+        """Returns the mean loss of the groups for each batch that all of them had."""
         losses = zip(*(group.losses for group in self.run.groups), strict=False)
         return [sum(batch) / len(batch) for batch in losses]
 
 
 def names_of(sweeps: Sequence[str]) -> list[str]:
-    """The names of what a sweep varies."""
+    """Returns the names of what a sweep varies."""
     return [sweep.partition("=")[0] for sweep in sweeps]

@@ -1,4 +1,4 @@
-"""Simulated runs as tables for a terminal."""
+"""Formats simulated runs as tables for a terminal."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -13,11 +13,11 @@ _MOST_VALIDATIONS = 10
 
 
 def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
-    """One run as text.
+    """Formats one run.
 
     Args:
         outcome: The run.
-        where: Its circumstances, if a link was given.
+        where: Where it would take place, if a link was given.
 
     Returns:
         The settings, a table of the groups, the validations, and how long it would take.
@@ -38,12 +38,12 @@ def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
 
 
 def sweep_as_text(outcomes: Sequence[Outcome], names: Sequence[str], where: Circumstances | None) -> str:
-    """The runs of a sweep as a table, one line for each.
+    """Formats the runs of a sweep as a table, one line for each.
 
     Args:
         outcomes: The runs.
         names: What varied.
-        where: Their circumstances, if a link was given.
+        where: Where they would take place, if a link was given.
     """
     metrics = list(outcomes[0].run.validations[-1].metrics) if outcomes[0].run.validations else []
     columns = [*names, f"loss, last\n{LAST} batches", "outer\nmodel", *metrics, "bytes sent\nper group"]
@@ -123,7 +123,7 @@ def _loss(value: float | None) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds for people.
+    """Formats seconds for people.
 
     Examples:
         >>> _duration(3.21), _duration(3900), _duration(200_000)

@@ -1,4 +1,4 @@
-"""Threads that take turns, each with the random numbers and the rank of a process of its own."""
+"""Runs threads that take turns, each with the random numbers and the rank of a process of its own."""
 
 import threading
 import time
@@ -11,12 +11,12 @@ from lightning_sdiloco.lightning.checkpoint.files import random_state, set_rando
 
 Result = TypeVar("Result")
 
-# How long the main thread sleeps before it looks whether Ctrl-C was pressed.
+# How long the main thread sleeps between checks whether Ctrl-C was pressed.
 _SECONDS = 0.2
 
 
 class Stopped(BaseException):
-    """Another group has failed, or Ctrl-C was pressed: this one ends."""
+    """Ends a thread because another one has failed, or Ctrl-C was pressed."""
 
 
 class Turns(Generic[Result]):
@@ -49,16 +49,16 @@ class Turns(Generic[Result]):
         self._failure: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Runs one function in each thread, from the random numbers of the caller, which get theirs back.
+        """Runs one function in each thread. All start from the caller's random numbers, which are restored afterwards.
 
         Args:
             functions: The functions, in the order in which they have their first turn.
 
         Returns:
-            What they return.
+            What they return, in their order.
 
         Raises:
-            BaseException: What the first of them raised that failed. The others end then.
+            BaseException: Whatever the first of them to fail raised. The others end then.
         """
         state = _State.taken(0)
         threads = [
@@ -84,13 +84,13 @@ class Turns(Generic[Result]):
         return [self._results[seat] for seat in range(len(functions))]
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Lets the other threads have their turns until something holds.
+        """Lets the other threads have their turns until a condition holds.
 
         Args:
-            ready: Whether it holds.
+            ready: Tells whether it holds.
 
         Raises:
-            Stopped: If another group has failed, or all wait for each other, which is an error of `run`.
+            Stopped: If another thread has failed, or all wait for each other, which `run` raises as an error.
         """
         self._go_on()
         if ready():
@@ -104,7 +104,7 @@ class Turns(Generic[Result]):
         self._away[seat] += time.perf_counter() - left
 
     def seconds(self) -> float:
-        """A clock of this thread that stands still while others have their turns."""
+        """Reads a clock of this thread that stands still while others have their turns."""
         return time.perf_counter() - self._away[self._seats.own]
 
     def _live(self, seat: int, function: Callable[[], Result], state: "_State") -> None:
@@ -126,7 +126,7 @@ class Turns(Generic[Result]):
         self._go_on()
 
     def _pass_on(self, seat: int) -> None:
-        """Gives the turn to the next thread that can go on. That all wait is an error of all."""
+        """Gives the turn to the next thread that can go on, and fails if all of them wait."""
         order = [*range(seat + 1, len(self._waits)), *range(seat)]
         chosen = next(filter(self._can_go_on, order), None)
         waiting = [str(other) for other, ready in enumerate(self._waits) if ready is not None]
@@ -156,7 +156,7 @@ class Turns(Generic[Result]):
 
 
 class _State:
-    """What a process has once: random numbers, and the number of its rank."""
+    """What there is once in a process: random numbers, and the rank."""
 
     def __init__(self, random: dict[str, Any], rank: int | None) -> None:
         self._random = random

@@ -1,4 +1,4 @@
-"""How groups in one process reach each other: collectives and an exchange that give others their turns."""
+"""Lets groups in one process reach each other: collectives and an exchange that give others their turns."""
 
 import pickle
 from collections import defaultdict
@@ -17,22 +17,22 @@ Until = Callable[[Callable[[], bool]], None]
 
 
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
-    """The topologies of several worker groups of one rank each, whose threads take turns.
+    """Makes the topologies of worker groups of one rank each, whose threads take turns.
 
     Args:
         groups: Number of worker groups.
-        until: Lets the other threads have their turns until something holds.
+        until: Lets the other threads have their turns until a condition holds.
     """
     tables: dict[int, _Meeting] = defaultdict(_Meeting)
-    words, sent, relayed = ([0] * groups for _ in range(3))
+    words, sent, sent_on = ([0] * groups for _ in range(3))
     return [
         replace(
             topology,
             world=SimulatedWorld(topology.group_index, groups, tables, until),
             control=TurnTakingExchange(topology.control, topology.group_index, words, until),
             exchange=TurnTakingExchange(topology.exchange, topology.group_index, sent, until),
-            second_hop=TurnTakingExchange(topology.second_hop, topology.group_index, relayed, until),
-            # Each for itself: what another group has to do first, it does when it has its turn.
+            second_hop=TurnTakingExchange(topology.second_hop, topology.group_index, sent_on, until),
+            # Each alone: what another group has to do first, it does when it has its turn.
             background=InlineBackground.connect(1)[0],
         )
         for topology in Topology.simulated(groups)
@@ -54,7 +54,7 @@ class SimulatedWorld(Communicator):
         rank: This rank.
         size: Number of ranks.
         meetings: The collectives by their number, shared by all ranks.
-        until: Lets the other threads have their turns until something holds.
+        until: Lets the other threads have their turns until a condition holds.
     """
 
     def __init__(self, rank: int, size: int, meetings: dict[int, _Meeting], until: Until) -> None:
@@ -105,8 +105,8 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
     Args:
         exchange: The exchange between groups of one process.
         group: This group.
-        sent: How many messages each group has posted, shared by all groups.
-        until: Lets the other threads have their turns until something holds.
+        sent: How many messages each group has posted; shared by all groups.
+        until: Lets the other threads have their turns until a condition holds.
     """
 
     def __init__(self, exchange: Exchange[Any], group: int, sent: list[int], until: Until) -> None:

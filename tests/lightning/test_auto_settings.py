@@ -14,8 +14,8 @@ from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.parameters.layouts import trainable
-from lightning_sdiloco.lightning import choosing
-from lightning_sdiloco.lightning.choosing import Choosing, Measured, choice, measure_link
+from lightning_sdiloco.lightning import auto_settings
+from lightning_sdiloco.lightning.auto_settings import AutoSettings, Measured, choice, measure_link
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
@@ -47,8 +47,8 @@ def chosen_by_planner(trained: Trained) -> dict[str, Any]:
 
 def on_a_slow_link(monkeypatch: pytest.MonkeyPatch, step_time: float = 0.05) -> None:
     """The measured numbers, which would be others in every run: the forked ranks inherit it."""
-    monkeypatch.setattr(choosing, "measure_link", lambda topology, timeout: SLOW)
-    monkeypatch.setattr(Choosing, "_step_time", lambda self: step_time)
+    monkeypatch.setattr(auto_settings, "measure_link", lambda topology, timeout: SLOW)
+    monkeypatch.setattr(AutoSettings, "_step_time", lambda self: step_time)
 
 
 # What is chosen
@@ -69,7 +69,7 @@ def test_a_slow_link_gets_another_choice_which_is_the_planners(monkeypatch: pyte
     on_a_slow_link(monkeypatch)
     fast = choice(tuple(AUTO), Settings(), mlp(), Topology.simulated(2)[0], Measured(0.05, Link(10.0)))
     slow = choice(tuple(AUTO), Settings(), mlp(), Topology.simulated(2)[0], Measured(0.05, SLOW))
-    own = [settings for settings in choosing._candidates(tuple(AUTO), Settings()) if settings.compression == "fp4"]
+    own = [settings for settings in auto_settings._candidates(tuple(AUTO), Settings()) if settings.compression == "fp4"]
     expected = recommend(Model.of_parameters(trainable(mlp())), Groups(0.05, memory_rate=1e10), SLOW, own).settings
     assert slow == {name: getattr(expected, name) for name in slow}
     assert slow != fast
@@ -165,7 +165,7 @@ def test_a_resumed_fit_goes_on_exactly(saved_at: int, tmp_path: Path, monkeypatc
     whole = run_processes(run, 2, None)
     if saved_at == 40:
         # Another measurement would lead to another choice.
-        monkeypatch.setattr(choosing, "measure_link", lambda topology, timeout: Link(100.0))
+        monkeypatch.setattr(auto_settings, "measure_link", lambda topology, timeout: Link(100.0))
     resumed = run_processes(run, 2, str(tmp_path / f"step={saved_at}.ckpt"))
     for one, other in zip(whole, resumed, strict=True):
         assert other["inspected"]["settings"] == one["inspected"]["settings"]
@@ -184,7 +184,7 @@ def test_the_choice_is_announced_and_logged(caplog: pytest.LogCaptureFixture) ->
             written.append((metrics, step))
 
     with caplog.at_level(logging.WARNING):
-        choosing.tell(Settings(sync_every=50), 4, Measured(0.25, SLOW), [Logger()], 8)
+        auto_settings.tell(Settings(sync_every=50), 4, Measured(0.25, SLOW), [Logger()], 8)
     assert "Chosen: sync_every=50, overlap_steps=5, fragments='strided'" in caplog.text
     assert "an inner step takes 0.25 s, the link carries 5e-06 Gbit/s with a round trip of 50 ms" in caplog.text
     (metrics, step) = written[0]

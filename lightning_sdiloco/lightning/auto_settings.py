@@ -1,10 +1,10 @@
-"""``"auto"``: settings that the planner chooses, from what the first inner steps and the link between groups take.
+"""Lets the planner choose the settings that are ``"auto"``, from the measured step time and link between groups.
 
 [Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before `sync_every` of them are
-done. The engine makes them with settings that hold the place of those to be chosen. After the last of them all ranks
-gather how long a step took, measure the link together, and take what rank 0 then chooses. The engine goes on as if the
-choice had been there from the start, so that the run is, bit for bit, one with these settings. They are saved with
-every later checkpoint, and a resumed fit takes them from there.
+done. Until then the engine runs with placeholders for the settings to be chosen. Then all ranks gather how long a step
+took, measure the link together, and adopt what rank 0 chooses. The engine goes on as if the choice had been there from
+the start, so the run is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed fit
+takes them from there.
 """
 
 import ast
@@ -23,7 +23,7 @@ from lightning_sdiloco.comm.exchange import Exchange
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.parameters.layouts import trainable
 from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.planner import candidates, recommend
+from lightning_sdiloco.planning.planner import LARGEST_SYNC_EVERY, candidates, recommend
 from lightning_sdiloco.planning.workload import Groups, Model
 
 _log = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ AUTO = "auto"
 # The first inner steps are slow for reasons of their own. A few more, of which the median counts, are enough.
 _FIRST, STEPS = 3, 8
 
-# What holds the place of a choice: no launch is due before it is made.
+# Stand in until the choice is made: no launch is due before.
 _PLACEHOLDERS: Mapping[str, Any] = {"sync_every": 1_000_000, "overlap_steps": 0, "fragments": "strided"}
 
-# A message grows until its exchange takes so long, or it is so large: bytes enough for most links, seconds for any.
+# A message grows until its exchange takes this long or it is this large: bytes enough for most links, time for any.
 _ENOUGH_SECONDS, _LEAST_BYTES, _MOST_BYTES = 0.5, 2**16, 2**24
 
 # Bytes per second that a device reads and writes in its memory.
@@ -45,10 +45,10 @@ _MEMORY_RATE = 1e12
 
 
 class Measured(NamedTuple):
-    """What a choice rests on.
+    """What the choice rests on.
 
     Attributes:
-        step_time: Seconds of an inner step, in the slowest rank.
+        step_time: Seconds of an inner step on the slowest rank.
         link: The link between groups.
     """
 
@@ -57,14 +57,14 @@ class Measured(NamedTuple):
 
 
 @dataclass
-class Choosing:
-    """What is left to the planner, until it has chosen.
+class AutoSettings:
+    """The settings that are left to the planner, until it has chosen them.
 
     Args:
-        names: The arguments that are left to it: of ``sync_every``, ``overlap_steps`` and ``fragments``.
+        names: Which ones, of ``sync_every``, ``overlap_steps`` and ``fragments``; empty once they are chosen.
 
     Attributes:
-        measured: What it chose from; None until then, and in a fit that takes its choice from a checkpoint.
+        measured: What they were chosen from; None until then, and in a fit that takes them from a checkpoint.
     """
 
     names: tuple[str, ...] = ()
@@ -72,21 +72,21 @@ class Choosing:
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
-    def of(**arguments: Any) -> tuple["Choosing", Settings]:
-        """Takes out what is left to the planner.
+    def of(**arguments: Any) -> tuple["AutoSettings", Settings]:
+        """Separates the arguments that are ``"auto"`` from the others.
 
         Args:
             **arguments: Arguments of `Settings`.
 
         Returns:
-            What is left to the planner, and the settings with something in its place.
+            The settings that are left to the planner, and all settings, with placeholders for those.
 
         Raises:
-            ValueError: If an argument is out of its range, or keeps the planner from choosing.
+            ValueError: If an argument is out of its range, or leaves the planner nothing to choose.
 
         Examples:
-            >>> choosing, settings = Choosing.of(sync_every=50, overlap_steps="auto")
-            >>> choosing.names, settings.overlap_steps
+            >>> auto, settings = AutoSettings.of(sync_every=50, overlap_steps="auto")
+            >>> auto.names, settings.overlap_steps
             (('overlap_steps',), 0)
         """
         names = tuple(name for name in _PLACEHOLDERS if _is_auto(arguments.get(name)))
@@ -101,24 +101,27 @@ class Choosing:
                 f"fragments='auto' was given together with layers_per_fragment={settings.layers_per_fragment}, which it"
                 " chooses too. Leave one of them out."
             )
-        most = max(candidate.sync_every for candidate in candidates())
-        if "sync_every" in names and settings.overlap_steps >= most:
+        if "sync_every" in names and settings.overlap_steps >= LARGEST_SYNC_EVERY:
             raise ValueError(
                 f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto', which chooses at most"
-                f" {most}. Choose sync_every yourself, or fewer overlap_steps."
+                f" {LARGEST_SYNC_EVERY}. Choose sync_every yourself, or fewer overlap_steps."
             )
-        return Choosing(names), settings
+        return AutoSettings(names), settings
 
     def described(self, settings: Mapping[str, str]) -> dict[str, str]:
-        """Settings as text, with ``'auto'`` for what is not chosen yet."""
+        """Returns settings as text, with ``'auto'`` for those that are not chosen yet."""
         return {**settings, **dict.fromkeys(self.names, repr(AUTO))}
 
     def restored(self, settings: Settings, saved: Mapping[str, str]) -> Settings:
-        """Takes a choice from a checkpoint, if it was made when that was saved.
+        """Takes the choice from a checkpoint that was saved after it.
 
         Args:
             settings: The settings of this run.
-            saved: Those of the checkpoint, as text.
+            saved: The settings of the checkpoint, as text.
+
+        Returns:
+            The settings with those of the checkpoint in place of ``"auto"``; unchanged if it was saved before the
+            choice.
         """
         if not self.names or any(saved.get(name) in (None, repr(AUTO)) for name in self.names):
             return settings
@@ -131,10 +134,10 @@ class Choosing:
         self._times = [time.monotonic()]
 
     def step(self, launch_in: int) -> bool:
-        """Takes note of an inner step. Returns whether it is time to choose, at the same one on all ranks.
+        """Counts an inner step, and tells whether it is time to choose, which it is on all ranks at once.
 
         Args:
-            launch_in: Inner steps until the first launch. Where a fit resumes before it has chosen, they may be few.
+            launch_in: Inner steps until the first launch. Where a fit resumes before the choice, they may be few.
         """
         if self.names:
             self._times.append(time.monotonic())
@@ -144,9 +147,12 @@ class Choosing:
         """Measures the link, and takes what the planner recommends. All ranks must call it.
 
         Args:
-            settings: The settings of the run, with something in the place of what is to be chosen.
+            settings: The settings of the run, with placeholders for those to be chosen.
             model: The model.
             topology: The ranks.
+
+        Returns:
+            The settings of the run from now on.
         """
         step_time = max(topology.world.all_gather_object(self._step_time()))
         if topology.num_groups > 1:
@@ -163,14 +169,14 @@ class Choosing:
 def choice(
     names: tuple[str, ...], settings: Settings, model: nn.Module, topology: Topology, measured: Measured | None
 ) -> dict[str, Any]:
-    """What the planner recommends, by argument.
+    """Returns what the planner recommends, by argument.
 
     Args:
-        names: What it may choose.
-        settings: The settings of the run; what may not be chosen is taken from them.
+        names: The arguments that it may choose.
+        settings: The settings of the run, which fix all other arguments.
         model: The model.
         topology: The ranks.
-        measured: Step time and link; None where there is one group, to which every setting is the same.
+        measured: Step time and link; None with one group, for which every choice is the same.
     """
     among = _candidates(names, settings)
     if measured is None:
@@ -184,12 +190,12 @@ def choice(
 
 
 def _taken(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The settings that are chosen where these arguments are left to the planner."""
+    """Returns the settings that are chosen where these arguments are left to the planner."""
     return (*names, *(("layers_per_fragment",) if "fragments" in names else ()))
 
 
 def _candidates(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
-    """The planner's candidates with what was given in place of theirs, in their order and each once."""
+    """Yields the planner's candidates with the given settings in place of theirs, in order and without repetition."""
     taken, seen = _taken(names), set()
     for candidate in candidates():
         chosen = tuple(getattr(candidate, name) for name in taken)
@@ -205,7 +211,7 @@ def measure_link(topology: Topology, timeout: float) -> Link:
 
     Args:
         topology: The ranks.
-        timeout: Seconds after which a group that does not answer is given up.
+        timeout: Seconds after which a group that does not answer is given up on.
 
     Returns:
         The link as the slowest rank saw it.
@@ -236,14 +242,14 @@ def _is_auto(value: Any) -> bool:
 
 
 def tell(settings: Settings, fragments: int, measured: Measured | None, loggers: Iterable[Any], step: int) -> None:
-    """Says what was chosen, and writes it to the loggers of a trainer.
+    """Announces what was chosen, in the log and to the loggers of a trainer.
 
     Args:
         settings: The settings that were chosen.
         fragments: Number of fragments.
         measured: What they were chosen from; None if there is one group.
         loggers: The loggers.
-        step: The step of their metrics.
+        step: The step under which metrics are logged.
     """
     numbers: dict[str, float] = {
         "sdiloco/sync_every": settings.sync_every,
