@@ -22,6 +22,7 @@ from lightning_sdiloco.launch.reachability import require_reachable
 from lightning_sdiloco.lightning.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.lightning.choosing import Choosing
 from lightning_sdiloco.lightning.host.batch_hooks import silence, silence_without_fit
+from lightning_sdiloco.lightning.host.patching import check_names
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
 from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike
 from lightning_sdiloco.lightning.host.uneven_data import end_epochs_together
@@ -144,6 +145,7 @@ class GroupsMixin(StepsMixin):
             self._setup_without_fit(trainer)
 
     def _begin_fit(self, trainer: Any) -> None:
+        check_names(trainer)
         self._engine = self._summary = self._requests = None
         self._fragments = ()
         self._early = []

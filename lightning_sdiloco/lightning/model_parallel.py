@@ -255,7 +255,7 @@ class StreamingDiLoCoModelParallelMixin(GroupsMixin, _Base):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = getattr(optimizer, "optimizer", optimizer)
         if self.is_alone:
             return own_state(optimizer)
         # torch steps an optimizer without a state to get one: that is neither an inner step, nor is it to be kept.
