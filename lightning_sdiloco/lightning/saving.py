@@ -16,7 +16,7 @@ from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.lightning.checkpoint import files
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.choosing import Choosing
-from lightning_sdiloco.lightning.host.logged_metrics import logged, take_up
+from lightning_sdiloco.lightning.host.logged_metrics import load_metrics_state_dict, metrics_state_dict
 from lightning_sdiloco.lightning.requests import Requests
 from lightning_sdiloco.lightning.weight_averaging import Averaging
 
@@ -72,7 +72,7 @@ class SavingMixin(_Base):
             self._requests.load_state_dict(self._resumed["requests"])
             self._random_state = self._resumed["random"]
             assert self.lightning_module is not None
-            take_up(self.lightning_module.trainer, self._resumed["metrics"])
+            load_metrics_state_dict(self.lightning_module.trainer, self._resumed["metrics"])
             if self._averaging is not None:
                 self._averaging.load_state_dict(self._resumed["averaging"])
         if self._random_state is not None:
@@ -151,7 +151,7 @@ class SavingMixin(_Base):
             "averaging": self._averaging.state_dict() if self._averaging is not None else None,
             "random": files.random_state(),
             "optimizer_states": self._own_optimizer_states(checkpoint),
-            "metrics": logged(self.lightning_module.trainer),
+            "metrics": metrics_state_dict(self.lightning_module.trainer),
             "precision": checkpoint.get(type(self.precision_plugin).__qualname__),
             "loader": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
         }

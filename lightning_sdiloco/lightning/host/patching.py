@@ -9,11 +9,10 @@ nothing that is not in the register. A test compares the register with the sourc
 import importlib
 import logging
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache
-from operator import attrgetter
+from functools import cache, reduce
 from typing import Any, Literal
 
 _log = logging.getLogger(__name__)
@@ -29,8 +28,8 @@ class HostName:
     """A name in one of Lightning's objects.
 
     Attributes:
-        place: Where it is: a path from the trainer; the name of a class of the strategy, of its launcher or of a
-            callback; or the full name of a class or module of ``lightning.pytorch`` or ``torchmetrics``.
+        place: Where Lightning has it: a path from the trainer; the class of a strategy, a launcher or a callback; or
+            the full name of a class or module of ``lightning.pytorch`` or ``torchmetrics``.
         name: The name.
         use: ``"patched"``: replaced for a time. ``"overridden"``: a method that a subclass of ours has too. ``"set"``:
             written by us, and read by Lightning under the same name without the underscore. ``"used"``: anything else.
@@ -196,7 +195,7 @@ def check_names(trainer: Any) -> None:
     version = _version_of(trainer)
     expected = [entry for entry in REGISTER if entry.is_expected_in(version)]
     missing = [entry for entry in expected if not all(_has(host, entry) for host in _hosts(entry.place, trainer))]
-    _require(entry for entry in missing if not entry.optional)
+    _require((entry for entry in missing if not entry.optional), version)
     if missing and trainer.is_global_zero:
         _log.warning("%s Training goes on without.", _told(missing, version))
 
@@ -217,18 +216,19 @@ def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
     """Replaces an attribute of one of Lightning's objects.
 
     Args:
-        undo: Takes up what puts the attribute back.
+        undo: Puts the attribute back when it is closed.
         target: The object.
-        name: Name of the attribute, which the register must have.
+        name: Name of the attribute, which the register must have. One that is optional and missing is left alone.
         value: What takes its place.
 
     Raises:
-        ValueError: If the object has no such attribute: nobody would notice that it was replaced.
+        ValueError: If the object has no such attribute: nobody would read what takes its place.
     """
     entry = next((entry for entry in REGISTER if entry.name == name and entry.use == "patched"), None)
     assert entry is not None, f"{name} is not in the register of {__name__} as patched"
     if not hasattr(target, name):
-        _require([entry])
+        _require([] if entry.optional else [entry])
+        return
     if name in vars(target):
         undo.callback(setattr, target, name, vars(target)[name])
     else:
@@ -241,14 +241,11 @@ def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
 
 def _hosts(place: str, trainer: Any) -> Iterator[Any]:
     """Yields the objects at a place: none where the trainer has nothing of the kind."""
-    top, _, path = place.partition(".")
+    top, *path = place.split(".")
     if top == "trainer":
-        with_path = attrgetter(path) if path else _itself
-        try:
-            yield with_path(trainer)
-        except AttributeError:
-            # The private names on the way are in the register themselves.
-            return
+        # The private names on the way are in the register themselves.
+        with suppress(AttributeError):
+            yield reduce(getattr, path, trainer)
     elif path:
         yield _imported(place, _distribution_of(trainer))
     else:
@@ -259,10 +256,6 @@ def _parts(trainer: Any) -> list[Any]:
     """Returns the objects of a trainer that are found by the names of their classes."""
     strategy = trainer.strategy
     return [*trainer.callbacks, strategy, strategy.launcher, strategy.checkpoint_io]
-
-
-def _itself(host: Any) -> Any:
-    return host
 
 
 @cache
@@ -286,13 +279,15 @@ def _distribution_of(trainer: Any) -> str:
 def _has(host: Any, entry: HostName) -> bool:
     """Returns whether an object of Lightning has a name by itself, and not because a subclass of ours has it."""
     name = entry.name
-    own = vars(host) if hasattr(host, "__dict__") else {}
+    if isinstance(host, type):
+        own: Mapping[str, Any] = {}
+        kinds = host.__mro__
+    else:
+        own = getattr(host, "__dict__", {})
+        kinds = type(host).__mro__
     if entry.use == "set":
         # Whatever is set is there. What counts is that Lightning shows it.
         return own.get(name) is None or getattr(host, name.removeprefix("_"), None) is own[name]
-    if isinstance(host, type):
-        own = {}
-    kinds = host.__mro__ if isinstance(host, type) else type(host).__mro__
     return name in own or any(name in vars(kind) for kind in kinds if _is_of_lightning(kind))
 
 
