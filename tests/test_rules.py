@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lightning_sdiloco
+from lightning_sdiloco.lightning.host.patching import REGISTER
 
 PACKAGE = Path(lightning_sdiloco.__file__).parent
 ROOT = PACKAGE.parent
@@ -135,8 +136,8 @@ def test_no_imports_form_a_circle() -> None:
         assert circle_from(module) == ()
 
 
-# Methods of named tuples, and names that Lightning's objects have too.
-OF_OTHERS = {"_make", "_replace", "_asdict", "_duration", "_results"}
+# Methods of named tuples, and the names of Lightning's objects.
+OF_OTHERS = {"_make", "_replace", "_asdict", *(entry.name for entry in REGISTER)}
 
 
 def private_names(modules: list[str]) -> set[str]:

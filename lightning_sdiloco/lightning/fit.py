@@ -15,6 +15,7 @@ from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
 from lightning_sdiloco.lightning.host.batch_hooks import replace_batch_hooks
+from lightning_sdiloco.lightning.host.patching import check_names
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
 from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike
 from lightning_sdiloco.lightning.host.uneven_data import Epochs, end_epochs_together
@@ -102,6 +103,7 @@ class Fit:
         """
         trainer, groups = self._trainer, self._parts.groups
         self._parts.results.begin(self.options)
+        check_names(trainer)
         refuse_what_cannot_work(trainer)
         self._signals = Signals(trainer, self.requests, groups.topology.world, self._parts.termination)
         replace_batch_hooks(self._patches, trainer, groups, self.requests, self._signals, self.progress)

@@ -81,7 +81,7 @@ class WorkerGroups:
         if self._topology is None or self._topology.is_stale():
             require_same_settings({**options.described(), **model_format.described()}, world())
             self._topology = Topology.of_world(layout, timeout, for_exchange, _device_backend(options, host))
-        model_format.join(host, self._topology, layout)
+        model_format.join(host, self._topology, layout, timeout)
 
     def use(self, topology: Topology) -> None:
         """Takes ways between ranks that somebody else has made."""

@@ -14,7 +14,7 @@ from lightning_sdiloco.engine.parameters.layouts import clean_name
 from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.lightning.checkpoint import files
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
-from lightning_sdiloco.lightning.host.logged_metrics import logged, take_up
+from lightning_sdiloco.lightning.host.logged_metrics import load_metrics_state_dict, metrics_state_dict
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat
 from lightning_sdiloco.lightning.options import CurrentOptions
 from lightning_sdiloco.lightning.requests import Requests
@@ -101,7 +101,7 @@ class Checkpointer:
             engine.load_state_dict(self._resumed["engine"])
             self._requests.load_state_dict(self._resumed["requests"])
             self._random_state = self._resumed["random"]
-            take_up(self._trainer, self._resumed["metrics"])
+            load_metrics_state_dict(self._trainer, self._resumed["metrics"])
             if averaging is not None:
                 averaging.load_state_dict(self._resumed["averaging"])
         if self._random_state is not None:
@@ -275,7 +275,7 @@ class Checkpointer:
             "averaging": averaging.state_dict() if averaging is not None else None,
             "random": files.random_state(),
             "optimizer_states": self._format.optimizer_states(checkpoint, host.optimizers),
-            "metrics": logged(self._trainer),
+            "metrics": metrics_state_dict(self._trainer),
             "precision": checkpoint.get(type(host.precision_plugin).__qualname__),
             "loader": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
         }

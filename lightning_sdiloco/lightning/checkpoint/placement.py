@@ -6,11 +6,13 @@ CheckpointIO that really writes, in whatever thread that is.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from threading import Lock
 from typing import Any
 
 from lightning_sdiloco.lightning.checkpoint import files
+from lightning_sdiloco.lightning.host.patching import replace
 
 
 class Placing:
@@ -24,18 +26,16 @@ class Placing:
         while getattr(io, "checkpoint_io", None) is not None:
             io = io.checkpoint_io
         self._io = io
-        self._own = vars(io).get("save_checkpoint")
         self._write: Callable[..., None] = io.save_checkpoint
         self._older: dict[str, Sequence[str]] = {}
         self._lock = Lock()
         self._afterwards: dict[str, list[Callable[[], None]]] = {}
-        io.save_checkpoint = self._save
+        self._undo = ExitStack()
+        replace(self._undo, io, "save_checkpoint", self._save)
 
     def close(self) -> None:
         """Gives the CheckpointIO back as it was."""
-        del self._io.save_checkpoint
-        if self._own is not None:
-            self._io.save_checkpoint = self._own
+        self._undo.close()
 
     def announce(self, save: str, older: Sequence[str]) -> None:
         """Tells of a save that is about to be handed to the CheckpointIO.

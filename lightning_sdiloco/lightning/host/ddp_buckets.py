@@ -1,18 +1,23 @@
-"""One layout of gradient buckets for every fit, so that a resumed one adds gradients in the same order."""
+"""Fixes the layout of DDP's gradient buckets at the start: a resumed fit then adds gradients in the same order."""
+
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sdiloco.lightning.host.patching import replace
+
 
 def fix_bucket_order(model: DistributedDataParallel) -> None:
-    """Lets DistributedDataParallel rebuild its buckets now, before the first step.
+    """Makes DistributedDataParallel rebuild its buckets now, before the first step.
 
-    It rebuilds them once, after the first backward, in the order in which gradients became ready. So the first step of
-    a resumed fit would add the gradients of three and more ranks in another order than the run that never stopped, and
-    round differently. A backward of zeros, in which gradients become ready from the last parameter to the first as they
-    mostly do, makes the layout the same for all steps. With two ranks the order of a sum does not matter.
+    It rebuilds them once, after the first backward pass, in the order in which gradients became ready. The first step
+    of a resumed fit would therefore add the gradients of three or more ranks in another order than the run that was
+    never interrupted, and round differently. A backward pass of zeros, in which gradients become ready from the last
+    parameter to the first, as they mostly do, gives all steps the same layout. For two ranks the order of a sum does
+    not matter.
 
     Args:
         model: A model that has not been used yet. All ranks of its process group must call this.
@@ -25,22 +30,15 @@ def fix_bucket_order(model: DistributedDataParallel) -> None:
             parameter = embedding(torch.zeros(1, dtype=torch.long, device=parameter.device), parameter, sparse=True)
         return parameter.sum()
 
-    def chain() -> Tensor:
+    def forward() -> Tensor:
         total = read(parameters[0])
         for parameter in parameters[1:]:
             total = total.to(parameter) + read(parameter)
         return total * 0
 
-    # An attribute of the instance hides the method of its class. There may be one already, such as a compiled forward.
-    own = vars(module).copy()
-    module.forward = chain
-    try:
-        with torch.enable_grad():
-            model().backward()
-    finally:
-        del module.forward
-        if "forward" in own:
-            module.forward = own["forward"]
+    with ExitStack() as undo, torch.enable_grad():
+        replace(undo, module, "forward", forward)
+        model().backward()
     for parameter in parameters:
         parameter.grad = None
 

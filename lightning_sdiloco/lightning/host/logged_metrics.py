@@ -1,8 +1,9 @@
-"""What was logged before a checkpoint, so that a resumed epoch ends with the metrics of all of its batches.
+"""Saves and restores what was logged, so that a resumed epoch ends with the metrics of all its batches.
 
-[Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed would be one over the
-batches since then, and early stopping, checkpoints and learning rates that rest on a metric would go other ways, or
-fail where nothing was logged since. So every rank saves its own: what callbacks see, and what is added up in the epoch.
+[Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed would cover only the
+batches since then, and early stopping, checkpoints and learning rates that depend on a metric would decide otherwise,
+or fail where nothing has been logged since. So every rank saves its own: what callbacks see, and what the epoch has
+accumulated.
 """
 
 import builtins
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-# What `self.log` was called with: it must be the same in the next call.
+# The arguments of `self.log`: Lightning insists that they are the same in the next call.
 _ARGUMENTS = (
     *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
     "metric_attribute",
@@ -21,10 +22,10 @@ _ARGUMENTS = (
 _SUMS = ("value", "cumulated_batch_size", "_forward_cache")
 
 
-def logged(trainer: Any) -> dict[str, Any]:
-    """What this rank has logged, as plain values and tensors.
+def metrics_state_dict(trainer: Any) -> dict[str, Any]:
+    """Returns what this rank has logged, as plain values and tensors.
 
-    All ranks must call it together, unless one has failed: a metric of the epoch that ends is reduced over all.
+    All ranks must call it together, unless one has failed: metrics of an epoch that ends are reduced over all ranks.
 
     Args:
         trainer: The trainer that fits.
@@ -35,24 +36,24 @@ def logged(trainer: Any) -> dict[str, Any]:
     results = trainer.fit_loop.epoch_loop._results
     return {
         "seen": _tensors(seen),
-        "epoch": {key: _saved(result) for key, result in results.items() if goes_on and _can_be_saved(result)},
+        "epoch": {key: _result_state(result) for key, result in results.items() if goes_on and _is_restorable(result)},
     }
 
 
-def take_up(trainer: Any, state: dict[str, Any]) -> None:
-    """Takes back what `logged` returned.
+def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
+    """Restores what `metrics_state_dict` returned.
 
     Args:
         trainer: The trainer whose fit resumes.
-        state: What `logged` returned.
+        state: The metrics of this rank.
     """
     connector = trainer._logger_connector
     connector._callback_metrics.update(state["seen"])
     results = trainer.fit_loop.epoch_loop._results
     for key, saved in state["epoch"].items():
-        results[key] = _loaded(trainer, saved).to(trainer.strategy.root_device)
+        results[key] = _restored_result(trainer, saved).to(trainer.strategy.root_device)
     if state["epoch"]:
-        # Or the first batch would begin with empty metrics, as that of an epoch does.
+        # Otherwise the first batch would clear the metrics, as the first one of an epoch does.
         connector._first_loop_iter = False
 
 
@@ -60,13 +61,13 @@ def _tensors(values: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _can_be_saved(result: Any) -> bool:
-    # Neither a process group nor a metric that is no part of the module can be found again.
+def _is_restorable(result: Any) -> bool:
+    # A process group cannot be found again, nor can a metric that is not part of the module.
     can_be_found = result.is_tensor or result.meta.metric_attribute is not None
     return can_be_found and not result.has_reset and result.meta.sync.group is None
 
 
-def _saved(result: Any) -> dict[str, Any]:
+def _result_state(result: Any) -> dict[str, Any]:
     meta = result.meta
     reduction = meta.reduce_fx.__name__
     return {
@@ -75,11 +76,11 @@ def _saved(result: Any) -> dict[str, Any]:
         "of_torch": meta.reduce_fx is getattr(torch, reduction, None),
         "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
         "sums": _tensors({name: getattr(result, name, None) for name in _SUMS}),
-        "metrics": None if result.is_tensor else {name: _state(metric) for name, metric in _parts(result.value)},
+        "metrics": None if result.is_tensor else {name: _metric_state(metric) for name, metric in _parts(result.value)},
     }
 
 
-def _loaded(trainer: Any, saved: dict[str, Any]) -> Any:
+def _restored_result(trainer: Any, saved: dict[str, Any]) -> Any:
     classes: Any = sys.modules[type(trainer.fit_loop.epoch_loop._results).__module__]
     reduction = getattr(torch if saved["of_torch"] else builtins, saved["reduction"])
     meta = classes._Metadata(**saved["arguments"], reduce_fx=reduction)
@@ -88,7 +89,7 @@ def _loaded(trainer: Any, saved: dict[str, Any]) -> Any:
     if saved["metrics"] is not None:
         result.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
         for name, metric in _parts(result.value):
-            _set_state(metric, saved["metrics"][name])
+            _load_metric_state(metric, saved["metrics"][name])
     for name, value in saved["sums"].items():
         setattr(result, name, value)
     result._update_count = 1
@@ -96,15 +97,15 @@ def _loaded(trainer: Any, saved: dict[str, Any]) -> Any:
 
 
 def _parts(metric: Metric) -> list[tuple[str, Metric]]:
-    """A metric and those that it wraps."""
+    """Returns a metric and those that it wraps, with their names."""
     return [(name, part) for name, part in metric.named_modules() if isinstance(part, Metric)]
 
 
-def _state(metric: Metric) -> dict[str, Any]:
+def _metric_state(metric: Metric) -> dict[str, Any]:
     return {"updates": metric._update_count, "values": {name: getattr(metric, name) for name in metric._defaults}}
 
 
-def _set_state(metric: Metric, state: dict[str, Any]) -> None:
+def _load_metric_state(metric: Metric, state: dict[str, Any]) -> None:
     metric._update_count = state["updates"]
     for name, value in state["values"].items():
         setattr(metric, name, _to(value, metric.device))

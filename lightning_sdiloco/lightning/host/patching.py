@@ -1,21 +1,321 @@
-"""Replaces methods of Lightning's objects for a time, and puts them back."""
+"""The register of what this package uses of Lightning beside its public API, and the one way to patch Lightning.
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+[Note: the register] Some promises to users rest on names that Lightning may change in any release: private ones, and
+methods that are replaced for the time of a fit. Each stands in `REGISTER`, with what would happen without it.
+`check_names` looks for all of them before a fit begins, so that no promise ends without a word, and `replace` replaces
+nothing that is not in the register. A test compares the register with the source; another takes each name away.
+"""
+
+import importlib
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any, Literal
+
+_log = logging.getLogger(__name__)
+
+OLDEST, NEWEST = "2.5.0", "2.6.6"
+"""The first and the last version of Lightning that the tests have passed with."""
+
+Use = Literal["used", "patched", "overridden", "set"]
 
 
-def replace(undo: ExitStack, target: Any, name: str, value: Callable[..., Any]) -> None:
-    """Replaces a method of one object.
+@dataclass(frozen=True)
+class HostName:
+    """A name in one of Lightning's objects.
+
+    Attributes:
+        place: Where Lightning has it: a path from the trainer; the class of a strategy, a launcher or a callback; or
+            the full name of a class or module of ``lightning.pytorch`` or ``torchmetrics``.
+        name: The name.
+        use: ``"patched"``: replaced for a time. ``"overridden"``: a method that a subclass of ours has too. ``"set"``:
+            written by us, and read by Lightning under the same name without the underscore. ``"used"``: anything else.
+        without: What happens without it, as the end of a sentence for people.
+        optional: Whether a fit can go on without it, after a warning.
+        first: The first version tried that has it.
+        last: The last version tried that has it.
+    """
+
+    place: str
+    name: str
+    use: Use
+    without: str
+    optional: bool = False
+    first: str = OLDEST
+    last: str = NEWEST
+
+    def __str__(self) -> str:
+        return f"{self.place}.{self.name}"
+
+    def is_expected_in(self, version: str) -> bool:
+        """Returns whether a version should have it: one that is newer than all that were tried should."""
+        return _release(version) >= _release(self.first) and (
+            self.last == NEWEST or _release(version) <= _release(self.last)
+        )
+
+
+# What several names have in common.
+_SIGNALS = "a signal ends one rank while the others wait for it"
+_SAME_END = "the ranks do not end a fit at the same point after a signal, and it cannot be resumed exactly"
+_UNEVEN = "worker groups with unequal numbers of batches wait for each other in vain"
+_IDLE = "a worker group that waits for the others with idle batches does not count them as the others do"
+_EPOCHS = "the first epoch after a resume is not the one of a fit that was never interrupted"
+_METRICS = "an epoch that is resumed ends with the metrics of its last batches alone"
+_TIME = "a Timer makes all worker groups wait for each other after every batch"
+_AVERAGES = "every worker group ends with an average of its own local weights"
+_GROUPS = "DistributedDataParallel reduces gradients over all worker groups"
+_MESH = "configure_model gets no device mesh of its worker group"
+_STARTED = "processes are started in another way than start_method says"
+_SIMULATED = "sdiloco simulate does not run"
+_BY_CLOCK = "validation that goes by the clock is not refused, and worker groups wait for each other in it"
+_BROADCAST = "all worker groups may wait for each other before every batch"
+_SAVED_BY_TIME = "a train_time_interval of a checkpoint makes all worker groups wait for each other after every batch"
+
+_CONNECTOR = "trainer._signal_connector"
+_FIT_LOOP = "trainer.fit_loop"
+_EPOCH_LOOP = "trainer.fit_loop.epoch_loop"
+_MODULE = "trainer.lightning_module"
+_STRATEGY = "trainer.strategy"
+_RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
+_FETCHERS = "lightning.pytorch.loops.fetchers"
+_FETCHER = "lightning.pytorch.loops.fetchers._PrefetchDataFetcher"
+_METRIC = "torchmetrics.SumMetric"
+
+_TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
+
+REGISTER = (
+    # Trainer and LightningModule
+    HostName("trainer", "_signal_connector", "used", _SIGNALS),
+    HostName("trainer", "_logger_connector", "used", _METRICS),
+    HostName("trainer", "_results", "used", "sdiloco simulate tells no validation", optional=True),
+    HostName("trainer", "_val_check_time_interval", "used", _BY_CLOCK, optional=True, first="2.6.0"),
+    HostName(_MODULE, "_trainer", "used", "the strategy cannot attach its callback, which makes the inner steps"),
+    HostName(_MODULE, "_current_fx_name", "used", "what is logged in a batch is reduced over all worker groups"),
+    HostName(_MODULE, "_device_mesh", "set", _MESH),
+    HostName(_MODULE, "forward", "patched", "a resumed fit adds the gradients of its first step in another order"),
+    HostName(_MODULE, "log", "patched", _SIMULATED),
+    HostName(_MODULE, "log_dict", "patched", _SIMULATED),
+    # Signals
+    HostName(_CONNECTOR, "_sigterm_notifier_fn", "patched", _SIGNALS),
+    HostName(_CONNECTOR, "_slurm_sigusr_handler_fn", "patched", _SIGNALS),
+    HostName(_EPOCH_LOOP, "_broadcast_sigterm_tensor", "patched", _BROADCAST, optional=True, first="2.5.2"),
+    HostName(_EPOCH_LOOP, "on_advance_end", "patched", _SAME_END),
+    HostName(_EPOCH_LOOP, "_is_training_done", "used", _SAME_END),
+    HostName(_FIT_LOOP, "on_advance_end", "patched", _SAME_END),
+    # Batches and epochs
+    HostName(_FIT_LOOP, "setup_data", "patched", _UNEVEN),
+    HostName(_FIT_LOOP, "_data_fetcher", "used", _UNEVEN),
+    HostName(_FIT_LOOP, "_combined_loader", "used", _UNEVEN),
+    HostName(_FETCHERS, "_DataLoaderIterDataFetcher", "used", _UNEVEN),
+    HostName(_FETCHER, "_start_profiler", "used", _UNEVEN),
+    HostName(_FETCHER, "_stop_profiler", "used", _UNEVEN),
+    HostName(_EPOCH_LOOP, "_num_ready_batches_reached", "used", "worker groups do not end an epoch together"),
+    HostName(_EPOCH_LOOP, "_should_check_val_fx", "patched", "worker groups do not validate after the same batch"),
+    HostName(_EPOCH_LOOP, "_should_check_val_epoch", "used", "worker groups do not validate after the same batch"),
+    HostName(_EPOCH_LOOP, "_should_accumulate", "used", _IDLE),
+    HostName(_EPOCH_LOOP, "_batches_that_stepped", "used", "landings are logged at other steps than the user's own"),
+    HostName(_EPOCH_LOOP, "_warning_cache", "used", _IDLE),
+    HostName(_FIT_LOOP, "reset", "patched", _EPOCHS),
+    HostName(_FIT_LOOP, "on_advance_start", "patched", _EPOCHS),
+    HostName(_FIT_LOOP, "_restarting", "used", _EPOCHS),
+    HostName(_FIT_LOOP, "restarted_mid_epoch", "used", _EPOCHS),
+    HostName(_FIT_LOOP, "reset_restart_stage", "used", _EPOCHS),
+    HostName(_FIT_LOOP, "is_resuming", "used", _EPOCHS, optional=True, first="2.5.3"),
+    HostName(_EPOCH_LOOP, "reset", "patched", _EPOCHS),
+    HostName(_EPOCH_LOOP, "advance", "patched", _EPOCHS),
+    HostName(_EPOCH_LOOP, "restarted_on_train_batch_end", "used", _EPOCHS),
+    # Metrics
+    HostName(_EPOCH_LOOP, "_results", "used", _METRICS),
+    HostName(_EPOCH_LOOP, "_get_monitor_value", "patched", "learning rates on a plateau differ between worker groups"),
+    HostName("trainer._logger_connector", "_callback_metrics", "used", _METRICS),
+    HostName("trainer._logger_connector", "_first_loop_iter", "used", _METRICS),
+    HostName(_RESULT, "_Metadata", "used", _METRICS),
+    HostName(_RESULT, "_ResultMetric", "used", _METRICS),
+    HostName(_RESULT, "_Sync", "used", _METRICS),
+    HostName(f"{_RESULT}._Sync", "_should", "used", _METRICS),
+    HostName(_METRIC, "_forward_cache", "used", _METRICS),
+    HostName(_METRIC, "_update_count", "used", _METRICS),
+    HostName(_METRIC, "_defaults", "used", _METRICS),
+    HostName(_METRIC, "dist_sync_fn", "patched", "a metric that is computed in a batch waits for all worker groups"),
+    # Callbacks
+    HostName("ModelCheckpoint", "on_train_batch_end", "patched", "worker groups save at different steps"),
+    HostName("ModelCheckpoint", "_train_time_interval", "used", _SAVED_BY_TIME),
+    HostName("ModelCheckpoint", "_monitor_candidates", "patched", "every rank keeps other checkpoints as the best"),
+    HostName("ModelCheckpoint", "_save_last_checkpoint", "patched", "a rank that fails links to a file that is not"),
+    HostName("Timer", "_check_time_remaining", "patched", _TIME),
+    HostName("Timer", "_duration", "used", _TIME),
+    HostName("ProgressBar", "get_metrics", "patched", "the progress bar shows no outer step", optional=True),
+    HostName("WeightAveraging", "_average_model", "used", _AVERAGES, first="2.6.0"),
+    HostName("WeightAveraging", "_latest_update_step", "used", _AVERAGES, first="2.6.0"),
+    HostName("WeightAveraging", "should_update", "patched", _AVERAGES, first="2.6.0"),
+    HostName("WeightAveraging", "on_train_batch_end", "patched", _AVERAGES, first="2.6.0"),
+    HostName("WeightAveraging", "on_train_epoch_end", "patched", _AVERAGES, first="2.6.0"),
+    HostName("WeightAveraging", "on_train_end", "patched", _AVERAGES, first="2.6.0"),
+    HostName("StochasticWeightAveraging", "_average_model", "used", _AVERAGES),
+    HostName("StochasticWeightAveraging", "on_train_epoch_start", "patched", _AVERAGES),
+    # Strategies and launchers
+    HostName(_STRATEGY, "_configure_launcher", "overridden", "worker groups of unequal size are not refused at once"),
+    HostName(_STRATEGY, "_launcher", "set", _STARTED),
+    HostName(_STRATEGY, "reduce", "patched", _UNEVEN),
+    HostName(_STRATEGY, "barrier", "patched", _UNEVEN),
+    HostName("CheckpointIO", "save_checkpoint", "patched", "folders beside checkpoints are removed too early"),
+    HostName("DDPStrategy", "_setup_model", "overridden", _GROUPS),
+    HostName("DDPStrategy", "_register_ddp_hooks", "overridden", _SIMULATED, optional=True),
+    HostName("DDPStrategy", "_ddp_kwargs", "used", _GROUPS),
+    HostName("DDPStrategy", "_ddp_comm_hook", "used", _GROUPS),
+    HostName("DDPStrategy", "_ddp_comm_state", "used", _GROUPS),
+    HostName("DDPStrategy", "_start_method", "used", _STARTED),
+    HostName("ModelParallelStrategy", "_setup_distributed", "used", "the processes are not connected"),
+    HostName("ModelParallelStrategy", "_device_mesh", "set", _MESH),
+    HostName("lightning.pytorch.strategies.launchers", "_MultiProcessingLauncher", "used", _STARTED),
+    HostName("_MultiProcessingLauncher", "_wrapping_function", "overridden", "a terminated process goes unnoticed"),
+    HostName("_MultiProcessingLauncher", "_start_method", "used", "processes of a forkserver share their parameters"),
+    HostName("_MultiProcessingLauncher", "_strategy", "used", "a terminated process goes unnoticed"),
+    # The command line, which `sdiloco simulate` uses
+    HostName("LightningCLI", "_get", "used", _SIMULATED),
+    HostName("LightningCLI", "_run_subcommand", "overridden", "sdiloco simulate trains where it should only read"),
+)
+
+
+def check_names(trainer: Any) -> None:
+    """Looks for all names of the register that a fit of this trainer may need; see [Note: the register].
 
     Args:
-        undo: Takes up what puts the method back.
-        target: The object.
-        name: Name of the method.
-        value: What is called instead.
+        trainer: The trainer that is about to fit.
+
+    Raises:
+        ValueError: If one is missing that cannot be done without. One warning tells of the others.
     """
+    version = _version_of(trainer)
+    expected = [entry for entry in REGISTER if entry.is_expected_in(version)]
+    missing = [entry for entry in expected if not all(_has(host, entry) for host in _hosts(entry.place, trainer))]
+    _require((entry for entry in missing if not entry.optional), version)
+    if missing and trainer.is_global_zero:
+        _log.warning("%s Training goes on without.", _told(missing, version))
+
+
+def check_class(kind: type) -> None:
+    """Looks for the names of the register in a class that is used without a trainer.
+
+    Args:
+        kind: The class, or a subclass of it.
+
+    Raises:
+        ValueError: If one is missing.
+    """
+    _require(entry for entry in REGISTER if entry.place in _class_names(kind) and not _has(kind, entry))
+
+
+def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
+    """Replaces an attribute of one of Lightning's objects.
+
+    Args:
+        undo: Puts the attribute back when it is closed.
+        target: The object.
+        name: Name of the attribute, which the register must have. One that is optional and missing is left alone.
+        value: What takes its place.
+
+    Raises:
+        ValueError: If the object has no such attribute: nobody would read what takes its place.
+    """
+    entry = next((entry for entry in REGISTER if entry.name == name and entry.use == "patched"), None)
+    assert entry is not None, f"{name} is not in the register of {__name__} as patched"
+    if not hasattr(target, name):
+        _require([] if entry.optional else [entry])
+        return
     if name in vars(target):
         undo.callback(setattr, target, name, vars(target)[name])
     else:
         undo.callback(vars(target).pop, name, None)
     setattr(target, name, value)
+
+
+# Where names are looked for
+
+
+def _hosts(place: str, trainer: Any) -> Iterator[Any]:
+    """Yields the objects at a place: none where the trainer has nothing of the kind."""
+    top, *path = place.split(".")
+    if top == "trainer":
+        # The private names on the way are in the register themselves.
+        with suppress(AttributeError):
+            yield reduce(getattr, path, trainer)
+    elif path:
+        yield _imported(place, _distribution_of(trainer))
+    else:
+        yield from (host for host in _parts(trainer) if place in _class_names(type(host)))
+
+
+def _parts(trainer: Any) -> list[Any]:
+    """Returns the objects of a trainer that are found by the names of their classes."""
+    strategy = trainer.strategy
+    return [*trainer.callbacks, strategy, strategy.launcher, strategy.checkpoint_io]
+
+
+@cache
+def _imported(place: str, distribution: str) -> Any:
+    """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no such class."""
+    module, _, name = place.replace("lightning.pytorch", distribution).rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+    return found() if isinstance(found, type) else found
+
+
+def _distribution_of(trainer: Any) -> str:
+    """Returns ``"lightning.pytorch"`` or ``"pytorch_lightning"``."""
+    return next(
+        kind.__module__.removesuffix(".trainer.trainer") for kind in type(trainer).__mro__ if _is_of_lightning(kind)
+    )
+
+
+def _has(host: Any, entry: HostName) -> bool:
+    """Returns whether an object of Lightning has a name by itself, and not because a subclass of ours has it."""
+    name = entry.name
+    if isinstance(host, type):
+        own: Mapping[str, Any] = {}
+        kinds = host.__mro__
+    else:
+        own = getattr(host, "__dict__", {})
+        kinds = type(host).__mro__
+    if entry.use == "set":
+        # Whatever is set is there. What counts is that Lightning shows it.
+        return own.get(name) is None or getattr(host, name.removeprefix("_"), None) is own[name]
+    return name in own or any(name in vars(kind) for kind in kinds if _is_of_lightning(kind))
+
+
+def _is_of_lightning(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _TOPS
+
+
+def _class_names(kind: type) -> set[str]:
+    """Returns the names of the classes of Lightning that a class inherits from. Others may have the same names."""
+    return {base.__name__ for base in kind.__mro__ if _is_of_lightning(base)}
+
+
+def _version_of(trainer: Any) -> str:
+    return str(importlib.import_module(_distribution_of(trainer)).__version__)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+# What is told
+
+
+def _require(missing: Iterable[HostName], version: str = "") -> None:
+    if entries := list(missing):
+        raise ValueError(f"{_told(entries, version)} Install one of these, or a newer version of lightning-sdiloco.")
+
+
+def _told(missing: Iterable[HostName], version: str) -> str:
+    told = "; ".join(f"without {entry} {entry.without}" for entry in missing)
+    return (
+        f"This version of Lightning{version and f', {version},'} lacks what worker groups rest on: {told}."
+        f" lightning-sdiloco was tried with Lightning {OLDEST} to {NEWEST}."
+    )

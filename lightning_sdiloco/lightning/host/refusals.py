@@ -1,42 +1,39 @@
-"""Refuses what would leave every worker group with another model, or make them wait for each other in vain."""
+"""Refuses trainers that would leave worker groups with different models, or waiting for each other in vain.
+
+[Note: callbacks by name] Callbacks are recognised by the names of their classes and of those they inherit from, and not
+with `isinstance`: there are two distributions of Lightning, each with classes of its own, of which one may not be
+installed, and some of these classes are missing from older versions.
+"""
 
 from collections.abc import Iterable
 from typing import Any
 
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning's ModelParallelStrategy
 
 
 def refuse_what_cannot_work(trainer: Any) -> None:
-    """Refuses what cannot work, before training.
+    """Refuses what cannot work with worker groups, before training.
 
     Args:
         trainer: The trainer that is about to fit.
 
     Raises:
-        ValueError: If there is a callback that prunes or looks for spikes, several that average weights, or one whose
-            average needs an epoch of its own for the statistics of BatchNorm; or if validation goes by the clock.
+        ValueError: If a callback prunes or detects spikes, if several average weights, if one that averages weights
+            would spend an epoch on the statistics of BatchNorm, or if validation is due by the clock.
     """
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        raise ValueError(
-            f"val_check_interval={trainer.val_check_interval!r} is a time: each rank would go by its own clock and"
-            " validate after another batch, where it waits for the others. Give it as a number of batches, or as a"
-            " share of the epoch."
-        )
-    averaging = [callback for callback in trainer.callbacks if _kinds(callback) & _AVERAGING]
-    if len(averaging) > 1:
-        raise ValueError(
-            f"There are several callbacks that average weights: {', '.join(_name(each) for each in averaging)}. A"
-            " checkpoint has room for one average, and the module for one at the end. Keep one of them."
-        )
+    _refuse_validation_by_the_clock(trainer)
+    _refuse_several_averages(trainer)
     for callback in trainer.callbacks:
-        if "StochasticWeightAveraging" in _kinds(callback):
+        kinds = _class_names(callback)
+        if "StochasticWeightAveraging" in kinds:
             _refuse_epoch_for_statistics(trainer, callback)
-        if "ModelPruning" in _kinds(callback):
+        if "ModelPruning" in kinds:
             raise ValueError(
                 f"{_name(callback)} chooses what to prune from the local weights of each worker group, so that every"
                 " group would prune something else. Prune the outer model after training, with torch.nn.utils.prune."
             )
-        if "SpikeDetection" in _kinds(callback):
+        if "SpikeDetection" in kinds:
             raise ValueError(
                 f"{_name(callback)} asks all ranks after every batch whether there was a spike, so that every worker"
                 " group would wait for the slowest at every step. Leave it out; a group whose values are not finite is"
@@ -44,36 +41,23 @@ def refuse_what_cannot_work(trainer: Any) -> None:
             )
 
 
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
-
-
-def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:
-    """Refuses what cannot work where the ranks of a group hold parts of the model.
-
-    Args:
-        trainer: The trainer that is about to fit.
-        precision: Its precision.
-
-    Raises:
-        ValueError: If there is a callback that averages weights or unfreezes layers, or the precision needs a scaler of
-            the loss.
-    """
-    if precision not in _PRECISIONS:
+def _refuse_validation_by_the_clock(trainer: Any) -> None:
+    # Lightning before 2.6 has no such validation.
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
         raise ValueError(
-            f"precision={precision!r} does not work with sharded models in Lightning. Choose one of"
-            f" {', '.join(map(repr, _PRECISIONS))}."
+            f"val_check_interval={trainer.val_check_interval!r} is a time: each rank would go by its own clock and"
+            " validate after another batch, where it waits for the others. Give it as a number of batches, or as a"
+            " share of the epoch."
         )
-    for callback in trainer.callbacks:
-        if _kinds(callback) & _AVERAGING:
-            raise ValueError(
-                f"{_name(callback)} copies the whole model, of which every rank has only a part. Leave it out: the"
-                " outer model, which validation and checkpoints show, is an average already."
-            )
-        if "BaseFinetuning" in _kinds(callback):
-            raise ValueError(
-                f"{_name(callback)} unfreezes layers between epochs, which sharded parameters do not follow. Freeze"
-                " what is to stay in configure_model, and train in several fits."
-            )
+
+
+def _refuse_several_averages(trainer: Any) -> None:
+    averaging = [callback for callback in trainer.callbacks if _class_names(callback) & _AVERAGING]
+    if len(averaging) > 1:
+        raise ValueError(
+            f"There are several callbacks that average weights: {', '.join(_name(each) for each in averaging)}. A"
+            " checkpoint has room for one average, and the module for one at the end. Keep one of them."
+        )
 
 
 def refuse_divided(optimizers: Iterable[Any]) -> None:
@@ -103,7 +87,36 @@ def _refuse_epoch_for_statistics(trainer: Any, callback: Any) -> None:
         )
 
 
-def _kinds(callback: Any) -> set[str]:
+def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:
+    """Refuses what cannot work where each rank of a group holds a part of the model.
+
+    Args:
+        trainer: The trainer that is about to fit.
+        precision: Its precision.
+
+    Raises:
+        ValueError: If a callback averages weights or unfreezes layers, or the precision needs a gradient scaler.
+    """
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"precision={precision!r} does not work with sharded models in Lightning. Choose one of"
+            f" {', '.join(map(repr, _PRECISIONS))}."
+        )
+    for callback in trainer.callbacks:
+        if _class_names(callback) & _AVERAGING:
+            raise ValueError(
+                f"{_name(callback)} copies the whole model, of which every rank has only a part. Leave it out: the"
+                " outer model, which validation and checkpoints show, is an average already."
+            )
+        if "BaseFinetuning" in _class_names(callback):
+            raise ValueError(
+                f"{_name(callback)} unfreezes layers between epochs, which sharded parameters do not follow. Freeze"
+                " what is to stay in configure_model, and train in several fits."
+            )
+
+
+def _class_names(callback: Any) -> set[str]:
+    """Returns the names of a callback's class and of those that it inherits from; see [Note: callbacks by name]."""
     return {kind.__name__ for kind in type(callback).__mro__}
 
 

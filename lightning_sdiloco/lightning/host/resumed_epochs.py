@@ -1,17 +1,18 @@
-"""Lets the first epoch after a resume go on, or begin, as it would have in a run that was not interrupted.
+"""Makes the first epoch after a resume go on, or begin, as it would have in a run that was not interrupted.
 
 [Note: epochs after a resume] Lightning asks loaders for a new iterator at the start of every epoch but the first. After
-a resume it has one already, asked for before the random state of the checkpoint was restored, and perhaps in the middle
-of the data, where the loader was saved. A loader of torch takes a random number for each iterator: without it, whatever
-is random afterwards, such as dropout, would differ. And where the last batch of an epoch is resumed, Lightning goes on
-with the next without counting it or calling `on_train_epoch_start`, which finetuning callbacks need.
+a resume it has one already: it was made before the random state of the checkpoint was restored, and stands perhaps in
+the middle of the data, where the loader was saved. A loader of torch draws a random number for each iterator; without
+that draw, whatever is random afterwards, such as dropout, would differ. And where a run resumes from the last batch of
+an epoch, Lightning goes on with the next epoch without counting it and without calling `on_train_epoch_start`, which
+finetuning callbacks need.
 
-[Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch comes before what else is due
-there: a validation, a learning rate that depends on metrics, the end of the epoch. Lightning leaves these out when it
-resumes. They may draw random numbers, as a loader of torch does, and early stopping and other checkpoints may rest on
-them. So here the resumed run begins with them, unless a signal ended the fit, which was after them. See also
-[Note: metrics after a resume]. The same holds for learning rates after a checkpoint that was saved at the end of an
-epoch, as `ModelCheckpoint` does by default.
+[Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes whatever else is due
+there: a validation, a learning rate that depends on metrics, the end of the epoch. When Lightning resumes, it skips
+these. They may draw random numbers, as a loader of torch does, and early stopping and other checkpoints may depend on
+them. So the resumed run begins with them, unless the checkpoint was saved because of a signal, which happens after
+them. See also [Note: metrics after a resume]. The same goes for learning rates after a checkpoint that was saved at the
+end of an epoch, as `ModelCheckpoint` does by default.
 """
 
 from collections.abc import Callable
@@ -23,20 +24,20 @@ from lightning_sdiloco.lightning.host.patching import replace
 
 
 def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
-    """Makes the replacements; see [Note: epochs after a resume] and [Note: the rest of a batch].
+    """Patches the loops of a trainer; see [Note: epochs after a resume] and [Note: the rest of a batch].
 
     Args:
         trainer: The trainer that is about to fit.
-        undo: Takes up what ends them.
+        undo: Ends the patches when it is closed.
     """
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    replace(undo, fit_loop, "reset", partial(_take_up, trainer, undo, fit_loop.reset))
+    replace(undo, fit_loop, "reset", partial(_reset_fit, trainer, undo, fit_loop.reset))
     replace(undo, fit_loop, "on_advance_start", partial(_start_epoch, fit_loop, fit_loop.on_advance_start))
-    replace(undo, epoch_loop, "reset", partial(_reset, trainer, epoch_loop.reset))
+    replace(undo, epoch_loop, "reset", partial(_reset_epoch, trainer, epoch_loop.reset))
 
 
-def _take_up(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> None:
-    """As Lightning does, and lets a run that was saved after a batch begin with the rest of it."""
+def _reset_fit(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> None:
+    """Resets the fit loop, and makes a run that was saved after a batch or an epoch begin with the rest of it."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer.strategy.fit.checkpointer.resumes_exactly:
         replace(undo, trainer.fit_loop, "on_advance_end", partial(_end_epoch, trainer, trainer.fit_loop.on_advance_end))
@@ -52,7 +53,7 @@ def _take_up(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> Non
 
 
 def _end_batch(trainer: Any, once: ExitStack, data_fetcher: Any) -> None:
-    """In place of the first batch: Lightning then goes on as after any."""
+    """Takes the place of the first batch, once: Lightning then goes on as after any batch."""
     once.close()
     trainer.fit_loop.epoch_loop.val_loop.restarting = False
     for callback in trainer.callbacks:
@@ -61,30 +62,29 @@ def _end_batch(trainer: Any, once: ExitStack, data_fetcher: Any) -> None:
 
 
 def _end_epoch(trainer: Any, original: Callable[[], None]) -> None:
-    """As Lightning does in a run that was not resumed, where it also updates learning rates that depend on metrics."""
+    """Ends an epoch as in a run that was not resumed, with an update of learning rates that depend on metrics."""
     trainer.fit_loop._restarting = False
     original()
 
 
 def _end_epoch_and_start(trainer: Any, once: ExitStack, original: Callable[[], None]) -> None:
-    """As Lightning does after the hooks at the end of an epoch."""
+    """Makes up, once, for what follows the hooks at the end of an epoch, and starts the next."""
     once.close()
     trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     original()
 
 
 def _saved_after_an_epoch(fit_loop: Any) -> bool:
-    """Whether a hook at the end of an epoch saved what is resumed: all but its completion has then been counted."""
+    """Returns whether a hook at the end of an epoch saved the checkpoint: the epoch then lacks only its completion."""
     count = fit_loop.epoch_progress.total
     return bool(count.ready == count.started == count.processed == count.completed + 1)
 
 
 def _saved_after_a_batch(epoch_loop: Any) -> bool:
-    """Whether a hook at the end of a batch saved what is resumed: Lightning has then counted all but its completion."""
+    """Returns whether a hook at the end of a batch saved the checkpoint: the batch then lacks only its completion."""
     progress = epoch_loop.batch_progress
     return bool(
         epoch_loop.restarting
-        and hasattr(epoch_loop, "restarted_on_train_batch_end")
         and all(
             count.ready == count.started == count.processed == count.completed + 1
             for count in (progress.total, progress.current)
@@ -93,19 +93,18 @@ def _saved_after_a_batch(epoch_loop: Any) -> bool:
 
 
 def _start_epoch(fit_loop: Any, original: Callable[[], None]) -> None:
-    """As Lightning does, also where the last batch of an epoch is resumed, so that another one begins."""
-    if getattr(fit_loop, "restarted_mid_epoch", False) and _is_at_last_batch(fit_loop.epoch_loop):
+    """Starts an epoch, a new one also where a run resumes from the last batch of one."""
+    if fit_loop.restarted_mid_epoch and _is_at_last_batch(fit_loop.epoch_loop):
         fit_loop.reset_restart_stage()
     original()
 
 
 def _is_at_last_batch(epoch_loop: Any) -> bool:
-    at_its_end = getattr(epoch_loop, "restarted_on_train_batch_end", False)
-    return bool(at_its_end and epoch_loop.batch_progress.is_last_batch)
+    return bool(epoch_loop.restarted_on_train_batch_end and epoch_loop.batch_progress.is_last_batch)
 
 
-def _reset(trainer: Any, original: Callable[[], None]) -> None:
-    """As Lightning does, and starts the next epoch where a checkpoint of the last batch of one is resumed.
+def _reset_epoch(trainer: Any, original: Callable[[], None]) -> None:
+    """Resets the epoch loop, and starts the next epoch where a run resumes from the last batch of one.
 
     Lightning does so only if that batch was the last by its number.
     """
@@ -116,6 +115,7 @@ def _reset(trainer: Any, original: Callable[[], None]) -> None:
         for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
             progress.reset_on_run()
         loop.val_loop.batch_progress.total.reset()
+    # Lightning has is_resuming from 2.5.3 on.
     resumed = getattr(trainer.fit_loop, "is_resuming", False) or loop.restarting
     if resumed and trainer.current_epoch > 0 and loop.batch_progress.current.ready == 0:
         iter(trainer.fit_loop._data_fetcher)

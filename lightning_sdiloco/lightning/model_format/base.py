@@ -6,6 +6,7 @@ model and the inner optimizers in a checkpoint.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -72,7 +73,7 @@ class ModelFormat(ABC):
         """
 
     @abstractmethod
-    def join(self, host: Any, topology: Topology, layout: GroupLayout) -> None:
+    def join(self, host: Any, topology: Topology, layout: GroupLayout, timeout: timedelta) -> None:
         """Prepares the ranks of a group for the model, as soon as all processes are connected."""
 
     @abstractmethod

@@ -1,6 +1,7 @@
 """Worker groups whose ranks share one sharded model, with FSDP2, tensor parallelism or both among them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
@@ -121,8 +122,8 @@ class ShardedModel(ModelFormat):
         host._setup_distributed()
 
     @override
-    def join(self, host: Any, topology: Topology, layout: GroupLayout) -> None:
-        host._device_mesh = mesh_of(layout, host.root_device.type, *self.mesh_shape, host._timeout)
+    def join(self, host: Any, topology: Topology, layout: GroupLayout, timeout: timedelta) -> None:
+        host._device_mesh = mesh_of(layout, host.root_device.type, *self.mesh_shape, timeout)
         host.lightning_module._device_mesh = host._device_mesh
 
     @override
@@ -187,7 +188,7 @@ class ShardedModel(ModelFormat):
 
     @override
     def optimizer_state(self, optimizer: Optimizer, state_of: Callable[[Optimizer], Any], is_alone: bool) -> Any:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = getattr(optimizer, "optimizer", optimizer)
         if is_alone:
             return own_state(optimizer)
         had_state = bool(optimizer.state)

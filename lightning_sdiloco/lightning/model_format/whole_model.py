@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -95,7 +96,7 @@ class WholeModel(ModelFormat):
         set_up()
 
     @override
-    def join(self, host: Any, topology: Topology, layout: GroupLayout) -> None:
+    def join(self, host: Any, topology: Topology, layout: GroupLayout, timeout: timedelta) -> None:
         pass
 
     @override

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from lightning_sdiloco.lightning.host.patching import check_class
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
 from lightning_sdiloco.tools.simulate.processes import SimulatedRank
 
@@ -94,6 +95,7 @@ class Configuration:
         ours = self.ours.SimulatedStrategy
         name = f"{ours.__module__}.{ours.__qualname__}"
         base = self.cli or importlib.import_module(_CLIS[self._distribution]).LightningCLI
+        check_class(base)
 
         class SimulatedCLI(base):  # type: ignore[misc, valid-type]
             def before_instantiate_classes(self) -> None:

@@ -1,0 +1,281 @@
+"""The register of Lightning's private names: it is complete, and a name that is missing is told before training."""
+
+import ast
+import importlib
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+import lightning_sdiloco
+from lightning_sdiloco import lightning_pytorch as ours
+from lightning_sdiloco.lightning.host import patching
+from lightning_sdiloco.lightning.host.patching import NEWEST, OLDEST, REGISTER, HostName, check_class, check_names
+from tests import fits
+from tests.fits import LIGHTNING
+from tests.ranks import run_processes
+
+OTHER = "pytorch_lightning"
+VERSION = importlib.import_module(LIGHTNING).__version__
+
+# A name that goes missing
+
+
+@cache
+def prepared(distribution: str, sharded: bool = False) -> Any:
+    """A trainer that is about to fit, with all that the register may look at."""
+    host = importlib.import_module(distribution)
+    package = lightning_sdiloco if distribution == LIGHTNING else lightning_sdiloco.pytorch_lightning
+    kind = package.StreamingDiLoCoModelParallelStrategy if sharded else package.StreamingDiLoCoStrategy
+    strategy = kind(worker_groups=1, **({} if sharded else {"start_method": "fork"}))
+    averaging = host.callbacks.StochasticWeightAveraging(0.1), *_weight_averaging(host)
+    callbacks = [host.callbacks.Timer(timedelta(days=1)), host.callbacks.ModelCheckpoint(), *averaging]
+    trainer = host.Trainer(accelerator="cpu", devices=1, strategy=strategy, callbacks=callbacks, logger=False)
+    module = fits.module(distribution)
+    module.trainer = trainer
+    strategy.connect(module)
+    module._device_mesh = object()
+    if sharded:
+        strategy._device_mesh = object()
+    return trainer
+
+
+def _weight_averaging(host: Any) -> Iterator[Any]:
+    if hasattr(host.callbacks, "WeightAveraging"):
+        yield host.callbacks.WeightAveraging()
+
+
+def hosts_of(entry: HostName, distribution: str) -> list[Any]:
+    """The objects that have a name, in a trainer of either strategy."""
+    if entry.place == "LightningCLI":
+        return [importlib.import_module(f"{distribution}.cli").LightningCLI]
+    sharded = entry.place == "ModelParallelStrategy"
+    return [host for host in patching._hosts(entry.place, prepared(distribution, sharded)) if host is not None]
+
+
+def take_away(patch: pytest.MonkeyPatch, host: Any, entry: HostName) -> None:
+    """Lets an object look as if Lightning had renamed what the entry speaks of."""
+    kinds = [kind for kind in getattr(host, "__mro__", type(host).__mro__) if patching._is_of_lightning(kind)]
+    if entry.use == "set":
+        public = entry.name.removeprefix("_")
+        patch.setattr(next(kind for kind in kinds if public in vars(kind)), public, None)
+        return
+    for place in (*kinds, host):
+        if entry.name in vars(place):
+            patch.delattr(place, entry.name)
+
+
+def check(entry: HostName, distribution: str) -> None:
+    if entry.place == "LightningCLI":
+        check_class(hosts_of(entry, distribution)[0])
+    else:
+        check_names(prepared(distribution, entry.place == "ModelParallelStrategy"))
+
+
+@pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
+@pytest.mark.parametrize("entry", REGISTER, ids=str)
+def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
+    entry: HostName, distribution: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = hosts_of(entry, distribution)
+    if not entry.is_expected_in(VERSION):
+        check(entry, distribution)
+        assert caplog.messages == []
+        return
+    assert hosts, "there is no object to look at"
+    for host in hosts:
+        take_away(monkeypatch, host, entry)
+    told = f"without {entry} {entry.without}"
+    if entry.optional:
+        check(entry, distribution)
+        (warning,) = caplog.messages
+        assert told in warning
+    else:
+        with pytest.raises(ValueError, match=re.escape(told)) as refusal:
+            check(entry, distribution)
+        assert f"tried with Lightning {OLDEST} to {NEWEST}. Install one of these" in str(refusal.value)
+
+
+@pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_nothing_is_missing_here(distribution: str, sharded: bool, caplog: pytest.LogCaptureFixture) -> None:
+    check_names(prepared(distribution, sharded))
+    check_class(importlib.import_module(f"{distribution}.cli").LightningCLI)
+    assert caplog.messages == []
+
+
+class Timer(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+    """A callback of a user that has the name of one of Lightning's."""
+
+
+def test_a_class_of_the_same_name_is_not_lightnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = prepared(LIGHTNING)
+    monkeypatch.setattr(trainer, "callbacks", [*trainer.callbacks, Timer()])
+    check_names(trainer)
+
+
+GONE = (
+    HostName("trainer.fit_loop.epoch_loop", "_gone", "used", "worker groups drift apart"),
+    HostName("trainer.fit_loop", "_left", "used", "the bar is empty", optional=True),
+)
+
+
+@pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
+@pytest.mark.parametrize("entry", GONE, ids=str)
+def test_every_fit_looks_for_the_names(entry: HostName, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patching, "REGISTER", (*REGISTER, entry))
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+
+    def told(rank: int, world_size: int) -> tuple[list[str], int]:
+        logging.getLogger(patching.__name__).addHandler(handler)
+        trainer = fits.trainer(distribution, strategy=fits.strategy(distribution), devices=1, max_steps=2)
+        try:
+            trainer.fit(fits.module(distribution), fits.SomeBatches(0, 2))
+        except ValueError as error:
+            messages.append(str(error))
+        return messages, trainer.global_step
+
+    ((messages, steps),) = run_processes(told, 1)
+    assert len(messages) == 1
+    assert f"without {entry} {entry.without}" in messages[0]
+    assert steps == (2 if entry.optional else 0)
+
+
+def test_only_what_is_in_the_register_and_there_is_replaced() -> None:
+    trainer = prepared(LIGHTNING)
+    with ExitStack() as undo:
+        with pytest.raises(AssertionError, match="_save_something is not in the register"):
+            patching.replace(undo, trainer, "_save_something", print)
+        with pytest.raises(ValueError, match="lacks what worker groups rest on: without trainer.fit_loop"):
+            patching.replace(undo, object(), "setup_data", print)
+        loop = trainer.fit_loop
+        before = loop.setup_data
+        patching.replace(undo, loop, "setup_data", print)
+        patching.replace(undo, loop, "setup_data", repr)
+        assert loop.setup_data is repr
+    assert loop.setup_data == before
+    assert "setup_data" not in vars(loop)
+
+
+def test_versions_say_where_a_name_is_expected() -> None:
+    plain, late = HostName("trainer", "_x", "used", ""), HostName("trainer", "_x", "used", "", first="2.5.2")
+    ended = HostName("trainer", "_x", "used", "", last="2.5.6")
+    versions = ("2.5.0.post0", "2.5.2", "2.6.0.dev1", NEWEST, "2.10.0")
+    assert [plain.is_expected_in(version) for version in versions] == [True] * 5
+    assert [late.is_expected_in(version) for version in versions] == [False, True, True, True, True]
+    assert [ended.is_expected_in(version) for version in versions] == [True, True, False, False, False]
+
+
+# The register and the source
+
+PACKAGE = Path(lightning_sdiloco.__file__).parent
+SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+KNOWING = [
+    path
+    for path in SOURCES
+    if path.parent == PACKAGE or path.is_relative_to(PACKAGE / "lightning") or "simulate" in path.parts
+]
+NAMES = {entry.name for entry in REGISTER}
+PATCHED = {entry.name for entry in REGISTER if entry.use == "patched"}
+# Methods of named tuples, and the end of the names of scalars.
+NO_NAMES = {"_make", "_replace", "_asdict", "_ms"}
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[a-zA-Z]\w*", name) is not None
+
+
+@cache
+def defined_in(path: Path) -> set[str]:
+    """The names that a file defines: not those of methods that override another's."""
+    names = set()
+    for node in ast.walk(SOURCES[path]):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names |= {node.name} if "override" not in map(ast.unparse, node.decorator_list) else set()
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            own = isinstance(node, ast.Name) or ast.unparse(node.value) in ("self", "cls")
+            names |= {getattr(node, "id", None) or node.attr} if own else set()  # type: ignore[union-attr]
+    return names
+
+
+@cache
+def defined() -> set[str]:
+    return set().union(*map(defined_in, SOURCES))
+
+
+def foreign_names(path: Path) -> Iterator[str]:
+    """The private names of others that a file speaks of, as attributes or in quotes."""
+    own = defined_in(path)
+    for node in ast.walk(SOURCES[path]):
+        if isinstance(node, ast.Attribute):
+            among = defined() if ast.unparse(node.value) in ("self", "cls", "super()") else own
+            found = {node.attr} - among
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = {node.value} - own
+        elif isinstance(node, ast.FunctionDef):
+            found = {node.name} - defined()
+        elif isinstance(node, ast.ImportFrom):
+            found = {alias.name for alias in node.names}
+        else:
+            continue
+        yield from filter(is_private, found)
+
+
+@pytest.mark.parametrize("path", KNOWING, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_private_name_of_others_is_in_the_register(path: Path) -> None:
+    assert set(foreign_names(path)) - NAMES - NO_NAMES == set()
+
+
+@pytest.mark.parametrize("path", KNOWING, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_patch_is_in_the_register(path: Path) -> None:
+    calls = [node for node in ast.walk(SOURCES[path]) if isinstance(node, ast.Call)]
+    patches = [call for call in calls if ast.unparse(call.func) == "replace" and len(call.args) in (3, 4)]
+    names = {ast.literal_eval(call.args[-2]) for call in patches if isinstance(call.args[-2], ast.Constant)}
+    assert names - PATCHED == set()
+
+
+def test_the_register_has_nothing_that_is_not_used() -> None:
+    spoken = set()
+    for path in set(KNOWING) - {Path(patching.__file__)}:
+        for node in ast.walk(SOURCES[path]):
+            words = (getattr(node, field, None) for field in ("attr", "name", "value"))
+            spoken |= {word for word in words if isinstance(word, str)}
+    assert NAMES - spoken == set()
+    assert len({(entry.place, entry.name) for entry in REGISTER}) == len(REGISTER)
+
+
+def test_what_our_classes_share_with_lightnings_is_in_the_register() -> None:
+    strategies = importlib.import_module(f"{LIGHTNING}.strategies")
+    launcher = importlib.import_module(f"{LIGHTNING}.strategies.launchers")._MultiProcessingLauncher
+    hosts = {
+        ours.StreamingDiLoCoStrategy: strategies.DDPStrategy(),
+        ours.SimulatedStrategy: strategies.DDPStrategy(),
+        ours.StreamingDiLoCoModelParallelStrategy: strategies.ModelParallelStrategy(),
+        ours._Launcher: launcher(strategies.DDPStrategy()),
+        ours.StreamingDiLoCoCallback: importlib.import_module(LIGHTNING).Callback(),
+    }
+    for kind, host in hosts.items():
+        shared = set(filter(is_private, dir(host))) & names_in(kind)
+        assert shared - NAMES == set()
+        assert shared or kind is ours.StreamingDiLoCoCallback
+
+
+def names_in(kind: type) -> set[str]:
+    """The names that the methods of our classes define and speak of."""
+    names = set()
+    for base in kind.__mro__:
+        if base.__module__.startswith("lightning_sdiloco"):
+            for name, value in vars(base).items():
+                function = getattr(value, "fget", None) or value
+                if isinstance(function, FunctionType):
+                    names |= {name, *function.__code__.co_names}
+    return names
