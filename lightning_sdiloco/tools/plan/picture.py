@@ -1,8 +1,9 @@
 """Draws the compute utilisation over the bandwidth, like Figure 4 of the paper."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
+
+from lightning_sdiloco.tools.figures import require_drawable, save
 
 Curve = Callable[[float], float]
 """Maps a bandwidth in Gbit/s to the compute utilisation."""
@@ -35,27 +36,14 @@ def draw(path: str, panels: Panels, first: int, last: int, mark: float | None = 
     Raises:
         ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
     """
-    if Path(path).suffix not in (".svg", ".png"):
-        raise ValueError(f"picture={path!r} does not end with .svg or .png. Give a file with one of these suffixes.")
-    figure = _figure(panels, first, last, mark)
-    try:
-        # Without a date, so that the same plan gives the same file.
-        figure.savefig(path, dpi=190, metadata={"Date": None} if path.endswith(".svg") else {"Software": None})
-    except OSError as error:
-        raise ValueError(f"picture={path!r} cannot be written ({error}). Give another file.") from error
+    require_drawable(path)
+    save(_figure(panels, first, last, mark), path)
 
 
 def _figure(panels: Panels, first: int, last: int, mark: float | None) -> Any:
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ValueError(
-            "A picture needs matplotlib, which is not installed. Install it (pip install matplotlib), or leave out"
-            " --picture."
-        ) from error
-    mpl.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "plan"})
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     figure = Figure(figsize=(8.4, 4.1), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
     for number, (title, curves) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), number)

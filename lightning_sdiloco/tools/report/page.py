@@ -6,7 +6,7 @@ from html import escape
 
 from lightning_sdiloco.lightning.monitor.records import Run
 from lightning_sdiloco.tools.report import series
-from lightning_sdiloco.tools.report.verdict import Verdict
+from lightning_sdiloco.tools.report.verdict import Verdict, rate_as_text, seconds_as_text
 
 CAPTIONS: Mapping[str, tuple[str, str]] = {
     "losses": (
@@ -113,13 +113,13 @@ def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
     tiles = [
         (f"{verdict.utilisation:.1%}", "compute utilisation"),
         (f"{steps:,}", "inner steps"),
-        (_seconds(max(series.step_seconds(rank) for rank in run.heads)), "slowest inner step"),
+        (seconds_as_text(max(series.step_seconds(rank) for rank in run.heads)), "slowest inner step"),
         (_size(sent), "sent by each group"),
     ]
     if sent:
         tiles.append((f"1/{series.ddp_bytes_per_step(run) * steps / sent:,.0f}", "of the bytes of DDP"))
     if verdict.link is not None:
-        tiles.append((_rate(verdict.link.gbit_s), "link rate while in use"))
+        tiles.append((rate_as_text(verdict.link.gbit_s), "link rate while in use"))
     return tiles
 
 
@@ -134,25 +134,17 @@ def _table(run: Run) -> str:
             str(rank.rank),
             str(rank.group),
             str(rank.about["host"]),
-            _seconds(series.step_seconds(rank)),
-            _seconds(sum(landed.seconds("wait") for landed in series.waits(rank))),
+            seconds_as_text(series.step_seconds(rank)),
+            seconds_as_text(sum(landed.seconds("wait") for landed in series.waits(rank))),
             f"{series.utilisation(rank):.1%}",
             _size(sum(landed.bytes_sent for landed in rank.landings)),
-            _seconds(rank.uncertainty),
+            seconds_as_text(rank.uncertainty),
         )
         for rank in run.ranks
     ]
     cells = "".join(f"<th>{name}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{cells}</tr>{body}</table>"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def _rate(gbit_s: float) -> str:
-    return f"{gbit_s:.3g} Gbit/s" if gbit_s >= 0.1 else f"{1000 * gbit_s:.3g} Mbit/s"
 
 
 def _size(nbytes: float) -> str:

@@ -221,7 +221,7 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
     steps = {rank.group: series.step_seconds(rank) for rank in run.heads}
     kept = f"Training kept computing for {share:.1%} of the time."
     waited = f"Of the time that it waited, {_shares(causes)}."
-    rate = f" The link carried {_gbit_s(link.gbit_s)} while fragments were on it." if link is not None else ""
+    rate = f" The link carried {rate_as_text(link.gbit_s)} while fragments were on it." if link is not None else ""
     if limit == "alone":
         return ["There is one worker group, so nothing travelled and nothing was waited for."]
     if limit == "nothing":
@@ -229,8 +229,8 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
     if limit == "groups":
         slow, fast = max(steps, key=lambda g: steps[g]), min(steps, key=lambda g: steps[g])
         return [
-            f"{kept} A slower group limited this run: an inner step of group {slow} took {_seconds(steps[slow])}, of"
-            f" group {fast} {_seconds(steps[fast])}. {waited}",
+            f"{kept} A slower group limited this run: an inner step of group {slow} took"
+            f" {seconds_as_text(steps[slow])}, of group {fast} {seconds_as_text(steps[fast])}. {waited}",
             "No setting of the exchange changes that: at every landing the faster groups wait for the slowest. Give the"
             f" slower group smaller batches or faster devices. With equal speed training would be up to"
             f" {steps[slow] / steps[fast]:.2f} times as fast.",
@@ -285,9 +285,11 @@ def _agreement(run: Run) -> list[str]:
     return sentences
 
 
-def _seconds(seconds: float) -> str:
+def seconds_as_text(seconds: float) -> str:
+    """Formats a time with three digits, in seconds or milliseconds."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _gbit_s(gbit_s: float) -> str:
+def rate_as_text(gbit_s: float) -> str:
+    """Formats a rate with three digits, in Gbit/s or Mbit/s."""
     return f"{gbit_s:.3g} Gbit/s" if gbit_s >= 0.1 else f"{1000 * gbit_s:.3g} Mbit/s"

@@ -13,8 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_sdiloco.planning.clock import Absence
 from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.tools.figures import require_drawable
 from lightning_sdiloco.tools.simulate.configuration import Configuration
-from lightning_sdiloco.tools.simulate.picture import draw, require_drawable
+from lightning_sdiloco.tools.simulate.picture import draw
 from lightning_sdiloco.tools.simulate.running import check, run
 from lightning_sdiloco.tools.simulate.sweeping import Circumstances, Outcome, combinations, names_of, predict
 from lightning_sdiloco.tools.simulate.text import run_as_text, sweep_as_text

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from lightning_sdiloco.tools.figures import require_drawable, save
 from lightning_sdiloco.tools.simulate.recording import Validation
 from lightning_sdiloco.tools.simulate.sweeping import Outcome
 
@@ -25,32 +25,7 @@ def draw(path: str, outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
         ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
     """
     require_drawable(path)
-    figure = _figure(outcomes, names)
-    try:
-        figure.savefig(path, dpi=190, metadata={"Date": None} if path.endswith(".svg") else {"Software": None})
-    except OSError as error:
-        raise ValueError(f"picture={path!r} cannot be written ({error}). Give another file.") from error
-
-
-def require_drawable(path: str) -> None:
-    """Refuses a picture that cannot be drawn, before anything is run.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ValueError: If it has another suffix than .svg or .png, or matplotlib is not installed.
-    """
-    if Path(path).suffix not in (".svg", ".png"):
-        raise ValueError(f"picture={path!r} does not end with .svg or .png. Give a file with one of these suffixes.")
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ValueError(
-            "A picture needs matplotlib, which is not installed. Install it (pip install matplotlib), or leave out"
-            " --picture."
-        ) from error
-    mpl.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "simulate"})
+    save(_figure(outcomes, names), path)
 
 
 def _figure(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:

@@ -1,0 +1,98 @@
+"""What people run, on large models: the simulator, the planner, the monitor's records, the timeline and the report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_sdiloco
+from lightning_sdiloco.lightning.monitor.records import read_run
+from lightning_sdiloco.tools.cli import main
+from tests import fits
+from tests.large.models import Data, Large, same
+from tests.ranks import run_processes
+from tests.tools.test_simulating import losses, real, simulated
+
+pytestmark = [pytest.mark.large, pytest.mark.timeout(150)]
+
+
+def write(folder: Path, kind: str, steps: int, **choices: Any) -> str:
+    """The file of a LightningCLI."""
+    strategy = {"class_path": "lightning_sdiloco.StreamingDiLoCoStrategy", "init_args": choices}
+    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    config = {
+        "seed_everything": 3,
+        "trainer": {"accelerator": "cpu", "max_steps": steps, "strategy": strategy, **off},
+        "model": {"class_path": "tests.large.models.Large", "init_args": {"kind": kind}},
+        "data": {"class_path": "tests.large.models.Data"},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return str(file)
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("wide", 3), ("normed", 2)])
+def test_the_simulator_gives_the_bits_of_real_processes(kind: str, groups: int, tmp_path: Path) -> None:
+    file = write(tmp_path, kind, 9, sync_every=4, overlap_steps=2, layers_per_fragment=40)
+    expected = run_processes(real, groups, "lightning.pytorch", [f"--config={file}"], timeout=120.0)
+    result = simulated(file, groups)
+    assert sum(values.numel() for values in result.outer.values()) >= 100_000
+    assert losses(result) == [rank["losses"] for rank in expected]
+    for rank, group in zip(expected, result.groups, strict=True):
+        assert same(rank["outer"], result.outer)
+        assert group.bytes_sent == rank["report"]["bytes_sent"]
+
+
+def test_the_command_simulates_a_thousand_tensors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = write(tmp_path, "deep", 6, sync_every=4, overlap_steps=2, layers_per_fragment=100)
+    link = ["--bandwidth=0.01", "--round-trip=0.05", "--step-time=0.1"]
+    main(["simulate", f"--config={file}", "--groups=2", f"--json={tmp_path / 'told.json'}", *link])
+    assert "2 worker groups, 6 inner steps each, 136,068 parameters" in capsys.readouterr().out
+    (told,) = json.loads((tmp_path / "told.json").read_text())["runs"]
+    assert told["inner_steps"] == [6, 6]
+    assert told["prediction"]["seconds"] > 0.6
+
+
+@pytest.mark.parametrize(("kind", "fragments"), [("wide", 2), ("deep", 168)])
+def test_the_planner_plans_for_the_module(kind: str, fragments: int, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model=tests.large.models.Large", f"--model.kind={kind}"]
+    main(["plan", *model, "--step-time=0.1", "--bandwidth=0.001", "--groups=3", "--format=json"])
+    told = json.loads(capsys.readouterr().out)
+    assert told["settings"]["fragments"] == fragments
+    assert 0 < told["recommendation"]["utilisation"] <= 1
+
+
+@pytest.mark.parametrize(("kind", "groups", "layers", "fragments"), [("wide", 3, 1, 4), ("deep", 2, 3, 168)])
+def test_records_timeline_and_report_tell_of_every_fragment(
+    kind: str, groups: int, layers: int, fragments: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def run(rank: int, world_size: int) -> tuple[dict[str, float], list[str]]:
+        timeline = str(tmp_path / "trace.json")
+        monitor = lightning_sdiloco.StreamingDiLoCoMonitor(folder=str(tmp_path / "sdiloco"), timeline=timeline)
+        strategy = fits.strategy(
+            worker_groups=groups, sync_every=6, overlap_steps=2, layers_per_fragment=layers, exchange="two_shot"
+        )
+        trainer = fits.trainer(
+            strategy=strategy, devices=world_size, max_steps=19, callbacks=[monitor], log_every_n_steps=1
+        )
+        trainer.fit(Large(kind), Data())
+        return strategy.report(), [name for fragment in strategy.fragments for name in fragment.names]
+
+    report, names = run_processes(run, 2 * groups, timeout=120.0)[0]
+    ranks = read_run(tmp_path / "sdiloco").ranks
+    assert len(ranks) == 2 * groups
+    for rank in ranks:
+        assert {landed.fragment for landed in rank.landings} == set(range(fragments))
+    assert sum(not landed.final for landed in ranks[0].landings) == report["landings"]
+    flights = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["name"] == "flight"]
+    assert len(flights) >= 2 * groups * fragments
+    landed = [landed for rank in ranks for landed in rank.landings if not landed.final]
+    assert sum(e["ph"] == "X" for e in flights) == len(landed)
+    assert max(map(len, names)) > (64 if kind == "deep" else 0)
+    main(["report", str(tmp_path)])
+    assert "Training kept computing for" in capsys.readouterr().out
+    assert "Training kept computing for" in (tmp_path / "report" / "report.html").read_text()
