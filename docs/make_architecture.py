@@ -309,13 +309,13 @@ DARK = Colors(
     wrong="#ff6e6e",
 )
 
-WIDTH, COLUMN, ROW, BOX = 2.55, 0.62, 0.66, 0.50
+WIDTH, COLUMN, ROW, BOX = 2.35, 0.62, 0.66, 0.50
 ORDER = list(ROOMS)
 
 
 def column(room: str) -> float:
     """Where what imports a room comes down, from the left."""
-    return WIDTH + 0.25 + COLUMN * ORDER.index(room)
+    return WIDTH + 0.2 + COLUMN * ORDER.index(room)
 
 
 def row(room: str) -> float:
@@ -337,6 +337,7 @@ def draw(source: Source, colors: Colors, path: Path) -> None:
     axes.set(xlim=(0, width), ylim=(height, 0))
     axes.axis("off")
     draw_floors(axes, colors, width)
+    draw_legend(axes, colors)
     found = arrows(source)
     for room in ORDER:
         draw_room(axes, colors, room, sum(room_of(module) == room for module in source.files))
@@ -348,7 +349,7 @@ def draw(source: Source, colors: Colors, path: Path) -> None:
 
 
 def draw_floors(axes: Any, colors: Colors, width: float) -> None:
-    """Draws a band behind every other floor, so that rooms of the same one are seen together."""
+    """Numbers the floors, and draws a band behind every other one."""
     from matplotlib.patches import Rectangle
 
     for floor in {floor for floor, _ in ROOMS.values()}:
@@ -356,6 +357,21 @@ def draw_floors(axes: Any, colors: Colors, width: float) -> None:
         top, height = ROW * ORDER.index(rooms[0]), ROW * len(rooms)
         if floor % 2:
             axes.add_patch(Rectangle((0, top), width, height, facecolor=colors.band, edgecolor="none", zorder=0))
+        if rooms != [FACE]:
+            style = {"ha": "center", "va": "center", "fontsize": 9, "color": colors.quiet}
+            axes.text(0.16, top + height / 2, str(floor), **style)
+
+
+def draw_legend(axes: Any, colors: Colors) -> None:
+    """Says how to read the picture, where it has room."""
+    said = (
+        "To the right of a room: what it imports.",
+        "Above a room: what imports it.",
+        "A number: imports of one file by another.",
+        "Rooms on one floor do not know each other.",
+    )
+    for line, text in enumerate(said):
+        axes.text(0.42, row("compression") + 0.27 * line, text, va="center", fontsize=9, color=colors.quiet)
 
 
 def draw_room(axes: Any, colors: Colors, room: str, files: int) -> None:
@@ -366,7 +382,7 @@ def draw_room(axes: Any, colors: Colors, room: str, files: int) -> None:
     left = right - WIDTH
     style = {"boxstyle": "round,pad=0,rounding_size=0.07", "facecolor": colors.box, "edgecolor": colors.edge}
     axes.add_patch(FancyBboxPatch((left, middle - BOX / 2), WIDTH, BOX, linewidth=1, zorder=3, **style))
-    name = {FACE: "__init__.py ...", "errors": "errors.py"}.get(room, f"{room}/")
+    name = {FACE: "the face", "errors": "errors.py"}.get(room, f"{room}/")
     text = {"va": "center", "zorder": 4}
     axes.text(left + 0.12, middle - 0.1, name, color=colors.ink, fontsize=10.5, weight="bold", **text)
     axes.text(left + 0.12, middle + 0.125, ROOMS[room][1], color=colors.quiet, fontsize=8.5, **text)
@@ -391,12 +407,12 @@ def draw_number(axes: Any, colors: Colors, pair: tuple[str, str], count: int) ->
     color = colors.number if allowed(*pair) else colors.wrong
     circle = {"boxstyle": "circle,pad=0.25", "facecolor": colors.page, "edgecolor": color, "linewidth": 1}
     style = {"ha": "center", "va": "center", "fontsize": 8, "color": color, "weight": "bold", "bbox": circle}
-    axes.text(column(pair[1]), row(pair[0]), f"{count:^3}".strip(), zorder=5, gid=gid(pair, count), **style)
+    axes.text(column(pair[1]), row(pair[0]), str(count), zorder=5, gid=gid(pair, count), **style)
 
 
 def gid(pair: tuple[str, str], count: int) -> str:
-    """What the picture's file calls a number in it."""
-    return f"{pair[0]} imports {pair[1]}: {count}"
+    """Names a number in the file of the picture, so that a test can read it there."""
+    return f"{pair[0]}-imports-{pair[1]}-{count}"
 
 
 def draw_both() -> None:
