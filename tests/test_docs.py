@@ -174,8 +174,9 @@ def quoted(text: str) -> list[str]:
 
 
 def files_without_a_place() -> set[str]:
-    """The paths on the page, in the package or the checkout, that lead nowhere."""
-    named = {name for name in quoted(PAGE) if name.endswith((".py", "/"))}
+    """The paths on the page and in CONTRIBUTING.md, in the package or the checkout, that lead nowhere."""
+    text = PAGE + (ROOT / "CONTRIBUTING.md").read_text()
+    named = {name for name in quoted(text) if name.endswith((".py", ".md", "/"))}
     assert len(named) > 20
     return {name for name in named if not (PACKAGE / name).exists() and not (ROOT / name).exists()}
 
@@ -191,7 +192,7 @@ def names_without_a_definition() -> set[str]:
 
 def steps_in_other_files() -> set[str]:
     """The steps of the path whose file does not define what the page says."""
-    steps = re.findall(r"^\| \d+ \|[^|]*\| `([\w/]+)\.py` \| ([^|]*)\|", PAGE, flags=re.M)
+    steps = re.findall(r"^\| `([\w/]+)\.py`<br>([^|]*)\|", PAGE, flags=re.M)
     assert len(steps) > 20
     modules = {file: ".".join([architecture.NAME, *file.split("/")]) for file, _ in steps}
     there = {file: defined_in(module) if module in MODULES else set() for file, module in modules.items()}
