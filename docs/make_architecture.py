@@ -342,7 +342,7 @@ def draw(source: Source, colors: Colors, path: Path) -> None:
     for room in ORDER:
         draw_room(axes, colors, room, sum(room_of(module) == room for module in source.files))
         draw_lines(axes, colors, room, found)
-    for pair, count in found.items():
+    for pair, count in sorted(found.items()):
         draw_number(axes, colors, pair, count)
     figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor=colors.page)
     plt.close(figure)
