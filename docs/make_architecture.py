@@ -1,0 +1,444 @@
+"""Draws the rooms of the package from its imports, and counts what they come to: python docs/make_architecture.py.
+
+The picture has an arrow where one room imports another, also inside functions and for type checkers. An import that
+goes up, or to a room on the same floor, is drawn in red. Below the picture's files, the script prints a table of
+numbers. Other checkouts may stand beside this one: ``python docs/make_architecture.py --tree ../before --tree .``.
+``--flight`` prints every call that a fragment makes from its launch to its landing.
+"""
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+NAME = "lightning_sdiloco"
+
+FACE = "face"
+# From top to bottom: the floor, and what the room is for. A room may import those on lower floors.
+ROOMS = {
+    FACE: (6, "the public names"),
+    "tools": (5, "what people run"),
+    "lightning": (4, "strategies and callbacks"),
+    "engine": (3, "launches and lands fragments"),
+    "planning": (3, "what a link allows"),
+    "algorithm": (2, "when, what, how much"),
+    "launch": (2, "how ranks start and meet"),
+    "compression": (1, "bits of an outer gradient"),
+    "comm": (1, "the door to the network"),
+    "errors": (0, "what ends a run"),
+}
+
+
+# Reading the source
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of the package in a checkout.
+
+    Attributes:
+        root: The folder of the checkout.
+    """
+
+    root: Path
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Every file of the package by the name of its module."""
+        named = {}
+        for path in sorted((self.root / NAME).rglob("*.py")):
+            parts = path.relative_to(self.root).with_suffix("").parts
+            named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+        return named
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        """What every module says."""
+        return {module: ast.parse(path.read_text()) for module, path in self.files.items()}
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """The modules of the package that each module imports, wherever in the file it does so."""
+        return {module: self._imported(tree) - {module} for module, tree in self.trees.items()}
+
+    def _imported(self, tree: ast.Module) -> set[str]:
+        names: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= submodules & self.files.keys() or {str(node.module)}
+        return names & self.files.keys()
+
+    @cached_property
+    def circles(self) -> list[set[str]]:
+        """The sets of modules that reach each other by imports."""
+        reached = {module: self._reached(module) for module in self.imports}
+        found: list[set[str]] = []
+        for module, others in reached.items():
+            circle = {other for other in others if module in reached[other]}
+            if circle and circle not in found:
+                found.append(circle)
+        return found
+
+    def _reached(self, module: str) -> set[str]:
+        seen: set[str] = set()
+        left = [module]
+        while left:
+            new = self.imports[left.pop()] - seen
+            seen |= new
+            left += new
+        return seen
+
+    @cached_property
+    def longest_chain(self) -> list[set[str]]:
+        """The longest chain of imports, from top to bottom; a circle counts as one link."""
+        link = {module: next((c for c in self.circles if module in c), {module}) for module in self.imports}
+        chains: dict[str, list[set[str]]] = {}
+
+        def chain_from(module: str) -> list[set[str]]:
+            if module not in chains:
+                below = set().union(*(self.imports[own] for own in link[module])) - link[module]
+                longest = max((chain_from(other) for other in sorted(below)), key=len, default=[])
+                chains.update(dict.fromkeys(link[module], [link[module], *longest]))
+            return chains[module]
+
+        return max(map(chain_from, self.imports), key=len)
+
+    def functions(self) -> Iterator[tuple[int, str]]:
+        """Every function, with its lines that are no docstring."""
+        for module, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    described = node.body[0] if ast.get_docstring(node) else None
+                    docstring = described.end_lineno - described.lineno + 1 if described else 0  # type: ignore[operator]
+                    yield node.end_lineno - node.lineno + 1 - docstring, f"{module}.{node.name}"  # type: ignore[operator]
+
+
+def room_of(module: str) -> str:
+    """The room of a module; the modules above all rooms are the face."""
+    name = (module.split(".") + [FACE])[1]
+    return name if name in ROOMS else FACE
+
+
+def arrows(source: Source) -> Counter[tuple[str, str]]:
+    """How many imports lead from a room to another one: pairs of a file and a file that it imports."""
+    pairs = ((room_of(module), room_of(other)) for module, others in source.imports.items() for other in others)
+    return Counter(pair for pair in pairs if pair[0] != pair[1])
+
+
+def allowed(importer: str, imported: str) -> bool:
+    """Whether an import goes down."""
+    return ROOMS[imported][0] < ROOMS[importer][0]
+
+
+# A fragment from launch to landing
+
+
+class Call(NamedTuple):
+    """A call of a function of the package."""
+
+    thread: str
+    file: str
+    function: str
+
+
+def trace_flight() -> list[Call]:
+    """Returns the calls of one flight in their order: one worker group, one fragment, fp4, real background threads.
+
+    Of the training thread it takes the ``launch_due`` that launches and the ``land_due`` that lands; of the background
+    threads, everything. It uses public names only, so that any checkout can be measured: that which
+    ``import lightning_sdiloco`` finds.
+    """
+    import torch
+
+    import lightning_sdiloco
+
+    folder, calls, names = Path(lightning_sdiloco.__file__).parent, [], {threading.get_ident(): "training"}
+    traced = False
+
+    def see(frame: Any, event: str, _: Any) -> None:
+        if traced and event == "call" and frame.f_code.co_filename.startswith(str(folder)):
+            thread = names.setdefault(threading.get_ident(), f"background {len(names)}")
+            file = Path(frame.f_code.co_filename).relative_to(folder).as_posix()
+            calls.append(Call(thread, file, frame.f_code.co_name))
+
+    threading.setprofile(see)  # for the threads that the engine starts
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    engine = lightning_sdiloco.StreamingDiLoCo(model, sync_every=4, overlap_steps=1, compression="fp4")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    landed = []
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        for half, at in ((engine.launch_due, 4), (engine.land_due, 5)):
+            traced = traced or step == at == 4
+            sys.setprofile(see if step == at else None)
+            landed += half() or []
+            sys.setprofile(None)
+    traced = False
+    threading.setprofile(None)
+    engine.close()
+    assert len(landed) == 1, "the fragment landed after inner step 5"
+    return calls
+
+
+def flight_in(root: Path) -> list[Call]:
+    """What `trace_flight` finds in a checkout, from a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", __file__, "--trace"]
+    done = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True)
+    return [Call(*call) for call in json.loads(done.stdout.splitlines()[-1])]
+
+
+def by_thread(calls: list[Call]) -> dict[str, list[Call]]:
+    """The calls of every thread, in their order."""
+    threads = defaultdict(list)
+    for call in calls:
+        threads[call.thread].append(call)
+    return threads
+
+
+def changes_of_file(calls: list[Call]) -> int:
+    """How often a thread's call lies in another file than its call before, over all threads."""
+    pairs = [pair for own in by_thread(calls).values() for pair in zip(own, own[1:], strict=False)]
+    return sum(one.file != next_one.file for one, next_one in pairs)
+
+
+def print_flight(calls: list[Call]) -> None:
+    """Prints the calls, a line for every stay in a file."""
+    for thread, own in by_thread(calls).items():
+        print(f"{thread}: {changes_of_file(own)} changes of file")
+        stays: list[tuple[str, list[str]]] = []
+        for call in own:
+            if not stays or stays[-1][0] != call.file:
+                stays.append((call.file, []))
+            stays[-1][1].append(call.function)
+        for file, functions in stays:
+            print(f"  {file:34} {' '.join(functions)}")
+
+
+# Numbers
+
+
+def numbers(root: Path) -> dict[str, str]:
+    """What the house comes to, by what is counted."""
+    source = Source(root)
+    lines = {module: len(path.read_text().splitlines()) for module, path in source.files.items()}
+    longest = max(lines, key=lambda module: lines[module])
+    function_lines, function = max(source.functions())
+    calls = flight_in(root)
+    return {
+        "folders": str(len({path.parent for path in source.files.values()})),
+        "files": str(len(lines)),
+        "lines": f"{sum(lines.values()):,}",
+        "longest file": f"{lines[longest]} ({short(longest)})",
+        "longest function": f"{function_lines} ({short(function)})",
+        "longest chain of imports": str(len(source.longest_chain)),
+        "circles": ", ".join(f"{len(circle)} files" for circle in source.circles) or "0",
+        "calls from launch to landing": str(len(calls)),
+        "changes of file among them": str(changes_of_file(calls)),
+    }
+
+
+def short(name: str) -> str:
+    """A dotted name without that of the package."""
+    return name.removeprefix(f"{NAME}.")
+
+
+def print_numbers(roots: list[Path]) -> None:
+    """Prints a table with a column for every checkout."""
+    columns = [numbers(root) for root in roots]
+    print("|  | " + " | ".join(str(root) for root in roots) + " |")
+    print("|---|" + "---|" * len(roots))
+    for what in columns[0]:
+        print(f"| {what} | " + " | ".join(column[what] for column in columns) + " |")
+
+
+# The picture
+
+
+class Colors(NamedTuple):
+    """The colors of a picture."""
+
+    page: str
+    ink: str
+    quiet: str
+    box: str
+    edge: str
+    band: str
+    line: str
+    number: str
+    wrong: str
+
+
+LIGHT = Colors(
+    page="#ffffff",
+    ink="#263238",
+    quiet="#607d8b",
+    box="#e8eaf6",
+    edge="#3f51b5",
+    band="#f5f7f8",
+    line="#90a4ae",
+    number="#3f51b5",
+    wrong="#e53935",
+)
+# The page of the documentation in its dark scheme has this color.
+DARK = Colors(
+    page="#1e2129",
+    ink="#e2e4e9",
+    quiet="#9aa0ac",
+    box="#2a3050",
+    edge="#7c8ce0",
+    band="#252933",
+    line="#5c6473",
+    number="#8c9eff",
+    wrong="#ff6e6e",
+)
+
+WIDTH, COLUMN, ROW, BOX = 2.35, 0.62, 0.66, 0.50
+ORDER = list(ROOMS)
+
+
+def column(room: str) -> float:
+    """Where what imports a room comes down, from the left."""
+    return WIDTH + 0.2 + COLUMN * ORDER.index(room)
+
+
+def row(room: str) -> float:
+    """The middle of a room, from the top."""
+    return ROW * (ORDER.index(room) + 0.5)
+
+
+def draw(source: Source, colors: Colors, path: Path) -> None:
+    """Draws the rooms as a staircase: to the right of a room is what it imports, above it what imports it."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "architecture"})
+    width, height = column(ORDER[-1]) + 0.35, ROW * len(ORDER)
+    figure = plt.figure(figsize=(width, height), facecolor=colors.page)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.axis("off")
+    draw_floors(axes, colors, width)
+    draw_legend(axes, colors)
+    found = arrows(source)
+    for room in ORDER:
+        draw_room(axes, colors, room, sum(room_of(module) == room for module in source.files))
+        draw_lines(axes, colors, room, found)
+    for pair, count in sorted(found.items()):
+        draw_number(axes, colors, pair, count)
+    figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor=colors.page)
+    plt.close(figure)
+
+
+def draw_floors(axes: Any, colors: Colors, width: float) -> None:
+    """Numbers the floors, and draws a band behind every other one."""
+    from matplotlib.patches import Rectangle
+
+    for floor in {floor for floor, _ in ROOMS.values()}:
+        rooms = [room for room in ORDER if ROOMS[room][0] == floor]
+        top, height = ROW * ORDER.index(rooms[0]), ROW * len(rooms)
+        if floor % 2:
+            axes.add_patch(Rectangle((0, top), width, height, facecolor=colors.band, edgecolor="none", zorder=0))
+        if rooms != [FACE]:
+            style = {"ha": "center", "va": "center", "fontsize": 9, "color": colors.quiet}
+            axes.text(0.16, top + height / 2, str(floor), **style)
+
+
+def draw_legend(axes: Any, colors: Colors) -> None:
+    """Says how to read the picture, where it has room."""
+    said = (
+        "To the right of a room: what it imports.",
+        "Above a room: what imports it.",
+        "A number: imports of one file by another.",
+        "Rooms on one floor do not know each other.",
+    )
+    for line, text in enumerate(said):
+        axes.text(0.42, row("compression") + 0.27 * line, text, va="center", fontsize=9, color=colors.quiet)
+
+
+def draw_room(axes: Any, colors: Colors, room: str, files: int) -> None:
+    """Draws a room with its name, its files and what it is for."""
+    from matplotlib.patches import FancyBboxPatch
+
+    right, middle = column(room) + 0.16, row(room)
+    left = right - WIDTH
+    style = {"boxstyle": "round,pad=0,rounding_size=0.07", "facecolor": colors.box, "edgecolor": colors.edge}
+    axes.add_patch(FancyBboxPatch((left, middle - BOX / 2), WIDTH, BOX, linewidth=1, zorder=3, **style))
+    name = {FACE: "the face", "errors": "errors.py"}.get(room, f"{room}/")
+    text = {"va": "center", "zorder": 4}
+    axes.text(left + 0.12, middle - 0.1, name, color=colors.ink, fontsize=10.5, weight="bold", **text)
+    axes.text(left + 0.12, middle + 0.125, ROOMS[room][1], color=colors.quiet, fontsize=8.5, **text)
+    counted = f"{files} file{'s' * (files > 1)}"
+    axes.text(right - 0.12, middle - 0.1, counted, color=colors.quiet, fontsize=8, ha="right", **text)
+
+
+def draw_lines(axes: Any, colors: Colors, room: str, found: Counter[tuple[str, str]]) -> None:
+    """Draws the line to what a room imports, and the arrow into it from what imports it."""
+    imported = [column(other) for one, other in found if one == room and allowed(one, other)]
+    importers = [row(one) for one, other in found if other == room and allowed(one, other)]
+    if imported:
+        axes.plot([column(room) + 0.16, max(imported)], [row(room)] * 2, color=colors.line, linewidth=1.2, zorder=1)
+    if importers:
+        arrow = {"arrowstyle": "-|>", "color": colors.line, "linewidth": 1.2, "shrinkA": 0, "shrinkB": 0}
+        end = (column(room), row(room) - BOX / 2)
+        axes.annotate("", end, (column(room), min(importers)), arrowprops=arrow, zorder=1)
+
+
+def draw_number(axes: Any, colors: Colors, pair: tuple[str, str], count: int) -> None:
+    """Writes how many imports there are where the line of a room meets that of what it imports."""
+    color = colors.number if allowed(*pair) else colors.wrong
+    circle = {"boxstyle": "circle,pad=0.25", "facecolor": colors.page, "edgecolor": color, "linewidth": 1}
+    style = {"ha": "center", "va": "center", "fontsize": 8, "color": color, "weight": "bold", "bbox": circle}
+    axes.text(column(pair[1]), row(pair[0]), str(count), zorder=5, gid=gid(pair, count), **style)
+
+
+def gid(pair: tuple[str, str], count: int) -> str:
+    """Names a number in the file of the picture, so that a test can read it there."""
+    return f"{pair[0]}-imports-{pair[1]}-{count}"
+
+
+def draw_both() -> None:
+    """Writes the picture for light and for dark pages."""
+    IMAGES.mkdir(exist_ok=True)
+    draw(Source(ROOT), LIGHT, IMAGES / "architecture.svg")
+    draw(Source(ROOT), DARK, IMAGES / "architecture-dark.svg")
+
+
+def main() -> None:
+    """Writes the pictures, and prints the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", type=Path, action="append", help="a checkout to count; this one if none is given")
+    parser.add_argument("--flight", action="store_true", help="print the calls of a flight, and nothing else")
+    parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    trees = arguments.tree or [ROOT]
+    if arguments.trace:
+        print(json.dumps(trace_flight()))
+    elif arguments.flight:
+        for tree in trees:
+            print_flight(flight_in(tree.resolve()))
+    else:
+        draw_both()
+        print_numbers([tree.resolve() for tree in trees])
+
+
+if __name__ == "__main__":
+    main()
