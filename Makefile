@@ -1,19 +1,27 @@
 # Everything a fresh checkout needs; each target first installs what it uses into .venv.
 #   make demo    train with two worker groups on the CPU and compare with DDP
-#   make test    run the tests
+#   make test    run the fast tests: at most 25 minutes on two cores
+#   make large   run those with models of real sizes
+#   make slow    run those that take more than a minute each
+#   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
 #   make lint types docs venv clean
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 DEMO_ARGS ?=
 # Many tests start several ranks and bound their waits. On a busy machine one may be held up for longer, so a test that
 # fails is tried once more, and shows as R and in the summary.
 PYTEST_ARGS ?= --numprocesses 2 --reruns 1
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable
 
-.PHONY: venv demo test lint types docs clean
+# The register of Lightning's names, and at least one fit for each promise that rests on them.
+OLDEST_TESTS := tests/test_surface.py \
+  $(patsubst %,tests/lightning/test_%.py,register metrics strategy silence checkpoint works_with)
+
+.PHONY: venv demo test large slow oldest lint types docs clean
 
 venv: $(VENV)/.installed
 
@@ -22,7 +30,18 @@ demo: $(VENV)/.installed
 
 # One thread per process: tests start several ranks on the same cores, and mostly wait for each other.
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not large and not slow" $(PYTEST_ARGS)
+
+large slow: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ $(PYTEST_ARGS)
+
+oldest: build/constraints-oldest.txt
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=$< PYTEST_ARGS='$(PYTEST_ARGS) $(OLDEST_TESTS)'
+
+# The other versions are those of constraints.txt, torch among them.
+build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
+	@mkdir -p build
+	{ cat constraints-oldest.txt; grep -vE '^(fsspec|lightning|pytorch-lightning|rich)=' constraints.txt; } > $@
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -35,19 +54,19 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site runs data .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-oldest build dist site runs data .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: PYTHON=... make")'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # The stamps are newer than what they were made from, so nothing is installed twice.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV); PyTorch is large, so this can take some minutes ..."
 	$(INSTALL) .
 	@touch $@
 
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV), with what '$*' needs ..."
 	$(INSTALL) ".[$*]"
 	@touch $@

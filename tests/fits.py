@@ -4,8 +4,10 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_sdiloco
@@ -14,6 +16,13 @@ from tests.training import batch, inner_optimizer, mlp
 
 Trained = dict[str, Any]
 LIGHTNING = "lightning.pytorch"
+
+
+def since(version: str) -> pytest.MarkDecorator:
+    """Skips a test of what an older Lightning does not have, or does wrong with every strategy."""
+    installed = importlib.import_module(LIGHTNING).__version__
+    is_older = TorchVersion(installed) < TorchVersion(version)
+    return pytest.mark.skipif(is_older, reason=f"Lightning {installed} is older than {version}")
 
 
 class Batches(IterableDataset):  # type: ignore[type-arg]

@@ -30,7 +30,6 @@ def quick(module: ModuleType, folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["overhead", "memory", "quality", "trace"])
 def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
     content = quick(importlib.import_module(f"benchmarks.{name}"), tmp_path)
@@ -40,7 +39,6 @@ def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_
     assert {"date", "processor", "cores", "python", "torch", "lightning"} <= content["measured"].keys()
 
 
-@pytest.mark.slow
 @pytest.mark.network
 @NETWORK
 def test_ours_keeps_its_speed_on_a_slow_link_where_ddp_does_not(tmp_path: Path) -> None:
@@ -53,7 +51,6 @@ def test_ours_keeps_its_speed_on_a_slow_link_where_ddp_does_not(tmp_path: Path) 
     assert content["headline"]["2 sites, 10 Mbit/s: best peer's step over ours"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.network
 @NETWORK
 def test_what_is_reported_is_what_the_arithmetic_says_and_the_interface_sent_no_less(tmp_path: Path) -> None:

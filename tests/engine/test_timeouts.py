@@ -16,8 +16,6 @@ from tests import fits
 from tests.fits import fit
 from tests.ranks import run_processes, run_ranks
 
-pytestmark = pytest.mark.slow
-
 # Ranks that start later than this would fail before.
 TIMEOUT = 5.0
 CHOICES: dict[str, Any] = {"sync_every": 6, "fragments": [["*"]], "timeout": timedelta(seconds=TIMEOUT)}

@@ -197,7 +197,6 @@ def test_one_closed_direction_between_machines_is_told_within_a_minute(lost: boo
 
 
 @pytest.mark.network
-@pytest.mark.slow
 def test_a_store_that_cannot_be_reached_is_told_within_a_minute() -> None:
     with two_sites() as sites:
         lose_packets(sites[1], "10.80.0.1")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 STEPS = 400
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 # Slow enough for a signal to come in the midst of it. Every rank keeps the model that it ends with.
 SCRIPT = """

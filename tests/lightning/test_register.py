@@ -279,3 +279,23 @@ def names_in(kind: type) -> set[str]:
                 if isinstance(function, FunctionType):
                     names |= {name, *function.__code__.co_names}
     return names
+
+
+# Versions
+
+ROOT = PACKAGE.parent
+
+
+def pinned(file: str) -> dict[str, str]:
+    """The versions in a file of constraints."""
+    return dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / file).read_text(), flags=re.MULTILINE))
+
+
+def test_the_register_names_the_versions_that_are_tested_and_allowed() -> None:
+    newest, oldest = pinned("constraints.txt"), pinned("constraints-oldest.txt")
+    project = (ROOT / "pyproject.toml").read_text()
+    for name in ("lightning", "pytorch-lightning"):
+        assert (oldest[name], newest[name]) == (OLDEST, NEWEST)
+        (lowest,) = re.findall(rf'"{name}>=([\d.]+),<3"', project)
+        assert f"{lowest}.0" == OLDEST
+    assert {version for entry in REGISTER for version in (entry.first, entry.last)} >= {OLDEST, NEWEST}

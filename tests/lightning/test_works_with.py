@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests import fits
-from tests.fits import LIGHTNING
+from tests.fits import LIGHTNING, since
 from tests.lightning.test_checkpoint import assert_same
 from tests.ranks import run_processes
 from tests.training import batch, inner_optimizer, mlp
@@ -287,7 +287,7 @@ def test_a_plateau_of_what_is_logged_per_batch_is_that_of_the_group() -> None:
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("how", ["tuner", "callback"])
+@pytest.mark.parametrize("how", ["tuner", pytest.param("callback", marks=since("2.5.3"))])
 def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(how: str, distribution: str) -> None:
     def run(rank: int, world_size: int, directory: str) -> Any:
         pl = importlib.import_module(distribution)
@@ -332,7 +332,7 @@ def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(how
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("how", ["tuner", "callback"])
+@pytest.mark.parametrize("how", ["tuner", pytest.param("callback", marks=since("2.5.3"))])
 def test_a_batch_size_finder_is_refused_by_lightning_as_for_ddp(how: str, distribution: str) -> None:
     def run(rank: int, world_size: int, strategy: str) -> str:
         pl = importlib.import_module(distribution)
@@ -419,7 +419,7 @@ def test_a_callback_that_watches(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("how", ["OnExceptionCheckpoint", "save_on_exception"])
+@pytest.mark.parametrize("how", ["OnExceptionCheckpoint", pytest.param("save_on_exception", marks=since("2.5.3"))])
 def test_a_checkpoint_on_an_exception_never_waits(how: str, distribution: str, tmp_path: Path) -> None:
     """The message of the group that failed ends the others; the timeout is far longer than the test."""
 
