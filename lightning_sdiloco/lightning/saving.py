@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.parameters.layouts import clean_name
+from lightning_sdiloco.engine.parameters.naming import clean_name
 from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.lightning.checkpoint import files
 from lightning_sdiloco.lightning.checkpoint.placement import Placing

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES
+from lightning_sdiloco.algorithm.reduction import all_reduce_for, final_all_reduce_for
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.planning.link import Link
@@ -131,8 +132,8 @@ class Streaming(Method):
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels))
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
         self._shots, final = (
-            settings.make_all_reduce(groups.groups, step=0),
-            settings.make_final_all_reduce(groups.groups),
+            all_reduce_for(settings.exchange, groups.groups, settings.codec, settings.mixing).at(0),
+            final_all_reduce_for(groups.groups, settings.codec, settings.mixing),
         )
         self._parts = [self._shots.part(shard) for shard in self._shards]
         self._messages = [CONTROL_BYTES + self._shots.payload_bytes(shard) for shard in self._shards]

@@ -145,7 +145,7 @@ def on_both(train: Callable[[str, int], list[list[Tensor]]], ranks: int = GROUPS
 def wait_for_flights(engine: StreamingDiLoCo) -> None:
     """Waits until the lane is done with what is in flight, without asking the device for anything."""
     deadline = time.monotonic() + 30
-    while not all(flight.pending._future.done() for flight in engine._flights):  # type: ignore[attr-defined]
+    while not all(flight.pending._future.done() for flight in engine._rounds.flights):  # type: ignore[attr-defined]
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -352,7 +352,7 @@ def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_end
             if not offload:
                 with training.engine.evaluate():
                     training.keep()
-        outer = training.engine._cut.outer.values
+        outer = [fragment.outer.values for fragment in training.engine._rounds.fragments]
         if offload:
             assert all(values.device.type == "cpu" and values.is_pinned() for values in outer)
         else:
