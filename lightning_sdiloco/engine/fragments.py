@@ -219,5 +219,5 @@ def fragments_of(
     """
     layouts, buffers = layouts_of(fragments, trainable(model), topology), buffers_of(model, fragments)
     optimizer = outer_optimizer_for(settings, [storage.store(layout.read()) for layout in layouts], storage)
-    parts = zip(layouts, buffers, optimizer.initial, strict=True)
+    parts = zip(layouts, buffers, optimizer.take_initial(), strict=True)
     return [FragmentState(index, *own, topology.num_groups, optimizer, storage) for index, own in enumerate(parts)]

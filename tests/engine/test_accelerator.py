@@ -270,19 +270,19 @@ def test_what_is_prefetched_has_landed_before() -> None:
 
 @alone
 def test_memory_of_a_copy_that_nobody_takes_is_not_used_before_it_is_done() -> None:
-    home = OnHost(torch.device("pretend"))
-    kept = home.kept(torch.ones(1000, device="pretend"))
-    coming = home.coming(kept)
-    del coming
+    storage = OnHost(torch.device("pretend"))
+    stored = storage.store(torch.ones(1000, device="pretend"))
+    prefetched = storage.prefetch(stored)
+    del prefetched
     assert torch.zeros(1000, device="pretend").sum().item() == 0
 
 
 @alone
-def test_what_is_kept_on_the_host_is_page_locked_wherever_it_came_from() -> None:
-    home = OnHost(torch.device("pretend"))
+def test_what_is_stored_on_the_host_is_page_locked_wherever_it_came_from() -> None:
+    storage = OnHost(torch.device("pretend"))
     for device in ("pretend", "cpu"):
         values = torch.arange(5.0, device=device)
-        copied = home.copied(values)
+        copied = storage.store_copy(values)
         assert copied.device.type == "cpu"
         assert copied.is_pinned()
         assert copied is not values

@@ -59,7 +59,7 @@ class Stepped:
 
     def __init__(self, shards: list[torch.Tensor], make: Any, schedule: Any = None) -> None:
         self.optimizer = ShardOptimizer(shards, make, schedule)
-        self.states = self.optimizer.initial
+        self.states = self.optimizer.take_initial()
 
     def step(self, fragment: int, gradient: torch.Tensor) -> OuterState:
         before = self.states[fragment]

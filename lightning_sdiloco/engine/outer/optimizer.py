@@ -67,9 +67,6 @@ class ShardOptimizer:
         make_schedule: From that optimizer to a torch scheduler that counts the rounds of a fragment, if there is one.
         storage: Where outer parameters and optimizer state rest; by default on their device.
 
-    Attributes:
-        initial: The outer state of every fragment before its first step.
-
     Raises:
         ValueError: If ``make`` returns something that is not an optimizer over all shards, or one that does not work
             elementwise; if ``make_schedule`` returns something that is no scheduler, or one that needs a metric.
@@ -88,13 +85,18 @@ class ShardOptimizer:
         self._optimizer = make(parameters)
         self._group_of = _groups_of(self._optimizer, parameters)
         kept = [dict(self._optimizer.state.get(parameter, {})) for parameter in parameters]
-        self.initial = [OuterState(shard, state, 0) for shard, state in zip(shards, kept, strict=True)]
+        self._initial = [OuterState(shard, state, 0) for shard, state in zip(shards, kept, strict=True)]
         self._release(self._optimizer)
         self._rates = Rates(self._optimizer, make_schedule)
         # Noted once: from then on only the thread that steps may look at the optimizer.
         self._described = self._describe()
         groups = self._optimizer.param_groups
         self._counts_on_device = [bool(group.get("capturable") or group.get("fused")) for group in groups]
+
+    def take_initial(self) -> list[OuterState]:
+        """Returns the outer state of every fragment before its first step. The optimizer does not keep it."""
+        initial, self._initial = self._initial, []
+        return initial
 
     def step(self, fragment: int, before: OuterState, values: Tensor, gradient: Tensor) -> OuterState:
         """Returns what an outer step makes of a fragment, on the device. Changes nothing that is given.
