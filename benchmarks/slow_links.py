@@ -23,7 +23,7 @@ from benchmarks.models import Size
 from benchmarks.picture import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, TEAL, figure, save
 from benchmarks.sites import Job, results
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.planning.clock import play
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming

@@ -1,15 +1,22 @@
-"""How much each worker group counts in a mean: arithmetic on control vectors, the same in all groups."""
+"""How much each worker group counts in a mean, and which groups are absent: arithmetic, the same in all groups."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import sqrt
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from lightning_sdiloco.algorithm.control import Control
+from lightning_sdiloco.algorithm.control import Control
+from lightning_sdiloco.errors import AgreementError
 
 # The guard compares a norm with so many before it, and does not act on fewer than that.
 _REMEMBERED, _ENOUGH = 8, 4
+
+# A group that is left out so often in a row will not recover.
+_MOST_LEFT_OUT = 3
+
+Norms = Sequence[Sequence[float]]
+"""The last norms of the outer gradients of a fragment, by group: at most eight each, the oldest first."""
 
 
 class Count(NamedTuple):
@@ -25,86 +32,141 @@ class Count(NamedTuple):
     outlying: tuple[int, ...] = ()
 
 
-def plain(controls: Sequence["Control"]) -> Count:
-    """The plain mean over the groups whose values are finite."""
+def plain(controls: Sequence[Control]) -> Count:
+    """Counts every group whose values are finite once."""
     return Count({group: 1.0 for group, control in enumerate(controls) if control.finite})
 
 
+@dataclass(frozen=True)
 class Aggregation:
-    """Weighs, clips and guards the groups of every mean.
+    """Weighs, clips and guards the groups of a mean.
 
     It decides from what the groups sent, never from what a group computes for itself: the same numbers give the same
-    bits everywhere. What it remembers changes only when a landing is committed.
+    bits everywhere.
 
     Args:
-        groups: Number of worker groups.
-        fragments: Number of fragments.
         clip_norm: Longer outer gradients are scaled down to this norm; None: none is.
         guard: A group whose norm is more than so many times the median of its last ones is left out; None: none is.
 
     Examples:
-        >>> from lightning_sdiloco.algorithm.control import Control
         >>> long = Control(0, 100, 0, weight=100, digest=0, norm_squared=16.0, changed=0, finite=True)
         >>> late = long._replace(weight=50, norm_squared=1.0)
         >>> idle = long._replace(weight=0)
-        >>> Aggregation(groups=3, fragments=1, clip_norm=None, guard=None).count([long, long, idle]).factors
+        >>> Aggregation().count([long, long, idle]).factors
         {0: 1.0, 1: 1.0}
-        >>> Aggregation(groups=3, fragments=1, clip_norm=3.0, guard=None).count([long, late, late]).factors
+        >>> Aggregation(clip_norm=3.0).count([long, late, late]).factors
         {0: 1.125, 1: 0.75, 2: 0.75}
+        >>> norms = [[4.0] * 4] * 2
+        >>> Aggregation(guard=5.0).count([long, long._replace(norm_squared=900.0)], norms)
+        Count(factors={0: 1.0}, outlying=(1,))
     """
 
-    def __init__(self, groups: int, fragments: int, clip_norm: float | None, guard: float | None) -> None:
-        self._clip_norm = clip_norm
-        self._guard = guard
-        self._norms: list[list[list[float]]] = [[[] for _ in range(groups)] for _ in range(fragments)]
+    clip_norm: float | None = None
+    guard: float | None = None
 
-    def count(self, controls: Sequence["Control"]) -> Count:
-        """How much each group counts in the mean of the fragment that all of them launched."""
+    def count(self, controls: Sequence[Control], norms: Norms = ()) -> Count:
+        """Decides how much each group counts in the mean of a fragment.
+
+        Args:
+            controls: What every group said at the launch.
+            norms: The last norms of the fragment, which the guard needs; see `remembered`.
+        """
         candidates = [group for group, control in enumerate(controls) if _may_count(control)]
-        outlying = self._outlying(controls, candidates)
+        outlying = self._outlying(controls, norms, candidates)
         counted = [group for group in candidates if group not in outlying]
         total = sum(controls[group].weight for group in counted)
         # In this order, a whole number over a whole number: exactly 1 where the weights are equal.
         weights = {group: len(counted) * controls[group].weight / total for group in counted}
         return Count({group: weight * self._clip(controls[group]) for group, weight in weights.items()}, outlying)
 
-    def commit(self, controls: Sequence["Control"]) -> None:
-        """Remembers the norms of a flight that landed, also those of groups that were left out.
-
-        So a lasting change is accepted after some rounds.
-        """
-        norms = self._norms[controls[0].fragment]
-        for group, control in enumerate(controls):
-            if _may_count(control):
-                norms[group] = [*norms[group], _norm(control)][-_REMEMBERED:]
-
-    def saved(self, fragment: int) -> list[list[float]]:
-        """The norms that are remembered of a fragment, by group."""
-        return list(self._norms[fragment])
-
-    def load(self, fragment: int, norms: Sequence[Sequence[float]]) -> None:
-        """Takes back what `saved` returned."""
-        self._norms[fragment] = [list(group) for group in norms]
-
-    def _outlying(self, controls: Sequence["Control"], candidates: Sequence[int]) -> tuple[int, ...]:
-        far = tuple(group for group in candidates if self._is_far(group, controls[group]))
+    def _outlying(self, controls: Sequence[Control], norms: Norms, candidates: Sequence[int]) -> tuple[int, ...]:
+        if self.guard is None:
+            return ()
+        far = tuple(group for group in candidates if self._is_far(_norm(controls[group]), norms[group]))
         # What is far for everyone is a change of the training, and nobody's fault.
         return far if len(far) < len(candidates) else ()
 
-    def _is_far(self, group: int, control: "Control") -> bool:
-        before = self._norms[control.fragment][group]
-        if self._guard is None or len(before) < _ENOUGH:
-            return False
-        return _norm(control) > self._guard * median(before) > 0
+    def _is_far(self, norm: float, before: Sequence[float]) -> bool:
+        return self.guard is not None and len(before) >= _ENOUGH and norm > self.guard * median(before) > 0
 
-    def _clip(self, control: "Control") -> float:
+    def _clip(self, control: Control) -> float:
         norm = _norm(control)
-        return 1.0 if self._clip_norm is None or norm <= self._clip_norm else self._clip_norm / norm
+        return 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
 
 
-def _may_count(control: "Control") -> bool:
+def remembered(norms: Norms, controls: Sequence[Control]) -> list[list[float]]:
+    """Returns the norms to remember once a flight has landed, also those of groups that were left out.
+
+    So the guard accepts a lasting change after some rounds.
+
+    Args:
+        norms: The norms that were remembered before, by group.
+        controls: What every group said at the launch.
+    """
+    return [
+        [*last, _norm(control)][-_REMEMBERED:] if _may_count(control) else list(last)
+        for last, control in zip(norms, controls, strict=True)
+    ]
+
+
+def _may_count(control: Control) -> bool:
     return control.finite and control.weight > 0
 
 
-def _norm(control: "Control") -> float:
+def _norm(control: Control) -> float:
     return sqrt(control.norm_squared)
+
+
+class Absences:
+    """Counts how often in a row every group was left out because its values were not finite.
+
+    Args:
+        groups: Number of worker groups.
+
+    Examples:
+        >>> absences = Absences(groups=2)
+        >>> for step in (100, 150, 200):
+        ...     absences.count(launched_at=step, landed_at=step + 5, left_out=(1,))
+        Traceback (most recent call last):
+        ...
+        lightning_sdiloco.errors.AgreementError: The outer gradient of worker group 1 was not finite 3 times ...
+    """
+
+    def __init__(self, groups: int) -> None:
+        self._in_a_row = [0] * groups
+        self._recovered_at = [0] * groups
+
+    def count(self, launched_at: int, landed_at: int, left_out: Sequence[int]) -> None:
+        """Counts one landing.
+
+        Args:
+            launched_at: The inner step of its launch.
+            landed_at: The inner step now, after which the groups that were left out hold outer values.
+            left_out: The groups that were left out.
+
+        Raises:
+            AgreementError: If a group does not recover.
+        """
+        for group in range(len(self._in_a_row)):
+            if group not in left_out:
+                self._in_a_row[group] = 0
+            elif launched_at >= self._recovered_at[group]:
+                # Fragments that were launched before the group recovered tell of the same event.
+                self._in_a_row[group] += 1
+                self._recovered_at[group] = landed_at
+        lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]
+        if lost:
+            raise AgreementError(
+                f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite {_MOST_LEFT_OUT} times"
+                " in a row, so that the other groups train without it. Look at that group's data and learning rate,"
+                " and resume from a checkpoint, for example with gradient clipping."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the counts."""
+        return {"left_out_in_a_row": list(self._in_a_row), "recovered_at": list(self._recovered_at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._in_a_row = list(state["left_out_in_a_row"])
+        self._recovered_at = list(state["recovered_at"])

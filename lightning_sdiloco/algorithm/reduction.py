@@ -57,6 +57,13 @@ class AllReduce(ABC):
         self._mixing = mixing
         self._passes = passes
 
+    def at(self, step: int) -> "AllReduce":
+        """Returns the all-reduce of a launch after an inner step: itself, unless chance picks what is sent then."""
+        compression = self.compression.at(step)
+        if compression is self.compression:
+            return self
+        return type(self)(self.groups, compression, self._mixing, self._passes)
+
     @abstractmethod
     def part(self, numel: int) -> int:
         """Number of values in what a group sends to another one."""
@@ -248,3 +255,26 @@ def chosen(exchange: str, groups: int, compression: Compression) -> type[AllRedu
     if exchange == "auto":
         return TwoShot if groups > 2 and compression.suits_sums() else OneShot
     return _BY_NAME[exchange]
+
+
+def all_reduce_for(
+    exchange: str, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER
+) -> AllReduce:
+    """Makes the all-reduce that an exchange stands for. `AllReduce.at` gives that of a single launch.
+
+    Args:
+        exchange: Name of the exchange.
+        groups: Number of worker groups.
+        compression: How outer gradients are encoded.
+        mixing: Share of the local parameters that is kept on landing.
+        kernels: What encodes and takes the means.
+    """
+    return chosen(exchange, groups, compression)(groups, compression, mixing, kernels)
+
+
+def final_all_reduce_for(groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER) -> AllReduce:
+    """Makes the all-reduce of the final exchange, after which nothing could make up for a second rounding.
+
+    The arguments are those of `all_reduce_for`.
+    """
+    return OneShot(groups, compression.dense(), mixing, kernels)

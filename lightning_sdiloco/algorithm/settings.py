@@ -1,19 +1,16 @@
-"""What a user can choose: the arguments that the strategies and the engine have in common, checked where they meet."""
+"""What a user can choose: the arguments that the strategies and the engine share, checked in one place."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_sdiloco.algorithm.aggregation import Aggregation
 from lightning_sdiloco.algorithm.partition import check_fragments
-from lightning_sdiloco.algorithm.reduction import AllReduce, OneShot, check_exchange, chosen
+from lightning_sdiloco.algorithm.reduction import check_exchange
 from lightning_sdiloco.compression import Compression, resolve
-from lightning_sdiloco.compression.kernels import EAGER, Kernels
 
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
 """From the flat float32 shards, one per fragment, to a torch optimizer."""
@@ -64,7 +61,7 @@ class Settings:
         check_fragments(self.fragments)
         self._check_schedule()
         self._check_outer_optimizer()
-        self._check_counting()
+        self._check_aggregation()
         _require(
             _number(self.mixing) and 0 <= self.mixing <= 1,
             "mixing",
@@ -129,7 +126,7 @@ class Settings:
                 f" outer_optimizer replaces. Leave out {' and '.join(both)}, and set the values in outer_optimizer."
             )
 
-    def _check_counting(self) -> None:
+    def _check_aggregation(self) -> None:
         _require(
             self.outer_clip_norm is None or (_number(self.outer_clip_norm) and self.outer_clip_norm > 0),
             "outer_clip_norm",
@@ -147,33 +144,15 @@ class Settings:
 
     @property
     def codec(self) -> Compression:
-        """The compression itself, where it was given by name."""
+        """The compression itself, also where it was given by name."""
         return resolve(self.compression)
 
-    def make_all_reduce(self, groups: int, step: int, passes: Kernels = EAGER) -> AllReduce:
-        """Makes the way from the outer gradients of a launch after an inner step to their mean."""
-        return chosen(self.exchange, groups, self.codec)(groups, self.codec.at(step), self.mixing, passes)
-
-    def make_final_all_reduce(self, groups: int, passes: Kernels = EAGER) -> AllReduce:
-        """Makes that of the final exchange, which nothing follows that could make up for a second rounding."""
-        return OneShot(groups, self.codec.dense(), self.mixing, passes)
-
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
-        """The settings without which a checkpoint cannot be resumed exactly, as text."""
+        """Returns, as text, the settings without which a checkpoint cannot be resumed exactly."""
         return {name: text for name, text in self.described().items() if name not in _MAY_CHANGE}
 
-    def make_outer_optimizer(self, shards: Sequence[torch.Tensor]) -> Optimizer:
-        """Makes the outer optimizer over flat float32 shards, one per fragment."""
-        if self.outer_optimizer is not None:
-            return self.outer_optimizer(shards)
-        return torch.optim.SGD(shards, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
-
-    def make_aggregation(self, groups: int, fragments: int) -> Aggregation:
-        """Makes what decides how much each group counts in a mean."""
-        return Aggregation(groups, fragments, self.outer_clip_norm, self.outlier_guard)
-
     def described(self) -> dict[str, str]:
-        """Every setting as text that is the same on all ranks if and only if the setting is."""
+        """Returns every setting as text that is the same on all ranks if and only if the setting is."""
         texts = {item.name: repr(getattr(self, item.name)) for item in fields(self)}
         for name in ("outer_optimizer", "outer_lr_schedule"):
             made_by = getattr(self, name)

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before the first step: settings, and the model."""
+"""Agreement before the first step: settings and model must be the same on all ranks."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sdiloco.algorithm.digest import digest
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.parameters.layouts import clean_name
+from lightning_sdiloco.engine.parameters.naming import clean_name
 from lightning_sdiloco.engine.parameters.sharding import described, is_sharded, local, reshard
 
 
@@ -42,7 +42,7 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
     """
     signatures = world.all_gather_object(_signature(model))
     # Tensors are paired by their order, so that must be the same too.
-    differences = _differences(signatures) or _differences([_places(signature) for signature in signatures])
+    differences = _differences(signatures) or _differences([_positions(signature) for signature in signatures])
     if differences:
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
         raise ValueError(
@@ -64,12 +64,12 @@ def align_model(model: nn.Module, topology: Topology) -> None:
 
 
 def broadcast(tensor: Tensor, topology: Topology) -> None:
-    """Gives all ranks a tensor of rank 0, and of a sharded one the part that their like in the first group holds."""
+    """Gives all ranks a tensor of rank 0; of a sharded one, the part that their like in the first group holds."""
     (topology.peers if is_sharded(tensor) else topology.world).broadcast(local(tensor))
 
 
 def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) -> bool:
-    """Whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it.
+    """Tells whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it.
 
     Args:
         model: The model of this rank.
@@ -89,7 +89,7 @@ def _digests(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _signature(model: nn.Module) -> dict[str, str]:
-    """What must be the same of every parameter and buffer, in their order."""
+    """Describes what must be the same of every parameter and buffer, in their order."""
     parameters = {
         clean_name(name): f"{_kind(parameter)}{'' if parameter.requires_grad else ' (frozen)'}"
         for name, parameter in model.named_parameters()
@@ -101,12 +101,12 @@ def _kind(tensor: Tensor) -> str:
     return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}{described(tensor)}"
 
 
-def _places(signature: dict[str, str]) -> dict[str, str]:
-    return {name: f"in place {place}" for place, name in enumerate(signature)}
+def _positions(signature: dict[str, str]) -> dict[str, str]:
+    return {name: f"in place {position}" for position, name in enumerate(signature)}
 
 
 def _differences(ranks: list[dict[str, str]]) -> list[str]:
-    """One sentence for every key whose text is not the same on all ranks."""
+    """Returns a sentence for every key whose text is not the same on all ranks."""
     names = dict.fromkeys(name for texts in ranks for name in texts)
     differences = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The background lane: where encoding, transfer, decoding and the outer step run, in the order of the launches.
+"""The background: where encoding, transfer, decoding and the outer step run, in the order of the launches.
 
 A flight passes through the same stages as every other one. Each stage takes flights in the order of the launches, so
 one flight is encoded while another one is on its way and a third one makes its outer step.
@@ -28,11 +28,11 @@ _MOMENT = 0.5
 
 
 class Pending(ABC, Generic[Result]):
-    """Work that was started and has a result later."""
+    """Stands for work that was started and has its result later."""
 
     @abstractmethod
     def result(self) -> Result:
-        """Waits for the result, or raises the exception with which the work ended."""
+        """Waits for the result and returns it, or raises the exception with which the work ended."""
 
     @property
     @abstractmethod
@@ -42,7 +42,7 @@ class Pending(ABC, Generic[Result]):
 
 @dataclass(frozen=True)
 class Stages(Generic[First, Second, Result]):
-    """What is done in each stage, from what the one before it gave."""
+    """Holds what is done in each stage, with what the one before it returned."""
 
     first: Callable[[], First]
     second: Callable[[First], Second]
@@ -58,11 +58,11 @@ class Background(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the lane. What is in it may be lost."""
+        """Ends the background. What is in it may be lost."""
 
 
 class ThreadBackground(Background):
-    """A worker thread for each stage, beside the training thread.
+    """Runs every stage in a worker thread of its own, beside the training thread.
 
     The threads are daemons: a peer that never answers must not keep the process from ending.
 
@@ -75,7 +75,7 @@ class ThreadBackground(Background):
         work = [_Queue() for _ in range(STAGES)]
         self._work = work[0]
         self._streams = _Streams(device) if device.type != "cpu" else None
-        # The threads know the queues and not the lane, so that they end with a lane that nobody closes.
+        # The threads know the queues and not this object, so that they end with one that nobody closes.
         self._threads = [
             threading.Thread(
                 target=_work_off, args=(own, following, self._streams), name="sdiloco-background", daemon=True
@@ -110,7 +110,7 @@ class _Flight(Pending[Result], Generic[First, Second, Result]):
         self._ended = self._started
 
     def run(self, settle: Callable[[], None] = lambda: None) -> bool:
-        """Runs the next stage; whether there is another one."""
+        """Runs the next stage, and tells whether there is another one."""
         try:
             result = self._advanced()
             if self._left:
@@ -143,7 +143,7 @@ _Queue = queue.SimpleQueue["_Flight[Any, Any, Any] | None"]
 
 
 class _Streams:
-    """The side stream of an accelerator."""
+    """Knows the side stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -151,7 +151,7 @@ class _Streams:
         self._side = self._module.Stream(device=device)
 
     def mark(self) -> Any:
-        """An event after everything that the training stream has been given so far."""
+        """Records an event behind everything that the training stream has been given so far."""
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         return event
@@ -175,7 +175,7 @@ def _work_off(work: _Queue, following: _Queue | None, streams: _Streams | None) 
 
 
 class InlineBackground(Background):
-    """No thread: the first stage runs when a flight starts, the others when its result is asked for.
+    """Runs without threads: the first stage when a flight starts, the others when its result is asked for.
 
     Before the last stage of one group's flight, the others' flights of the same number run as far: in it a group waits
     for what the others do in the stage before.
@@ -192,7 +192,7 @@ class InlineBackground(Background):
 
     @staticmethod
     def connect(groups: int) -> "list[Callable[[torch.device], InlineBackground]]":
-        """What makes the lanes of several groups in this process, in their order."""
+        """Returns what makes the backgrounds of several groups in this process, in their order."""
         flights: dict[int, list[_Inline[Any]]] = defaultdict(list)
         return [lambda device: InlineBackground(flights, groups) for _ in range(groups)]
 

@@ -1,6 +1,7 @@
 """A fragment on its way: what is taken along at the launch, and what comes back for the landing."""
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -13,20 +14,20 @@ from lightning_sdiloco.algorithm.aggregation import Count
 from lightning_sdiloco.algorithm.control import Control
 from lightning_sdiloco.engine.background import Pending
 from lightning_sdiloco.engine.measurements import Diagnostics, Span
-from lightning_sdiloco.engine.outer.optimizer import Stepped
+from lightning_sdiloco.engine.outer.optimizer import OuterState
 
 
 class LaunchSnapshot(NamedTuple):
-    """What a launch reads: from here on the training thread may change the model.
+    """Holds what a launch reads: from here on the training thread may change the model.
 
     Attributes:
         fragment: The fragment.
         step: The inner step of the launch.
-        outer: Outer parameters of this rank's shard, shape ``(shard_numel,)``, float32, on the device. Nobody writes to
-            them.
+        outer: Outer parameters of this rank's shard, shape ``(length,)``, float32, on the device. Nobody
+            writes to them.
         gradient: Outer gradient of the shard, of the same shape.
         buffers: Copies of the buffers that belong to the fragment.
-        travelling: Indices of those that travel this time.
+        travelling: Indices of the buffers that travel this time.
         requests: What this rank asks of all groups, one bit each.
         weight: Inner steps in which this group trained since its own last launch of the fragment.
         deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
@@ -44,8 +45,8 @@ class LaunchSnapshot(NamedTuple):
     deadline: float
     final: bool
 
-    def saved(self) -> dict[str, Any]:
-        """The cargo as plain values and tensors on the host, without outer parameters and what the process decides."""
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain values and tensors on the host, without outer parameters and what the process decides."""
         return {
             "fragment": self.fragment,
             "step": self.step,
@@ -57,27 +58,36 @@ class LaunchSnapshot(NamedTuple):
         }
 
     @staticmethod
-    def loaded(saved: dict[str, Any], outer: Tensor, deadline: float) -> "LaunchSnapshot":
-        """Takes back what `saved` returned, beside the outer parameters."""
+    def of(state: dict[str, Any], outer: Tensor, deadline: float) -> "LaunchSnapshot":
+        """Restores what `state_dict` returned; copies the tensors.
+
+        Args:
+            state: What was saved.
+            outer: Outer parameters of the shard, as at the launch.
+            deadline: When all groups must have answered.
+        """
         tensors = {
             "outer": outer,
-            "gradient": saved["gradient"].to(outer.device, copy=True),
-            "buffers": [buffer.to(outer.device, copy=True) for buffer in saved["buffers"]],
+            "gradient": state["gradient"].to(outer.device, copy=True),
+            "buffers": [buffer.to(outer.device, copy=True) for buffer in state["buffers"]],
         }
-        return LaunchSnapshot(**{**saved, **tensors}, deadline=deadline, final=False)
+        return LaunchSnapshot(**{**state, **tensors}, deadline=deadline, final=False)
 
 
 class SyncResult(NamedTuple):
-    """What a landing applies.
+    """Holds what a flight brings, for its landing; see [Note: fragment tensors].
 
     Attributes:
-        outer: The shard after the outer step.
-        memory: What the compression remembers of the shard if the group counts in the mean.
-        residual: What the second rounding has lost of this group's part of the shard.
+        outer: Outer state of the shard after the outer step, stored.
+        memory: Error feedback of the shard, for the case that the group counts in the mean, stored.
+        residual: What the second rounding lost of this group's part of the shard, stored.
         gathered: Outer parameters of the fragment after the outer step, flat, float32, as far as this rank holds them.
-        buffers: The new outer buffers by their index.
+        buffers: New outer buffers by their index.
+        norms: The last norms of the outer gradients of all groups, with those of this flight.
         controls: The control vectors of all groups, in their order.
-        counted: How much each group counted in the mean.
+        left_out: The groups whose outer gradient was not finite.
+        changed: The buffers of the fragment that changed in any group, one bit each.
+        counted: How much each group counts in the mean.
         gradient_norm: Norm of the mean outer gradient of the whole fragment.
         bytes_sent: Bytes that this rank sent to other groups for this flight.
         bytes_received: Bytes that this rank received from other groups for this flight.
@@ -85,12 +95,15 @@ class SyncResult(NamedTuple):
         diagnostics: How far the groups agree, if asked for.
     """
 
-    outer: Stepped
+    outer: OuterState
     memory: Tensor | None
     residual: Tensor | None
     gathered: Tensor
     buffers: dict[int, Tensor]
+    norms: list[list[float]]
     controls: list[Control]
+    left_out: tuple[int, ...]
+    changed: int
     counted: Count
     gradient_norm: float
     bytes_sent: int
@@ -98,45 +111,25 @@ class SyncResult(NamedTuple):
     spans: Mapping[str, Span]
     diagnostics: Diagnostics | None
 
-    @property
-    def requests(self) -> int:
-        """What any group asked of all groups, one bit each."""
-        return reduce(or_, (control.requests for control in self.controls))
-
-    @property
-    def changed(self) -> int:
-        """The buffers of the fragment that changed in any group, one bit each."""
-        return reduce(or_, (control.changed for control in self.controls))
-
-    @property
-    def group_norms(self) -> tuple[float, ...]:
-        """Norm of the outer gradient of each group, by group."""
-        return tuple(math.sqrt(control.norm_squared) for control in self.controls)
-
-    @property
-    def left_out(self) -> tuple[int, ...]:
-        """The groups whose outer gradient was not finite."""
-        return tuple(group for group, control in enumerate(self.controls) if not control.finite)
-
 
 @dataclass(frozen=True)
 class Flight:
     """A fragment in flight.
 
     Attributes:
-        cargo: What was taken along.
-        pending: What comes back.
+        snapshot: What it took along.
+        pending: What it brings.
         launch: When it was launched.
     """
 
-    cargo: LaunchSnapshot
+    snapshot: LaunchSnapshot
     pending: Pending[SyncResult]
     launch: Span
 
 
 @dataclass
 class Counts:
-    """What happened so far; see `StreamingDiLoCo.report`."""
+    """Counts what happened so far; see `StreamingDiLoCo.report`."""
 
     inner_steps: int = 0
     launches: int = 0
@@ -147,9 +140,16 @@ class Counts:
     exposed_wait_s: float = 0.0
     in_flight_s: float = 0.0
 
+    def add(self, landing: "Landing") -> None:
+        """Adds what a flight that has landed sent and received, and how long training waited for it."""
+        self.exposed_wait_s += landing.exposed_wait_s
+        self.in_flight_s += landing.in_flight_s
+        self.bytes_sent += landing.bytes_sent
+        self.bytes_received += landing.bytes_received
+
 
 class Landing(NamedTuple):
-    """What happened at a landing.
+    """Tells what happened at a landing.
 
     Attributes:
         fragment: The fragment that landed.
@@ -168,7 +168,7 @@ class Landing(NamedTuple):
         group_norms: Norm of the outer gradient of each group, before any compression, by group.
         spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
             ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
-            ``relay`` if there are two shots, and ``outer_step`` in the lane.
+            ``relay`` if there is a second hop, and ``outer_step`` in the background.
         diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
     """
 
@@ -190,9 +190,47 @@ class Landing(NamedTuple):
     diagnostics: Diagnostics | None
 
     def seconds(self, name: str) -> float:
-        """How long one of the `spans` was; 0 if there was none."""
+        """Returns how long one of the `spans` was; 0 if there was none."""
         began, ended = self.spans.get(name, (0.0, 0.0))
         return ended - began
+
+    @staticmethod
+    def of(flight: Flight, result: SyncResult, landed_at: int, wait: Span, seconds: float) -> "Landing":
+        """Tells what happened at the landing of a flight that has just landed.
+
+        Args:
+            flight: The flight.
+            result: What it brought.
+            landed_at: The inner step of the landing.
+            wait: When the training thread began to wait for it, and when its result was there.
+            seconds: How long it was in flight.
+        """
+        launched, (began, arrived) = flight.launch[1], wait
+        ended = max([launched + seconds, *(ended for _, ended in result.spans.values())])
+        return Landing(
+            fragment=flight.snapshot.fragment,
+            launched_at=flight.snapshot.step,
+            requests=reduce(or_, (control.requests for control in result.controls)),
+            left_out=result.left_out,
+            outlying=result.counted.outlying,
+            outer_lr=result.outer.lr,
+            outer_grad_norm=result.gradient_norm,
+            bytes_sent=result.bytes_sent,
+            exposed_wait_s=arrived - began,
+            in_flight_s=seconds,
+            landed_at=landed_at,
+            bytes_received=result.bytes_received,
+            counted=tuple(result.counted.factors),
+            group_norms=tuple(math.sqrt(control.norm_squared) for control in result.controls),
+            spans={
+                "launch": flight.launch,
+                "flight": (launched, min(ended, arrived)),
+                **result.spans,
+                "wait": wait,
+                "land": (arrived, time.perf_counter()),
+            },
+            diagnostics=result.diagnostics,
+        )
 
     @property
     def link_gbit_s(self) -> float:

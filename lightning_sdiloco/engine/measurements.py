@@ -1,9 +1,7 @@
-"""What is measured of a flight in the lane: when its parts began and ended, and, if asked for, how far groups agree."""
+"""What is measured of a flight: when its parts began and ended, and, if asked for, how far the groups agree."""
 
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,41 +14,10 @@ Span = tuple[float, float]
 """From when to when, on the clock of ``time.perf_counter()``."""
 
 
-class Stopwatch:
-    """Notes when the parts of a flight begin and end.
-
-    At the end of a part it waits for the stream of the lane, so that a part holds what it started. The training thread
-    and its stream wait for nothing.
-
-    Args:
-        device: The device on which the lane works.
-
-    Examples:
-        >>> stopwatch = Stopwatch(torch.device("cpu"))
-        >>> with stopwatch.part("encode"):
-        ...     pass
-        >>> list(stopwatch.spans)
-        ['encode']
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.spans: dict[str, Span] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Measures what happens inside a ``with`` block."""
-        began = time.perf_counter()
-        yield
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).current_stream(self._device).synchronize()
-        self.spans[name] = (began, time.perf_counter())
-
-
 class Diagnostics(NamedTuple):
-    """How far the groups agree on a fragment, and what became of its outer gradient.
+    """Tells how far the groups agree on a fragment, and what became of its outer gradient.
 
-    What cannot be told is ``nan``.
+    What cannot be known is ``nan``.
 
     Attributes:
         cosines: Cosine between what each group sent, decoded, and the mean, by group. Where a group adds up a part of
@@ -69,17 +36,17 @@ class Diagnostics(NamedTuple):
 
 
 def lost(gradient: Tensor, decoded: Tensor) -> Tensor:
-    """Squared norms of what a compression lost of a shard, and of the shard."""
+    """Returns the squared norms of what a compression lost of a shard, and of the shard."""
     return _sums([decoded - gradient, gradient])
 
 
 def agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tensor) -> Tensor:
-    """Squared norm of a mean; then for each group that of what it sent, and its inner product with the mean.
+    """Returns the squared norm of a mean; then, by group, that of what it sent and its inner product with the mean.
 
     Args:
         payloads: What every group sent.
         compression: How it is encoded.
-        mean: The mean of it.
+        mean: Their mean.
     """
     sums, decoded = [_sums([mean])], torch.empty_like(mean)
     for payload in payloads:
@@ -89,14 +56,14 @@ def agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tensor
 
 
 def distance(gradient: Tensor, outer: Tensor, state: dict[str, Any]) -> Tensor:
-    """Squared norms of the outer gradient, the outer parameters and the outer momentum of a shard."""
+    """Returns the squared norms of the outer gradient, the outer parameters and the outer momentum of a shard."""
     momentum = next((state[name] for name in _MOMENTA if isinstance(state.get(name), Tensor)), None)
     unknown = torch.full((1,), math.nan, dtype=torch.float64, device=gradient.device)
     return torch.cat([_sums([gradient, outer]), unknown if momentum is None else _sums([momentum.to(outer.device)])])
 
 
 def diagnosed(lost: Tensor, agreement: Tensor, distance: Tensor, in_group: Communicator) -> Diagnostics:
-    """Adds up over the ranks of a group what `lost`, `agreement` and `distance` returned there. In-group collective."""
+    """Adds up what `lost`, `agreement` and `distance` returned on the ranks of a group. In-group collective."""
     ranks = in_group.all_gather(torch.cat([lost, agreement, distance]).cpu())
     sums = iter(torch.stack(ranks).sum(dim=0).tolist())
     error, gradient = next(sums), next(sums)

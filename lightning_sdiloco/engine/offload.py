@@ -1,4 +1,4 @@
-"""Where outer state rests between a landing and the next launch: on the device, or in the memory of the host."""
+"""Where outer state rests between a landing and the next launch: on the device, or offloaded to the host."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -10,16 +10,16 @@ from typing_extensions import override
 from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
 
 
-class Coming(ABC):
+class Prefetched(ABC):
     """A tensor on its way to the device."""
 
     @abstractmethod
-    def arrived(self) -> Tensor:
-        """The tensor, for the current stream of the calling thread. It must not be written to."""
+    def result(self) -> Tensor:
+        """Returns the tensor, for the current stream of the calling thread. It must not be written to."""
 
 
-class Home(ABC):
-    """Keeps tensors of a device. What is kept is never written to.
+class OuterStorage(ABC):
+    """Stores tensors of a device. A stored tensor is never written to.
 
     Args:
         device: The device.
@@ -29,69 +29,69 @@ class Home(ABC):
         self.device = device
 
     @abstractmethod
-    def kept(self, values: Tensor) -> Tensor:
-        """What is kept of a tensor, which nobody writes to from here on. May wait for the device.
+    def store(self, values: Tensor) -> Tensor:
+        """Stores a tensor to which nobody writes from here on. May wait for the device.
 
         Args:
-            values: A tensor on the device, or one that is kept already.
+            values: A tensor on the device, or one that is stored already.
         """
 
     @abstractmethod
-    def copied(self, values: Tensor) -> Tensor:
-        """What is kept of a copy. May wait for the device.
+    def store_copy(self, values: Tensor) -> Tensor:
+        """Stores a copy of a tensor. May wait for the device.
 
         Args:
             values: A tensor on any device.
         """
 
     @abstractmethod
-    def fetched(self, kept: Tensor) -> Tensor:
-        """What is kept, on the device; it may be the same tensor."""
+    def load(self, stored: Tensor) -> Tensor:
+        """Returns a stored tensor on the device, perhaps the same tensor. It must not be written to."""
 
     @abstractmethod
-    def working_copy(self, kept: Tensor) -> Tensor:
-        """What is kept, in memory of the device that may be written to."""
+    def load_copy(self, stored: Tensor) -> Tensor:
+        """Returns a copy of a stored tensor on the device, which may be written to."""
 
     @abstractmethod
-    def coming(self, kept: Tensor) -> Coming:
-        """Starts to bring what is kept to the device, beside what the calling thread has given the device so far."""
+    def prefetch(self, stored: Tensor) -> Prefetched:
+        """Starts to load a stored tensor, behind nothing that the device is given from here on."""
 
 
-class _There(Coming):
+class _Here(Prefetched):
     def __init__(self, values: Tensor) -> None:
         self._values = values
 
     @override
-    def arrived(self) -> Tensor:
+    def result(self) -> Tensor:
         return self._values
 
 
-class OnDevice(Home):
-    """The device itself."""
+class OnDevice(OuterStorage):
+    """Stores on the device itself."""
 
     @override
-    def kept(self, values: Tensor) -> Tensor:
+    def store(self, values: Tensor) -> Tensor:
         return values
 
     @override
-    def copied(self, values: Tensor) -> Tensor:
+    def store_copy(self, values: Tensor) -> Tensor:
         return values.detach().to(self.device, copy=True)
 
     @override
-    def fetched(self, kept: Tensor) -> Tensor:
-        return kept
+    def load(self, stored: Tensor) -> Tensor:
+        return stored
 
     @override
-    def working_copy(self, kept: Tensor) -> Tensor:
-        return kept.clone()
+    def load_copy(self, stored: Tensor) -> Tensor:
+        return stored.clone()
 
     @override
-    def coming(self, kept: Tensor) -> Coming:
-        return _There(kept)
+    def prefetch(self, stored: Tensor) -> Prefetched:
+        return _Here(stored)
 
 
-class OnHost(Home):
-    """Page-locked memory of the host: the device holds what is in flight, and what is about to be launched.
+class OnHost(OuterStorage):
+    """Stores in page-locked memory of the host: the device holds what is in flight or about to be launched.
 
     Args:
         device: An accelerator.
@@ -102,55 +102,55 @@ class OnHost(Home):
         self._copies = torch.get_device_module(device).Stream(device=device)
 
     @override
-    def kept(self, values: Tensor) -> Tensor:
+    def store(self, values: Tensor) -> Tensor:
         return to_host(values)
 
     @override
-    def copied(self, values: Tensor) -> Tensor:
+    def store_copy(self, values: Tensor) -> Tensor:
         values = values.detach()
         return page_locked(values, self.device).copy_(values) if values.device.type == "cpu" else to_host(values)
 
     @override
-    def fetched(self, kept: Tensor) -> Tensor:
-        return to_device(kept, self.device)
+    def load(self, stored: Tensor) -> Tensor:
+        return to_device(stored, self.device)
 
     @override
-    def working_copy(self, kept: Tensor) -> Tensor:
-        return to_device(kept, self.device)
+    def load_copy(self, stored: Tensor) -> Tensor:
+        return to_device(stored, self.device)
 
     @override
-    def coming(self, kept: Tensor) -> Coming:
-        return _OnItsWay(kept, self.device, self._copies)
+    def prefetch(self, stored: Tensor) -> Prefetched:
+        return _OnItsWay(stored, self.device, self._copies)
 
 
-class _OnItsWay(Coming):
-    """A copy on a stream of its own, in memory of the stream that asked for it."""
+class _OnItsWay(Prefetched):
+    """A copy on a stream of its own, into memory of the stream that asked for it."""
 
-    def __init__(self, kept: Tensor, device: torch.device, copies: Any) -> None:
+    def __init__(self, stored: Tensor, device: torch.device, copies: Any) -> None:
         self._device = device
         self._module = torch.get_device_module(device)
-        self._values = torch.empty(kept.shape, dtype=kept.dtype, device=device)
+        self._values = torch.empty(stored.shape, dtype=stored.dtype, device=device)
         # What had this memory before may still be at work in the stream that asks.
         copies.wait_stream(self._module.current_stream(device))
         with self._module.stream(copies):
-            self._values.copy_(kept, non_blocking=True)
-            self._there = self._module.Event()
-            self._there.record(copies)
-        # If nobody takes it, its memory must not go to another before the copy is done.
+            self._values.copy_(stored, non_blocking=True)
+            self._done = self._module.Event()
+            self._done.record(copies)
+        # If nobody takes it, its memory must not go to another tensor before the copy is done.
         self._values.record_stream(copies)
 
     @override
-    def arrived(self) -> Tensor:
-        self._module.current_stream(self._device).wait_event(self._there)
+    def result(self) -> Tensor:
+        self._module.current_stream(self._device).wait_event(self._done)
         return self._values
 
 
-def home_on(device: torch.device, offload: bool | str) -> Home:
-    """Chooses the home of the outer state. On a CPU device and host are the same memory.
+def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
+    """Chooses where outer state rests. On a CPU, device and host are the same memory.
 
     Args:
         device: The device of the shards.
-        offload: Whether it is the host; ``"auto"`` where the device is CUDA.
+        offload: Whether to store it on the host; ``"auto"``: where the device is CUDA.
     """
-    wanted = device.type == "cuda" if offload == "auto" else offload
-    return OnHost(device) if wanted and device.type != "cpu" else OnDevice(device)
+    on_host = device.type == "cuda" if offload == "auto" else offload
+    return OnHost(device) if on_host and device.type != "cpu" else OnDevice(device)

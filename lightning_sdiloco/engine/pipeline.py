@@ -1,265 +1,273 @@
-"""What happens to a fragment in flight, in the background lane: compress, exchange, average, outer step.
+"""What happens to a fragment in flight, in the background: compress, exchange, average, outer step.
 
-A function for each stage of the lane. The first encodes and sends, the second averages what the groups sent, and the
-third makes the outer step. With two shots a group averages a part only: the second stage sends the mean on, and the
-third puts the parts together.
+There is a method for each stage of the background. The first encodes and sends, the second averages what the groups
+sent, and the third makes the outer step. With two hops a group averages a part of the shard only: the second stage
+sends its mean on, and the third puts the parts together.
 """
 
+import time
 from collections.abc import Sequence
-from functools import partial
+from functools import reduce
 from math import isfinite
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain
+from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain, remembered
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.algorithm.digest import digest
-from lightning_sdiloco.algorithm.reduction import AllReduce, Relay
+from lightning_sdiloco.algorithm.reduction import AllReduce, Relay, all_reduce_for, final_all_reduce_for
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression.kernels import Kernels
-from lightning_sdiloco.engine.background import Stages
 from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
-from lightning_sdiloco.engine.measurements import Stopwatch, agreement, diagnosed, distance, lost
-from lightning_sdiloco.engine.offload import Home
-from lightning_sdiloco.engine.outer.optimizer import Outer, Stepped
-from lightning_sdiloco.engine.parameters.layouts import BufferLayout, FragmentLayout
+from lightning_sdiloco.engine.fragments import FragmentState
+from lightning_sdiloco.engine.measurements import Span, agreement, diagnosed, distance, lost
+from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 
 _SEND, _AVERAGE, _STEP = range(3)
+
+# What of a control vector travels in front of the payload.
+_HEAD_BYTES = CONTROL_BYTES - HOST_BYTES
+
+
+class _Kept(NamedTuple):
+    """What a rank keeps for itself from stage to stage.
+
+    Attributes:
+        all_reduce: How outer gradients become their mean in this flight.
+        memory: Error feedback of the shard if the group counts.
+        spans: When the parts of the flight began and ended.
+        lost: What the compression lost, if it is measured.
+    """
+
+    all_reduce: AllReduce
+    memory: Tensor | None
+    spans: dict[str, Span]
+    lost: Tensor | None
 
 
 class _Sent(NamedTuple):
     """After the first stage: the messages are on their way to the other groups."""
 
+    kept: _Kept
     words: Any
-    posted: Any
-    memory: Tensor | None
-    stopwatch: Stopwatch
-    lost: Tensor | None
+    payloads: Any
+    payload_bytes: int
 
 
 class _Averaged(NamedTuple):
-    """After the second stage: the mean of what all groups sent to this one, which is relayed if it is a part."""
+    """After the second stage: the mean of what all groups sent to this one, which is sent on if it is a part."""
 
+    kept: _Kept
     mean: Tensor
-    relay: Relay | None
+    second_hop: Relay | None
     posted: Any
-    memory: Tensor | None
     buffers: dict[int, Tensor]
+    norms: list[list[float]]
     controls: list[Control]
     counted: Count
-    sent: int
-    received: int
-    stopwatch: Stopwatch
-    lost: Tensor | None
+    traffic: "_Traffic"
     agreement: Tensor | None
 
 
-class Transfer:
-    """Sends what a launch took along and receives what a landing applies.
+class _Traffic(NamedTuple):
+    """Bytes between groups."""
 
-    Everything here runs in the lane. It reads the outer state and never changes it.
+    sent: int
+    received: int
+
+
+class Pipeline:
+    """Sends what a launch read and receives what a landing applies.
+
+    Everything here runs in the background. It reads the records of the fragments and never writes to them.
 
     Args:
+        fragments: The records.
         topology: The ranks of this group and the way to the others.
-        settings: How outer gradients are encoded, and how much of its own a group keeps on landing.
-        outer: Outer parameters and outer optimizer of this rank's shards.
-        memories: What the compression remembers of every fragment's shard. Only a landing changes it.
-        residuals: What the second rounding lost of this group's part of every shard. Only a landing changes it.
-        layouts: The shards of every fragment, and how they are gathered.
-        buffers: The buffers of every fragment.
-        aggregation: How much each group counts in a mean.
-        passes: What encodes and takes the means.
-        home: Where what is remembered rests.
+        settings: How outer gradients are encoded, exchanged and weighed.
+        kernels: What encodes and takes the means.
         diagnoses: Whether to measure how far the groups agree.
     """
 
     def __init__(
         self,
+        fragments: Sequence[FragmentState],
         topology: Topology,
         settings: Settings,
-        outer: Outer,
-        memories: Sequence[Tensor | None],
-        residuals: Sequence[Tensor | None],
-        layouts: Sequence[FragmentLayout],
-        buffers: Sequence[BufferLayout],
-        aggregation: Aggregation,
-        passes: Kernels,
-        home: Home,
-        diagnoses: bool,
+        kernels: Kernels,
+        diagnoses: bool = False,
     ) -> None:
+        self._fragments = fragments
         self._topology = topology
-        self._settings = settings
-        self._outer = outer
-        self._memories = memories
-        self._residuals = residuals
-        self._layouts = layouts
-        self._buffers = buffers
-        self._aggregation = aggregation
-        self._passes = passes
-        self._home = home
+        groups, codec, mixing = topology.num_groups, settings.codec, settings.mixing
+        self._all_reduce = all_reduce_for(settings.exchange, groups, codec, mixing, kernels)
+        self._final_all_reduce = final_all_reduce_for(groups, codec, mixing, kernels)
+        self._aggregation = Aggregation(settings.outer_clip_norm, settings.outlier_guard)
         self._diagnoses = diagnoses
 
-    def stages(self, cargo: LaunchSnapshot) -> Stages[Any, Any, SyncResult]:
-        """What the lane does with a launch."""
-        return Stages(partial(self._send, cargo), partial(self._average, cargo), partial(self._receive, cargo))
-
-    def _send(self, cargo: LaunchSnapshot) -> _Sent:
-        """Encodes the outer gradient of the shard and starts to send it, behind what goes with it."""
-        stopwatch, shots = Stopwatch(cargo.gradient.device), self._shots(cargo)
-        with stopwatch.part("encode"):
-            control = self._merged(self._control(cargo)).packed()
-            words = self._topology.control.post([control[:HOST_BYTES]] * self._topology.num_groups)
-            # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
-            memory = None if cargo.final else self._fetched(self._memories[cargo.fragment])
-            encoded = shots.encode(cargo.gradient, memory)
-            head, tail = control[HOST_BYTES:].to(cargo.gradient.device), self._tail(cargo)
+    def send(self, snapshot: LaunchSnapshot) -> "_Sent":
+        """Does the first stage: encodes the outer gradient and starts to send it, behind what goes with it."""
+        began, gradient, fragment = time.perf_counter(), snapshot.gradient, self._fragments[snapshot.fragment]
+        tail, control = self._tail(snapshot), self._control(snapshot, fragment)
+        words = self._topology.control.post([control[:HOST_BYTES]] * self._topology.num_groups)
+        # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
+        memory = None if fragment.memory is None or snapshot.final else fragment.storage.load(fragment.memory)
+        all_reduce = self._final_all_reduce if snapshot.final else self._all_reduce.at(snapshot.step)
+        encoded = all_reduce.encode(gradient, memory)
+        head, messages = control[HOST_BYTES:].to(gradient.device), list[Tensor]()
+        for group, payload in enumerate(encoded.payloads):
             # A payload that goes to all groups becomes one message.
-            messages = {id(payload): payload for payload in encoded.payloads}
-            messages = {key: torch.cat([head, payload, *tail]) for key, payload in messages.items()}
-            posted = self._topology.exchange.post([messages[id(payload)] for payload in encoded.payloads])
-        loss = lost(cargo.gradient, shots.own(encoded.payloads, cargo.gradient)) if self._diagnoses else None
-        return _Sent(words, posted, encoded.memory, stopwatch, loss)
+            is_new = group == 0 or payload is not encoded.payloads[group - 1]
+            messages.append(torch.cat([head, payload, *tail]) if is_new else messages[-1])
+        posted = self._topology.exchange.post(messages)
+        spans = {"encode": _span(began, gradient.device)}
+        loss = lost(gradient, all_reduce.own(encoded.payloads, gradient)) if self._diagnoses else None
+        return _Sent(_Kept(all_reduce, encoded.memory, spans, loss), words, posted, encoded.payloads[0].numel())
 
-    def _average(self, cargo: LaunchSnapshot, sent: _Sent) -> _Averaged:
-        """Waits for all groups and averages what they sent to this one."""
-        topology, shots = self._topology, self._shots(cargo)
-        sent_before, received_before = self._bytes(topology.control, topology.exchange)
-        with sent.stopwatch.part("transfer"):
-            words = self._collected(topology.control, sent.words, cargo, _AVERAGE)
-            messages = self._collected(topology.exchange, sent.posted, cargo, _AVERAGE)
-        head, end = CONTROL_BYTES - HOST_BYTES, CONTROL_BYTES - HOST_BYTES + shots.payload_bytes(cargo.gradient.numel())
-        pairs = zip(words, messages, strict=True)
-        controls = [Control.unpacked(torch.cat([word, message[:head].to(word.device)])) for word, message in pairs]
-        self._check(controls, cargo)
-        count = plain(controls) if cargo.final else self._aggregation.count(controls)
-        payloads = [message[head:end] for message in messages]
-        with sent.stopwatch.part("decode"):
-            mean = shots.mean(payloads, count, like=cargo.gradient)
-            relay = shots.relay(mean, self._fetched(self._residuals[cargo.fragment]))
-            posted = None if relay is None else topology.second_hop.post([relay.payload] * topology.num_groups)
-        sent_after, received_after = self._bytes(topology.control, topology.exchange)
+    def average(self, snapshot: LaunchSnapshot, sent: "_Sent") -> "_Averaged":
+        """Does the second stage: waits for all groups and averages what they sent to this one."""
+        topology, all_reduce, fragment = self._topology, sent.kept.all_reduce, self._fragments[snapshot.fragment]
+        began, device = time.perf_counter(), snapshot.gradient.device
+        posted = [(topology.control, sent.words), (topology.exchange, sent.payloads)]
+        (words, messages), traffic = self._collect(posted, snapshot, _AVERAGE)
+        sent.kept.spans["transfer"] = _span(began, device)
+        heads = [message[:_HEAD_BYTES].to(word.device) for word, message in zip(words, messages, strict=True)]
+        end = _HEAD_BYTES + sent.payload_bytes
+        payloads = [message[_HEAD_BYTES:end] for message in messages]
+        controls = [Control.unpacked(torch.cat(parts)) for parts in zip(words, heads, strict=True)]
+        self._check(controls, snapshot)
+        count = plain(controls) if snapshot.final else self._aggregation.count(controls, fragment.norms)
+        norms = remembered(fragment.norms, controls)
+        began = time.perf_counter()
+        mean = all_reduce.mean(payloads, count, like=snapshot.gradient)
+        residual = None if fragment.residual is None else fragment.storage.load(fragment.residual)
+        second_hop = all_reduce.relay(mean, residual)
+        onward = None if second_hop is None else topology.second_hop.post([second_hop.payload] * topology.num_groups)
+        sent.kept.spans["decode"] = _span(began, device)
         return _Averaged(
+            kept=sent.kept,
             mean=mean,
-            relay=relay,
-            posted=posted,
-            memory=sent.memory,
-            buffers=self._mean_buffers([message[end:] for message in messages], count, cargo),
+            second_hop=second_hop,
+            posted=onward,
+            buffers=self._mean_buffers([message[end:] for message in messages], count, snapshot),
+            norms=norms,
             controls=controls,
             counted=count,
-            sent=sent_after - sent_before,
-            received=received_after - received_before,
-            stopwatch=sent.stopwatch,
-            lost=sent.lost,
-            agreement=agreement(payloads, shots.compression, mean) if self._diagnoses else None,
+            traffic=traffic,
+            agreement=agreement(payloads, all_reduce.compression, mean) if self._diagnoses else None,
         )
 
-    def _receive(self, cargo: LaunchSnapshot, averaged: _Averaged) -> SyncResult:
-        """Puts the mean of the whole shard together and makes the outer step."""
-        relays, gradient, residual = self._topology.second_hop, averaged.mean, self._residuals[cargo.fragment]
-        stopwatch, lane = averaged.stopwatch, self._topology.stages[_STEP]
-        sent_before, received_before = self._bytes(relays)
-        if averaged.relay is not None:
-            with stopwatch.part("relay"):
-                payloads = self._collected(relays, averaged.posted, cargo, _STEP)
-            gradient, residual = self._shots(cargo).joined(payloads, like=cargo.gradient), averaged.relay.residual
-        sent_after, received_after = self._bytes(relays)
-        with stopwatch.part("outer_step"):
-            outer = self._step(cargo, gradient, averaged.counted)
-            gathered = self._layouts[cargo.fragment].gathered(outer.values, lane)
+    def receive(self, snapshot: LaunchSnapshot, averaged: "_Averaged") -> SyncResult:
+        """Does the third stage: puts the mean of the whole shard together and makes the outer step."""
+        kept, fragment, group = averaged.kept, self._fragments[snapshot.fragment], self._topology.stages[_STEP]
+        gradient, residual, relayed = averaged.mean, fragment.residual, _Traffic(0, 0)
+        if averaged.second_hop is not None:
+            began, posted = time.perf_counter(), [(self._topology.second_hop, averaged.posted)]
+            (payloads,), relayed = self._collect(posted, snapshot, _STEP)
+            kept.spans["relay"] = _span(began, gradient.device)
+            gradient = kept.all_reduce.joined(payloads, like=snapshot.gradient)
+            residual = averaged.second_hop.residual
+        began, storage = time.perf_counter(), fragment.storage
+        outer = self._outer_step(snapshot, fragment, gradient, averaged.counted)
+        gathered = fragment.layout.all_gather(outer.values, group)
+        kept.spans["outer_step"] = _span(began, gradient.device)
+        gradient_norm, controls = self._norm(gradient), averaged.controls
+        left_out = tuple(group for group, control in enumerate(controls) if not control.finite)
+        changed = reduce(or_, (control.changed for control in controls))
         diagnostics = None
-        if averaged.lost is not None and averaged.agreement is not None:
-            moved = distance(cargo.gradient, cargo.outer, outer.state)
-            diagnostics = diagnosed(averaged.lost, averaged.agreement, moved, lane)
+        if kept.lost is not None and averaged.agreement is not None:
+            moved = distance(snapshot.gradient, snapshot.outer, outer.state)
+            diagnostics = diagnosed(kept.lost, averaged.agreement, moved, group)
         return SyncResult(
-            outer=self._outer.at_home(outer),
-            memory=self._kept(averaged.memory),
-            residual=self._kept(residual),
+            outer=outer.moved(storage.store),
+            memory=None if kept.memory is None else storage.store(kept.memory),
+            residual=None if residual is None else storage.store(residual),
             gathered=gathered,
             buffers=averaged.buffers,
-            controls=averaged.controls,
+            norms=averaged.norms,
+            controls=controls,
+            left_out=left_out,
+            changed=changed,
             counted=averaged.counted,
-            gradient_norm=self._norm(gradient),
-            bytes_sent=averaged.sent + sent_after - sent_before,
-            bytes_received=averaged.received + received_after - received_before,
-            spans=stopwatch.spans,
+            gradient_norm=gradient_norm,
+            bytes_sent=averaged.traffic.sent + relayed.sent,
+            bytes_received=averaged.traffic.received + relayed.received,
+            spans=kept.spans,
             diagnostics=diagnostics,
         )
 
-    def _fetched(self, kept: Tensor | None) -> Tensor | None:
-        return None if kept is None else self._home.fetched(kept)
-
-    def _kept(self, values: Tensor | None) -> Tensor | None:
-        return None if values is None else self._home.kept(values)
-
-    def _shots(self, cargo: LaunchSnapshot) -> AllReduce:
-        if cargo.final:
-            return self._settings.make_final_all_reduce(self._topology.num_groups, self._passes)
-        return self._settings.make_all_reduce(self._topology.num_groups, cargo.step, self._passes)
-
-    @staticmethod
-    def _bytes(*exchanges: Exchange[Any]) -> tuple[int, int]:
-        return sum(e.bytes_sent for e in exchanges), sum(e.bytes_received for e in exchanges)
-
-    def _tail(self, cargo: LaunchSnapshot) -> list[Tensor]:
-        """The buffers at the end of the message, as bytes. Only one rank of a group sends them."""
+    def _tail(self, snapshot: LaunchSnapshot) -> list[Tensor]:
+        """Returns the buffers at the end of the message, as bytes. Only one rank of a group sends them."""
         if self._topology.group_rank != 0:
             return []
-        return [cargo.buffers[index].reshape(-1).view(torch.uint8) for index in cargo.travelling]
+        return [snapshot.buffers[index].reshape(-1).view(torch.uint8) for index in snapshot.travelling]
 
-    def _control(self, cargo: LaunchSnapshot) -> Control:
-        norm = norm_squared(cargo.gradient)
-        return Control(
-            fragment=cargo.fragment,
-            step=cargo.step,
-            requests=cargo.requests,
+    def _control(self, snapshot: LaunchSnapshot, fragment: FragmentState) -> Tensor:
+        """Returns the control vector of this group, as bytes. In-group collective."""
+        norm = norm_squared(snapshot.gradient)
+        own = Control(
+            fragment=snapshot.fragment,
+            step=snapshot.step,
+            requests=snapshot.requests,
             # A norm that is not finite does not decide: it may overflow where every value is finite.
-            finite=isfinite(norm) or bool(cargo.gradient.isfinite().all()),
-            weight=cargo.weight,
-            digest=digest(cargo.outer, start=self._layouts[cargo.fragment].start),
+            finite=isfinite(norm) or bool(snapshot.gradient.isfinite().all()),
+            weight=snapshot.weight,
+            digest=digest(snapshot.outer, start=fragment.layout.start),
             norm_squared=norm,
-            changed=self._buffers[cargo.fragment].changed(cargo.buffers),
+            changed=fragment.buffers.changed(snapshot.buffers),
         )
+        if self._topology.group_size == 1:
+            return own.packed()
+        ranks = self._topology.stages[_SEND].all_gather(own.packed())
+        return Control.merged(list(map(Control.unpacked, ranks))).packed()
 
-    def _merged(self, control: Control) -> Control:
-        ranks = self._topology.stages[_SEND].all_gather(control.packed())
-        return Control.merged([Control.unpacked(rank) for rank in ranks])
+    def _collect(
+        self, posted: Sequence[tuple[Exchange[Any], Any]], snapshot: LaunchSnapshot, stage: int
+    ) -> tuple[list[list[Tensor]], _Traffic]:
+        """Waits for the messages of all groups.
 
-    def _collected(self, exchange: Exchange[Any], posted: Any, cargo: LaunchSnapshot, stage: int) -> list[Tensor]:
-        """The messages of all groups. A rank that misses one tells its group, so that all its ranks end alike."""
+        A rank that misses one tells its group, so that all its ranks end alike. In-group collective.
+        """
+        before = [(exchange.bytes_sent, exchange.bytes_received) for exchange, _ in posted]
+        missing: Unanswered | None = None
         try:
-            messages, missing = exchange.collect(posted, cargo.deadline), None
+            messages = [exchange.collect(sent, snapshot.deadline) for exchange, sent in posted]
         except Unanswered as error:
             messages, missing = [], error
-        reported = [int(code) for code in self._topology.stages[stage].all_gather(torch.tensor([self._coded(missing)]))]
-        if missing is None and max(reported) >= 0:
-            missing = self._missed_by(reported.index(max(reported)), max(reported))
+        if self._topology.group_size > 1:
+            missing = self._told(missing, stage)
         if missing is not None:
             raise ExchangeError(
-                f"{missing} while fragment {cargo.fragment}, launched after inner step {cargo.step}, was in flight."
-                " The run cannot go on without it. See why that group stopped or is unreachable; if it was only slow,"
-                " raise timeout."
+                f"{missing} while fragment {snapshot.fragment}, launched after inner step {snapshot.step}, was in"
+                " flight. The run cannot go on without it. See why that group stopped or is unreachable; if it was only"
+                " slow, raise timeout."
             ) from missing
-        return messages
+        sent = sum(exchange.bytes_sent for exchange, _ in posted) - sum(sent for sent, _ in before)
+        received = sum(exchange.bytes_received for exchange, _ in posted) - sum(received for _, received in before)
+        return messages, _Traffic(sent, received)
 
-    def _coded(self, missing: Unanswered | None) -> int:
-        """Which group is missing, as a number for the ranks of this group: -1 for none, their number for any."""
-        if missing is None:
-            return -1
-        return self._topology.num_groups if missing.group is None else missing.group
+    def _told(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
+        """Tells the ranks of this group what this one misses; returns that, or else what another one misses."""
+        # A number for which group it is: -1 for none, the number of groups where it is not known.
+        code = -1 if missing is None else self._topology.num_groups if missing.group is None else missing.group
+        codes = torch.cat(self._topology.stages[stage].all_gather(torch.tensor([code]))).tolist()
+        return self._missed_by(codes.index(max(codes)), max(codes)) if missing is None and max(codes) >= 0 else missing
 
     def _missed_by(self, shard: int, code: int) -> Unanswered:
-        """What another rank of this group misses."""
+        """Says what another rank of this group misses."""
         own, other = (self._topology.group_size * of + shard for of in (self._topology.group_index, code))
         if code == self._topology.num_groups:
             return Unanswered(None, f"did not answer rank {own} of this group")
         return Unanswered(code, f"did not answer rank {own} of this group (rank {other} should have)")
 
-    def _check(self, controls: Sequence[Control], cargo: LaunchSnapshot) -> None:
+    def _check(self, controls: Sequence[Control], snapshot: LaunchSnapshot) -> None:
+        """Raises an `AgreementError` unless all groups are at one point with one outer model, and one is finite."""
         own = controls[self._topology.group_index]
         for what, values in (
             ("are not at the same point", [(control.fragment, control.step) for control in controls]),
@@ -273,35 +281,53 @@ class Transfer:
                 )
         if not any(control.finite for control in controls):
             raise AgreementError(
-                f"The outer gradient of fragment {cargo.fragment}, launched after inner step {cargo.step}, is not"
+                f"The outer gradient of fragment {snapshot.fragment}, launched after inner step {snapshot.step}, is not"
                 f" finite in any worker group ({', '.join(f'group {g}' for g in range(len(controls)))}). Training has"
                 " diverged: resume from an earlier checkpoint with a lower learning rate or with gradient clipping."
             )
 
-    def _step(self, cargo: LaunchSnapshot, gradient: Tensor, count: Count) -> Stepped:
-        """The outer state after a landing; its values are on the device of the gradient."""
-        if not cargo.final and count.factors:
-            return self._outer.stepped(cargo.fragment, cargo.outer, gradient)
+    @staticmethod
+    def _outer_step(snapshot: LaunchSnapshot, fragment: FragmentState, gradient: Tensor, count: Count) -> OuterState:
+        """Returns the outer state after the landing; its values are on the device of the gradient."""
+        if not snapshot.final and count.factors:
+            return fragment.optimizer.step(fragment.index, fragment.outer, snapshot.outer, gradient)
         # No group has trained, or it is the end: then it moves without learning rate and momentum.
-        values = cargo.outer - gradient if cargo.final else cargo.outer
-        return self._outer.kept(cargo.fragment)._replace(values=values)
+        values = snapshot.outer - gradient if snapshot.final else snapshot.outer
+        return fragment.outer._replace(values=values, lr=0.0)
 
-    def _mean_buffers(self, tails: Sequence[Tensor], count: Count, cargo: LaunchSnapshot) -> dict[int, Tensor]:
-        """The plain mean of the buffers that travel, over the groups that count; rank 0 of a group speaks for it."""
-        if not cargo.travelling or not count.factors:
+    def _mean_buffers(self, tails: Sequence[Tensor], count: Count, snapshot: LaunchSnapshot) -> dict[int, Tensor]:
+        """Returns the plain mean of the buffers that travel, over the groups that count. In-group collective.
+
+        Rank 0 of a group speaks for it.
+        """
+        if not snapshot.travelling or not count.factors:
             return {}
-        flat = torch.cat([cargo.buffers[index].reshape(-1) for index in cargo.travelling])
+        own = [snapshot.buffers[index] for index in snapshot.travelling]
+        flat = torch.cat([buffer.reshape(-1) for buffer in own])
         if self._topology.group_rank == 0:
             flat = torch.stack([tails[group].clone().view(torch.float32) for group in count.factors]).mean(dim=0)
         self._topology.stages[_AVERAGE].broadcast(flat)
-        parts = flat.split([cargo.buffers[index].numel() for index in cargo.travelling])
-        return {index: part.view_as(cargo.buffers[index]) for index, part in zip(cargo.travelling, parts, strict=True)}
+        parts = zip(snapshot.travelling, flat.split([buffer.numel() for buffer in own]), own, strict=True)
+        return {index: part.view_as(buffer) for index, part, buffer in parts}
 
     def _norm(self, gradient: Tensor) -> float:
+        """Returns the norm of the mean outer gradient of the whole fragment. In-group collective."""
         norm = torch.linalg.vector_norm(gradient).reshape(1)
-        return float(torch.linalg.vector_norm(torch.cat(self._topology.stages[_STEP].all_gather(norm))))
+        if self._topology.group_size > 1:
+            norm = torch.cat(self._topology.stages[_STEP].all_gather(norm))
+        return float(torch.linalg.vector_norm(norm))
+
+
+def _span(began: float, device: torch.device) -> Span:
+    """Ends a part of a flight: waits for the stream of the background, so that the part holds what it started.
+
+    The training thread and its stream wait for nothing.
+    """
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
+    return began, time.perf_counter()
 
 
 def norm_squared(gradient: Tensor) -> float:
-    """The squared norm of a shard of an outer gradient, as control vectors carry it."""
+    """Returns the squared norm of a shard of an outer gradient, as control vectors carry it."""
     return float(torch.linalg.vector_norm(gradient)) ** 2

@@ -1,4 +1,4 @@
-"""Rounds that start anew from what other ranks saved: for other groups, other shards and other fragments."""
+"""Restart: what the ranks of an earlier run saved, joined so that other groups, shards and fragments can take it up."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sdiloco.algorithm.aggregation import Aggregation
 from lightning_sdiloco.algorithm.control import Control
+from lightning_sdiloco.algorithm.reduction import all_reduce_for
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.outer.optimizer import Outer, Stepped
-from lightning_sdiloco.engine.parameters.resharding import OuterParameter, taken_apart, taken_apart_by_place
-from lightning_sdiloco.engine.parameters.sharding import Place
+from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
+from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters, to_parameters_by_spec
+from lightning_sdiloco.engine.parameters.sharding import ShardSpec
 from lightning_sdiloco.engine.pipeline import norm_squared
 
 State = dict[str, Any]
@@ -23,7 +25,7 @@ class Restart(NamedTuple):
     Attributes:
         parameters: Outer parameters and momentum by name.
         buffers: Outer buffers by name.
-        counts: What happened before, of what all ranks have in common.
+        counts: What happened before, as far as all ranks have it in common.
     """
 
     parameters: dict[str, OuterParameter]
@@ -34,12 +36,12 @@ class Restart(NamedTuple):
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
     """Joins the states of the ranks of an earlier run.
 
-    Flights are landed if all groups' payloads are there. Otherwise they are dropped, and counted.
+    Flights are landed if the payloads of all groups are there. Otherwise they are dropped, and counted.
 
     Args:
         groups: The states of every rank of every worker group, None where one is missing.
-        settings: How flights land; None if the outer optimizer is another one than that of the states, so that these
-            are of no use to it, and flights are dropped.
+        settings: How flights land; None if the outer optimizer is not that of the states, so that it has no use for
+            theirs, and flights are dropped.
 
     Raises:
         ValueError: If no worker group is complete.
@@ -55,12 +57,11 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     shards = [[_shard(fragment, settings is not None) for fragment in state["fragments"]] for state in ranks]
     buffers = [dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in ranks[0]["fragments"]]
     if settings is not None and len(whole) == len(groups):
-        landing = _Landing(whole, shards, buffers, settings)
-        landed = sum(landing.land(index) for index in range(flights))
-        shards = landing.shards
+        earlier = _EarlierFlights(whole, shards, buffers, settings)
+        landed = sum(earlier.land(index) for index in range(flights))
     parameters: dict[str, OuterParameter] = {}
     for index, fragment in enumerate(ranks[0]["fragments"]):
-        parameters |= _taken_apart(fragment, [shard[index] for shard in shards])
+        parameters |= _to_parameters(fragment, [shard[index] for shard in shards])
     counts = ranks[0]["counts"]
     return Restart(
         parameters=parameters,
@@ -74,77 +75,75 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     )
 
 
-def _taken_apart(fragment: dict[str, Any], shards: Sequence[Stepped]) -> dict[str, OuterParameter]:
+def _to_parameters(fragment: State, shards: Sequence[OuterState]) -> dict[str, OuterParameter]:
     if "places" not in fragment:
-        return taken_apart(dict(zip(fragment["names"], fragment["sizes"], strict=True)), shards)
-    places = [[Place(*place) for place in ranks] for ranks in fragment["places"]]
-    return taken_apart_by_place(dict(zip(fragment["names"], places, strict=True)), shards)
+        return to_parameters(dict(zip(fragment["names"], fragment["sizes"], strict=True)), shards)
+    specs = [[ShardSpec(*spec) for spec in ranks] for ranks in fragment["places"]]
+    return to_parameters_by_spec(dict(zip(fragment["names"], specs, strict=True)), shards)
 
 
-def _shard(fragment: dict[str, Any], with_state: bool) -> Stepped:
-    return Stepped(fragment["outer"], fragment["state"] if with_state else {}, fragment["rounds"])
+def _shard(fragment: State, with_state: bool) -> OuterState:
+    outer = OuterState.of(fragment)
+    return outer if with_state else outer._replace(state={})
 
 
-class _Landing:
-    """Lands the flights of complete groups as they would have landed them."""
+class _EarlierFlights:
+    """Lands the flights of complete groups as these would have landed them.
+
+    Args:
+        groups: The states of all ranks.
+        shards: The outer state of every rank of a group, by fragment; landings replace it.
+        buffers: The outer buffers of every fragment by name; landings replace them.
+        settings: How flights land.
+    """
 
     def __init__(
         self,
         groups: Sequence[Sequence[State]],
-        shards: Sequence[Sequence[Stepped]],
+        shards: list[list[OuterState]],
         buffers: Sequence[dict[str, Tensor]],
         settings: Settings,
     ) -> None:
         self._groups = groups
+        self._shards = shards
         self._buffers = buffers
-        self._settings = settings
-        self._aggregation = settings.make_aggregation(len(groups), len(buffers))
-        for index, fragment in enumerate(groups[0][0]["fragments"]):
-            self._aggregation.load(index, fragment["norms"])
-        self._outers = [
-            Outer([part.values for part in shard], settings.make_outer_optimizer, settings.outer_lr_schedule)
-            for shard in shards
-        ]
-        for outer, shard in zip(self._outers, shards, strict=True):
-            for index, part in enumerate(shard):
-                outer.load(index, part.values, part.state, part.rounds)
-
-    @property
-    def shards(self) -> list[list[Stepped]]:
-        """The shards of every rank of a group, by fragment."""
-        return [[outer.kept(fragment) for fragment in range(len(self._buffers))] for outer in self._outers]
+        self._aggregation = Aggregation(settings.outer_clip_norm, settings.outlier_guard)
+        self._all_reduce = all_reduce_for(settings.exchange, len(groups), settings.codec, settings.mixing)
+        self._optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]
 
     def land(self, index: int) -> bool:
-        """Lands a flight; False where no group is finite, so that there is nothing to land."""
-        cargos = [[state["flights"][index] for state in group] for group in self._groups]
-        controls = [Control.merged([_control(cargo) for cargo in group]) for group in cargos]
-        count = self._aggregation.count(controls)
+        """Lands a flight; returns False where no group is finite, so that there is nothing to land."""
+        flights = [[state["flights"][index] for state in group] for group in self._groups]
+        controls = [Control.merged([_control(flight) for flight in group]) for group in flights]
         fragment = controls[0].fragment
+        norms = self._groups[0][0]["fragments"][fragment]["norms"]
+        count = self._aggregation.count(controls, norms)
         if count.factors:
-            for shard, outer in enumerate(self._outers):
+            for shard, optimizer in enumerate(self._optimizers):
                 saved = [group[shard]["fragments"][fragment] for group in self._groups]
-                gradient = self._settings.make_all_reduce(len(cargos), controls[0].step).in_one_place(
-                    [group[shard]["gradient"] for group in cargos],
+                gradient = self._all_reduce.at(controls[0].step).in_one_place(
+                    [group[shard]["gradient"] for group in flights],
                     [fragment["memory"] for fragment in saved],
                     [fragment["residual"] for fragment in saved],
                     count,
                 )
-                outer.commit(fragment, outer.stepped(fragment, outer.values[fragment], gradient))
+                before = self._shards[shard][fragment]
+                self._shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)
             names = list(self._buffers[fragment])
-            for position in cargos[0][0]["travelling"]:
-                sent = [cargos[group][0]["buffers"][position] for group in count.factors]
+            for position in flights[0][0]["travelling"]:
+                sent = [flights[group][0]["buffers"][position] for group in count.factors]
                 self._buffers[fragment][names[position]] = torch.stack(sent).mean(dim=0)
         return any(control.finite for control in controls)
 
 
-def _control(cargo: dict[str, Any]) -> Control:
-    """What a rank said of a flight, as far as it decides how the flight lands."""
-    gradient = cargo["gradient"]
+def _control(flight: State) -> Control:
+    """Returns what a rank said of a flight, as far as it decides how the flight lands."""
+    gradient = flight["gradient"]
     return Control(
-        fragment=cargo["fragment"],
-        step=cargo["step"],
+        fragment=flight["fragment"],
+        step=flight["step"],
         requests=0,
-        weight=cargo["weight"],
+        weight=flight["weight"],
         digest=0,
         norm_squared=norm_squared(gradient),
         changed=0,

@@ -1,4 +1,4 @@
-"""Several worker groups in one process, with the same engine and no sockets: for research on one machine, and tests."""
+"""Simulation: several worker groups in one process, with the same engine and no sockets, for research and tests."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -14,13 +14,13 @@ from lightning_sdiloco.engine.flight import Landing
 
 
 def simulated_topologies(groups: int) -> list[Topology]:
-    """The topologies of several worker groups of one rank each, all in this process and without threads."""
+    """Makes the topologies of several worker groups of one rank each, all in this process and without threads."""
     backgrounds = InlineBackground.connect(groups)
     return [replace(one, background=own) for one, own in zip(Topology.simulated(groups), backgrounds, strict=True)]
 
 
 class SimulatedGroups:
-    """Worker groups of one rank each, simulated in this process.
+    """Simulates worker groups of one rank each in this process.
 
     The outer parameters are those that as many real processes would reach with the same data.
 
@@ -63,7 +63,7 @@ class SimulatedGroups:
         ]
 
     def step(self, *, idle: Collection[int] = ()) -> list[list[Landing]]:
-        """One inner step of every group has been made: launches all that is due, then lands all that is due.
+        """Counts an inner step of every group: launches all that is due, then lands all that is due.
 
         Args:
             idle: The groups that did not train in this inner step.
@@ -85,5 +85,5 @@ class SimulatedGroups:
             engine.land_final()
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """The outer parameters, which are the same in all groups; see `StreamingDiLoCo.outer_state_dict`."""
+        """Returns the outer parameters, the same in all groups; see `StreamingDiLoCo.outer_state_dict`."""
         return self.engines[0].outer_state_dict()

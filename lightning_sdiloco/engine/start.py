@@ -1,6 +1,7 @@
-"""What an engine needs before its first step: its place among the ranks, and a model cut into fragments."""
+"""What an engine does before its first step: it finds its place among the ranks, and cuts the model into fragments."""
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
 
@@ -8,18 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_sdiloco.algorithm.partition import Partition, partition
+from lightning_sdiloco.algorithm.partition import Fragment, Partition, partition
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, world
 from lightning_sdiloco.compression.kernels import missing_for
-from lightning_sdiloco.engine.agreement import require_same_settings
-from lightning_sdiloco.engine.parameters.layouts import aliases, clean_name, described, trainable
+from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
+from lightning_sdiloco.engine.fragments import FragmentState
+from lightning_sdiloco.engine.parameters.naming import aliases, clean_name, described, trainable
+from lightning_sdiloco.engine.parameters.sharding import reshard
 
 _log = logging.getLogger(__name__)
 
 
 def default_topology(worker_groups: int | str, timeout: timedelta) -> Topology:
-    """The worker groups of the default process group; one group where there is none. All ranks must call it.
+    """Divides the default process group into worker groups; one group where there is none. All ranks must call it.
 
     Args:
         worker_groups: Number of worker groups, or ``"auto"`` for one per process.
@@ -35,6 +38,32 @@ def default_topology(worker_groups: int | str, timeout: timedelta) -> Topology:
     world_size = world().size if is_connected() else 1
     layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
     return Topology.of_world(layout, timeout) if is_connected() else Topology()
+
+
+@torch.no_grad()
+def agreed_fragments(
+    model: nn.Module, settings: Settings, topology: Topology
+) -> tuple[tuple[Fragment, ...], torch.device]:
+    """Makes sure that all ranks start from the same settings and model, and cuts it. All ranks must call it.
+
+    Args:
+        model: The model of this rank. It takes the values of the first group where the groups differ.
+        settings: The settings of this rank.
+        topology: All ranks.
+
+    Returns:
+        The fragments, and the device on which they are.
+
+    Raises:
+        ValueError: If settings or models differ between ranks, or the model cannot be cut as asked.
+    """
+    require_same_settings(settings.described(), topology.world)
+    require_same_model(model, topology.world)
+    partition = cut(model, settings)
+    device = next(iter(trainable(model).values())).device
+    _say_what_is_unusual(partition, settings, topology, device)
+    align_model(model, topology)
+    return partition.fragments, device
 
 
 def cut(model: nn.Module, settings: Settings) -> Partition:
@@ -55,8 +84,22 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
     return partition(described(parameters), settings.fragments, settings.layers_per_fragment, aliases(model), frozen)
 
 
-def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, device: torch.device) -> None:
-    """Says once, on one rank, what a user may not expect."""
+@torch.no_grad()
+def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: Topology) -> None:
+    """Gives ranks that hold the same values of sharded parameters the same bits of them. In-group collective.
+
+    Args:
+        model: The model.
+        fragments: Its fragments.
+        topology: The ranks of this group.
+    """
+    reshard(model)
+    for fragment in fragments:
+        fragment.layout.align_ranks(fragment.load_outer(), topology.in_group)
+
+
+def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, device: torch.device) -> None:
+    """Warns once, on one rank, of what a user may not expect."""
     if topology.group_index or topology.group_rank:
         return
     if topology.num_groups == 1:
@@ -74,7 +117,7 @@ def say_what_is_unusual(partition: Partition, settings: Settings, topology: Topo
     if missing := missing_for(device):
         _log.warning(
             "Outer gradients are encoded and averaged operation by operation, which gives the same values and takes"
-            " longer: %s. For compiled passes install torch 2.13 or newer, with Triton, on all ranks.",
+            " longer: %s. For compiled kernels install torch 2.13 or newer, with Triton, on all ranks.",
             missing,
         )
 

@@ -21,7 +21,7 @@ from torch import nn
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import Exchange
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import LARGEST_SYNC_EVERY, candidates, recommend
 from lightning_sdiloco.planning.workload import Groups, Model

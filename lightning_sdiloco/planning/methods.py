@@ -14,6 +14,7 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES
+from lightning_sdiloco.algorithm.reduction import all_reduce_for, final_all_reduce_for
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.planning.link import Link
@@ -126,8 +127,8 @@ class Streaming(Method):
         self.numels = model.fragments(settings)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels))
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
-        all_reduce = settings.make_all_reduce(groups.groups, step=0)
-        final = settings.make_final_all_reduce(groups.groups)
+        all_reduce = all_reduce_for(settings.exchange, groups.groups, settings.codec, settings.mixing).at(0)
+        final = final_all_reduce_for(groups.groups, settings.codec, settings.mixing)
         self._parts = [all_reduce.part(shard) for shard in self._shards]
         self._messages = [CONTROL_BYTES + all_reduce.payload_bytes(shard) for shard in self._shards]
         self._second_hops = [all_reduce.relay_bytes(shard) for shard in self._shards]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
 from lightning_sdiloco import AgreementError, Landing, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain
+from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain, remembered
 from lightning_sdiloco.algorithm.control import Control
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from tests.ranks import run_ranks
@@ -27,8 +27,18 @@ def said(weight: int = 100, norm: float = 1.0, finite: bool = True) -> Control:
     return Control(0, 100, 0, weight=weight, digest=0, norm_squared=norm**2, changed=0, finite=finite)
 
 
-def counting(groups: int = 2, clip_norm: float | None = None, guard: float | None = None) -> Aggregation:
-    return Aggregation(groups, 1, clip_norm, guard)
+class Counting:
+    """An aggregation, and what is remembered of a fragment."""
+
+    def __init__(self, groups: int = 2, clip_norm: float | None = None, guard: float | None = None) -> None:
+        self.aggregation = Aggregation(clip_norm, guard)
+        self.norms: list[list[float]] = [[] for _ in range(groups)]
+
+    def count(self, controls: Sequence[Control]) -> Count:
+        return self.aggregation.count(controls, self.norms)
+
+    def commit(self, controls: Sequence[Control]) -> None:
+        self.norms = remembered(self.norms, controls)
 
 
 # Arithmetic
@@ -40,12 +50,12 @@ CONTROLS = st.lists(
 
 @given(weight=st.integers(1, 2**32 - 1), groups=st.integers(1, 50))
 def test_groups_of_equal_weight_have_the_factor_one(weight: int, groups: int) -> None:
-    assert counting(groups).count([said(weight)] * groups).factors == dict.fromkeys(range(groups), 1.0)
+    assert Counting(groups).count([said(weight)] * groups).factors == dict.fromkeys(range(groups), 1.0)
 
 
 @given(controls=CONTROLS)
 def test_the_factors_are_the_weights(controls: list[Control]) -> None:
-    factors = counting(len(controls)).count(controls).factors
+    factors = Counting(len(controls)).count(controls).factors
     counted = [group for group, control in enumerate(controls) if control.finite and control.weight]
     assert list(factors) == counted
     total = sum(controls[group].weight for group in counted)
@@ -60,8 +70,8 @@ def test_the_final_exchange_is_plain(controls: list[Control]) -> None:
 
 @given(controls=CONTROLS, clip_norm=st.floats(1e-6, 1e6))
 def test_what_is_clipped_has_the_norm_and_its_weight(controls: list[Control], clip_norm: float) -> None:
-    weights = counting(len(controls)).count(controls).factors
-    clipped = counting(len(controls), clip_norm).count(controls).factors
+    weights = Counting(len(controls)).count(controls).factors
+    clipped = Counting(len(controls), clip_norm).count(controls).factors
     assert list(clipped) == list(weights)
     for group, factor in clipped.items():
         norm = sqrt(controls[group].norm_squared)
@@ -72,7 +82,7 @@ def test_what_is_clipped_has_the_norm_and_its_weight(controls: list[Control], cl
 
 
 def test_a_norm_that_overflows_is_clipped_to_nothing_and_still_counts() -> None:
-    assert counting(2, clip_norm=1.0).count([said(norm=inf), said()]).factors == {0: 0.0, 1: 1.0}
+    assert Counting(2, clip_norm=1.0).count([said(norm=inf), said()]).factors == {0: 0.0, 1: 1.0}
 
 
 @settings(max_examples=200)
@@ -83,7 +93,7 @@ def test_a_norm_that_overflows_is_clipped_to_nothing_and_still_counts() -> None:
 def test_the_guard_never_leaves_out_all_and_only_who_is_far(
     guard: float, rounds: list[list[tuple[int, float, bool]]]
 ) -> None:
-    with_guard, without = counting(3, guard=guard), counting(3)
+    with_guard, without = Counting(3, guard=guard), Counting(3)
     norms: list[list[float]] = [[], [], []]
     for values in rounds:
         controls = [said(*value) for value in values]
@@ -103,7 +113,7 @@ def test_the_guard_never_leaves_out_all_and_only_who_is_far(
 
 
 def test_a_lasting_change_is_accepted_after_some_rounds() -> None:
-    guarded = counting(2, guard=5.0)
+    guarded = Counting(2, guard=5.0)
     seen = []
     for number in range(12):
         controls = [said(), said(norm=1.0 if number < 5 else 30.0)]
@@ -114,7 +124,7 @@ def test_a_lasting_change_is_accepted_after_some_rounds() -> None:
 
 
 def test_what_is_far_for_all_is_no_outlier() -> None:
-    guarded = counting(2, guard=5.0)
+    guarded = Counting(2, guard=5.0)
     for _ in range(4):
         guarded.commit([said(), said()])
     assert guarded.count([said(norm=30.0), said(norm=40.0)]).outlying == ()
@@ -123,32 +133,40 @@ def test_what_is_far_for_all_is_no_outlier() -> None:
 
 
 def test_a_group_that_never_moved_is_not_compared_with_that() -> None:
-    guarded = counting(2, guard=5.0)
+    guarded = Counting(2, guard=5.0)
     for _ in range(4):
         guarded.commit([said(norm=0.0), said()])
     assert guarded.count([said(norm=1e-3), said()]).outlying == ()
 
 
 def test_only_norms_of_training_are_remembered() -> None:
-    guarded = counting(2, guard=5.0)
+    guarded = Counting(2, guard=5.0)
     for _ in range(4):
         guarded.commit([said(), said()])
     for _ in range(8):
         guarded.commit([said(norm=30.0, weight=0), said(norm=30.0, finite=False)])
     assert guarded.count([said(norm=30.0), said()]).outlying == (0,)
     assert guarded.count([said(), said(norm=30.0)]).outlying == (1,)
-    assert guarded.saved(0) == [[1.0] * 4] * 2
+    assert guarded.norms == [[1.0] * 4] * 2
 
 
 def test_the_norms_of_every_fragment_are_remembered_apart() -> None:
-    guarded = Aggregation(2, 2, None, 5.0)
-    other = said()._replace(fragment=1)
-    for _ in range(4):
-        guarded.commit([said(), said()])
-        guarded.commit([other._replace(norm_squared=900.0)] * 2)
-    far = [said(norm=30.0), said()]
-    assert guarded.count(far).outlying == (0,)
-    assert guarded.count([control._replace(fragment=1) for control in far]).outlying == ()
+    models = [nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)) for _ in range(2)]
+    choices = {**PLAIN, "fragments": [["0.*"], ["1.*"]], "outlier_guard": 5.0}
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, **choices)
+
+    @torch.no_grad()
+    def outlying(*lengths: float) -> dict[int, tuple[int, ...]]:
+        """Moves the first fragment of each group by a length, and the second one always by 30."""
+        for model, length in zip(models, lengths, strict=True):
+            model[0].weight += length / 2
+            model[1].weight += 15.0
+        landings = [landing for _ in range(2) for landing in groups.step()[0]]
+        return {landing.fragment: landing.outlying for landing in landings}
+
+    for _ in range(5):
+        outlying(1.0, 1.0)
+    assert outlying(30.0, 1.0) == {0: (0,), 1: ()}
 
 
 def test_a_control_vector_carries_the_weight_and_a_group_trained_when_all_its_ranks_did() -> None:
@@ -218,9 +236,9 @@ def test_steps_count_from_the_groups_own_last_launch_of_the_fragment() -> None:
     for step in range(1, 25):
         groups.step(idle=[1] if step in (7, 8, 9, 20) else [])
         weights += [
-            (step, flight.cargo.fragment, [engine._flights[-1].cargo.weight for engine in groups.engines])
-            for flight in groups.engines[0]._flights[-1:]
-            if flight.cargo.step == step
+            (step, flight.snapshot.fragment, [engine._rounds.flights[-1].snapshot.weight for engine in groups.engines])
+            for flight in groups.engines[0]._rounds.flights[-1:]
+            if flight.snapshot.step == step
         ]
     assert weights == [
         (8, 0, [8, 6]),
@@ -250,12 +268,12 @@ def test_where_no_group_has_trained_nothing_moves(mixing: float) -> None:
     run.push(2.0, 2.0)
     before = run.outer, run.local
     engine = run.groups.engines[0]
-    momentum = engine._cut.outer.states[0]["momentum_buffer"].clone()
+    momentum = engine._rounds.fragments[0].outer.state["momentum_buffer"].clone()
     for _ in range(5):
         landing = run.push(0.0, 0.0, idle=[0, 1])
         assert (landing.outer_lr, landing.outer_grad_norm, landing.left_out) == (0.0, 0.0, ())
     assert (run.outer, run.local) == before
-    assert torch.equal(engine._cut.outer.states[0]["momentum_buffer"], momentum)
+    assert torch.equal(engine._rounds.fragments[0].outer.state["momentum_buffer"], momentum)
     assert engine.report()["landings"] == 6
 
 
@@ -269,7 +287,7 @@ def test_where_no_group_has_trained_local_progress_of_before_is_kept() -> None:
 
 def test_where_no_group_has_trained_the_digest_is_checked_still() -> None:
     run = Pushed(2)
-    run.groups.engines[1]._cut.outer.values[0][2] += 1e-7
+    run.groups.engines[1]._rounds.fragments[0].outer.values[2] += 1e-7
     with pytest.raises(AgreementError, match="do not hold the same outer parameters"):
         run.push(0.0, 0.0, idle=[0, 1])
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.aggregation import Count
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES
-from lightning_sdiloco.algorithm.reduction import OneShot, TwoShot
+from lightning_sdiloco.algorithm.reduction import OneShot, TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import DirectExchange
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
@@ -189,7 +189,7 @@ def test_a_residual_changes_at_landings_only_and_not_where_no_group_counts() -> 
     optimizers = [inner_optimizer("adamw", model) for model in models]
 
     def residual() -> Tensor | None:
-        return run.engines[0]._cut.residuals[0]
+        return run.engines[0]._rounds.fragments[0].residual
 
     for step in range(1, 6):
         for group, model in enumerate(models):
@@ -277,7 +277,7 @@ def test_an_unknown_exchange_is_refused_with_those_that_are_known(exchange: Any)
 def test_by_itself_two_groups_gather_and_more_take_two_shots_but_where_values_are_left_out(
     compression: Compression,
 ) -> None:
-    ways = [type(Settings(compression=compression).make_all_reduce(groups, step=1)) for groups in (1, 2, 3, 8)]
+    ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
     left_out = "TopK" in str(compression)
     assert ways == [OneShot, OneShot, *[OneShot if left_out else TwoShot] * 2]
 

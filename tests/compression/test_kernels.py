@@ -127,9 +127,9 @@ def one_differs(rank: int, world_size: int) -> None:
     StreamingDiLoCo(mlp(), fragments=LAYERS)
 
 
-def test_ranks_that_would_take_different_passes_are_refused() -> None:
+def test_ranks_with_different_kernels_are_refused() -> None:
     report = run_ranks(one_differs, 2, expect_failure=True)
-    assert "passes is eager on rank 0, compiled on rank 1" in str(report)
+    assert "kernels is eager on rank 0, compiled on rank 1" in str(report)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

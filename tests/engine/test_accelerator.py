@@ -145,7 +145,7 @@ def on_both(train: Callable[[str, int], list[list[Tensor]]], ranks: int = GROUPS
 def wait_for_flights(engine: StreamingDiLoCo) -> None:
     """Waits until the lane is done with what is in flight, without asking the device for anything."""
     deadline = time.monotonic() + 30
-    while not all(flight.pending._future.done() for flight in engine._flights):  # type: ignore[attr-defined]
+    while not all(flight.pending._future.done() for flight in engine._rounds.flights):  # type: ignore[attr-defined]
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -270,19 +270,19 @@ def test_what_is_prefetched_has_landed_before() -> None:
 
 @alone
 def test_memory_of_a_copy_that_nobody_takes_is_not_used_before_it_is_done() -> None:
-    home = OnHost(torch.device("pretend"))
-    kept = home.kept(torch.ones(1000, device="pretend"))
-    coming = home.coming(kept)
-    del coming
+    storage = OnHost(torch.device("pretend"))
+    stored = storage.store(torch.ones(1000, device="pretend"))
+    prefetched = storage.prefetch(stored)
+    del prefetched
     assert torch.zeros(1000, device="pretend").sum().item() == 0
 
 
 @alone
-def test_what_is_kept_on_the_host_is_page_locked_wherever_it_came_from() -> None:
-    home = OnHost(torch.device("pretend"))
+def test_what_is_stored_on_the_host_is_page_locked_wherever_it_came_from() -> None:
+    storage = OnHost(torch.device("pretend"))
     for device in ("pretend", "cpu"):
         values = torch.arange(5.0, device=device)
-        copied = home.copied(values)
+        copied = storage.store_copy(values)
         assert copied.device.type == "cpu"
         assert copied.is_pinned()
         assert copied is not values
@@ -352,7 +352,7 @@ def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_end
             if not offload:
                 with training.engine.evaluate():
                     training.keep()
-        outer = training.engine._cut.outer.values
+        outer = [fragment.outer.values for fragment in training.engine._rounds.fragments]
         if offload:
             assert all(values.device.type == "cpu" and values.is_pinned() for values in outer)
         else:

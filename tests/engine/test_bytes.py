@@ -62,9 +62,9 @@ def test_the_final_sync_sends_every_fragment_once_more() -> None:
 def test_outer_state_is_shared_by_the_ranks_of_a_group() -> None:
     def run(rank: int, world_size: int) -> tuple[int, int]:
         def held(trainer: Any, module: Any) -> tuple[int, int]:
-            outer = trainer.strategy.engine._cut.outer
-            state = [value for state in outer.states for value in state.values() if isinstance(value, torch.Tensor)]
-            return sum(v.numel() for v in outer.values), sum(v.numel() for v in state)
+            outer = [fragment.outer for fragment in trainer.strategy.engine._rounds.fragments]
+            state = [value for own in outer for value in own.state.values() if isinstance(value, torch.Tensor)]
+            return sum(own.values.numel() for own in outer), sum(v.numel() for v in state)
 
         return tuple(fit(rank, world_size, 2, STEPS, CHOICES, inspect=held, make=wide)["inspected"])
 

@@ -59,10 +59,31 @@ def simulate(
     return [*trajectory, simulated.outer_state_dict()], models
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+EPSILON = torch.finfo(torch.float32).eps
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], outer_steps: int) -> None:
+    """Compares outer parameters up to what rounding explains after so many outer steps of a fragment.
+
+    Engine and reference write the same arithmetic in other ways: the engine multiplies by a weight where the reference
+    divides by a sum, mixes by ``lerp``, and steps in place. In each outer step they round the outer gradient, the mean,
+    the step and the mix, each to within half a unit in the last place of the largest value: two units together. Local
+    parameters start from what landed, so these errors stay, and at worst add up.
+    """
     assert sorted(actual) == sorted(expected)
     for name, values in expected.items():
-        torch.testing.assert_close(actual[name], values, rtol=1e-6, atol=1e-6 * float(values.abs().max()))
+        atol = (1e-6 + 2 * EPSILON * outer_steps) * float(values.abs().max())
+        torch.testing.assert_close(actual[name], values, rtol=1e-6, atol=atol)
+
+
+def assert_same_trajectory(
+    trajectory: list[dict[str, Tensor]], models: list[nn.Sequential], expected: Result, sync_every: int
+) -> None:
+    """Compares the outer parameters after every inner step and at the end, which the models hold too."""
+    for step, (actual, outer) in enumerate(zip(trajectory, [*expected.outers, expected.outer], strict=True), 1):
+        assert_same(actual, outer, 1 + step // sync_every)
+    for model in models:
+        assert_same(dict(model.named_parameters()), expected.outer, 1 + len(trajectory) // sync_every)
 
 
 @st.composite
@@ -84,10 +105,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 def test_simulated_groups_follow_the_reference(choices: dict[str, Any], groups: int, inner: str) -> None:
     expected = reference(inner, groups, steps=25, **choices)
     trajectory, models = simulate(inner, groups, steps=25, **choices)
-    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
-        assert_same(actual, outer)
-    for model in models:
-        assert_same(dict(model.named_parameters()), expected.outer)
+    assert_same_trajectory(trajectory, models, expected, choices["sync_every"])
 
 
 @settings(max_examples=40, deadline=None)
@@ -113,10 +131,7 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_reference(
     schedule = partial(LambdaLR, lr_lambda=rate)
     own = {**choices, "outer_lr": base, "outer_lr_schedule": schedule}
     trajectory, models = simulate(inner, len(batches), 25, idle, **own)
-    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
-        assert_same(actual, outer)
-    for model in models:
-        assert_same(dict(model.named_parameters()), expected.outer)
+    assert_same_trajectory(trajectory, models, expected, choices["sync_every"])
 
 
 CHOICES = {
@@ -174,7 +189,7 @@ def test_a_trainer_follows_the_reference(
     expected = reference(inner, groups, 30, **{**choices, "fragments": grouped(fragments)})
     own = {**choices, "fragments": fragments_of_module(grouped(fragments)), "compression": "fp32"}
     for trained in run_processes(fit, world_size, groups, 30, own, LIGHTNING, inner):
-        assert_same(trained["outer"], expected.outer)
-        assert_same(trained["model"], expected.outer)
+        assert_same(trained["outer"], expected.outer, 1 + 30 // sync_every)
+        assert_same(trained["model"], expected.outer, 1 + 30 // sync_every)
         assert trained["report"]["landings"] == len(expected.landings)
         assert trained["report"]["inner_steps"] == 30

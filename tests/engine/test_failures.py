@@ -114,8 +114,8 @@ def test_momentum_and_outer_parameters_stay_finite_when_a_group_is_left_out(comp
     run = Run(2, sync_every=4, overlap_steps=0, fragments=[["*"]], compression=compression)
     run.until(3)
     run.step(poisoned=(0,))
-    outer = run.engine.engines[0]._cut.outer
-    assert all(bool(values.isfinite().all()) for values in [*outer.values, outer.states[0]["momentum_buffer"]])
+    outer = run.engine.engines[0]._rounds.fragments[0].outer
+    assert all(bool(values.isfinite().all()) for values in [outer.values, outer.state["momentum_buffer"]])
 
 
 @pytest.mark.parametrize(("sync_every", "overlap_steps"), [(8, 7), (4, 3), (3, 2)])

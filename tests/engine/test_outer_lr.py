@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.engine.outer.optimizer import Outer
+from lightning_sdiloco.engine.outer.optimizer import OuterState, ShardOptimizer
 from tests.ranks import run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
@@ -54,6 +54,18 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 ALL_OPTIMIZERS = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
+class Stepped:
+    """A shard optimizer, and the outer state of its fragments."""
+
+    def __init__(self, shards: list[torch.Tensor], make: Any, schedule: Any = None) -> None:
+        self.optimizer = ShardOptimizer(shards, make, schedule)
+        self.states = self.optimizer.take_initial()
+
+    def step(self, fragment: int, gradient: torch.Tensor) -> OuterState:
+        before = self.states[fragment]
+        return self.optimizer.step(fragment, before, before.values, gradient)
+
+
 @ALL_SCHEDULES
 @ALL_OPTIMIZERS
 def test_every_outer_step_is_that_of_torch_with_the_same_schedule(
@@ -62,51 +74,85 @@ def test_every_outer_step_is_that_of_torch_with_the_same_schedule(
     torch.manual_seed(0)
     gradients = torch.randn(9, 2, 37)
     values = torch.randn(2, 37)
-    outer = Outer([value.clone() for value in values], make, schedule)
+    outer = Stepped([value.clone() for value in values], make, schedule)
     for fragment in range(2):
         parameter = nn.Parameter(values[fragment].clone())
         optimizer = make([parameter])
         scheduler = schedule(optimizer)
         for number in range(9):
             parameter.grad = gradients[number, fragment].clone()
-            step = outer.stepped(fragment, outer.values[fragment], gradients[number, fragment].clone())
+            step = outer.step(fragment, gradients[number, fragment].clone())
             assert step.lr == float(optimizer.param_groups[0]["lr"])
-            outer.commit(fragment, step)
+            outer.states[fragment] = step
             optimizer.step()
             scheduler.step()
-            assert torch.equal(outer.values[fragment], parameter.detach())
-    assert outer.rounds == [9, 9]
+            assert torch.equal(outer.states[fragment].values, parameter.detach())
+    assert [state.rounds for state in outer.states] == [9, 9]
+
+
+class Scaled(torch.optim.SGD):
+    """Keeps something in an attribute, and counts there."""
+
+    def __init__(self, shards: Any, scale: float) -> None:
+        super().__init__(shards, lr=1.0, momentum=0.5)
+        self.scale, self.steps = scale, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad * self.scale * self.steps
+        super().step()
+
+
+def test_hooks_and_attributes_of_the_users_optimizer_take_part_in_every_step_and_keep_no_state() -> None:
+    """torch's copies of an optimizer have neither, so it must not be copied; and checkpoints do not hold them."""
+    made, hooked = [], []
+
+    def make(shards: Any) -> Optimizer:
+        made.append(Scaled(shards, scale=0.25))
+        made[-1].register_step_post_hook(lambda optimizer, *given: hooked.append(optimizer))
+        return made[-1]
+
+    outer = Stepped([torch.zeros(3), torch.zeros(3)], make)
+    calls, hooked[:] = len(made), []
+    before = outer.states[0]
+    outer.states[0] = outer.step(0, torch.ones(3))
+    assert torch.equal(outer.states[0].values, torch.full((3,), -0.25))
+    assert torch.equal(before.values, torch.zeros(3))
+    assert before.state == {}, "a step works on copies"
+    assert torch.equal(outer.step(1, torch.ones(3)).values, torch.full((3,), -0.25)), "fragments do not mix"
+    assert torch.equal(outer.step(0, torch.ones(3)).values, torch.full((3,), -0.25 - 0.25 - 0.125))
+    assert torch.equal(outer.states[0].state["momentum_buffer"], torch.full((3,), 0.25))
+    assert {id(optimizer) for optimizer in hooked} == {id(made[-1])}
+    assert len(made) == calls, "the factory is called at the start only"
 
 
 def test_fragments_may_have_rates_of_their_own() -> None:
     def apart(shards: Any) -> Optimizer:
         return torch.optim.SGD([{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)], lr=1.0)
 
-    outer = Outer([torch.zeros(3), torch.zeros(3)], apart, partial(StepLR, step_size=1, gamma=0.5))
+    outer = Stepped([torch.zeros(3), torch.zeros(3)], apart, partial(StepLR, step_size=1, gamma=0.5))
     rates = []
     for _ in range(3):
-        steps = [outer.stepped(fragment, outer.values[fragment], torch.ones(3)) for fragment in range(2)]
-        rates.append([step.lr for step in steps])
-        for fragment, step in enumerate(steps):
-            outer.commit(fragment, step)
+        outer.states = [outer.step(fragment, torch.ones(3)) for fragment in range(2)]
+        rates.append([state.lr for state in outer.states])
     assert rates == [[0.1, 0.2], [0.05, 0.1], [0.025, 0.05]]
 
 
 def test_a_step_that_is_not_committed_is_no_round() -> None:
-    outer = Outer([torch.zeros(3)], OPTIMIZERS["nesterov"], partial(ExponentialLR, gamma=0.5))
-    assert [outer.stepped(0, outer.values[0], torch.ones(3)).lr for _ in range(3)] == [0.4] * 3
-    outer.commit(0, outer.kept(0))
-    rate = outer.stepped(0, outer.values[0], torch.ones(3)).lr
-    assert rate == 0.4, "neither is the final exchange, nor a landing without a step"
+    outer = Stepped([torch.zeros(3)], OPTIMIZERS["nesterov"], partial(ExponentialLR, gamma=0.5))
+    assert [outer.step(0, torch.ones(3)).lr for _ in range(3)] == [0.4] * 3
+    assert outer.states[0].rounds == 0
 
 
 @ALL_SCHEDULES
 def test_no_scheduler_complains(schedule: Schedule) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        outer = Outer([torch.zeros(3)], OPTIMIZERS["nesterov"], schedule)
+        outer = Stepped([torch.zeros(3)], OPTIMIZERS["nesterov"], schedule)
         for _ in range(12):
-            outer.commit(0, outer.stepped(0, outer.values[0], torch.ones(3)))
+            outer.states[0] = outer.step(0, torch.ones(3))
 
 
 def simulate(steps: int, **choices: Any) -> tuple[SimulatedGroups, list[Landing]]:
@@ -139,7 +185,7 @@ def test_the_final_exchange_has_no_rate() -> None:
     off = partial(LambdaLR, lr_lambda=lambda number: 0.0)
     groups, landings = simulate(11, sync_every=8, overlap_steps=1, outer_lr_schedule=off)
     assert [landing.outer_lr for landing in landings] == [0.0, 0.0]
-    local = [dict(engine._cut.model.named_parameters()) for engine in groups.engines]
+    local = [dict(engine._model.named_parameters()) for engine in groups.engines]
     mean = {name: (local[0][name] + local[1][name]).detach() / 2 for name in local[0]}
     groups.finish()
     for name, values in groups.outer_state_dict().items():

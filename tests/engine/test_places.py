@@ -1,4 +1,4 @@
-"""Where the values of sharded parameters lie: arithmetic, against what torch does."""
+"""How the values of parameters are sharded: arithmetic, against what torch does."""
 
 import itertools
 
@@ -12,16 +12,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
-from lightning_sdiloco.engine.outer.optimizer import Stepped
-from lightning_sdiloco.engine.parameters.resharding import OuterParameter, put_together_by_place, taken_apart_by_place
-from lightning_sdiloco.engine.parameters.sharding import part_of, places_of, shared
+from lightning_sdiloco.engine.outer.optimizer import OuterState
+from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters_by_spec, to_shard_by_spec
+from lightning_sdiloco.engine.parameters.sharding import divided, part_of, shard_specs
 from tests.ranks import run_ranks
 
 SHAPES = [(1,), (3,), (7,), (8,), (5, 3), (2, 9), (1, 1), (3, 2, 5)]
 PLACEMENTS = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2))
 
 
-def test_places_are_those_of_torch_and_hold_every_value_once() -> None:
+def test_shards_are_those_of_torch_and_hold_every_value_once() -> None:
     def check(rank: int, world_size: int) -> int:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         group = Topology.of_world(GroupLayout(world_size, 1), DEFAULT_TIMEOUT).in_group
@@ -32,11 +32,11 @@ def test_places_are_those_of_torch_and_hold_every_value_once() -> None:
             whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
             tensor = distribute_tensor(whole, mesh, placements)
             assert torch.equal(part_of(tensor, whole), tensor.to_local())
-            ranks = places_of({"it": tensor}, group, range(world_size))["it"]
+            ranks = shard_specs({"it": tensor}, group, range(world_size))["it"]
             own = ranks[rank]
             values = tensor.to_local().reshape(-1)[own.first : own.first + own.length]
-            assert torch.equal(own.taken_from(whole.reshape(-1)), values)
-            taken = torch.cat([place.taken_from(whole.reshape(-1)) for place in ranks])
+            assert torch.equal(own.extract(whole.reshape(-1)), values)
+            taken = torch.cat([spec.extract(whole.reshape(-1)) for spec in ranks])
             assert sorted(taken.tolist()) == whole.flatten().tolist(), "every value once"
             checked += 1
         return checked
@@ -44,7 +44,7 @@ def test_places_are_those_of_torch_and_hold_every_value_once() -> None:
     assert set(run_ranks(check, 4)) == {4 * 4 + 4 * 9}
 
 
-def test_places_are_those_of_fsdp_on_top_of_tensor_parallelism_where_torch_itself_is_right() -> None:
+def test_shards_are_those_of_fsdp_on_top_of_tensor_parallelism_where_torch_itself_is_right() -> None:
     def check(rank: int, world_size: int) -> list[int]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         group = Topology.of_world(GroupLayout(world_size, 1), DEFAULT_TIMEOUT).in_group
@@ -56,25 +56,25 @@ def test_places_are_those_of_fsdp_on_top_of_tensor_parallelism_where_torch_itsel
             model.weight = nn.Parameter(distribute_tensor(whole, mesh["tensor"], [Shard(0)]))
             fully_shard(model, mesh=mesh["data"])
             assert torch.equal(part_of(model.weight, whole), model.weight.to_local())
-            ranks = places_of({"weight": model.weight}, group, range(world_size))["weight"]
-            sizes.append(sum(place.length for place in ranks))
+            ranks = shard_specs({"weight": model.weight}, group, range(world_size))["weight"]
+            sizes.append(sum(spec.length for spec in ranks))
         return sizes
 
     assert run_ranks(check, 4)[0] == [3 * size for size in range(2, 14)]
 
 
-def test_outer_state_survives_being_put_in_places_and_taken_apart() -> None:
-    places = {"a": shared([5, 2], [[[(0, 3)], [(0, 2)]], [[(3, 5)], [(0, 2)]]]), "b": shared([3], [[[(0, 3)]]] * 2)}
+def test_outer_state_survives_being_sharded_and_joined() -> None:
+    specs = {"a": divided([5, 2], [[[(0, 3)], [(0, 2)]], [[(3, 5)], [(0, 2)]]]), "b": divided([3], [[[(0, 3)]]] * 2)}
     parameters = {
         name: OuterParameter(torch.randn(size), {"momentum_buffer": torch.randn(size), "step": torch.tensor(4.0)}, 7)
         for name, size in (("a", 10), ("b", 3))
     }
-    shards: list[Stepped] = []
+    shards: list[OuterState] = []
     for rank in range(2):
-        own = [places[name][rank] for name in parameters]
-        shards.append(put_together_by_place(list(parameters.values()), own, sum(place.length for place in own)))
+        own = [specs[name][rank] for name in parameters]
+        shards.append(to_shard_by_spec(list(parameters.values()), own, sum(spec.length for spec in own)))
     assert [shard.values.numel() for shard in shards] == [8, 5]
-    for name, parameter in taken_apart_by_place(places, shards).items():
+    for name, parameter in to_parameters_by_spec(specs, shards).items():
         assert torch.equal(parameter.values, parameters[name].values)
         assert torch.equal(parameter.state["momentum_buffer"], parameters[name].state["momentum_buffer"])
         assert (parameter.rounds, float(parameter.state["step"])) == (7, 4.0)
@@ -90,7 +90,7 @@ def test_ways_to_divide_that_are_not_known_are_refused_on_all_ranks() -> None:
         texts = []
         for tensor, members in ((partial, range(4)), (missing, range(1, 4))):
             with pytest.raises(ValueError, match="'it' cannot be exchanged") as caught:
-                places_of({"it": tensor}, group, members)
+                shard_specs({"it": tensor}, group, members)
             texts.append(str(caught.value))
         return texts
 

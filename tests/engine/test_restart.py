@@ -3,7 +3,7 @@
 import importlib
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.compression import COMPRESSIONS
-from lightning_sdiloco.engine.outer.optimizer import Stepped
-from lightning_sdiloco.engine.parameters.resharding import OuterParameter, put_together, taken_apart
+from lightning_sdiloco.engine.outer.optimizer import OuterState
+from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters, to_shard
+from lightning_sdiloco.engine.recut import named_outer
 from lightning_sdiloco.engine.restart import restart_from
 from lightning_sdiloco.errors import AgreementError
 from tests import fits
@@ -55,11 +56,11 @@ def test_shards_taken_apart_and_put_together_are_the_same_values(
     def state(part: Tensor) -> dict[str, Any]:
         return {"momentum_buffer": part, "step": torch.tensor(3.0)} if stepped else {}
 
-    shards = [Stepped(v, state(m), 3) for v, m in zip(cut(whole, before), cut(momentum, before), strict=True)]
+    shards = [OuterState(v, state(m), 3) for v, m in zip(cut(whole, before), cut(momentum, before), strict=True)]
     names = {f"p{index}": size for index, size in enumerate(sizes)}
-    parameters = list(taken_apart(names, shards).values())
+    parameters = list(to_parameters(names, shards).values())
     length = -(-numel // after)
-    joined = [put_together(parameters, index * length, length) for index in range(after)]
+    joined = [to_shard(parameters, index * length, length) for index in range(after)]
     assert all(torch.equal(a.values, b) for a, b in zip(joined, cut(whole, after), strict=True))
     if stepped:
         assert all(
@@ -73,7 +74,7 @@ def test_shards_taken_apart_and_put_together_are_the_same_values(
 def test_a_parameter_without_momentum_gets_zeros_and_the_count_of_the_others() -> None:
     old = OuterParameter(torch.ones(2), {"momentum_buffer": torch.full((2,), 5.0), "step": torch.tensor(4.0)}, 7)
     new = OuterParameter(torch.full((3,), 2.0), {}, 0)
-    joined = put_together([new, old], 0, 6)
+    joined = to_shard([new, old], 0, 6)
     assert joined.values.tolist() == [2, 2, 2, 1, 1, 0]
     assert joined.state["momentum_buffer"].tolist() == [0, 0, 0, 5, 5, 0]
     assert joined.state["step"] == 4
@@ -81,6 +82,10 @@ def test_a_parameter_without_momentum_gets_zeros_and_the_count_of_the_others() -
 
 
 # Flights of an earlier run
+
+
+def outer_parameters(engine: StreamingDiLoCo) -> Mapping[str, OuterParameter]:
+    return named_outer(engine._rounds.fragments, engine.topology.in_group).parameters
 
 
 class Run:
@@ -102,7 +107,9 @@ class Run:
         """The outer parameters and buffers once all flights have landed."""
         for engine in self.groups.engines:
             engine.land_all()
-        buffers = {name: v for part in self.groups.engines[0]._cut.buffers for name, v in part.by_name().items()}
+        buffers = {
+            name: v for part in self.groups.engines[0]._rounds.fragments for name, v in part.buffers.named().items()
+        }
         return {**self.groups.outer_state_dict(), **buffers}
 
 
@@ -129,7 +136,7 @@ def test_flights_land_as_their_groups_would_have_landed_them(compression: str, p
     assert restart.counts["landings"] == counts["landings"]
     assert restart.counts["flights_dropped"] == 0
     for index, fragment in enumerate(run.groups.engines[0].fragments):
-        momentum = run.groups.engines[0]._cut.outer.states[index]["momentum_buffer"]
+        momentum = run.groups.engines[0]._rounds.fragments[index].outer.state["momentum_buffer"]
         assert torch.equal(
             torch.cat([restart.parameters[n].state["momentum_buffer"] for n in fragment.names]), momentum
         )
@@ -192,9 +199,9 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
             all(bool(group) == (step % 3 == 1 and step > 3) for group in landed) or len(after.engines[0].fragments) > 1
         )
     assert all(
-        torch.equal(a, b)
+        torch.equal(a.outer.values, b.outer.values)
         for e in after.engines
-        for a, b in zip(e._cut.outer.values, after.engines[0]._cut.outer.values, strict=True)
+        for a, b in zip(e._rounds.fragments, after.engines[0]._rounds.fragments, strict=True)
     )
 
 
@@ -212,12 +219,12 @@ def test_another_number_of_ranks_in_a_group_takes_the_shards_apart_and_puts_them
             engine.step()
         state = through_a_file(engine.state_dict())
         engine.land_all()
-        return state, engine._cut.outer_parameters()
+        return state, outer_parameters(engine)
 
     def resume(rank: int, world_size: int, restart: Any) -> Any:
         engine = StreamingDiLoCo(mlp(), worker_groups=1, **ENGINE)
         engine.restart(restart)
-        return engine._cut.outer_parameters()
+        return outer_parameters(engine)
 
     three = run_ranks(save, 3)
     restart = restart_from([[state for state, _ in three]], Settings(**ENGINE))
@@ -358,7 +365,7 @@ def test_a_recut_lands_flights_keeps_momentum_and_gives_frozen_parameters_their_
             f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")
         }
         assert engine.steps_in_rounds == 0
-        outer = engine._cut.outer_parameters()
+        outer = outer_parameters(engine)
         assert outer["2.weight"].state["momentum_buffer"].any()
         assert not any(value.any() for value in outer["0.weight"].state.values())
         train(model, engine, rank, 7)

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.lightning import auto_settings
 from lightning_sdiloco.lightning.auto_settings import AutoSettings, Measured, choice, measure_link
 from lightning_sdiloco.planning.link import Link

@@ -27,10 +27,10 @@ class Model(LightningModule):
     def on_fit_end(self):
         strategy = self.trainer.strategy
         if strategy.global_rank == 0:
-            optimizer = type(strategy.engine._cut.outer._optimizer).__name__
+            optimizer = strategy.engine.state_dict()["described"]["outer_optimizer"].split("(")[0]
             print("RESULT", strategy.report()["launches"], strategy.schedule.overlap_steps, optimizer)
             print("COMPRESSION", strategy.engine.settings.codec)
-            print("SCHEDULE", strategy.engine._cut.outer.described()["outer_lr_schedule"])
+            print("SCHEDULE", strategy.engine.state_dict()["described"]["outer_lr_schedule"])
 
 if __name__ == "__main__":
     LightningCLI(Model, trainer_defaults=dict(accelerator="cpu", devices=2, max_epochs=1, logger=False,

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_sdiloco import Schedule, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Streaming, _timetable
 from lightning_sdiloco.planning.planner import (

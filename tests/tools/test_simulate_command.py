@@ -8,7 +8,7 @@ import pytest
 
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES
 from lightning_sdiloco.compression import resolve
-from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.tools.cli import main
 from tests.tools.test_simulating import write
 

@@ -1,1 +1,1 @@
-"""Room."""
+"""The outer optimizer, and the learning rate of each of its rounds."""

@@ -1,30 +1,33 @@
 """The outer optimizer over flat float32 shards, one per fragment."""
 
+import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from lightning_sdiloco.engine.offload import Home, OnDevice
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.engine.offload import OnDevice, OuterStorage
 from lightning_sdiloco.engine.outer.rates import Make as MakeSchedule
 from lightning_sdiloco.engine.outer.rates import Rates
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
 
 
-class Stepped(NamedTuple):
-    """The outer state of a fragment.
+class OuterState(NamedTuple):
+    """The outer state of a fragment, as far as this rank holds it.
 
     Attributes:
-        values: Outer parameters of the shard, shape ``(numel,)``, float32.
-        state: The optimizer's state of the shard, such as its momentum.
+        values: Outer parameters of the shard, float32, shape ``(numel,)``.
+        state: State of the outer optimizer for the shard, such as its momentum.
         rounds: Outer steps of the fragment so far.
-        lr: Learning rate of the outer step; 0 if there was none.
+        lr: Learning rate of the landing that made this state; 0 if that made no outer step.
     """
 
     values: Tensor
@@ -32,118 +35,141 @@ class Stepped(NamedTuple):
     rounds: int
     lr: float = 0.0
 
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "OuterState":
+        """Returns the state with its values, and everything that the optimizer keeps for each of them, moved.
 
-class Outer:
-    """Outer parameters and outer optimizer state of one rank's shards.
+        Args:
+            move: From a tensor to the same values elsewhere.
+        """
+        state = {key: move(kept) if is_elementwise(kept, self.values) else kept for key, kept in self.state.items()}
+        return self._replace(values=move(self.values), state=state)
 
-    They change only when a step is committed. A step works on copies, so that whoever reads in the meantime, from
-    another thread or for a checkpoint, sees the values before it.
+    def state_dict(self) -> dict[str, Any]:
+        """Returns it on the host. On a CPU the tensors are its own: do not write to them."""
+        state = {key: kept.to("cpu") if isinstance(kept, Tensor) else kept for key, kept in self.state.items()}
+        return {"outer": self.values.to("cpu"), "state": state, "rounds": self.rounds}
+
+    @staticmethod
+    def of(state: Mapping[str, Any]) -> "OuterState":
+        """Reads what `state_dict` returned, without copying it."""
+        return OuterState(state["outer"], state["state"], state["rounds"])
+
+
+class ShardOptimizer:
+    """Steps the shards of all fragments with the one torch optimizer that the user's factory makes.
+
+    A step works on copies and hands the new state back, so that whoever reads the old one in the meantime, from another
+    thread or for a checkpoint, sees the values before it. Only one thread may step.
 
     Args:
-        values: The shards, one per fragment, each a float32 tensor of shape ``(numel,)``, kept at home. They are never
-            written to.
-        make: From the shards to a torch optimizer that works elementwise.
+        shards: The shards, one per fragment, each float32 of shape ``(numel,)``. They are never written to.
+        make: From the shards to a torch optimizer that works elementwise. It is called with the shards once.
         make_schedule: From that optimizer to a torch scheduler that counts the rounds of a fragment, if there is one.
-        home: Where outer parameters and optimizer state rest; by default on their device.
+        storage: Where outer parameters and optimizer state rest; by default on their device.
 
     Raises:
-        ValueError: If ``make`` gives something that is not an optimizer over all shards, or one that does not work
-            elementwise; if ``make_schedule`` gives something that is no scheduler, or one that needs a metric.
+        ValueError: If ``make`` returns something that is not an optimizer over all shards, or one that does not work
+            elementwise; if ``make_schedule`` returns something that is no scheduler, or one that needs a metric.
     """
 
     def __init__(
-        self, values: Sequence[Tensor], make: Make, make_schedule: MakeSchedule | None = None, home: Home | None = None
+        self,
+        shards: Sequence[Tensor],
+        make: Make,
+        make_schedule: MakeSchedule | None = None,
+        storage: OuterStorage | None = None,
     ) -> None:
-        _check_elementwise(make, len(values))
-        self._home = home or OnDevice(values[0].device)
-        self.values = list(values)
-        parameters = [Parameter(value) for value in values]
+        _check_elementwise(make, len(shards))
+        self._storage = storage or OnDevice(shards[0].device)
+        parameters = [Parameter(shard) for shard in shards]
         self._optimizer = make(parameters)
         self._group_of = _groups_of(self._optimizer, parameters)
-        self.states: list[dict[str, Any]] = [dict(self._optimizer.state.get(p, {})) for p in parameters]
-        self.rounds = [0] * len(values)
-        self._release_parameters()
+        kept = [dict(self._optimizer.state.get(parameter, {})) for parameter in parameters]
+        self._initial = [OuterState(shard, state, 0) for shard, state in zip(shards, kept, strict=True)]
+        self._release(self._optimizer)
         self._rates = Rates(self._optimizer, make_schedule)
+        # Noted once: from then on only the thread that steps may look at the optimizer.
+        self._described = self._describe()
+        groups = self._optimizer.param_groups
+        self._counts_on_device = [bool(group.get("capturable") or group.get("fused")) for group in groups]
 
-    def stepped(self, fragment: int, values: Tensor, gradient: Tensor) -> Stepped:
-        """What an outer step makes of a fragment, on the device. Changes nothing.
+    def take_initial(self) -> list[OuterState]:
+        """Returns the outer state of every fragment before its first step. The optimizer does not keep it."""
+        initial, self._initial = self._initial, []
+        return initial
+
+    def step(self, fragment: int, before: OuterState, values: Tensor, gradient: Tensor) -> OuterState:
+        """Returns what an outer step makes of a fragment, on the device. Changes nothing that is given.
 
         Args:
             fragment: The fragment.
-            values: Its outer parameters, on the device.
-            gradient: Mean outer gradient of the shard, shape ``(numel,)``, float32.
+            before: Its outer state, stored.
+            values: The outer parameters of that state, on the device.
+            gradient: Mean outer gradient of the shard, float32, shape ``(numel,)``.
         """
         parameter = Parameter(values.clone())
         parameter.grad = gradient
-        state = {key: self._copied(value, values) for key, value in self.states[fragment].items()}
-        group = self._rates.of(self.rounds[fragment])[self._group_of[fragment]]
-        twin = self._twin(group, parameter, state)
-        with torch.enable_grad():
-            twin.step()
-        lr = float(group.get("lr", nan))
-        return Stepped(parameter.detach(), dict(twin.state[parameter]), self.rounds[fragment] + 1, lr)
-
-    def kept(self, fragment: int) -> Stepped:
-        """A fragment as it is, without an outer step."""
-        return Stepped(self.values[fragment], self.states[fragment], self.rounds[fragment])
-
-    def at_home(self, step: Stepped) -> Stepped:
-        """What is kept of a step, for `commit`. May wait for the device."""
-        state = {k: self._home.kept(v) if is_of_values(v, step.values) else v for k, v in step.state.items()}
-        return step._replace(values=self._home.kept(step.values), state=state)
-
-    def commit(self, fragment: int, step: Stepped) -> None:
-        """Makes a step that is at home the one that everybody sees."""
-        self.values[fragment] = step.values
-        self.states[fragment] = step.state
-        self.rounds[fragment] = step.rounds
-
-    def saved(self, fragment: int) -> dict[str, Any]:
-        """Outer values, optimizer state and rounds of a fragment, on the host. Never written to, so not copied."""
-        state = {k: v.to("cpu") if isinstance(v, Tensor) else v for k, v in self.states[fragment].items()}
-        return {"outer": self.values[fragment].to("cpu"), "state": state, "rounds": self.rounds[fragment]}
-
-    def load(self, fragment: int, values: Tensor, state: dict[str, Any], rounds: int) -> None:
-        """Takes back what `saved` returned."""
-        group = self._optimizer.param_groups[self._group_of[fragment]]
-        # A count of steps is on the host, as torch has it, unless the optimizer counts on the device.
-        counts_on = self._home.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
-        loaded = {
-            key: self._home.copied(value) if is_of_values(value, values) else _moved(value, counts_on)
-            for key, value in state.items()
+        state = {
+            key: self._storage.load_copy(kept) if is_elementwise(kept, values) else copy.deepcopy(kept)
+            for key, kept in before.state.items()
         }
-        self.commit(fragment, Stepped(self._home.copied(values), loaded, rounds))
+        group = self._rates.of(before.rounds)[self._group_of[fragment]]
+        # The optimizer is the user's own and no copy: torch copies neither its hooks nor further attributes. What a
+        # step leaves in these is forgotten: it is no state of a fragment, and would be missing in a checkpoint.
+        optimizer, attributes = self._optimizer, dict(vars(self._optimizer))
+        optimizer.param_groups = [{**group, "params": [parameter]}]
+        optimizer.state = defaultdict(dict, {parameter: state})
+        try:
+            with torch.enable_grad():
+                optimizer.step()
+            stepped = dict(optimizer.state[parameter])
+        finally:
+            optimizer.__dict__ = attributes
+        return OuterState(parameter.detach(), stepped, before.rounds + 1, float(group.get("lr", nan)))
+
+    def load(self, fragment: int, state: OuterState) -> OuterState:
+        """Stores a copy of an outer state that was saved."""
+        # A count of steps is on the host, as torch has it, unless the optimizer counts on the device.
+        on_device = self._counts_on_device[self._group_of[fragment]]
+        counts_on = self._storage.device if on_device else torch.device("cpu")
+        moved = state.moved(self._storage.store_copy)
+        counts = {
+            key: kept.detach().to(counts_on, copy=True)
+            for key, kept in state.state.items()
+            if isinstance(kept, Tensor) and not is_elementwise(kept, state.values)
+        }
+        return moved._replace(state={**moved.state, **counts})
 
     def described(self) -> dict[str, str]:
-        """Optimizer and schedule, each as text that is the same on all ranks if and only if its choices are."""
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
-        ]
+        """Returns optimizer and schedule, each as text that is the same on all ranks if and only if its choices are."""
+        return self._described
+
+    def _describe(self) -> dict[str, str]:
+        groups = [{key: value for key, value in g.items() if key != "params"} for g in self._optimizer.param_groups]
         return {
             "outer_optimizer": f"{type(self._optimizer).__name__}({groups})",
             "outer_lr_schedule": self._rates.described(),
         }
 
-    def _copied(self, value: Any, values: Tensor) -> Any:
-        """A part of the optimizer's state of a shard as a step may write to it."""
-        if is_of_values(value, values):
-            return self._home.working_copy(value)
-        return value.clone() if isinstance(value, Tensor) else value
-
-    def _twin(self, group: dict[str, Any], parameter: Parameter, state: dict[str, Any]) -> Optimizer:
-        """The same optimizer over one parameter and its state; made without calling the user's code again."""
-        twin = object.__new__(type(self._optimizer))
-        own = {"param_groups": [{**group, "params": [parameter]}], "state": defaultdict(dict, {parameter: state})}
-        twin.__dict__.update({**self._optimizer.__dict__, **own})
-        return twin
-
-    def _release_parameters(self) -> None:
-        self._optimizer.state.clear()
-        for group in self._optimizer.param_groups:
+    @staticmethod
+    def _release(optimizer: Optimizer) -> None:
+        """Makes an optimizer forget its parameters, which are given back to it for one step at a time."""
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
             group["params"] = []
 
 
+def outer_optimizer_for(
+    settings: Settings, shards: Sequence[Tensor], storage: OuterStorage | None = None
+) -> ShardOptimizer:
+    """Makes the outer optimizer that the settings ask for; see `ShardOptimizer` for arguments and errors."""
+    momentum = settings.outer_momentum
+    sgd = partial(SGD, lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0)
+    return ShardOptimizer(shards, settings.outer_optimizer or sgd, settings.outer_lr_schedule, storage)
+
+
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
+    """Returns the parameter group of every shard."""
     index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     missing = [fragment for fragment, parameter in enumerate(parameters) if id(parameter) not in index]
     if missing or len(index) != len(parameters):
@@ -156,7 +182,7 @@ def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
 
 
 def _check_elementwise(make: Make, count: int) -> None:
-    """Steps small vectors whole and in two halves: an optimizer that works elementwise gives the same."""
+    """Steps small vectors whole and in two halves: an optimizer that works elementwise returns the same values."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(64, generator=generator) for _ in range(count)]
     # At several scales: an optimizer that clips does so for large gradients only.
@@ -181,6 +207,7 @@ def _check_elementwise(make: Make, count: int) -> None:
 
 
 def _tried(make: Make, values: list[Tensor], gradients: list[list[Tensor]], part: slice) -> list[Tensor]:
+    """Returns what an optimizer makes of a part of some vectors, step by step."""
     parameters = [Parameter(value[part].clone()) for value in values]
     optimizer = make(parameters)
     if not isinstance(optimizer, Optimizer):
@@ -193,15 +220,11 @@ def _tried(make: Make, values: list[Tensor], gradients: list[list[Tensor]], part
     return [parameter.detach() for parameter in parameters]
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
-
-
-def is_of_values(value: Any, values: Tensor) -> bool:
-    """Whether a part of the optimizer's state belongs to single values of a shard, as a momentum does.
+def is_elementwise(kept: Any, values: Tensor) -> bool:
+    """Tells whether something that an optimizer keeps of a shard has an entry for every value, as a momentum does.
 
     Args:
-        value: The part.
+        kept: A part of the optimizer's state.
         values: The shard.
     """
-    return isinstance(value, Tensor) and value.shape == values.shape
+    return isinstance(kept, Tensor) and kept.shape == values.shape

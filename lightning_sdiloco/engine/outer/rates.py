@@ -20,16 +20,16 @@ _SHOWN = 4
 
 
 class Rates:
-    """The hyperparameters of the outer optimizer, round by round.
+    """Looks up the hyperparameters of the outer optimizer, round by round.
 
-    Rounds are looked up rather than passed through, because the fragments of a round step one after the other.
+    They are looked up rather than stepped through, because the fragments of a round step one after the other.
 
     Args:
         optimizer: The outer optimizer. It is only read.
         make: From an optimizer to a torch scheduler, which is stepped once a round; None: nothing changes.
 
     Raises:
-        ValueError: If ``make`` gives something that is no scheduler, or one that needs more than the count of rounds.
+        ValueError: If ``make`` returns something that is no scheduler, or one that needs more than the count of rounds.
 
     Examples:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -45,11 +45,11 @@ class Rates:
         self._rounds = [self._carrier.hyperparameters()]
         if self._scheduler is not None:
             self._try_one_round(self._scheduler)
-        # Once, at the start: from then on rounds are looked up by the background lane alone.
+        # Once, at the start: from then on rounds are looked up in the background only.
         self._text = self._describe()
 
     def of(self, number: int) -> Groups:
-        """The hyperparameters of every parameter group in a round, counted from 0.
+        """Returns the hyperparameters of every parameter group in a round, counted from 0.
 
         Args:
             number: The round.
@@ -64,7 +64,7 @@ class Rates:
         return self._rounds[number]
 
     def described(self) -> str:
-        """The schedule as text that is the same on all ranks if and only if its first rounds are."""
+        """Describes the schedule by a text that is the same on all ranks if and only if its first rounds are."""
         return self._text
 
     def _describe(self) -> str:
@@ -100,7 +100,7 @@ class Rates:
 
 
 class _Carrier(Optimizer):
-    """Carries hyperparameters for a scheduler to change.
+    """Carries hyperparameters, for a scheduler to change them.
 
     Not the outer optimizer itself: a scheduler replaces the ``step`` of its optimizer by one that is bound to it.
     """
@@ -143,13 +143,13 @@ def _unusable(scheduler: Any, reason: str) -> ValueError:
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a parameter group. A scheduler changes tensors in place."""
+    """Copies the hyperparameters of a parameter group. A scheduler changes tensors in place."""
     values = {key: value for key, value in group.items() if key != "params"}
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
 def _values(groups: Groups) -> list[Sequence[Any]]:
-    """What torch's schedulers change in each group, as plain numbers."""
+    """Returns what torch's schedulers change in each group, as plain numbers."""
     return [[_number(group.get(key)) for key in ("lr", "momentum", "betas")] for group in groups]
 
 

@@ -1,7 +1,7 @@
-"""Where the values of a parameter lie among the ranks of a group: the one place that knows sharded tensors.
+"""How the values of a parameter are sharded over the ranks of a group: the only file that knows DTensors.
 
-A sharded tensor is a DTensor, as FSDP2 and tensor parallelism of torch make them. It is known by what it has, so that
-nothing is imported where there is none.
+FSDP2 and tensor parallelism make them. They are recognised by their attributes, so that nothing is imported where there
+are none.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from lightning_sdiloco.comm.communicator import Communicator
 
 Runs = list[tuple[int, int]]
-"""Positions along one dimension, as stretches from a first one up to, but not with, a last one."""
+"""Positions along one dimension, as half-open ranges ``(start, end)``."""
 
 
-class Place(NamedTuple):
-    """Which values of a parameter a rank exchanges.
+class ShardSpec(NamedTuple):
+    """Describes which values of a parameter a rank holds, and which of these it exchanges.
 
     Attributes:
         shape: Shape of the whole parameter.
-        runs: What the rank holds of it: for each dimension the positions, in the order in which it holds them.
-        first: Position of the first value that it exchanges among those that it holds.
-        length: Number of the values that it exchanges. Ranks that hold the same share them.
-        holders: The ranks of the group that hold the same, in their order.
+        runs: What the rank holds: for each dimension the positions, in the order in which it holds them.
+        first: Position of the first value that it exchanges, among those that it holds.
+        length: Number of values that it exchanges. Ranks that hold the same values share them out.
+        holders: The ranks of the group that hold the same values, in their order.
 
     Examples:
-        >>> place = Place((4, 2), [[(2, 4)], [(0, 2)]], first=0, length=4, holders=[1])
-        >>> place.taken_from(torch.arange(8.0)).tolist()
+        >>> spec = ShardSpec((4, 2), [[(2, 4)], [(0, 2)]], first=0, length=4, holders=[1])
+        >>> spec.extract(torch.arange(8.0)).tolist()
         [4.0, 5.0, 6.0, 7.0]
     """
 
@@ -40,16 +40,11 @@ class Place(NamedTuple):
     length: int
     holders: list[int]
 
-    @property
-    def numel(self) -> int:
-        """Number of values that the rank holds."""
-        return _numel(self.runs)
-
-    def taken_from(self, whole: Tensor) -> Tensor:
-        """The values that the rank exchanges, out of the flat whole parameter."""
+    def extract(self, whole: Tensor) -> Tensor:
+        """Returns the values that the rank exchanges, out of the flat whole parameter."""
         return self._held(whole)[self.first : self.first + self.length]
 
-    def put_into(self, whole: Tensor, values: Tensor) -> None:
+    def insert(self, whole: Tensor, values: Tensor) -> None:
         """Writes the values that the rank exchanges into the flat whole parameter."""
         if self.length:
             held = self._held(whole).clone()
@@ -61,7 +56,7 @@ class Place(NamedTuple):
         return whole.view(self.shape)[self._indices()].reshape(-1)
 
     def _indices(self) -> tuple[Tensor, ...]:
-        """Positions along every dimension, in the shapes in which torch combines them."""
+        """Returns the positions along every dimension, in shapes that torch broadcasts."""
         indices = []
         for dimension, runs in enumerate(self.runs):
             along = torch.cat([torch.arange(start, end) for start, end in runs] or [torch.arange(0)])
@@ -70,33 +65,33 @@ class Place(NamedTuple):
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this rank holds a part."""
+    """Tells whether a tensor is a DTensor, of which this rank holds a part."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without autograd. Writing to it writes to the tensor."""
+    """Returns what this rank holds of a tensor, without autograd. Writing to it writes to the tensor."""
     sharded: Any = tensor.detach()
     return sharded.to_local() if is_sharded(sharded) else sharded
 
 
 def like(tensor: Tensor, values: Tensor) -> Tensor:
-    """A tensor that is sharded as another one, of which this rank holds these values."""
+    """Makes a tensor that is sharded like another one, and of which this rank holds the given values."""
     made = torch.empty_like(tensor.detach(), dtype=values.dtype)
     local(made).copy_(values)
     return made
 
 
 def described(tensor: Tensor) -> str:
-    """How a tensor is divided, as text; empty if it is not."""
+    """Describes how a tensor is sharded; empty if it is not."""
     sharded: Any = tensor
     return f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks" if is_sharded(sharded) else ""
 
 
 def reshard(model: nn.Module) -> None:
-    """Lets FSDP2 drop the whole parameters that it keeps after a forward.
+    """Makes FSDP2 drop the unsharded parameters that it keeps after a forward.
 
-    Until then they stand in the place of the sharded ones, and what is written to these is not seen.
+    Until then they stand in for the sharded ones, and what is written to these is not seen.
     """
     for module in model.modules():
         # By name, because a module may have attributes of any name.
@@ -106,17 +101,17 @@ def reshard(model: nn.Module) -> None:
 
 
 def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
-    """What this rank holds of a tensor, out of a whole one."""
-    runs = held(tensor)
-    place = Place(tuple(tensor.shape), runs, first=0, length=_numel(runs), holders=[])
-    return place.taken_from(whole.reshape(-1)).view(local(tensor).shape)
+    """Returns what this rank holds of a sharded tensor, cut out of the whole one."""
+    runs = held_runs(tensor)
+    spec = ShardSpec(tuple(tensor.shape), runs, first=0, length=_numel(runs), holders=[])
+    return spec.extract(whole.reshape(-1)).view(local(tensor).shape)
 
 
-def held(tensor: Tensor) -> list[Runs]:
-    """What this rank holds of a tensor, for each dimension.
+def held_runs(tensor: Tensor) -> list[Runs]:
+    """Returns the positions that this rank holds of a tensor, for each dimension.
 
     Raises:
-        ValueError: If the tensor is divided in a way that is not known here.
+        ValueError: If the tensor is sharded in a way that is not supported.
     """
     sharded: Any = tensor
     positions = [list(range(size)) for size in tensor.shape]
@@ -128,8 +123,8 @@ def held(tensor: Tensor) -> list[Runs]:
             if not hasattr(placement, "dim"):
                 raise ValueError(f"its placement {placement} has no whole values on any rank")
             pieces = _chunks(positions[placement.dim], getattr(placement, "split_factor", 1))
-            divided = [_chunks(piece, ranks) for piece in pieces]
-            positions[placement.dim] = [one for chunks in divided if rank < len(chunks) for one in chunks[rank]]
+            parts = [_chunks(piece, ranks) for piece in pieces]
+            positions[placement.dim] = [one for chunks in parts if rank < len(chunks) for one in chunks[rank]]
         if tuple(map(len, positions)) != tuple(local(tensor).shape):
             raise ValueError(
                 f"torch says that it is divided{described(tensor)}, but this rank holds {tuple(local(tensor).shape)}"
@@ -138,39 +133,43 @@ def held(tensor: Tensor) -> list[Runs]:
     return [_runs(along) for along in positions]
 
 
-def shared(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[Place]:
-    """Divides what several ranks hold among them, so that every value is exchanged by exactly one rank.
+def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec]:
+    """Divides a parameter so that every value is exchanged by exactly one rank, also where several hold it.
 
     Args:
         shape: Shape of the whole parameter.
         ranks: What every rank of a group holds.
 
+    Returns:
+        One spec per rank.
+
     Raises:
-        ValueError: If the ranks do not hold the whole parameter together.
+        ValueError: If the ranks together do not hold the whole parameter.
 
     Examples:
-        >>> [place.length for place in shared([5], [[[(0, 3)]], [[(3, 5)]]])]
+        >>> [spec.length for spec in divided([5], [[[(0, 3)]], [[(3, 5)]]])]
         [3, 2]
-        >>> [(place.first, place.length) for place in shared([5], [[[(0, 5)]], [[(0, 5)]]])]
+        >>> [(spec.first, spec.length) for spec in divided([5], [[[(0, 5)]], [[(0, 5)]]])]
         [(0, 3), (3, 2)]
     """
-    shape, places = tuple(shape), []
+    shape, specs = tuple(shape), []
     for rank, runs in enumerate(ranks):
         holders = [other for other, others in enumerate(ranks) if others == runs]
         numel = _numel(runs)
         length = -(-numel // len(holders))
         first = min(holders.index(rank) * length, numel)
-        places.append(Place(shape, runs, first, min(length, numel - first), holders))
-    if sum(place.length for place in places) != prod(shape):
+        specs.append(ShardSpec(shape, runs, first, min(length, numel - first), holders))
+    exchanged = sum(spec.length for spec in specs)
+    if exchanged != prod(shape):
         raise ValueError(
-            f"its ranks hold {sum(place.length for place in places)} values where it has {prod(shape)}, so that some"
+            f"its ranks hold {exchanged} values where it has {prod(shape)}, so that some"
             " are missing or are held in several ways"
         )
-    return places
+    return specs
 
 
-def places_of(parameters: Mapping[str, Tensor], group: Communicator, members: range) -> dict[str, list[Place]]:
-    """Where the values of parameters lie, on every rank of a group. In-group collective.
+def shard_specs(parameters: Mapping[str, Tensor], group: Communicator, members: range) -> dict[str, list[ShardSpec]]:
+    """Finds out what every rank of a group holds and exchanges of each parameter. In-group collective.
 
     Args:
         parameters: The parameters by name.
@@ -178,29 +177,29 @@ def places_of(parameters: Mapping[str, Tensor], group: Communicator, members: ra
         members: Their numbers in the world.
 
     Raises:
-        ValueError: On every rank, if a parameter is divided in a way that is not known here.
+        ValueError: On every rank, if a parameter is sharded in a way that is not supported.
     """
     own: dict[str, list[Runs] | ValueError] = {}
     for name, parameter in parameters.items():
         try:
             _require_own(parameter, members)
-            own[name] = held(parameter)
+            own[name] = held_runs(parameter)
         except ValueError as error:
             own[name] = error
-    ranks, places = group.all_gather_object(own), {}
+    ranks, specs = group.all_gather_object(own), {}
     for name, parameter in parameters.items():
         try:
-            places[name] = shared(parameter.shape, [_known(rank[name]) for rank in ranks])
+            specs[name] = divided(parameter.shape, [_known(rank[name]) for rank in ranks])
         except ValueError as error:
             raise ValueError(
                 f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard or parallelize_module"
                 " over the mesh that configure_model gets as self.device_mesh."
             ) from error
-    return places
+    return specs
 
 
 def ranks_of(tensor: Tensor) -> list[int]:
-    """The ranks, as the world counts them, among which a tensor is divided; none if it is not."""
+    """Returns the ranks, as the world counts them, over which a tensor is sharded; none if it is not."""
     sharded: Any = tensor
     return [int(rank) for rank in sharded.device_mesh.mesh.flatten()] if is_sharded(tensor) else []
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.parameters.layouts import clean_name
+from lightning_sdiloco.engine.parameters.naming import clean_name
 from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.lightning.checkpoint import files
 from lightning_sdiloco.lightning.checkpoint.placement import Placing

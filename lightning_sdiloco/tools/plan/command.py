@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.planning import paper, planner
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Method

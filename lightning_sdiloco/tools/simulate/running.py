@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.layouts import trainable
+from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.planning.workload import Model
 from lightning_sdiloco.tools.simulate.configuration import Configuration
 from lightning_sdiloco.tools.simulate.processes import SimulatedRank

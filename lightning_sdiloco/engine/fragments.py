@@ -1,0 +1,223 @@
+"""The state of a fragment: all that a rank holds of it, in one record.
+
+[Note: fragment tensors] A rank holds these tensors of every fragment. ``length`` is the number of values in its shard,
+``part`` that of the stretch of the shard which its group averages (with one hop the whole shard), and *storage* is the
+device of the model or, with ``offload``, page-locked memory of the host. All are flat and float32 unless it says so.
+
+=================  ===========  ==========  ============================================================================
+parameters         their own    device      Local parameters, in the model, of any floating dtype. The inner optimizer
+                                            and landings write to them; so does `OuterView`, which shows the outer ones.
+buffers            their own    device      Local buffers, in the model, of any floating dtype. Written by the forward
+                                            pass and by landings.
+outer.values       (length,)    storage     Outer parameters of the shard: bitwise equal in all groups.
+outer.state        (length,)    storage     State of the outer optimizer. What is not elementwise, such as a count of
+                                            steps, has a shape and dtype of its own, and is where torch wants it.
+buffers.outer      their own    device      Outer buffers, float32; bitwise equal in all groups.
+memory             (length,)    storage     Error feedback: what the compression left out of earlier payloads; None
+                                            until there is some. Each group has its own.
+residual           (part,)      storage     What the second rounding of the mean lost, with two hops; None until there
+                                            is some. Each group has its own.
+prefetched         (length,)    device      A copy of ``outer.values`` that is on its way to the next launch.
+gathered           (held,)      device      Outer parameters after the outer step, as far as this rank holds the
+                                            fragment: the shards of its group. Made by the background, mixed into the
+                                            parameters by the landing, then dropped.
+gradient           (length,)    device      Outer gradient: outer parameters minus local ones. Made by the launch; the
+                                            flight keeps it until it lands.
+=================  ===========  ==========  ============================================================================
+
+Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched`` and ``weight``: at
+a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``, ``memory`` or
+``residual``. So the background reads records without a lock, and a checkpoint that is written during a flight holds the
+values before the outer step. The background returns new tensors, in a `SyncResult`, and writes to none of the record.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
+from lightning_sdiloco.engine.offload import OuterStorage, Prefetched
+from lightning_sdiloco.engine.outer.optimizer import OuterState, ShardOptimizer, outer_optimizer_for
+from lightning_sdiloco.engine.parameters.buffers import FragmentBuffers, buffers_of
+from lightning_sdiloco.engine.parameters.layouts import FragmentLayout, layouts_of
+from lightning_sdiloco.engine.parameters.naming import trainable
+
+
+class FragmentState:
+    """All that a rank holds of one fragment; see [Note: fragment tensors].
+
+    Args:
+        index: The fragment.
+        layout: Its parameters, and the shard of this rank.
+        buffers: Its buffers, and their outer values.
+        outer: Outer parameters and outer optimizer state of the shard, stored.
+        groups: Number of worker groups.
+        optimizer: The outer optimizer.
+        storage: Where outer state rests.
+
+    Attributes:
+        memory: Error feedback of the compression.
+        residual: What the second rounding of the mean lost.
+        norms: The last norms of the outer gradients of all groups, for the guard against outliers.
+        weight: Inner steps in which this group has trained since its last launch of the fragment.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: FragmentLayout,
+        buffers: FragmentBuffers,
+        outer: OuterState,
+        groups: int,
+        optimizer: ShardOptimizer,
+        storage: OuterStorage,
+    ) -> None:
+        self.index = index
+        self.layout = layout
+        self.buffers = buffers
+        self.outer = outer
+        self.memory: Tensor | None = None
+        self.residual: Tensor | None = None
+        self.norms: list[list[float]] = [[] for _ in range(groups)]
+        self.weight = 0
+        self.optimizer = optimizer
+        self.storage = storage
+        self._prefetched: Prefetched | None = None
+
+    def prefetch(self) -> None:
+        """Starts to load the outer parameters of the shard, for the launch that comes next."""
+        self._prefetched = self.storage.prefetch(self.outer.values)
+
+    def launch(self, step: int, deadline: float, final: bool, requests: int) -> LaunchSnapshot:
+        """Reads all that a flight takes along. From here on the group counts its inner steps anew.
+
+        Args:
+            step: The inner step of the launch.
+            deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
+            final: Whether this is the final exchange.
+            requests: What this rank asks of all groups.
+        """
+        outer = self.load_outer()
+        snapshot = LaunchSnapshot(
+            fragment=self.index,
+            step=step,
+            outer=outer,
+            gradient=self.layout.outer_gradient(outer),
+            buffers=self.buffers.snapshot(),
+            travelling=self.buffers.travelling(final),
+            requests=requests,
+            weight=self.weight,
+            deadline=deadline,
+            final=final,
+        )
+        self.weight = 0
+        return snapshot
+
+    def load_outer(self) -> Tensor:
+        """Returns the outer parameters of the shard on the device, by way of what was prefetched."""
+        prefetched, self._prefetched = self._prefetched or self.storage.prefetch(self.outer.values), None
+        return prefetched.result()
+
+    def land(self, result: SyncResult, mixing: float, group: int, final: bool) -> None:
+        """Makes the result of a flight the outer state that everybody sees, and mixes it into the local values.
+
+        Args:
+            result: The result.
+            mixing: Share of the local values that is kept.
+            group: This worker group.
+            final: Whether it is the result of the final exchange.
+        """
+        self.outer = result.outer
+        if not final:
+            self.norms = result.norms
+            if group in result.counted.factors:
+                self.memory = result.memory
+            if result.counted.factors:
+                self.residual = result.residual
+        self.layout.write(result.gathered, mixing)
+        self.buffers.commit(result.buffers, result.changed)
+        self.buffers.mix(mixing, result.buffers)
+
+    def gathered(self, group: Communicator) -> Tensor:
+        """Gathers the outer parameters, flat, as far as this rank holds the fragment. In-group collective."""
+        return self.layout.all_gather(self.storage.load(self.outer.values), group)
+
+    def write_outer(self, group: Communicator) -> Tensor:
+        """Writes outer parameters and buffers into the model. In-group collective.
+
+        Returns:
+            What `gathered` returns.
+        """
+        gathered = self.gathered(group)
+        self.layout.write(gathered)
+        self.buffers.write()
+        return gathered
+
+    def named(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
+        """Copies the outer parameters to the host, by name. In-group collective where ranks hold parts of them."""
+        return self.layout.named(gathered, self.storage.load(self.outer.values), group)
+
+    def start_from(self, outer: OuterState, buffers: Mapping[str, Tensor]) -> None:
+        """Takes other outer values, and outer buffers by name."""
+        self._prefetched = None
+        self.outer = self.optimizer.load(self.index, outer)
+        self.buffers.start_from(buffers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain values, and tensors on the host. On a CPU these are the record's own: do not write to them."""
+        return {
+            **self.layout.state_dict(),
+            **self.outer.state_dict(),
+            **self.buffers.state_dict(),
+            "memory": _on_host(self.memory),
+            "residual": _on_host(self.residual),
+            "norms": list(self.norms),
+            "trained": self.weight,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned; copies the tensors."""
+        self._prefetched = None
+        self.outer = self.optimizer.load(self.index, OuterState.of(state))
+        self.buffers.load_state_dict(state)
+        self.memory, self.residual = self._stored(state["memory"]), self._stored(state["residual"])
+        self.norms = [list(group) for group in state["norms"]]
+        self.weight = state["trained"]
+
+    def _stored(self, values: Tensor | None) -> Tensor | None:
+        return None if values is None else self.storage.store_copy(values)
+
+
+def _on_host(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.to("cpu")
+
+
+@torch.no_grad()
+def fragments_of(
+    model: nn.Module, fragments: Sequence[Fragment], settings: Settings, topology: Topology, storage: OuterStorage
+) -> list[FragmentState]:
+    """Takes the model as it is for the outer one, and returns the record of each of its fragments.
+
+    In-group collective where parameters are sharded.
+
+    Args:
+        model: The model.
+        fragments: Its fragments.
+        settings: What makes the outer optimizer.
+        topology: The ranks of this group.
+        storage: Where outer state rests.
+
+    Raises:
+        ValueError: If a parameter or buffer is sharded in a way that is not supported, or the outer optimizer does not
+            suit flat shards.
+    """
+    layouts, buffers = layouts_of(fragments, trainable(model), topology), buffers_of(model, fragments)
+    optimizer = outer_optimizer_for(settings, [storage.store(layout.read()) for layout in layouts], storage)
+    parts = zip(layouts, buffers, optimizer.take_initial(), strict=True)
+    return [FragmentState(index, *own, topology.num_groups, optimizer, storage) for index, own in enumerate(parts)]

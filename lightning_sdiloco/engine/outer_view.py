@@ -1,0 +1,106 @@
+"""The outer view: the outer model in the place of the local one, for evaluation, for checkpoints, and at the end."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.engine.fragments import FragmentState
+from lightning_sdiloco.engine.offload import OuterStorage
+from lightning_sdiloco.engine.parameters.sharding import local, reshard
+
+
+class OuterView:
+    """Shows outer parameters and buffers in the model, and puts the local ones back.
+
+    Args:
+        model: The model.
+        fragments: Its fragments.
+        in_group: The ranks of this group.
+        storage: Where local values rest while the outer ones are shown.
+
+    Attributes:
+        final: Once the outer model is shown for good: its parameters, as far as this rank holds them.
+    """
+
+    def __init__(
+        self, model: nn.Module, fragments: Sequence[FragmentState], in_group: Communicator, storage: OuterStorage
+    ) -> None:
+        self._model = model
+        self._fragments = fragments
+        self._in_group = in_group
+        self._storage = storage
+        self._stash: list[Tensor] | None = None
+        self.final: list[Tensor] | None = None
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Shows the outer model inside a ``with`` block; the outermost of nested blocks puts the local one back."""
+        shown_before = self._stash is not None
+        self.show_outer()
+        try:
+            yield
+        finally:
+            if not shown_before:
+                self.show_local()
+
+    def show_outer(self) -> None:
+        """Puts the local values aside and the outer ones into the model. In-group collective."""
+        if self._stash is None and self.final is None:
+            self._stash = [self._storage.store_copy(tensor) for tensor in self._tensors()]
+            self.write_outer()
+
+    @torch.no_grad()
+    def show_local(self) -> None:
+        """Puts the local values back, bit for bit."""
+        if self._stash is not None:
+            self.load_local(self._stash)
+            self._stash = None
+
+    @torch.no_grad()
+    def write_outer(self) -> None:
+        """Overwrites the local values with the outer ones, one fragment after the other. In-group collective."""
+        reshard(self._model)
+        for fragment in self._fragments:
+            fragment.write_outer(self._in_group)
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Shows the outer model for good. In-group collective."""
+        reshard(self._model)
+        self.final = []
+        for fragment in self._fragments:
+            gathered = fragment.write_outer(self._in_group)
+            # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
+            self.final.append(fragment.outer.values if self._in_group.size == 1 else gathered.cpu())
+
+    @torch.no_grad()
+    def named(self) -> dict[str, Tensor]:
+        """Copies the outer parameters to the host, by name, in the parameters' shapes.
+
+        In-group collective until the outer model is shown for good; where ranks hold parts of the parameters, also
+        after that.
+        """
+        named: dict[str, Tensor] = {}
+        for index, fragment in enumerate(self._fragments):
+            gathered = fragment.gathered(self._in_group) if self.final is None else self.final[index]
+            named |= fragment.named(gathered, self._in_group)
+        return named
+
+    def local_values(self) -> list[Tensor]:
+        """Copies all that differs between groups in the model itself to the host."""
+        tensors = self._tensors() if self._stash is None else self._stash
+        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+    def load_local(self, values: Sequence[Tensor]) -> None:
+        """Overwrites the local values with others, in the order of `local_values`."""
+        for tensor, own in zip(self._tensors(), values, strict=True):
+            tensor.copy_(own)
+
+    def _tensors(self) -> list[Tensor]:
+        """Returns the local parameters and buffers; buffers that do not travel are among them."""
+        reshard(self._model)
+        parameters = [parameter for fragment in self._fragments for parameter in fragment.layout.held]
+        return [*parameters, *map(local, self._model.buffers())]

@@ -1,0 +1,69 @@
+"""Names of a model's parameters: which of them are trained, and what they are called."""
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sdiloco.algorithm.partition import Parameter
+from lightning_sdiloco.engine.parameters.sharding import reshard
+from lightning_sdiloco.errors import AgreementError
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the module that the user wrote, inside DistributedDataParallel and torch.compile."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def clean_name(name: str) -> str:
+    """Returns the name of a parameter without what torch.compile adds to it."""
+    return name.replace("_orig_mod.", "")
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the trainable parameters by name, in the order of ``named_parameters()``; tied ones appear once."""
+    reshard(model)
+    return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def described(parameters: dict[str, Tensor]) -> list[Parameter]:
+    """Describes parameters as the partition needs to know them: name, size in bytes, number of dimensions."""
+    return [Parameter(name, p.numel() * p.element_size(), p.ndim) for name, p in parameters.items()]
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Maps the further names of tied trainable parameters to the first name of the same parameter."""
+    first: dict[int, str] = {}
+    further = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), clean_name(name))
+        if parameter.requires_grad and known != clean_name(name):
+            further[clean_name(name)] = known
+    return further
+
+
+def require_coverage(model: nn.Module, known: Collection[int]) -> None:
+    """Refuses a model in which a parameter has become trainable that is in no fragment.
+
+    Args:
+        model: The model.
+        known: The ``id`` of every parameter that is in a fragment.
+
+    Raises:
+        AgreementError: If there is such a parameter. The message names it.
+    """
+    reshard(model)
+    new = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            new.append(clean_name(name))
+    if new:
+        raise AgreementError(
+            f"{len(new)} parameters have become trainable, such as {new[0]!r}: they are in no fragment, and"
+            " every group would train its own. With Lightning, change what is trainable between epochs, at the latest"
+            " in on_train_epoch_start; in a loop of your own call recut() after it, in all ranks."
+        )

@@ -1,0 +1,127 @@
+"""Outer state by name: how it outlives the fragments, when a model is cut anew or an earlier run is taken up."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.agreement import broadcast, require_same_model
+from lightning_sdiloco.engine.fragments import FragmentState
+from lightning_sdiloco.engine.outer.optimizer import OuterState
+from lightning_sdiloco.engine.parameters.naming import trainable
+from lightning_sdiloco.engine.parameters.resharding import OuterParameter
+from lightning_sdiloco.engine.parameters.sharding import is_sharded
+from lightning_sdiloco.engine.start import cut
+
+
+class NamedOuter(NamedTuple):
+    """The outer state of all fragments, whole, by name.
+
+    Attributes:
+        parameters: Outer parameters with their outer optimizer state.
+        buffers: Outer buffers.
+    """
+
+    parameters: Mapping[str, OuterParameter]
+    buffers: Mapping[str, Tensor]
+
+
+def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> NamedOuter:
+    """Puts the outer state of all fragments together by name. In-group collective."""
+    parameters: dict[str, OuterParameter] = {}
+    buffers: dict[str, Tensor] = {}
+    for fragment in fragments:
+        shards = in_group.all_gather_object(fragment.outer.state_dict())
+        parameters |= fragment.layout.to_parameters([OuterState.of(shard) for shard in shards])
+        buffers |= fragment.buffers.named()
+    return NamedOuter(parameters, buffers)
+
+
+@torch.no_grad()
+def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator) -> None:
+    """Takes outer state by name. What is not named keeps its local value, and starts without momentum.
+
+    In-group collective.
+    """
+    # All fragments of a round see the same learning rate, also those that are new.
+    rounds = max((parameter.rounds for parameter in outer.parameters.values()), default=0)
+    for fragment in fragments:
+        layout, known = fragment.layout, dict(outer.parameters)
+        if any(name not in known for name in layout.names):
+            shard = layout.read()
+            values = layout.named(layout.all_gather(shard, in_group), shard, in_group)
+            known = {name: OuterParameter(whole.flatten(), {}, rounds) for name, whole in values.items()} | known
+        fragment.start_from(layout.to_shard([known[name] for name in layout.names]), outer.buffers)
+
+
+@torch.no_grad()
+def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: NamedOuter, topology: Topology) -> None:
+    """Prepares a model for being cut anew: what was frozen takes its outer value, what is new that of the first group.
+
+    All ranks must call it.
+
+    Args:
+        model: The model.
+        fragments: The fragments into which it was cut before.
+        outer: Their outer state.
+        topology: All ranks.
+    """
+    now = trainable(model)
+    frozen = {name: parameter.values for name, parameter in outer.parameters.items() if name not in now}
+    for fragment in fragments:
+        fragment.layout.write_named(frozen)
+    for name, parameter in now.items():
+        if name not in outer.parameters:
+            broadcast(parameter, topology)
+
+
+def has_other_parameters(model: nn.Module, fragments: Sequence[FragmentState]) -> bool:
+    """Tells whether parameters were frozen or became trainable since the model was cut."""
+    return set(trainable(model)) != {name for fragment in fragments for name in fragment.layout.names}
+
+
+def cut_again(
+    model: nn.Module, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
+) -> tuple[Fragment, ...]:
+    """Cuts a model anew after parameters were frozen or became trainable. All ranks must call it.
+
+    Args:
+        model: The model.
+        fragments: The fragments into which it was cut before.
+        settings: How to cut it.
+        topology: All ranks.
+
+    Raises:
+        ValueError: If parameters are sharded, other parameters are trainable in other ranks, or the fragments that were
+            asked for do not fit the model any more.
+    """
+    if any(is_sharded(parameter) for fragment in fragments for parameter in fragment.layout.parameters):
+        raise ValueError(
+            "Parameters were frozen or became trainable since training began. FSDP2 does not follow: what became"
+            " trainable would not be trained. Choose what is trainable in configure_model, and train in several fits."
+        )
+    require_same_model(model, topology.world)
+    return cut(model, settings).fragments
+
+
+def require_same_fragments(fragments: Sequence[FragmentState], saved: Sequence[Mapping[str, object]]) -> None:
+    """Refuses a state that was saved with other fragments.
+
+    Args:
+        fragments: The fragments of this engine.
+        saved: The fragments of the state.
+
+    Raises:
+        ValueError: If their parameters differ.
+    """
+    names = [list(fragment.layout.names) for fragment in fragments]
+    if [fragment["names"] for fragment in saved] != names:
+        raise ValueError(
+            f"The state is that of other fragments: it has {len(saved)}, this engine has {len(names)}, or they hold"
+            " other parameters. Resume with the same model and the same fragments."
+        )

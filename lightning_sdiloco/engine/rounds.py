@@ -1,0 +1,218 @@
+"""Rounds: launches and lands the fragments of a model that is cut in one way."""
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import record_function
+
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.compression.kernels import Kernels
+from lightning_sdiloco.engine.background import Background, Stages
+from lightning_sdiloco.engine.flight import Flight, Landing, LaunchSnapshot, SyncResult
+from lightning_sdiloco.engine.fragments import fragments_of
+from lightning_sdiloco.engine.offload import OuterStorage
+from lightning_sdiloco.engine.parameters.sharding import reshard
+from lightning_sdiloco.engine.pipeline import Pipeline
+from lightning_sdiloco.engine.recovery import recover
+from lightning_sdiloco.engine.recut import NamedOuter, require_same_fragments, start_from
+from lightning_sdiloco.engine.requests import Mailbox
+
+
+class Means(NamedTuple):
+    """What all rounds of an engine share.
+
+    Attributes:
+        storage: Where outer state rests.
+        kernels: What encodes and takes the means.
+        background: What runs the stages of flights.
+        inner_optimizers: The optimizers whose state is dropped where it is not finite.
+    """
+
+    storage: OuterStorage
+    kernels: Kernels
+    background: Background
+    inner_optimizers: Sequence[Optimizer]
+
+
+class Rounds:
+    """The rounds of a model that is cut in one way: its fragments, and which of them are in flight.
+
+    A launch reads a fragment, takes a snapshot and starts its flight. A landing waits for the flight, commits its
+    result, and mixes it into the model. What happens in between is in `Pipeline`; all that is remembered of a fragment
+    is in `FragmentState`.
+
+    Args:
+        model: The model; its values are the first outer ones.
+        fragments: Its fragments.
+        settings: The settings.
+        topology: The ranks of this group and the way to the others.
+        means: What is the same for the rounds after these.
+        diagnoses: Whether to measure at every landing how far the groups agree.
+
+    Attributes:
+        began_at: The inner step after which the rounds began.
+        partition: The fragments: names and sizes in bytes of their parameters.
+        fragments: The record of every fragment.
+        parameters: The ``id`` of every parameter in a fragment.
+        flights: What is in flight, in the order of the launches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fragments: Sequence[Fragment],
+        settings: Settings,
+        topology: Topology,
+        means: Means,
+        diagnoses: bool,
+    ) -> None:
+        self.began_at = 0
+        self.partition = tuple(fragments)
+        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(fragments))
+        self.fragments = fragments_of(model, fragments, settings, topology, means.storage)
+        self.flights: list[Flight] = []
+        self._model = model
+        self._settings = settings
+        self._topology = topology
+        self._means = means
+        self.parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
+        self.diagnose(diagnoses)
+
+    def diagnose(self, diagnoses: bool) -> None:
+        """Measures at every landing how far the groups agree, or no longer does."""
+        self._pipeline = Pipeline(self.fragments, self._topology, self._settings, self._means.kernels, diagnoses)
+
+    def begin(self, outer: NamedOuter, began_at: int) -> None:
+        """Begins the rounds from other outer state, by name. In-group collective.
+
+        Args:
+            outer: The outer state. What it does not name keeps its local value, and starts without momentum.
+            began_at: The inner step after which the rounds begin.
+        """
+        start_from(self.fragments, outer, self._topology.in_group)
+        self.began_at = began_at
+
+    def described(self) -> dict[str, str]:
+        """Describes the outer optimizer and its schedule; see `ShardOptimizer.described`."""
+        return self.fragments[0].optimizer.described()
+
+    @torch.no_grad()
+    def launch(self, index: int, step: int, mailbox: Mailbox, *, final: bool = False) -> None:
+        """Launches a fragment.
+
+        Args:
+            index: The fragment.
+            step: The inner step of the launch.
+            mailbox: Whose requests it takes along.
+            final: Whether this is the final exchange: the plain mean of the local parameters.
+        """
+        began = time.perf_counter()
+        with record_function("sdiloco::launch"):
+            fragment, deadline = self.fragments[index], self._deadline()
+            self._start(fragment.launch(step, deadline, final, mailbox.take()), began)
+
+    def _start(self, snapshot: LaunchSnapshot, began: float) -> None:
+        # Noted before the background may begin.
+        launch = began, time.perf_counter()
+        send, average, receive = self._pipeline.send, self._pipeline.average, self._pipeline.receive
+        stages = Stages(partial(send, snapshot), partial(average, snapshot), partial(receive, snapshot))
+        self.flights.append(Flight(snapshot, self._means.background.start(stages), launch))
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._settings.timeout.total_seconds()
+
+    @torch.no_grad()
+    def land(self, step: int) -> Landing:
+        """Lands the fragment that was launched first.
+
+        Args:
+            step: The inner step of the landing.
+
+        Raises:
+            ExchangeError: If a worker group did not answer in time, or went away.
+            AgreementError: If the groups do not hold the same outer parameters, or none has finite values.
+        """
+        flight = self.flights.pop(0)
+        with record_function("sdiloco::land"):
+            began = time.perf_counter()
+            result = flight.pending.result()
+            arrived = time.perf_counter()
+            self._apply(flight.snapshot, result)
+            return Landing.of(flight, result, step, (began, arrived), flight.pending.seconds)
+
+    def _apply(self, snapshot: LaunchSnapshot, result: SyncResult) -> None:
+        """Commits the result of a flight, and mixes it into the model."""
+        fragment, group = self.fragments[snapshot.fragment], self._topology.group_index
+        is_left_out = group in result.left_out
+        if snapshot.final or is_left_out or group in result.counted.outlying:
+            mixing = 0.0
+        else:
+            # Where no group has trained, nothing moves.
+            mixing = self._settings.mixing if result.counted.factors else 1.0
+        _keep_until_done([result.gathered, result.outer.values, *result.buffers.values()])
+        reshard(self._model)
+        fragment.land(result, mixing, group, snapshot.final)
+        if is_left_out:
+            optimizers, in_group = self._means.inner_optimizers, self._topology.in_group
+            recover(self._model, self.fragments, fragment.index, optimizers, in_group)
+
+    def require_no_launch(self, step: int, settings: Settings) -> None:
+        """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then.
+
+        Raises:
+            RuntimeError: If one was or would have been.
+        """
+        steps, own = step - self.began_at, self._settings.sync_every
+        if self.flights or steps >= min(own, settings.sync_every):
+            raise RuntimeError(
+                f"choose() was called after {steps} inner steps with sync_every={settings.sync_every}. Settings can be"
+                f" chosen before the first launch only: before inner step {own}."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the records and what is in flight as plain values, and tensors on the host."""
+        return {
+            "rounds_began_at": self.began_at,
+            "described": self.described(),
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
+            "flights": [flight.snapshot.state_dict() for flight in self.flights],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned; `start_flights` then restores what was in flight.
+
+        Raises:
+            ValueError: If the state is that of other fragments, or of another outer optimizer or schedule of its rate.
+        """
+        require_same_fragments(self.fragments, state["fragments"])
+        for what, now in self.described().items():
+            if state["described"][what] != now:
+                raise ValueError(
+                    f"The state is that of another {what}: it was {state['described'][what]}, now it is {now}. Resume"
+                    " with the one that it was saved with."
+                )
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        self.began_at = state["rounds_began_at"]
+
+    def start_flights(self, flights: Iterable[dict[str, Any]]) -> None:
+        """Launches again what was in flight: the same values give the same bytes."""
+        for saved in flights:
+            began, outer = time.perf_counter(), self.fragments[saved["fragment"]].load_outer()
+            self._start(LaunchSnapshot.of(saved, outer, self._deadline()), began)
+
+
+def _keep_until_done(tensors: Iterable[Tensor]) -> None:
+    """Tells the allocator of an accelerator that the training stream still reads tensors of the side stream."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
