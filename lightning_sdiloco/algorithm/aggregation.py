@@ -20,7 +20,7 @@ Norms = Sequence[Sequence[float]]
 
 
 class Count(NamedTuple):
-    """How much each group counts in one mean.
+    """Tells how much each group counts in one mean.
 
     Attributes:
         factors: The groups that count, in their order, each with the factor of its outer gradient. The mean is the sum

@@ -114,7 +114,7 @@ class SyncResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Flight:
-    """A fragment in flight.
+    """Holds a fragment in flight.
 
     Attributes:
         snapshot: What it took along.

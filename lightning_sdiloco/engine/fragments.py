@@ -5,6 +5,8 @@
 device of the model or, with ``offload``, page-locked memory of the host. All are flat and float32 unless it says so.
 
 =================  ===========  ==========  ============================================================================
+tensor             shape        where       what it holds, and who writes it
+=================  ===========  ==========  ============================================================================
 parameters         their own    device      Local parameters, in the model, of any floating dtype. The inner optimizer
                                             and landings write to them; so does `OuterView`, which shows the outer ones.
 buffers            their own    device      Local buffers, in the model, of any floating dtype. Written by the forward
@@ -17,7 +19,7 @@ memory             (length,)    storage     Error feedback: what the compression
                                             until there is some. Each group has its own.
 residual           (part,)      storage     What the second rounding of the mean lost, with two hops; None until there
                                             is some. Each group has its own.
-prefetched         (length,)    device      A copy of ``outer.values`` that is on its way to the next launch.
+prefetched         (length,)    device      ``outer.values`` on their way to the device, for the next launch.
 gathered           (held,)      device      Outer parameters after the outer step, as far as this rank holds the
                                             fragment: the shards of its group. Made by the background, mixed into the
                                             parameters by the landing, then dropped.
@@ -50,7 +52,7 @@ from lightning_sdiloco.engine.parameters.naming import trainable
 
 
 class FragmentState:
-    """All that a rank holds of one fragment; see [Note: fragment tensors].
+    """Holds all that a rank remembers of one fragment; see [Note: fragment tensors].
 
     Args:
         index: The fragment.

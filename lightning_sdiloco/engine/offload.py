@@ -11,7 +11,7 @@ from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
 
 
 class Prefetched(ABC):
-    """A tensor on its way to the device."""
+    """Stands for a tensor on its way to the device."""
 
     @abstractmethod
     def result(self) -> Tensor:
@@ -54,7 +54,7 @@ class OuterStorage(ABC):
 
     @abstractmethod
     def prefetch(self, stored: Tensor) -> Prefetched:
-        """Starts to load a stored tensor, behind nothing that the device is given from here on."""
+        """Starts to load a stored tensor, beside what the calling thread has given the device so far."""
 
 
 class _Here(Prefetched):
@@ -124,7 +124,7 @@ class OnHost(OuterStorage):
 
 
 class _OnItsWay(Prefetched):
-    """A copy on a stream of its own, into memory of the stream that asked for it."""
+    """Copies on a stream of its own, into memory of the stream that asked for it."""
 
     def __init__(self, stored: Tensor, device: torch.device, copies: Any) -> None:
         self._device = device

@@ -36,7 +36,7 @@ _HEAD_BYTES = CONTROL_BYTES - HOST_BYTES
 
 
 class _Kept(NamedTuple):
-    """What a rank keeps for itself from stage to stage.
+    """Holds what a rank keeps for itself from stage to stage.
 
     Attributes:
         all_reduce: How outer gradients become their mean in this flight.
@@ -52,7 +52,7 @@ class _Kept(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """After the first stage: the messages are on their way to the other groups."""
+    """Holds what follows the first stage: the messages are on their way to the other groups."""
 
     kept: _Kept
     words: Any
@@ -61,7 +61,7 @@ class _Sent(NamedTuple):
 
 
 class _Averaged(NamedTuple):
-    """After the second stage: the mean of what all groups sent to this one, which is sent on if it is a part."""
+    """Holds what follows the second stage: the mean of what all groups sent to this one, sent on if it is a part."""
 
     kept: _Kept
     mean: Tensor
@@ -76,7 +76,7 @@ class _Averaged(NamedTuple):
 
 
 class _Traffic(NamedTuple):
-    """Bytes between groups."""
+    """Counts bytes between groups."""
 
     sent: int
     received: int

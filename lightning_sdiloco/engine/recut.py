@@ -20,7 +20,7 @@ from lightning_sdiloco.engine.start import cut
 
 
 class NamedOuter(NamedTuple):
-    """The outer state of all fragments, whole, by name.
+    """Holds the outer state of all fragments, whole, by name.
 
     Attributes:
         parameters: Outer parameters with their outer optimizer state.

@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 
 class Restart(NamedTuple):
-    """Where rounds start anew.
+    """Holds what rounds start anew from.
 
     Attributes:
         parameters: Outer parameters and momentum by name.

@@ -27,7 +27,7 @@ from lightning_sdiloco.engine.requests import Mailbox
 
 
 class Means(NamedTuple):
-    """What all rounds of an engine share.
+    """Holds what all rounds of an engine share.
 
     Attributes:
         storage: Where outer state rests.
@@ -43,7 +43,7 @@ class Means(NamedTuple):
 
 
 class Rounds:
-    """The rounds of a model that is cut in one way: its fragments, and which of them are in flight.
+    """Runs the rounds of a model that is cut in one way, and knows which of its fragments are in flight.
 
     A launch reads a fragment, takes a snapshot and starts its flight. A landing waits for the flight, commits its
     result, and mixes it into the model. What happens in between is in `Pipeline`; all that is remembered of a fragment

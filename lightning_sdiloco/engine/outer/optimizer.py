@@ -21,7 +21,7 @@ Make = Callable[[Sequence[Tensor]], Optimizer]
 
 
 class OuterState(NamedTuple):
-    """The outer state of a fragment, as far as this rank holds it.
+    """Holds the outer state of a fragment: that of this rank's shard.
 
     Attributes:
         values: Outer parameters of the shard, float32, shape ``(numel,)``.

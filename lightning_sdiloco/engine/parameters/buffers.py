@@ -16,7 +16,7 @@ _BITS = 64
 
 
 class FragmentBuffers:
-    """The persistent floating-point buffers of a fragment: the model's own, and their outer values.
+    """Holds the persistent floating-point buffers of a fragment: the model's own, and their outer values.
 
     A buffer travels with a launch if it had changed in some group by the launch before. All of them travel with the
     first launch, when nothing is known yet, and with the final exchange, which none follows. So all groups know the

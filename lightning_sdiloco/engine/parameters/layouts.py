@@ -24,7 +24,7 @@ from lightning_sdiloco.engine.parameters.sharding import ShardSpec, is_sharded, 
 
 
 class FragmentLayout(ABC):
-    """The parameters of a fragment, and the shard of this rank: those of their values that it exchanges.
+    """Lays out the parameters of a fragment as flat vectors: the shard of this rank is what it exchanges of them.
 
     Args:
         names: Names of the parameters.
@@ -157,7 +157,7 @@ class FragmentLayout(ABC):
 
 
 class WholeLayout(FragmentLayout):
-    """A fragment that every rank of the group holds whole: one flat vector, cut into one shard per rank.
+    """Lays out a fragment that every rank of the group holds whole: one vector, cut into one shard per rank.
 
     All shards have the same length; zeros fill up the last.
 
@@ -220,7 +220,7 @@ class WholeLayout(FragmentLayout):
 
 
 class ShardedLayout(FragmentLayout):
-    """A fragment of which every rank of the group holds a part: the shard is what it holds.
+    """Lays out a fragment of which every rank of the group holds a part: the shard is what it holds.
 
     Where several ranks hold the same values, these are divided among them, so that each value is exchanged once.
 

@@ -12,7 +12,7 @@ from lightning_sdiloco.engine.parameters.sharding import ShardSpec
 
 
 class OuterParameter(NamedTuple):
-    """Outer values and outer optimizer state of one parameter.
+    """Holds outer values and outer optimizer state of one parameter, whole.
 
     Attributes:
         values: The values, flat, float32, shape ``(numel,)``.
