@@ -247,7 +247,7 @@ def _compare_no_lengths(undo: ExitStack, strategy: Any) -> list[str]:
 def _agree(epochs: Epochs, failure: Exception | None) -> None:
     """Agrees with all ranks how many batches an epoch has. Raises on all of them if one has none, or could not load."""
     trainer, topology = epochs.trainer, epochs.topology
-    batches = _batches(trainer.fit_loop) if failure is None else None
+    batches = _batches(trainer) if failure is None else None
     own = _Announced(topology.group_index, batches, "" if failure is None else repr(failure))
     ranks = topology.world.all_gather_object(own)
     if failure is not None:
@@ -267,12 +267,13 @@ def _agree(epochs: Epochs, failure: Exception | None) -> None:
         _end_after(epochs, agreed)
 
 
-def _batches(loop: Any) -> int | None:
-    """How many batches an epoch has, if that is known."""
+def _batches(trainer: Any) -> int | None:
+    """Returns how many batches an epoch has, if that is known."""
+    loop = trainer.fit_loop
     if loop.max_batches != float("inf"):
         return int(loop.max_batches)
     # A loader that is taken up again may be at its end, and groups may have no data in a later epoch.
-    resumed = loop.restarting or getattr(loop, "is_resuming", False)
+    resumed = loop.restarting or getattr(loop, "is_resuming", trainer.strategy.fit.checkpointer.resumes_exactly)
     return 0 if loop._data_fetcher.done and not resumed else None
 
 
