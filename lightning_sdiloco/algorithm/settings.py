@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sdiloco.algorithm.aggregation import Aggregation
 from lightning_sdiloco.algorithm.partition import check_fragments
-from lightning_sdiloco.algorithm.reduction import AllReduce, OneShot, check_exchange, chosen
+from lightning_sdiloco.algorithm.reduction import AllReduce, OneShot, all_reduce_for, check_exchange
 from lightning_sdiloco.compression import Compression, resolve
 from lightning_sdiloco.compression.kernels import EAGER, Kernels
 
@@ -152,7 +152,7 @@ class Settings:
 
     def make_all_reduce(self, groups: int, step: int, passes: Kernels = EAGER) -> AllReduce:
         """Makes the way from the outer gradients of a launch after an inner step to their mean."""
-        return chosen(self.exchange, groups, self.codec)(groups, self.codec.at(step), self.mixing, passes)
+        return all_reduce_for(self.exchange, groups, self.codec)(groups, self.codec.at(step), self.mixing, passes)
 
     def make_final_all_reduce(self, groups: int, passes: Kernels = EAGER) -> AllReduce:
         """Makes that of the final exchange, which nothing follows that could make up for a second rounding."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.algorithm.digest import digest
-from lightning_sdiloco.algorithm.reduction import AllReduce, Relay
+from lightning_sdiloco.algorithm.reduction import AllReduce, SecondHop
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered
 from lightning_sdiloco.comm.topology import Topology
@@ -46,7 +46,7 @@ class _Averaged(NamedTuple):
     """After the second stage: the mean of what all groups sent to this one, which is relayed if it is a part."""
 
     mean: Tensor
-    relay: Relay | None
+    relay: SecondHop | None
     posted: Any
     memory: Tensor | None
     buffers: dict[int, Tensor]
@@ -122,7 +122,7 @@ class Transfer:
             messages = {id(payload): payload for payload in encoded.payloads}
             messages = {key: torch.cat([head, payload, *tail]) for key, payload in messages.items()}
             posted = self._topology.exchange.post([messages[id(payload)] for payload in encoded.payloads])
-        loss = lost(cargo.gradient, shots.own(encoded.payloads, cargo.gradient)) if self._diagnoses else None
+        loss = lost(cargo.gradient, shots.decode_own(encoded.payloads, cargo.gradient)) if self._diagnoses else None
         return _Sent(words, posted, encoded.memory, stopwatch, loss)
 
     def _average(self, cargo: LaunchSnapshot, sent: _Sent) -> _Averaged:
@@ -140,7 +140,7 @@ class Transfer:
         payloads = [message[head:end] for message in messages]
         with sent.stopwatch.part("decode"):
             mean = shots.mean(payloads, count, like=cargo.gradient)
-            relay = shots.relay(mean, self._fetched(self._residuals[cargo.fragment]))
+            relay = shots.second_hop(mean, self._fetched(self._residuals[cargo.fragment]))
             posted = None if relay is None else topology.second_hop.post([relay.payload] * topology.num_groups)
         sent_after, received_after = self._bytes(topology.control, topology.exchange)
         return _Averaged(
@@ -166,7 +166,7 @@ class Transfer:
         if averaged.relay is not None:
             with stopwatch.part("relay"):
                 payloads = self._collected(relays, averaged.posted, cargo, _STEP)
-            gradient, residual = self._shots(cargo).joined(payloads, like=cargo.gradient), averaged.relay.residual
+            gradient, residual = self._shots(cargo).assemble(payloads, like=cargo.gradient), averaged.relay.residual
         sent_after, received_after = self._bytes(relays)
         with stopwatch.part("outer_step"):
             outer = self._step(cargo, gradient, averaged.counted)

@@ -123,7 +123,7 @@ class _Landing:
         if count.factors:
             for shard, outer in enumerate(self._outers):
                 saved = [group[shard]["fragments"][fragment] for group in self._groups]
-                gradient = self._settings.make_all_reduce(len(cargos), controls[0].step).in_one_place(
+                gradient = self._settings.make_all_reduce(len(cargos), controls[0].step).reduce_locally(
                     [group[shard]["gradient"] for group in cargos],
                     [fragment["memory"] for fragment in saved],
                     [fragment["residual"] for fragment in saved],

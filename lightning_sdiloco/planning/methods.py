@@ -134,9 +134,9 @@ class Streaming(Method):
             settings.make_all_reduce(groups.groups, step=0),
             settings.make_final_all_reduce(groups.groups),
         )
-        self._parts = [self._shots.part(shard) for shard in self._shards]
+        self._parts = [self._shots.part_numel(shard) for shard in self._shards]
         self._messages = [CONTROL_BYTES + self._shots.payload_bytes(shard) for shard in self._shards]
-        self._relays = [self._shots.relay_bytes(shard) for shard in self._shards]
+        self._relays = [self._shots.second_hop_bytes(shard) for shard in self._shards]
         self._sent = [groups.connections * sum(both) for both in zip(self._messages, self._relays, strict=True)]
         self._final = sum(groups.connections * (CONTROL_BYTES + final.payload_bytes(shard)) for shard in self._shards)
 
