@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_sdiloco.algorithm.partition import Partition, partition
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, world
+from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
+from lightning_sdiloco.comm.topology import Topology, is_connected, world
 from lightning_sdiloco.compression.kernels import missing_for
 from lightning_sdiloco.engine.agreement import require_same_settings
 from lightning_sdiloco.engine.parameters.layouts import aliases, clean_name, described, trainable

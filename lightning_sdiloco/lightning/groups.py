@@ -11,14 +11,16 @@ from typing_extensions import override
 
 from lightning_sdiloco.comm.exchange import DeviceBackend
 from lightning_sdiloco.comm.exchange.on_device import nccl_on
-from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, store, world
+from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
+from lightning_sdiloco.comm.topology import Topology, store, world
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.start import cut
-from lightning_sdiloco.launch.environment import meet, warn_of_shared_store
+from lightning_sdiloco.launch.environment import warn_of_shared_store
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address
 from lightning_sdiloco.launch.reachability import require_reachable
+from lightning_sdiloco.launch.rendezvous import rendezvous
 from lightning_sdiloco.lightning.callback import StreamingDiLoCoCallbackMixin
 from lightning_sdiloco.lightning.choosing import Choosing
 from lightning_sdiloco.lightning.host.batch_hooks import silence, silence_without_fit
@@ -102,13 +104,13 @@ class GroupsMixin(StepsMixin):
     def _reached_groups(self) -> Iterator[None]:
         """Refuses to start where ranks cannot reach each other. Within it all processes are to be connected."""
         layout = self._layout()
-        # Kept until then: the default process group takes over the store of the meeting.
-        meeting = None
+        # Kept until then: the default process group takes over the store of the rendezvous.
+        met = None
         if self.num_nodes > 1:
             self.set_world_ranks()
-            meeting = meet(self.cluster_environment, layout.world_size, self._settings.timeout)
-        if meeting is not None:
-            require_reachable(meeting, layout.group_of(self.global_rank), exchange_address, group_address)
+            met = rendezvous(self.cluster_environment, layout.world_size, self._settings.timeout)
+        if met is not None:
+            require_reachable(met, layout.group_of(self.global_rank), exchange_address, group_address)
         with for_exchange():
             yield
 

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT
-from lightning_sdiloco.comm.topology import GroupLayout, mesh_of
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import mesh_of
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.agreement import align_model
 from lightning_sdiloco.engine.parameters.sharding import local, ranks_of, reshard

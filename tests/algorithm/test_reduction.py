@@ -16,7 +16,8 @@ from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES
 from lightning_sdiloco.algorithm.reduction import OneShot, TwoShot
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import DirectExchange
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,

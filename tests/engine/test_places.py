@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.outer.optimizer import Stepped
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter, put_together_by_place, taken_apart_by_place
 from lightning_sdiloco.engine.parameters.sharding import part_of, places_of, shared
