@@ -141,8 +141,8 @@ _made: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology] = {}
 def _settle_at_exit() -> None:
     """Gives gloo's threads a moment when the interpreter ends.
 
-    A thread of gloo drops the tensors of a collective a little after the collective has returned. If that is the last
-    one of the process and the interpreter is gone by then, the process aborts, after everything else went well.
+    A thread of gloo drops the tensors of a collective shortly after the collective has returned. If that is the last
+    collective of the process and the interpreter is gone by then, the process aborts after everything else went well.
     """
     atexit.register(time.sleep, 0.2)
 
