@@ -6,7 +6,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.links import Links
-from lightning_sdiloco.launch.environment import meet_at
+from lightning_sdiloco.launch.rendezvous import rendezvous_at
 from lightning_sdiloco.tools.doctor import links as doctor
 from tests.ranks import run_processes
 
@@ -39,5 +39,5 @@ def examine(sites: int, mbit_s: float, one_way_delay: float) -> Examined:
 def _rank(rank: int, world_size: int, links: Links) -> list[doctor.Link]:
     links.enter(rank)
     os.environ.update(links.environment(rank))
-    meeting = meet_at(links.address(0), 29500, rank, world_size, timedelta(seconds=30))
-    return doctor.measure(meeting, world_size, rank, True, links.address(rank))
+    rendezvous = rendezvous_at(links.address(0), 29500, rank, world_size, timedelta(seconds=30))
+    return doctor.measure(rendezvous, world_size, rank, True, links.address(rank))

@@ -52,12 +52,12 @@ def means(
 ) -> Tensor:
     """The mean of a round in one place. What is remembered is replaced."""
     count = Count(dict.fromkeys(range(shots.groups), 1.0))
-    mean = shots.in_one_place(gradients, memories, residuals, count)
+    mean = shots.reduce_locally(gradients, memories, residuals, count)
     encoded = [shots.encode(*own) for own in zip(gradients, memories, strict=True)]
     for group, residual in enumerate(residuals):
         part = shots.mean([one.payloads[group] for one in encoded], count, like=gradients[0])
-        relay = shots.relay(part, residual)
-        residuals[group] = None if relay is None else relay.residual
+        hop = shots.second_hop(part, residual)
+        residuals[group] = None if hop is None else hop.residual
     memories[:] = [one.memory for one in encoded]
     return mean
 
@@ -92,7 +92,7 @@ def main() -> None:
     for name, codec in FAMILY.items():
         for groups in GROUPS:
             gather, two = OneShot(groups, codec, 0.0), TwoShot(groups, codec, 0.0)
-            share = (two.payload_bytes(numel) + two.relay_bytes(numel)) / gather.payload_bytes(numel)
+            share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(numel)
             errors = [
                 error_of_the_sum(kind, codec, rounds, groups, forgets)
                 for kind, forgets in ((OneShot, False), (TwoShot, False), (TwoShot, True))

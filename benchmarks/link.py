@@ -106,7 +106,8 @@ def ours(repeats: int, large: int, flights: int) -> Rates:
     import torch
     import torch.distributed as dist
 
-    from lightning_sdiloco.comm.topology import GroupLayout, Topology
+    from lightning_sdiloco.comm.layout import GroupLayout
+    from lightning_sdiloco.comm.topology import Topology
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=GONE)

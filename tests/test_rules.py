@@ -32,6 +32,7 @@ FACE = {"__init__", "lightning_pytorch", "pytorch_lightning"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # Arithmetic on numbers and names.
 WITHOUT_TENSORS = {
+    f"{NAME}.comm.layout",
     *(f"{NAME}.algorithm.{name}" for name in ("partition", "schedule")),
     *(f"{NAME}.planning.{name}" for name in ("link", "paper")),
     f"{NAME}.errors",

@@ -1,6 +1,7 @@
-"""How encoded outer gradients become their mean in every group: who encodes what for whom, and who adds it up.
+"""How encoded outer gradients become their mean in every group: who encodes what for whom, and who sums it.
 
-Pure arithmetic on the payloads. How they travel is none of its business.
+Pure arithmetic on payloads; how they travel is the business of `comm.exchange`. In one hop every group sends its whole
+shard to every other one. In two, each group sums one part of the shard and sends the mean of it on, in a second hop.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.aggregation import Count
-from lightning_sdiloco.compression import Compression, ErrorFeedback
+from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.compression.kernels import EAGER, Kernels
 
 
@@ -21,20 +22,20 @@ class Encoded(NamedTuple):
     """An outer gradient as it is sent.
 
     Attributes:
-        payloads: What goes to each group, in their order.
-        memory: What is to be remembered if it counts.
+        payloads: The payload for each group, in their order.
+        memory: What the compression remembers if the payload counts.
     """
 
     payloads: list[Tensor]
     memory: Tensor | None
 
 
-class Relay(NamedTuple):
-    """A part of the mean, encoded again by the group that made it.
+class SecondHop(NamedTuple):
+    """One part of the mean, encoded again by the group that computed it.
 
     Attributes:
-        payload: What goes to every group.
-        residual: What the second rounding lost, which goes into the next mean.
+        payload: The payload for every group.
+        residual: What this second rounding lost; it is added to the next mean.
     """
 
     payload: Tensor
@@ -42,153 +43,157 @@ class Relay(NamedTuple):
 
 
 class AllReduce(ABC):
-    """A way from the outer gradients of all groups to their mean.
+    """Turns the outer gradients of all groups into their mean.
 
     Args:
         groups: Number of worker groups.
-        compression: How they are encoded.
+        compression: How outer gradients are encoded.
         mixing: Share of the local parameters that is kept on landing.
-        passes: What encodes and takes the means.
+        kernels: What encodes and computes the means.
     """
 
-    def __init__(self, groups: int, compression: Compression, mixing: float, passes: Kernels = EAGER) -> None:
+    def __init__(self, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER) -> None:
         self.groups = groups
         self.compression = compression
         self._mixing = mixing
-        self._passes = passes
+        self._kernels = kernels
 
     def at(self, step: int) -> "AllReduce":
         """Returns the all-reduce of a launch after an inner step: itself, unless chance picks what is sent then."""
         compression = self.compression.at(step)
         if compression is self.compression:
             return self
-        return type(self)(self.groups, compression, self._mixing, self._passes)
+        return type(self)(self.groups, compression, self._mixing, self._kernels)
 
     @abstractmethod
-    def part(self, numel: int) -> int:
-        """Number of values in what a group sends to another one."""
+    def part_numel(self, numel: int) -> int:
+        """Returns the number of values that a group sends to each other one, of a shard of ``numel``."""
 
     @abstractmethod
     def encode(self, gradient: Tensor, memory: Tensor | None) -> Encoded:
         """Encodes the outer gradient of a shard for every group.
 
         Args:
-            gradient: The outer gradient.
-            memory: What was remembered before.
+            gradient: The outer gradient, float32 of shape ``(numel,)``.
+            memory: What the compression remembers from earlier launches, of the same shape.
         """
 
     @abstractmethod
-    def relay(self, mean: Tensor, residual: Tensor | None) -> Relay | None:
-        """What becomes of the mean of what all groups sent to this one; None if that is the mean of the whole shard.
+    def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop | None:
+        """Encodes the mean of the part of this group for all groups; returns None if the part is the whole shard.
 
         Args:
-            mean: The mean.
+            mean: The mean of what all groups sent to this one.
             residual: What the second rounding of this part lost before.
         """
 
     @abstractmethod
-    def joined(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The mean of a whole shard from what all groups relayed."""
-
-    def mean(self, payloads: Sequence[Tensor], count: Count, like: Tensor) -> Tensor:
-        """The float32 mean of the groups that count, added up in their order so that all get the same bits.
+    def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Returns the mean of a whole shard from the second hops of all groups.
 
         Args:
-            payloads: What every group sent to this one.
-            count: The groups that count, and how much.
-            like: An outer gradient of the whole shard, for its size and device.
-        """
-        return self._passes.mean(
-            payloads, count.factors, self.compression, like=like.new_empty(self.part(like.numel()))
-        )
-
-    @abstractmethod
-    def own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """What the groups will read of what this one sends.
-
-        Args:
-            payloads: What goes to each group.
+            payloads: What each group sent in its second hop.
             like: The outer gradient, for its size and device.
         """
 
-    def in_one_place(
+    def mean(self, payloads: Sequence[Tensor], count: Count, like: Tensor) -> Tensor:
+        """Returns the float32 mean of the groups that count, summed in their order so that all get the same bits.
+
+        Args:
+            payloads: What every group sent to this one.
+            count: The groups that count, and their weights.
+            like: An outer gradient of the whole shard, for its size and device.
+        """
+        part = like.new_empty(self.part_numel(like.numel()))
+        return self._kernels.mean(payloads, count.factors, self.compression, like=part)
+
+    @abstractmethod
+    def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Decodes what this group sends, as the other groups will.
+
+        Args:
+            payloads: The payload for each group.
+            like: The outer gradient, for its size and device.
+        """
+
+    def reduce_locally(
         self,
         gradients: Sequence[Tensor],
         memories: Sequence[Tensor | None],
         residuals: Sequence[Tensor | None],
         count: Count,
     ) -> Tensor:
-        """The mean that all groups would have, from what each of them holds.
+        """Computes the mean that all groups would get, in one process that has everything.
 
         Args:
             gradients: The outer gradient of a shard in every group.
-            memories: What each compression remembered before.
+            memories: What the compression of each group remembers.
             residuals: What the second rounding of each group's part lost before.
-            count: The groups that count, and how much.
+            count: The groups that count, and their weights.
         """
         sent = [self.encode(*own).payloads for own in zip(gradients, memories, strict=True)]
-        relayed = []
+        payloads = []
         for group, residual in enumerate(residuals):
-            mean = self.mean([payloads[group] for payloads in sent], count, like=gradients[0])
-            relay = self.relay(mean, residual)
-            if relay is None:
+            mean = self.mean([to[group] for to in sent], count, like=gradients[0])
+            hop = self.second_hop(mean, residual)
+            if hop is None:
                 return mean
-            relayed.append(relay.payload)
-        return self.joined(relayed, like=gradients[0])
+            payloads.append(hop.payload)
+        return self.assemble(payloads, like=gradients[0])
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of the payload that goes to each group."""
-        return self.compression.wire_bytes(self.part(numel))
+        """Returns the bytes of the payload for each group."""
+        return self.compression.wire_bytes(self.part_numel(numel))
 
     @abstractmethod
-    def relay_bytes(self, numel: int) -> int:
-        """Bytes of the payload that is relayed to each group."""
+    def second_hop_bytes(self, numel: int) -> int:
+        """Returns the bytes that the second hop sends to each group; 0 if there is none."""
 
-    def _encoded(self, gradient: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        payload = self._passes.encode(gradient if memory is None else gradient + memory, self.compression)
+    def _encode(self, gradient: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        payload = self._kernels.encode(gradient if memory is None else gradient + memory, self.compression)
         return payload, self.compression.remembered(gradient, memory, payload, self._mixing)
 
 
 class OneShot(AllReduce):
-    """Every group sends all to every other one, and each adds up the whole."""
+    """Every group sends its whole shard to every other one, and each sums all of it."""
 
     @override
-    def part(self, numel: int) -> int:
+    def part_numel(self, numel: int) -> int:
         return numel
 
     @override
     def encode(self, gradient: Tensor, memory: Tensor | None) -> Encoded:
-        payload, memory = self._encoded(gradient, memory)
+        payload, memory = self._encode(gradient, memory)
         return Encoded([payload] * self.groups, memory)
 
     @override
-    def relay(self, mean: Tensor, residual: Tensor | None) -> None:
+    def second_hop(self, mean: Tensor, residual: Tensor | None) -> None:
         return None
 
     @override
-    def joined(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        raise NotImplementedError("nothing is relayed")
+    def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
+        raise NotImplementedError("there is no second hop")
 
     @override
-    def own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
+    def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
         decoded = torch.empty_like(like)
         self.compression.decode(payloads[0], decoded)
         return decoded
 
     @override
-    def relay_bytes(self, numel: int) -> int:
+    def second_hop_bytes(self, numel: int) -> int:
         return 0
 
 
 class TwoShot(AllReduce):
-    """Every group adds up a part of its own, and sends the mean of that to all others, encoded again.
+    """Every group sums one part of the shard and sends the mean of it to all others, encoded again.
 
-    What the second rounding loses is treated as `ErrorFeedback` treats the first: the group that makes it remembers it
-    and adds it to the next mean. All groups decode what was sent, also the one that sent it.
+    What the second rounding loses is treated as error feedback treats the first: the group that computes the mean adds
+    it to the next one. All groups decode the bytes that were sent, the sender included.
     """
 
     @override
-    def part(self, numel: int) -> int:
+    def part_numel(self, numel: int) -> int:
         return -(-numel // self.groups)
 
     @override
@@ -196,37 +201,34 @@ class TwoShot(AllReduce):
         numel = gradient.numel()
         gradients = self._parts(gradient)
         memories = [None] * self.groups if memory is None else self._parts(memory)
-        encoded = [self._encoded(*part) for part in zip(gradients, memories, strict=True)]
+        encoded = [self._encode(*part) for part in zip(gradients, memories, strict=True)]
         remembered = [part for _, part in encoded if part is not None]
         return Encoded([payload for payload, _ in encoded], torch.cat(remembered)[:numel] if remembered else None)
 
     @override
-    def relay(self, mean: Tensor, residual: Tensor | None) -> Relay:
-        payload = self._passes.encode(mean if residual is None else mean + residual, self.compression)
-        feedback = self.compression
-        if not isinstance(feedback, ErrorFeedback):
-            feedback = ErrorFeedback(feedback)
-        return Relay(payload, feedback.remembered(mean, residual, payload, self._mixing))
+    def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
+        payload = self._kernels.encode(mean if residual is None else mean + residual, self.compression)
+        return SecondHop(payload, self.compression.residual(mean, residual, payload, self._mixing))
 
     @override
-    def joined(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        part = self.part(like.numel())
+    def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
+        part = self.part_numel(like.numel())
         whole = like.new_empty(part * self.groups)
         for payload, values in zip(payloads, whole.split(part), strict=True):
             self.compression.decode(payload, values)
         return whole[: like.numel()]
 
     @override
-    def own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        return self.joined(payloads, like)
+    def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
+        return self.assemble(payloads, like)
 
     @override
-    def relay_bytes(self, numel: int) -> int:
+    def second_hop_bytes(self, numel: int) -> int:
         return self.payload_bytes(numel)
 
     def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Parts of equal length, one for each group; zeros fill up the last."""
-        part = self.part(values.numel())
+        """Splits a shard into parts of equal length, one for each group, the last padded with zeros."""
+        part = self.part_numel(values.numel())
         return F.pad(values, (0, part * self.groups - values.numel())).split(part)
 
 
@@ -234,7 +236,7 @@ _BY_NAME: dict[str, type[AllReduce]] = {"gather": OneShot, "two_shot": TwoShot}
 
 
 def check_exchange(exchange: Any) -> None:
-    """Refuses what is no name of an exchange.
+    """Refuses what is not the name of an exchange.
 
     Raises:
         ValueError: If it is none.
@@ -246,11 +248,12 @@ def check_exchange(exchange: Any) -> None:
         )
 
 
-def chosen(exchange: str, groups: int, compression: Compression) -> type[AllReduce]:
-    """The way that is meant by the name of an exchange.
+def kind_of_all_reduce(exchange: str, groups: int, compression: Compression) -> type[AllReduce]:
+    """Returns the kind of all-reduce that the name of an exchange means.
 
-    By itself the one that sends fewer bytes: for more than two groups that is two shots. For two they are the same, and
-    a gather rounds once. Where the mean has more values than a payload, most of it would wait for later means.
+    ``"auto"`` is the one that sends fewer bytes: two shots for more than two groups. For two groups both send the same,
+    and one shot rounds once. Where the mean has more values than fit into a payload it is one shot as well: most of the
+    mean would have to wait for later ones.
     """
     if exchange == "auto":
         return TwoShot if groups > 2 and compression.suits_sums() else OneShot
@@ -269,7 +272,7 @@ def all_reduce_for(
         mixing: Share of the local parameters that is kept on landing.
         kernels: What encodes and takes the means.
     """
-    return chosen(exchange, groups, compression)(groups, compression, mixing, kernels)
+    return kind_of_all_reduce(exchange, groups, compression)(groups, compression, mixing, kernels)
 
 
 def final_all_reduce_for(groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER) -> AllReduce:

@@ -1,4 +1,4 @@
-"""From ranks to worker groups and shards: arithmetic first, process groups at the bottom."""
+"""The process groups of a rank, as communicators and exchanges: the only door to the network."""
 
 import atexit
 import functools
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,62 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Exchange, InProcessExchange
+from lightning_sdiloco.comm.layout import GroupLayout
 
 STAGES = 3
 """Stages of a flight, each of which has the ranks of its group to itself."""
-
-
-@dataclass(frozen=True)
-class GroupLayout:
-    """How the ranks of a world form worker groups: consecutive ranks belong together.
-
-    Args:
-        world_size: Number of ranks.
-        worker_groups: Number of worker groups (M in the paper).
-
-    Raises:
-        ValueError: If the world cannot be split into that many groups of equal size.
-
-    Examples:
-        >>> layout = GroupLayout(world_size=4, worker_groups=2)
-        >>> layout.group_size, layout.group_of(3), layout.group_rank_of(3)
-        (2, 1, 1)
-        >>> layout.worker_group_ranks(), layout.shard_groups()
-        ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
-    """
-
-    world_size: int
-    worker_groups: int
-
-    def __post_init__(self) -> None:
-        if self.world_size % self.worker_groups:
-            fitting = [m for m in range(1, self.world_size + 1) if self.world_size % m == 0]
-            raise ValueError(
-                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes into groups of equal"
-                f" size. With {self.world_size} processes it can be one of {fitting}. Change worker_groups, or the"
-                " number of devices or nodes."
-            )
-
-    @property
-    def group_size(self) -> int:
-        """Number of ranks in a group (G), which is also the number of shards of a fragment."""
-        return self.world_size // self.worker_groups
-
-    def group_of(self, rank: int) -> int:
-        """The worker group of a rank."""
-        return rank // self.group_size
-
-    def group_rank_of(self, rank: int) -> int:
-        """The shard of every fragment that a rank exchanges: its place in its group."""
-        return rank % self.group_size
-
-    def worker_group_ranks(self) -> list[list[int]]:
-        """The ranks of every group."""
-        return [list(range(g * self.group_size, (g + 1) * self.group_size)) for g in range(self.worker_groups)]
-
-    def shard_groups(self) -> list[list[int]]:
-        """The ranks that exchange every shard with each other, in the order of their groups."""
-        return [list(range(shard, self.world_size, self.group_size)) for shard in range(self.group_size)]
 
 
 @dataclass(frozen=True)
@@ -88,7 +36,7 @@ class Topology:
         stages: The ranks of this group, once for each stage of the background.
         control: The exchange for control vectors, which wait behind no outer gradient there.
         exchange: The exchange for outer gradients. What was launched first travels first.
-        second_hop: The exchange for means that a group sends on.
+        second_hop: The exchange for the means of the second hop.
         background: Runs the stages of flights, made for a device; None lets the engine make its own.
     """
 
@@ -107,7 +55,7 @@ class Topology:
 
     @staticmethod
     def simulated(groups: int) -> list["Topology"]:
-        """The topologies of several worker groups of one rank each, all in this process."""
+        """Returns the topologies of several worker groups of one rank each, all in this process."""
         control, exchanges, second_hop = (InProcessExchange.connect(groups) for _ in range(3))
         return [
             Topology(
@@ -122,11 +70,11 @@ class Topology:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this group, as the world counts them."""
+        """The ranks of this group, numbered as in the world."""
         return range(self.group_index * self.group_size, (self.group_index + 1) * self.group_size)
 
     def is_stale(self) -> bool:
-        """Whether the default process group is another one than that for which this was made."""
+        """Returns whether the default process group is no longer the one for which this was made."""
         return self.world.process_group is not dist.group.WORLD
 
     @staticmethod
@@ -136,14 +84,14 @@ class Topology:
         joining: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_device: DeviceBackend | None = None,
     ) -> "Topology":
-        """The process groups of a rank, made once for each layout. All ranks of the default process group must call it.
+        """Makes the process groups of this rank, once for each layout. All ranks must call it.
 
         Args:
             layout: The worker groups.
             timeout: Bound of one flight.
-            joining: In its context the process groups are made that join worker groups.
-            on_device: What carries outer gradients and relayed means from device to device; without it they go through
-                the hosts, over gloo.
+            joining: The context in which process groups between worker groups are made.
+            on_device: What carries outer gradients and the means of the second hop from device to device; by default
+                they go through the hosts, over gloo.
 
         Raises:
             ValueError: If the devices of the worker groups cannot reach each other.
@@ -193,16 +141,16 @@ _made: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology] = {}
 def _settle_at_exit() -> None:
     """Gives gloo's threads a moment when the interpreter ends.
 
-    A thread of gloo drops the tensors of a collective a little after the collective has returned. If that is the last
-    one of the process and the interpreter is gone by then, the process aborts, after everything else went well.
+    A thread of gloo drops the tensors of a collective shortly after the collective has returned. If that is the last
+    collective of the process and the interpreter is gone by then, the process aborts after everything else went well.
     """
     atexit.register(time.sleep, 0.2)
 
 
 def mesh_of(layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta) -> Any:
-    """The ranks of this group as a mesh, made once for each shape. All ranks of the default process group must call it.
+    """Makes a mesh of the ranks of this group, once for each shape. All ranks must call it.
 
-    Its process groups are made for all groups in the same order, as those of a mesh over the world.
+    The process groups of all worker groups are made in the same order, as those of a mesh over the world.
 
     Args:
         layout: The worker groups.
@@ -227,68 +175,38 @@ _meshes: dict[Any, tuple[Any, Any]] = {}
 
 
 def is_connected() -> bool:
-    """Whether there is a default process group."""
+    """Returns whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def world() -> Communicator:
-    """All ranks of the default process group."""
+    """Returns a communicator of all ranks of the default process group."""
     return Communicator(dist.group.WORLD)
 
 
-def meeting_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
-    """The store at which a default process group will be made, before it is.
-
-    Args:
-        host: Name or address of the machine that keeps it.
-        port: Its port.
-        serves: Whether this process keeps it. The default process group then shares it, for as long as it is held.
-        timeout: How long one call may take.
-    """
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
-    )
-
-
 def store() -> Any:
-    """The store of the default process group, for the word of a rank that fails; None if there is none."""
+    """Returns the store of the default process group, for the message of a rank that fails; None if there is none."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-
-
-def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
-    """A number of worker groups, or ``"auto"``.
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    if worker_groups == "auto":
-        return "auto"
-    if isinstance(worker_groups, bool) or not isinstance(worker_groups, int) or worker_groups < 1:
-        raise ValueError(
-            f"worker_groups={worker_groups!r} is out of range: it must be a whole number of at least 1, or 'auto' for"
-            " one group per node (per device on a single node). Choose one of them."
-        )
-    return worker_groups
 
 
 def _exchanges(
     rank: int, layout: GroupLayout, timeout: timedelta, on_device: DeviceBackend | None
 ) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any]]:
-    """The exchanges for control vectors, for outer gradients, and for means that are sent on."""
+    """Makes the exchanges for control vectors, for outer gradients, and for the means of the second hop."""
 
-    def joined(backend: str) -> dist.ProcessGroup:
+    def process_group(backend: str) -> dist.ProcessGroup:
         return _own(rank, layout.shard_groups(), backend, 2 * timeout)
 
     if layout.worker_groups == 1:
         control, exchange, second_hop = (InProcessExchange.connect(1)[0] for _ in range(3))
         return control, exchange, second_hop
-    both = joined("gloo")
+    both = process_group("gloo")
     if on_device is None:
-        up, down = joined("gloo"), joined("gloo")
-        # Means are relayed where the payloads came in: a connection that has just carried something is at its best.
+        up, down = process_group("gloo"), process_group("gloo")
+        # The second hop uses the connections of the first: one that has just carried something is at its best.
         return DirectExchange(both, both), DirectExchange(up, down), DirectExchange(up, down, tag=1)
     # One each: outer gradients and means are posted by two threads, in an order that may differ between ranks.
-    on_devices = [DeviceExchange(joined(on_device.name), on_device.device) for _ in range(2)]
+    on_devices = [DeviceExchange(process_group(on_device.name), on_device.device) for _ in range(2)]
     for one in on_devices:
         one.meet(time.monotonic() + timeout.total_seconds())
     return DirectExchange(both, both), on_devices[0], on_devices[1]

@@ -1,15 +1,20 @@
-"""How an outer gradient is encoded for the wire: one interface, and one family of compressions per file."""
+"""How an outer gradient is encoded for the wire: one interface, and one family of compressions per file.
+
+In comes a flat float32 tensor, out goes a uint8 payload of a size known beforehand, and back. A compression is a frozen
+choice that keeps no state. `kernels` decides whether the two long passes, encoding and the mean, run eagerly or
+compiled. This room knows tensors only: no model, no process group, no settings.
+"""
 
 from collections.abc import Mapping
 
 from lightning_sdiloco.compression.base import Compression
 from lightning_sdiloco.compression.casts import BFloat16, Float32
-from lightning_sdiloco.compression.chance import RandomBlock, RandomK
 from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
 from lightning_sdiloco.compression.int2 import Int2
 from lightning_sdiloco.compression.integers import Int4, Int8
 from lightning_sdiloco.compression.microscaling import FP8, MXFP4
+from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
 from lightning_sdiloco.compression.topk import Threshold, TopK
 
 __all__ = [
@@ -42,14 +47,14 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "int2": Int2(),
     "sparse": ErrorFeedback(TopK(1 / 64, Int2()), decay=0.95),
 }
-"""Every compression that has a name."""
+"""The compressions that have a name."""
 
 
 def resolve(compression: str | Compression) -> Compression:
-    """Finds the compression that a setting means.
+    """Returns the compression that a setting names.
 
     Args:
-        compression: A name from ``COMPRESSIONS``, or a compression, which is returned as it is.
+        compression: A name from ``COMPRESSIONS``, or a compression, which is returned unchanged.
 
     Returns:
         The compression.

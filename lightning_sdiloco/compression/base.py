@@ -1,34 +1,58 @@
-"""What a compression is: a way to write an outer gradient as bytes for the wire."""
+"""The interface of a compression: how an outer gradient is written as bytes for the wire."""
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
+import torch
 from torch import Tensor
+
+
+class BlockCodec(Protocol):
+    """A compression as functions of whole blocks, which `compression.kernels` compiles into one pass each.
+
+    A payload is the bytes of the scales, then those of the codes.
+    """
+
+    def wire_bytes(self, numel: int) -> int:
+        """Returns the size in bytes of the payload of ``numel`` values."""
+
+    def pad(self, values: Tensor) -> Tensor:
+        """Pads float32 values to whole blocks; runs eagerly."""
+
+    def encode_padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the scales and the codes of whole blocks; is compiled."""
+
+    def split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Splits a payload into scales and codes, as `encode_padded` returned them; runs eagerly."""
+
+    def decode_padded(self, scales: Tensor, codes: Tensor) -> Tensor:
+        """Returns the float32 values of whole blocks, one row for each block; is compiled."""
 
 
 class Compression(ABC):
     """Turns a flat float32 outer gradient into bytes and back.
 
-    A compression is a choice, not a memory: instances are immutable, compare by value and hold no tensors. What one
-    wants remembered from launch to launch, the engine keeps.
-    Encoding and decoding use integer and exactly rounded operations only, so that every group that decodes the same
-    bytes gets the same bits.
+    A compression is a choice and holds no memory: instances are immutable, compare by value and contain no tensors.
+    What must be remembered from one launch to the next is kept by the engine.
+    Encoding and decoding use only integer and correctly rounded operations, so that all groups that decode the same
+    bytes get the same bits.
     """
 
     def __repr__(self) -> str:
-        """The class and its choices: ranks compare it to see whether they use the same compression."""
+        """Returns the class and its arguments. Ranks compare it to check that they use the same compression."""
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
 
     @abstractmethod
     def wire_bytes(self, numel: int) -> int:
-        """The exact size in bytes of the payload of ``numel`` values, scales and padding included."""
+        """Returns the exact size in bytes of the payload of ``numel`` values, scales and padding included."""
 
     @abstractmethod
     def encode(self, values: Tensor) -> Tensor:
         """Encodes values for the wire.
 
         Args:
-            values: Contiguous float32 tensor of shape ``(numel,)``. Values that are not finite may be encoded as
-                anything: a group that has one is left out of the mean.
+            values: Contiguous float32 tensor of shape ``(numel,)``. Non-finite values may be encoded as anything: a
+                group that has one is left out of the mean.
 
         Returns:
             The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
@@ -40,36 +64,64 @@ class Compression(ABC):
 
         Args:
             payload: uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
-            out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
+            out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
 
+    def blocks(self) -> BlockCodec | None:
+        """Returns this compression as functions of whole blocks, which are compiled on CUDA.
+
+        None, the default, means that `encode` and `decode` run eagerly. Subclasses of `Blockwise` return themselves;
+        one that wraps another compression and encodes exactly as that one does passes this on.
+        """
+        return None
+
     def at(self, step: int) -> "Compression":
-        """The compression for a launch after an inner step: itself, unless chance picks what is sent then."""
+        """Returns the compression for the launch after an inner step: itself, unless it picks values at random."""
         return self
 
     def dense(self) -> "Compression":
-        """The compression of the final exchange, which must not leave values out, since nothing follows it."""
+        """Returns the compression of the final exchange, which must not leave out values: no launch follows it."""
         return self
 
     def suits_sums(self) -> bool:
-        """Whether the mean of what several groups send can be sent as well as what one of them sends.
+        """Returns whether the mean of several groups can be sent in a payload of the same size.
 
-        Not where each sends values of its own choice: the mean has more of them than a payload.
+        False where every group sends values of its own choice: their mean has more of them than fit into a payload.
         """
         return True
 
-    def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor | None:
-        """What shall be added to the next outer gradient, one memory for each shard of a fragment.
+    def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
+        """Returns what encoding lost and has to be added to the next values.
 
-        It is kept once the flight lands in whose mean the payload counted.
+        The local parameters keep the share ``mixing`` of what was not sent, and the next outer gradient contains that
+        share: it is left out here.
+
+        Args:
+            values: What was to be sent, float32.
+            memory: The residual of earlier launches that was added to it before it was encoded, if any.
+            payload: The encoded sum.
+            mixing: Share of the local parameters that is kept on landing.
+
+        Returns:
+            A new float32 tensor of the shape of ``values``.
+        """
+        decoded = torch.empty_like(values)
+        self.decode(payload, decoded)
+        lost = torch.sub(values, decoded, out=decoded).mul_(1 - mixing)
+        return lost if memory is None else lost.add_(memory)
+
+    def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor | None:
+        """Returns what the engine adds to the next outer gradient of this shard, or None to remember nothing.
+
+        It takes effect when the flight lands, if the payload counted in the mean.
 
         Args:
             gradient: The outer gradient, float32.
             memory: What was added to it before it was encoded, if anything.
-            payload: What `encode` made of the sum.
+            payload: The encoded sum.
             mixing: Share of the local parameters that is kept on landing.
 
         Returns:
-            A new float32 tensor of the shape of the gradient, or None if nothing is remembered.
+            A new float32 tensor of the shape of the gradient, or None.
         """
         return None

@@ -1,7 +1,8 @@
-"""Compressions that write one scale per block of values and a few bits per value, a stretch of blocks at a time.
+"""Compressions with one scale per block of values and a few bits per value.
 
 A payload of ``numel`` values is the scales of ``ceil(numel / block)`` blocks, then the codes, ``bits`` for each value.
-Nothing is padded to whole blocks, and a block has no knowledge of another.
+Payloads are not padded to whole blocks, and blocks are independent of each other. Eagerly, a long vector is encoded and
+decoded one chunk of blocks at a time; on CUDA `compression.kernels` compiles each direction into one pass.
 """
 
 from abc import abstractmethod
@@ -13,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.compression.base import BlockCodec, Compression
 
 
 class Scratch:
-    """Memory that one stretch of values after another works in: fresh memory costs more than the arithmetic in it.
+    """Working memory that is reused for one chunk after another: allocating costs more than the arithmetic.
 
     Args:
-        device: Where it is.
+        device: The device of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,19 +29,36 @@ class Scratch:
         self._kept: dict[str, Tensor] = {}
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """A vector of any content, in the memory of that name. No later stretch is longer than the first."""
+        """Returns an uninitialised vector in the memory of that name. No later chunk is longer than the first."""
         if name not in self._kept:
             self._kept[name] = torch.empty(numel, dtype=dtype, device=self._device)
         return self._kept[name][:numel]
 
 
 class Blockwise(Compression):
-    """One scale per block, and codes that do not straddle bytes.
+    """Writes one scale per block, and codes that do not straddle bytes.
+
+    A subclass names its format and encodes and decodes whole blocks of it, with operations that torch.compile can
+    trace. Where it cannot, or where the compiled form does not give the bits of the eager one, the compression runs
+    eagerly and a warning says why.
 
     Attributes:
         block: Values under one scale, a multiple of 32.
         bits: Bits of a code: 2, 4 or 8.
-        scale: The type of a scale.
+        scale: The dtype of a scale.
+
+    Examples:
+        >>> class Signs(Blockwise):
+        ...     # The signs of 32 values, a byte each, and their largest magnitude.
+        ...     block, bits, scale = 32, 8, torch.float32
+        ...     def encode_blocks(self, values, scratch):
+        ...         return values.abs().view(-1, 32).amax(1), (values > 0).to(torch.uint8)
+        ...     def decode_blocks(self, scales, codes, out, scratch):
+        ...         torch.mul(codes.view(-1, 32) * 2.0 - 1, scales[:, None], out=out)
+        >>> values, decoded = torch.tensor([1.0, -3.0]).repeat(16), torch.empty(32)
+        >>> Signs().decode(Signs().encode(values), decoded)
+        >>> Signs().wire_bytes(32), decoded[:2].tolist()
+        (36, [3.0, -3.0])
     """
 
     block: ClassVar[int]
@@ -53,10 +71,10 @@ class Blockwise(Compression):
 
         Args:
             values: Contiguous float32 tensor of shape ``(blocks * block,)``. It must not be written to.
-            scratch: Memory to work in; what is returned may lie there.
+            scratch: Working memory. The results may be views of it.
 
         Returns:
-            The scales, of type ``scale`` and shape ``(blocks,)``, and the codes as bytes, the first value of a byte in
+            The scales, of dtype ``scale`` and shape ``(blocks,)``, and the codes as bytes, the first value of a byte in
             its lowest bits.
         """
 
@@ -67,19 +85,19 @@ class Blockwise(Compression):
         Args:
             scales: As `encode_blocks` returns them.
             codes: As `encode_blocks` returns them. They must not be written to.
-            out: float32 tensor of shape ``(blocks, block)`` that is overwritten.
-            scratch: Memory to work in.
+            out: float32 tensor of shape ``(blocks, block)``, which is overwritten.
+            scratch: Working memory.
         """
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """The exact size in bytes of the payload of ``numel`` values.
+        """Returns the exact size in bytes of the payload of ``numel`` values.
 
         Args:
             numel: Number of values, at least 1.
 
         Returns:
-            A scale for each block, begun ones included, and a byte for each ``8 / bits`` values.
+            The bytes of a scale for each block, the last one perhaps partial, and a byte for each ``8 / bits`` values.
         """
         return self._scale_bytes(numel) + -(-numel * self.bits // 8)
 
@@ -88,8 +106,8 @@ class Blockwise(Compression):
         """Encodes values as one scale per block and one code per value.
 
         Args:
-            values: Contiguous float32 tensor of shape ``(numel,)``. A block with a value that is not finite is encoded
-                as anything; others are not touched by it.
+            values: Contiguous float32 tensor of shape ``(numel,)``. A block with a non-finite value is encoded as
+                anything, without an effect on the others.
 
         Returns:
             The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
@@ -97,10 +115,10 @@ class Blockwise(Compression):
         numel = values.numel()
         payload = values.new_empty(self.wire_bytes(numel), dtype=torch.uint8)
         scales, codes = payload[: self._scale_bytes(numel)].view(self.scale), payload[self._scale_bytes(numel) :]
-        length, scratch = stretch(values.device), Scratch(values.device)
+        length, scratch = chunk_length(values.device), Scratch(values.device)
         for start in range(0, numel, length):
             piece = values[start : start + length]
-            piece_scales, piece_codes = self.encode_blocks(self.filled_up(piece), scratch)
+            piece_scales, piece_codes = self.encode_blocks(self.pad(piece), scratch)
             scales[start // self.block :][: len(piece_scales)] = piece_scales
             target = codes[start * self.bits // 8 :][: len(piece_codes)]
             target.copy_(piece_codes[: len(target)])
@@ -112,59 +130,77 @@ class Blockwise(Compression):
 
         Args:
             payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
-            out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
+            out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
         numel = out.numel()
         scales, codes = self._split(payload, numel)
-        length, scratch = stretch(out.device), Scratch(out.device)
+        length, scratch = chunk_length(out.device), Scratch(out.device)
         for start in range(0, numel, length):
             piece = out[start : start + length]
             piece_scales = scales[start // self.block :][: -(-len(piece) // self.block)]
             piece_codes = codes[start * self.bits // 8 :][: -(-len(piece) * self.bits // 8)]
             whole = piece if len(piece) % self.block == 0 else piece.new_empty(len(piece_scales) * self.block)
-            filled_codes = _filled_up(piece_codes, self.block * self.bits // 8)
-            self.decode_blocks(piece_scales, filled_codes, whole.view(-1, self.block), scratch)
+            padded_codes = _pad(piece_codes, self.block * self.bits // 8)
+            self.decode_blocks(piece_scales, padded_codes, whole.view(-1, self.block), scratch)
             if whole is not piece:
                 piece.copy_(whole[: len(piece)])
 
-    def parts(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The scales and codes of whole blocks, as `encode_blocks` returned them.
+    @override
+    def blocks(self) -> BlockCodec:
+        """Returns itself: all blockwise compressions are compiled on CUDA."""
+        return self
+
+    def pad(self, values: Tensor) -> Tensor:
+        """Pads values to whole blocks, with zeros."""
+        return _pad(values, self.block)
+
+    def encode_padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the scales and the codes of whole blocks, in memory of their own."""
+        return self.encode_blocks(values, Scratch(values.device))
+
+    def split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Returns the scales and the codes of whole blocks, as `encode_blocks` returned them.
 
         Args:
             payload: Contiguous uint8 tensor of shape ``(wire_bytes(numel),)``.
             numel: Number of values.
         """
         scales, codes = self._split(payload, numel)
-        return scales, _filled_up(codes, self.block * self.bits // 8)
+        return scales, _pad(codes, self.block * self.bits // 8)
+
+    def decode_padded(self, scales: Tensor, codes: Tensor) -> Tensor:
+        """Returns the values of whole blocks, float32 of shape ``(blocks, block)``."""
+        out = torch.empty(len(scales), self.block, device=scales.device)
+        self.decode_blocks(scales, codes, out, Scratch(scales.device))
+        return out
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
-        # A payload may start at an odd address inside a gathered buffer, where longer types cannot be viewed.
+        # A payload may start at an odd address of a gathered buffer, where wider types cannot be viewed.
         return payload[: self._scale_bytes(numel)].clone().view(self.scale), payload[self._scale_bytes(numel) :]
-
-    def filled_up(self, values: Tensor) -> Tensor:
-        """Fills up the last block, with zeros."""
-        return _filled_up(values, self.block)
 
     def _scale_bytes(self, numel: int) -> int:
         return self.scale.itemsize * -(-numel // self.block)
 
 
-def stretch(device: torch.device) -> int:
-    """Values at a time: on a CPU what stays in the cache (4 MiB), elsewhere enough to hide the launch of a kernel."""
+def chunk_length(device: torch.device) -> int:
+    """Returns how many values to handle at a time.
+
+    On a CPU as many as stay in the cache (4 MiB), elsewhere enough to hide the launch of a kernel.
+    """
     return 1 << 20 if device.type == "cpu" else 1 << 23
 
 
-def as_bfloat16(tops: Tensor) -> Tensor:
-    """The float32 values of bfloat16 bits that are held as integers."""
-    return (tops.to(torch.int32) << 16).view(torch.float32)
+def from_bfloat16_bits(bits: Tensor) -> Tensor:
+    """Returns the float32 values of bfloat16 bits that are held as integers."""
+    return (bits.to(torch.int32) << 16).view(torch.float32)
 
 
-def packed_pairs(codes: Tensor, scratch: Scratch) -> Tensor:
-    """Two codes of four bits, which are bytes of their own and are overwritten, to a byte."""
+def pack_pairs(codes: Tensor, scratch: Scratch) -> Tensor:
+    """Packs four-bit codes, one to a byte, two to a byte. The input is overwritten."""
     if torch.compiler.is_compiling():
-        # A view as words of another length would end what the compiler fuses.
-        low, high = codes.view(-1, 2).unbind(1)
+        # A view as wider words would break the fusion.
+        low, high = codes.view(torch.uint8).view(-1, 2).unbind(1)
         return low | high << 4
     # Whole words are much faster than every other byte.
     words = codes.view(torch.int16)
@@ -172,35 +208,52 @@ def packed_pairs(codes: Tensor, scratch: Scratch) -> Tensor:
     return scratch.take("packed", len(words), torch.uint8).copy_(words.bitwise_or_(shifted))
 
 
-def signs(values: Tensor, bit: int, scratch: Scratch) -> Tensor:
-    """Bytes that hold the sign of each value at a bit and else nothing."""
+def pack_quads(codes: Tensor, scratch: Scratch) -> Tensor:
+    """Packs two-bit codes, one to a byte, four to a byte."""
+    if torch.compiler.is_compiling():
+        first, second, third, fourth = codes.view(torch.uint8).view(-1, 4).unbind(1)
+        return first | second << 2 | third << 4 | fourth << 6
+    words = codes.view(torch.int32)
+    packed, shifted = (scratch.take(name, len(words), torch.int32) for name in ("packed", "shifted"))
+    packed.copy_(words)
+    for bits in (6, 12, 18):
+        packed.bitwise_or_(torch.bitwise_right_shift(words, bits, out=shifted))
+    return scratch.take("bytes", len(words), torch.uint8).copy_(packed)
+
+
+def sign_bits(values: Tensor, bit: int, scratch: Scratch) -> Tensor:
+    """Returns bytes that hold the sign of each value at a bit, and zeros elsewhere."""
     work = scratch.take("work", len(values), torch.int32)
     torch.bitwise_right_shift(values.view(torch.int32), 31 - bit, out=work)
     return scratch.take("signs", len(values), torch.uint8).copy_(work).bitwise_and_(1 << bit)
 
 
-def magnitudes(values: Tensor, scratch: Scratch) -> Tensor:
-    """The bits of the magnitudes as int32, in the memory named ``work``."""
+def magnitude_bits(values: Tensor, scratch: Scratch) -> Tensor:
+    """Returns the bits of the magnitudes as int32, in the scratch memory named ``work``."""
     work = scratch.take("work", len(values), torch.int32)
     return torch.bitwise_and(values.view(torch.int32), 0x7FFFFFFF, out=work)
 
 
-def looked_up(codes: Tensor, made: Callable[[torch.device], Tensor], scratch: Scratch) -> Tensor:
-    """What a table of 256 words holds for each byte, as float32: as many for a byte as fit into a word of the table.
+def look_up(codes: Tensor, make_table: Callable[[torch.device], Tensor], scratch: Scratch) -> Tensor:
+    """Looks up the float32 values that each byte stands for.
 
     Args:
         codes: The bytes.
-        made: Makes the table on a device. It is a cached function, which torch.compile cannot look into.
-        scratch: Memory to work in.
+        make_table: Makes the table of a device: 256 words of any dtype, each the bits of the values of one byte. It is
+            a function with a cache, which torch.compile cannot trace.
+        scratch: Working memory.
+
+    Returns:
+        Flat float32 tensor, in the order of the bytes, with as many values for each as fit into a word of the table.
     """
     if torch.compiler.is_compiling():
-        table = made.__wrapped__(codes.device)  # type: ignore[attr-defined]
+        table = make_table.__wrapped__(codes.device)  # type: ignore[attr-defined]
         return table.view(torch.float32).view(256, -1)[codes.to(torch.int32)].view(-1)
-    table = made(codes.device)
+    table = make_table(codes.device)
     numbers = scratch.take("numbers", len(codes), torch.int32).copy_(codes)
-    found = scratch.take("found", len(codes), table.dtype)
+    found = scratch.take(f"found {make_table.__name__}", len(codes), table.dtype)
     return torch.index_select(table, 0, numbers, out=found).view(torch.float32)
 
 
-def _filled_up(values: Tensor, block: int) -> Tensor:
+def _pad(values: Tensor, block: int) -> Tensor:
     return values if len(values) % block == 0 else F.pad(values, (0, -len(values) % block))

@@ -1,31 +1,31 @@
-"""Remembers what a compression loses, and adds it to what is sent next."""
+"""Error feedback: remembers what a compression loses and adds it to the next outer gradient."""
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.compression.base import BlockCodec, Compression
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Compression):
-    """Encodes like another compression; what that loses is added to the next outer gradient of the fragment.
+    """Encodes like another compression and adds what it loses to the next outer gradient of the fragment.
 
-    The memory changes when a flight lands in whose mean the group counted, and is part of a checkpoint. It is lost when
-    rounds start anew: on a restart with other groups or settings, and when parameters are frozen or unfrozen. With
-    ``mixing`` the local parameters keep a share of what was lost themselves, so only the rest is remembered. The final
-    exchange takes no memory along.
+    The memory changes when a flight lands in whose mean the group counted, and it is part of a checkpoint. It is lost
+    when rounds start anew: on a restart with other groups or settings, and when parameters are frozen or unfrozen. With
+    ``mixing`` the local parameters themselves keep a share of what was lost, so only the rest is remembered. The final
+    exchange adds no memory.
 
     Args:
         compression: The compression.
-        decay: Share of what is lost that is remembered, above 0 and at most 1. SparseLoCo (arXiv 2508.15706) uses 0.95.
+        decay: Share of the loss that is remembered, above 0 and at most 1. SparseLoCo (arXiv 2508.15706) uses 0.95.
 
     Raises:
-        ValueError: If ``decay`` is out of range, or ``compression`` is not a compression, or remembers already.
+        ValueError: If ``decay`` is out of range, or if ``compression`` is not one or has error feedback.
 
     Examples:
+        >>> import torch
         >>> from lightning_sdiloco.compression import Int4
         >>> compression, values = ErrorFeedback(Int4(), decay=0.5), torch.tensor([7.0, 1.25])
         >>> compression.remembered(values, None, compression.encode(values), mixing=0.0).tolist()
@@ -48,44 +48,46 @@ class ErrorFeedback(Compression):
             )
 
     @override
+    def blocks(self) -> BlockCodec | None:
+        """Returns the blocks of the wrapped compression, which does all encoding."""
+        return self.compression.blocks()
+
+    @override
     def at(self, step: int) -> "ErrorFeedback":
-        """The same around the compression for an inner step."""
+        """Wraps the compression that the inner one uses at an inner step."""
         return replace(self, compression=self.compression.at(step))
 
     @override
     def dense(self) -> Compression:
-        """That of the compression inside: there is no next outer gradient."""
+        """Returns the dense form of the wrapped compression: no launch follows to which an error could be added."""
         return self.compression.dense()
 
     @override
     def suits_sums(self) -> bool:
-        """As for the compression inside."""
+        """Returns what the wrapped compression says."""
         return self.compression.suits_sums()
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """The size of the payload of the compression inside."""
+        """Returns the size of the payload of the wrapped compression."""
         return self.compression.wire_bytes(numel)
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        """Encodes as the compression inside does; what is remembered has been added by the caller."""
+        """Encodes as the wrapped compression does. The caller has added the memory to the values."""
         return self.compression.encode(values)
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Decodes as the compression inside does."""
+        """Decodes as the wrapped compression does."""
         self.compression.decode(payload, out)
 
     @override
-    def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
-        """What was lost, less what comes again by itself, times ``decay``.
+    def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
+        """Returns what encoding lost, times ``decay``; see `Compression.residual`."""
+        return super().residual(values, memory, payload, mixing).mul_(self.decay)
 
-        The local parameters keep the share ``mixing`` of what was not sent of the gradient: the next one holds it.
-        """
-        decoded = torch.empty_like(gradient)
-        self.compression.decode(payload, decoded)
-        lost = torch.sub(gradient, decoded, out=decoded).mul_(1 - mixing)
-        if memory is not None:
-            lost += memory
-        return lost.mul_(self.decay)
+    @override
+    def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
+        """Returns the residual, which is added to the next outer gradient."""
+        return self.residual(gradient, memory, payload, mixing)

@@ -15,11 +15,11 @@ from typing_extensions import override
 from lightning_sdiloco.compression.blockwise import (
     Blockwise,
     Scratch,
-    as_bfloat16,
-    looked_up,
-    magnitudes,
-    packed_pairs,
-    signs,
+    from_bfloat16_bits,
+    look_up,
+    magnitude_bits,
+    pack_pairs,
+    sign_bits,
 )
 
 BLOCK = 128
@@ -60,21 +60,21 @@ class FP4(Blockwise):
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and two codes a byte."""
-        codes = signs(values, 3, scratch)
-        magnitude = magnitudes(values, scratch).view(-1, BLOCK)
+        codes = sign_bits(values, 3, scratch)
+        magnitude = magnitude_bits(values, scratch).view(-1, BLOCK)
         tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
         # The threshold between two neighbouring levels is 1.5 times the lower one, so all seven have the mantissa of
         # 0.75 * top and one subtraction of float32 bits compares with all of them. Both products are exact.
-        thresholds = (as_bfloat16(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
+        thresholds = (from_bfloat16_bits(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
         passed = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0).view(-1)
         codes.bitwise_or_(scratch.take("passed", len(values), torch.uint8).copy_(passed))
-        return tops.to(torch.int16), packed_pairs(codes, scratch)
+        return tops.to(torch.int16), pack_pairs(codes, scratch)
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; the result is always finite."""
-        levels = looked_up(codes, _pairs, scratch).view(-1, BLOCK)
-        torch.mul(levels, as_bfloat16(scales)[:, None], out=out)
+        levels = look_up(codes, _pairs, scratch).view(-1, BLOCK)
+        torch.mul(levels, from_bfloat16_bits(scales)[:, None], out=out)
 
 
 @cache

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.blockwise import Blockwise, Scratch, as_bfloat16, magnitudes, signs
+from lightning_sdiloco.compression.blockwise import (
+    Blockwise,
+    Scratch,
+    from_bfloat16_bits,
+    look_up,
+    magnitude_bits,
+    pack_quads,
+    sign_bits,
+)
 
 _GREATEST = torch.finfo(torch.bfloat16).max
 
@@ -35,23 +43,18 @@ class Int2(Blockwise):
 
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. A scale is the lower and the upper magnitude as bfloat16, in that order."""
-        codes = signs(values, 1, scratch)
-        blocks = magnitudes(values, scratch).view(-1, self.block)
+        """Encodes whole blocks. A scale holds the lower and the upper magnitude as bfloat16, in that order."""
+        codes = sign_bits(values, 1, scratch)
+        blocks = magnitude_bits(values, scratch).view(-1, self.block)
         pairs = torch.stack(_two_means(blocks, scratch), dim=1).to(torch.bfloat16).clamp_(0, _GREATEST)
         low, high = pairs.to(torch.float32).unbind(1)
         is_low = _below(blocks, low * 0.5 + high * 0.5, scratch).view(-1)
         is_high = scratch.take("high", len(values), torch.uint8).copy_(is_low).add_(1)
-        words = codes.bitwise_or_(is_high).view(torch.int32)
-        packed, shifted = (scratch.take(name, len(words), torch.int32) for name in ("packed", "shifted"))
-        packed.copy_(words)
-        for bits in (6, 12, 18):
-            packed.bitwise_or_(torch.bitwise_right_shift(words, bits, out=shifted))
-        return pairs.view(torch.int32).view(-1), scratch.take("bytes", len(words), torch.uint8).copy_(packed)
+        return pairs.view(torch.int32).view(-1), pack_quads(codes.bitwise_or_(is_high), scratch)
 
     @override
-    def filled_up(self, values: Tensor) -> Tensor:
-        """Fills up the last block with its own values once more: zeros would pull the magnitudes down."""
+    def pad(self, values: Tensor) -> Tensor:
+        """Pads the last block with a repetition of its own values: zeros would pull the magnitudes down."""
         missing = -len(values) % self.block
         last = values[len(values) // self.block * self.block :]
         return torch.cat((values, last.repeat(self.block)[:missing])) if missing else values
@@ -59,16 +62,15 @@ class Int2(Blockwise):
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; exact, since one of the two terms is zero."""
-        numbers = scratch.take("numbers", len(codes), torch.int32).copy_(codes)
-        low, high = as_bfloat16(scales & 0xFFFF), as_bfloat16(scales >> 16)
-        torch.mul(_looked_up(numbers, 0, scratch).view_as(out), low[:, None], out=out)
-        out += _looked_up(numbers, 1, scratch).view_as(out).mul_(high[:, None])
+        low, high = from_bfloat16_bits(scales & 0xFFFF), from_bfloat16_bits(scales >> 16)
+        torch.mul(look_up(codes, _low_signs, scratch).view_as(out), low[:, None], out=out)
+        out += look_up(codes, _high_signs, scratch).view_as(out).mul_(high[:, None])
 
 
 def _two_means(magnitudes: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """The means of the magnitudes below the mean and of the others, in float64, whose roundings get lost.
+    """Returns the mean of the magnitudes below their mean, and that of the others, computed in float64.
 
-    Magnitudes are float32 bits, which are in order as whole numbers are. Not compared as float64: that is slow.
+    Magnitudes are float32 bits, whose order is that of integers. Comparing them as float64 would be slow.
     """
     doubles = scratch.take("doubles", magnitudes.numel(), torch.float64).view_as(magnitudes)
     mean = doubles.copy_(magnitudes.view(torch.float32)).mean(1)
@@ -85,20 +87,27 @@ def _two_means(magnitudes: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
 
 
 def _below(magnitudes: Tensor, bounds: Tensor, scratch: Scratch) -> Tensor:
-    """-1 for each magnitude below the bound of its block, and 0 for the others; both are bits of float32."""
+    """Returns -1 for each magnitude below the bound of its block and 0 for the others; both inputs are float32 bits."""
     below = scratch.take("below", magnitudes.numel(), torch.int32).view_as(magnitudes)
     return torch.sub(magnitudes, bounds.view(torch.int32)[:, None], out=below).bitwise_right_shift_(31)
 
 
-def _looked_up(numbers: Tensor, code: int, scratch: Scratch) -> Tensor:
-    """For the four codes of every byte: the sign where a code has that magnitude, else a zero of that sign."""
-    found = scratch.take(f"found {code}", len(numbers), torch.complex128)
-    return torch.index_select(_signs(numbers.device, code), 0, numbers, out=found).view(torch.float32)
+@cache
+def _low_signs(device: torch.device) -> Tensor:
+    """Returns, for the four codes of every byte, the sign where the magnitude is the lower one, else a signed zero."""
+    return _signs(device, 0)
 
 
 @cache
+def _high_signs(device: torch.device) -> Tensor:
+    """Returns, for the four codes of every byte, the sign where the magnitude is the upper one, else a signed zero."""
+    return _signs(device, 1)
+
+
 def _signs(device: torch.device, code: int) -> Tensor:
-    """What each byte says, as four float32 that make up one word of 16 bytes."""
+    """Returns four float32 for each byte, as the parts of a word of 16 bytes."""
     codes = torch.arange(256, device=device)[:, None] >> torch.arange(0, 8, 2, device=device)
     magnitude = (codes & 1 == code).to(torch.float32)
-    return torch.where(codes & 2 > 0, -magnitude, magnitude).view(torch.complex128).view(-1)
+    signs = torch.where(codes & 2 > 0, -magnitude, magnitude)
+    # torch.compile generates no code for complex numbers.
+    return signs if torch.compiler.is_compiling() else signs.view(torch.complex128).view(-1)

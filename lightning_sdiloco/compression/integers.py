@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.blockwise import Blockwise, Scratch, as_bfloat16, looked_up, magnitudes, packed_pairs
+from lightning_sdiloco.compression.blockwise import (
+    Blockwise,
+    Scratch,
+    from_bfloat16_bits,
+    look_up,
+    magnitude_bits,
+    pack_pairs,
+)
 
 # The least top keeps a step of top / 127 out of the subnormal numbers; the greatest is the largest finite bfloat16.
 _LEAST_TOP = 0x0400
@@ -29,10 +36,10 @@ class _Integers(Blockwise):
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks, to nearest and ties to even."""
-        largest = magnitudes(values, scratch).view(-1, self.block).amax(1)
+        largest = magnitude_bits(values, scratch).view(-1, self.block).amax(1)
         tops = (largest + 0x8000 >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
         # Not largest / tops: torch would take the reciprocal of the tops, which may be a subnormal number.
-        per_unit = torch.full_like(tops, self.largest, dtype=torch.float32).div_(as_bfloat16(tops))
+        per_unit = torch.full_like(tops, self.largest, dtype=torch.float32).div_(from_bfloat16_bits(tops))
         steps = scratch.take("work", len(values), torch.int32).view(torch.float32).view(-1, self.block)
         torch.mul(values.view(-1, self.block), per_unit[:, None], out=steps)
         steps.round_().clamp_(-self.largest, self.largest)
@@ -43,7 +50,7 @@ class _Integers(Blockwise):
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; the result is always finite."""
         # By a number on the device: an accelerator would multiply by the reciprocal of one on the host.
-        steps = as_bfloat16(scales)
+        steps = from_bfloat16_bits(scales)
         steps /= steps.new_full((), self.largest)
         torch.mul(self.unpacked(codes, scratch).view(-1, self.block), steps[:, None], out=out)
 
@@ -100,12 +107,12 @@ class Int4(_Integers):
     @override
     def packed(self, codes: Tensor, scratch: Scratch) -> Tensor:
         """Two to a byte, in two's complement."""
-        return packed_pairs(codes.bitwise_and_(15), scratch)
+        return pack_pairs(codes.bitwise_and_(15), scratch)
 
     @override
     def unpacked(self, codes: Tensor, scratch: Scratch) -> Tensor:
         """Two to a byte, in two's complement."""
-        return looked_up(codes, _pairs, scratch)
+        return look_up(codes, _pairs, scratch)
 
 
 @cache

@@ -1,5 +1,7 @@
-"""How the long passes over a shard run, encoding and the mean: operation by operation, or each compiled into one."""
+"""Encoding and the mean, the two long passes over a shard: run eagerly, or compiled into one kernel each."""
 
+import logging
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -10,113 +12,167 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression import FP4, Compression
-from lightning_sdiloco.compression.blockwise import Scratch
+from lightning_sdiloco.compression.base import BlockCodec, Compression
+from lightning_sdiloco.compression.blockwise import chunk_length
 
-# Every operation rounds for itself, as it does alone: a fused product and sum would give other bits.
+_log = logging.getLogger(__name__)
+
+# Every operation rounds by itself, as it does eagerly: a fused multiply-add would give other bits.
 _OPTIONS: dict[str, Any] = {
     "cpp.enable_floating_point_contract_flag": "off",
     "emulate_precision_casts": True,  # with it Triton is told not to fuse products and sums
     "eager_numerics.disable_ftz": True,
+    "eager_numerics.division_rounding": True,
 }
+
+# Values of the vector on which a compiled program is compared with the eager one.
+_SAMPLE = 1 << 14
 
 
 class Kernels(ABC):
-    """Encodes, and takes means. All kinds give the same bits."""
+    """Encodes shards and takes their means. All kinds give the same bits.
 
-    @property
-    def name(self) -> str:
-        """The kind. Ranks compare it: a kind that differed by a bit would let the groups drift apart."""
-        return type(self).__name__.lower()
+    Attributes:
+        name: The kind. Ranks compare it: kinds that differed by a bit would let the groups drift apart.
+    """
+
+    name: str
 
     @abstractmethod
     def encode(self, values: Tensor, compression: Compression) -> Tensor:
         """Encodes as `Compression.encode` does.
 
         Args:
-            values: The outer gradient of a shard, with what was remembered.
+            values: The outer gradient of a shard with the memory of the compression, float32 of shape ``(numel,)``.
             compression: How to encode it.
+
+        Returns:
+            The payload, a uint8 tensor of shape ``(compression.wire_bytes(numel),)``.
         """
 
     @abstractmethod
     def mean(
         self, payloads: Sequence[Tensor], factors: Mapping[int, float], compression: Compression, like: Tensor
     ) -> Tensor:
-        """The float32 mean of the groups that count, added up in their order so that all get the same bits.
+        """Returns the float32 mean of the groups that count, summed in their order so that all get the same bits.
 
         Args:
-            payloads: What every group sent.
-            factors: The groups that count, each with the factor of what it sent.
+            payloads: The payload of each group.
+            factors: The groups that count, with the factor by which each is multiplied.
             compression: How the payloads are encoded.
             like: A tensor of the shape and on the device of the outer gradient.
         """
 
 
-class Eager(Kernels):
-    """Operation by operation, a stretch at a time: the reference."""
+class EagerKernels(Kernels):
+    """Runs one operation after another, a chunk at a time: the reference."""
+
+    name = "eager"
 
     @override
     def encode(self, values: Tensor, compression: Compression) -> Tensor:
-        """Encodes as `Compression.encode` does."""
         return compression.encode(values)
 
     @override
     def mean(
         self, payloads: Sequence[Tensor], factors: Mapping[int, float], compression: Compression, like: Tensor
     ) -> Tensor:
-        """The float32 mean of the groups that count."""
         total, decoded = torch.zeros_like(like), torch.empty_like(like)
         for group, factor in factors.items():
             compression.decode(payloads[group], decoded)
-            # Two roundings, one after the other: whether a fused product and sum is there depends on the processor.
+            # Two roundings, one after the other: whether there is a fused multiply-add depends on the processor.
             total += decoded if factor == 1 else decoded.mul_(factor)
         return _divided(total, len(factors))
 
 
-EAGER = Eager()
+EAGER = EagerKernels()
 """The reference."""
 
 
-class Compiled(Kernels):
-    """One pass each where the compression is `FP4`; all else runs operation by operation."""
+class CompiledKernels(Kernels):
+    """Runs one compiled kernel for each pass, for every compression that has `Compression.blocks`.
+
+    See [Note: compiled programs prove themselves]. All else runs eagerly.
+    """
+
+    name = "compiled"
 
     @override
     def encode(self, values: Tensor, compression: Compression) -> Tensor:
-        """Encodes as `Compression.encode` does."""
-        if not isinstance(compression, FP4):
+        blocks = compression.blocks()
+        program = None if blocks is None else _PROGRAMS.encoder(blocks, values)
+        if blocks is None or program is None:
             return EAGER.encode(values, compression)
-        scales, codes = _compiled(_encoded)(compression.filled_up(values))
-        # The codes of what filled up the last block do not travel.
-        return torch.cat((scales.view(torch.uint8), codes))[: compression.wire_bytes(values.numel())]
+        scales, codes = program(blocks.pad(values))
+        # The codes of the padding are not sent.
+        payload = torch.cat((scales.view(torch.uint8), codes.view(torch.uint8)))
+        return payload[: compression.wire_bytes(values.numel())]
 
     @override
     def mean(
         self, payloads: Sequence[Tensor], factors: Mapping[int, float], compression: Compression, like: Tensor
     ) -> Tensor:
-        """The float32 mean of the groups that count."""
-        if not isinstance(compression, FP4) or not factors:
+        blocks = compression.blocks() if factors else None
+        program = None if blocks is None else _PROGRAMS.weighted_sum(blocks, len(payloads), like)
+        if blocks is None or program is None:
             return EAGER.mean(payloads, factors, compression, like)
-        # A group that does not count adds zeros, which change no bit: so one program does for every mean.
+        # A group that does not count adds zeros, which change no bit: so one program serves every mean.
         # Zero comes first, to start from: the compiler would leave out a zero that it knows, and with it a sign.
         weights = like.new_tensor([0.0, *(factors.get(group, 0.0) for group in range(len(payloads)))])
-        parts = [compression.parts(payload, like.numel()) for payload in payloads]
-        return _divided(_compiled(_sum)(parts, weights)[: like.numel()], len(factors))
+        parts = [blocks.split(payload, like.numel()) for payload in payloads]
+        return _divided(program(parts, weights)[: like.numel()], len(factors))
+
+
+class _Programs:
+    """The compiled programs of this process.
+
+    [Note: compiled programs prove themselves] torch.compile may fail on the operations of a compression, or give other
+    bits than the eager operations, for instance where sums are taken in another order. So before its first use each
+    program runs once on a sample vector, together with the eager operations. If it fails or one bit differs, a warning
+    says why, and the compression runs eagerly.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[Any, Callable[..., Any] | None] = {}
+
+    def encoder(self, blocks: BlockCodec, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
+        """Returns the program that encodes whole blocks, or None where it runs eagerly."""
+        key = type(blocks), repr(blocks), like.device
+        if key not in self.made:
+            self.made[key] = _proven(blocks, "encode", blocks.encode_padded, blocks.pad(_sample(like)))
+        return self.made[key]
+
+    def weighted_sum(self, blocks: BlockCodec, groups: int, like: Tensor) -> Callable[..., Tensor] | None:
+        """Returns the program that decodes the parts of all groups and sums them, or None where it runs eagerly."""
+        key = type(blocks), repr(blocks), like.device, groups
+        if key not in self.made:
+
+            def weighted_sum(parts: Sequence[tuple[Tensor, Tensor]], weights: Tensor) -> Tensor:
+                return _weighted_sum(blocks, parts, weights)
+
+            parts = [blocks.encode_padded(blocks.pad(_sample(like))) for _ in range(groups)]
+            weights = torch.linspace(0, 1.3, groups + 1, device=like.device)
+            self.made[key] = _proven(blocks, "decode", weighted_sum, parts, weights)
+        return self.made[key]
+
+
+_PROGRAMS = _Programs()
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Chooses the kind for a device. On a CPU single operations are faster than what torch.compile makes of them.
+    """Chooses the kernels for a device. On a CPU eager operations are faster than what torch.compile makes of them.
 
     Args:
-        device: Where the shards are.
+        device: The device of the shards.
     """
-    return Compiled() if device.type == "cuda" and not missing_for(device) else EAGER
+    return CompiledKernels() if device.type == "cuda" and not missing_for(device) else EAGER
 
 
 def missing_for(device: torch.device) -> str:
-    """What this installation lacks to compile the passes on a device, as a sentence; empty where nothing is.
+    """Returns what this installation lacks to compile kernels for a device, as a sentence; empty if nothing.
 
     Args:
-        device: Where the shards are.
+        device: The device of the shards.
     """
     if device.type != "cuda":
         return ""
@@ -126,24 +182,68 @@ def missing_for(device: torch.device) -> str:
     return f"this torch has no {', '.join(sorted(unknown))} in its compiler" if unknown else ""
 
 
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, dynamic=True, options=_OPTIONS)
+def _proven(blocks: BlockCodec, what: str, function: Callable[..., Any], *sample: Any) -> Callable[..., Any] | None:
+    """Compiles a function and returns it if it gives the bits of the eager one; warns and returns None if not."""
+    program = torch.compile(_with_own_code(function), fullgraph=True, dynamic=True, options=_OPTIONS)
+    try:
+        reason = "" if _same_bits(program(*sample), function(*sample)) else "its compiled form gives other bits"
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = f"torch.compile cannot translate it ({type(error).__name__}: {lines[0]})"
+    if not reason:
+        return program
+    _log.warning(
+        "%r runs eagerly where it %ss, which gives the same values and takes longer: %s. To have it compiled, write its"
+        " %s_blocks with torch operations that can be traced and that round one after the other.",
+        blocks,
+        what,
+        reason,
+        what,
+    )
+    return None
 
 
-def _encoded(values: Tensor) -> tuple[Tensor, Tensor]:
-    return FP4().encode_blocks(values, Scratch(values.device))
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of its own code object, by which torch.compile counts its programs: at most eight for each."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
 
 
-def _sum(parts: Sequence[tuple[Tensor, Tensor]], factors: Tensor) -> Tensor:
-    total, *factors_of = factors.unbind()
-    for (scales, codes), factor in zip(parts, factors_of, strict=True):
-        decoded = factors.new_empty(len(scales), FP4.block)
-        FP4().decode_blocks(scales, codes, decoded, Scratch(factors.device))
-        total = total + decoded * factor
+def _weighted_sum(blocks: BlockCodec, parts: Sequence[tuple[Tensor, Tensor]], weights: Tensor) -> Tensor:
+    total, *factors = weights.unbind()
+    for (scales, codes), factor in zip(parts, factors, strict=True):
+        total = total + blocks.decode_padded(scales, codes) * factor
     return total.view(-1)
 
 
+def _sample(like: Tensor) -> Tensor:
+    """Returns values of many magnitudes with zeros of both signs, and of a length for which kernels are tuned."""
+    unit = _unit().to(like.device)
+    length = min(like.numel(), chunk_length(like.device))
+    return unit.repeat(-(-length // len(unit)))[:length].contiguous()
+
+
+@cache
+def _unit() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, _SAMPLE, generator=generator).unbind()
+    values = (one * other.mul(8).exp()).nan_to_num(0.0)
+    values[::17], values[5::19] = 0.0, -0.0
+    # Whole blocks of zeros, and of values at both ends of the range.
+    values[1024:1536] = 0.0
+    values[2048:2560] *= 1e-38
+    values[3072:3584] = one[3072:3584].clamp(-3, 3) * 1e38
+    return values
+
+
+def _same_bits(one: Tensor | Sequence[Tensor], other: Tensor | Sequence[Tensor]) -> bool:
+    pairs = zip(*((each,) if isinstance(each, Tensor) else each for each in (one, other)), strict=True)
+    return all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs)
+
+
 def _divided(total: Tensor, groups: int) -> Tensor:
-    # By a number on the device: torch multiplies by the reciprocal of one on the host, if the device is an accelerator.
+    # By a number on the device: an accelerator would multiply by the reciprocal of one on the host.
     return total.div_(total.new_full((), groups)) if groups else total

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.blockwise import Blockwise, Scratch, looked_up, magnitudes, packed_pairs, signs
+from lightning_sdiloco.compression.blockwise import Blockwise, Scratch, look_up, magnitude_bits, pack_pairs, sign_bits
 
 _EXPONENT = 23  # the position of the exponent in a float32
 
@@ -38,7 +38,7 @@ class FP8(Blockwise):
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks. Products are exact, but for those so small that they become zero."""
-        largest = magnitudes(values, scratch).view(-1, self.block).amax(1)
+        largest = magnitude_bits(values, scratch).view(-1, self.block).amax(1)
         scales = _exponent_of(largest + (1 << 19), below=7, lowest=9)
         scaled = scratch.take("work", len(values), torch.int32).view(torch.float32).view(-1, self.block)
         torch.mul(values.view(-1, self.block), _power_of_two(254 - scales)[:, None], out=scaled)
@@ -50,7 +50,7 @@ class FP8(Blockwise):
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; exact."""
-        levels = looked_up(codes, _bytes, scratch).view(-1, self.block)
+        levels = look_up(codes, _bytes, scratch).view(-1, self.block)
         torch.mul(levels, _power_of_two(scales.to(torch.int32))[:, None], out=out)
 
 
@@ -77,8 +77,8 @@ class MXFP4(Blockwise):
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks: codes are a sign and the number of the level, two a byte."""
-        codes = signs(values, 3, scratch)
-        magnitude = magnitudes(values, scratch).view(-1, self.block)
+        codes = sign_bits(values, 3, scratch)
+        magnitude = magnitude_bits(values, scratch).view(-1, self.block)
         scales = _exponent_of(magnitude.amax(1), below=2, lowest=1)
         share = magnitude.view(torch.float32).mul_(_power_of_two(254 - scales)[:, None]).view(-1)
         # Levels are even steps of 1/2 to 2, of 1 to 4 and of 2 beyond. Of the three roundings the least is right.
@@ -88,12 +88,12 @@ class MXFP4(Blockwise):
         torch.minimum(levels, share.mul_(0.5).round_().add_(4), out=levels)
         # Not uint8 at once: torch is several times slower at that.
         numbers = scratch.take("codes", len(values), torch.int8).copy_(levels.clamp_(0, 7))
-        return scales.to(torch.uint8), packed_pairs(codes.bitwise_or_(numbers.view(torch.uint8)), scratch)
+        return scales.to(torch.uint8), pack_pairs(codes.bitwise_or_(numbers.view(torch.uint8)), scratch)
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; exact."""
-        levels = looked_up(codes, _pairs, scratch).view(-1, self.block)
+        levels = look_up(codes, _pairs, scratch).view(-1, self.block)
         torch.mul(levels, _power_of_two(scales.to(torch.int32))[:, None], out=out)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_sdiloco.compression.base import Compression
-from lightning_sdiloco.compression.blockwise import stretch
+from lightning_sdiloco.compression.blockwise import chunk_length
 
 BLOCK = 4096
 """Values among which the largest are chosen: a position in a block takes 12 bits."""
@@ -174,8 +174,8 @@ class Threshold(TopK):
 def _blocks(values: Tensor) -> Iterator[Tensor]:
     """Views of the values as rows: stretches of whole blocks, and then the rest as one short block."""
     whole = values.numel() // BLOCK * BLOCK
-    for start in range(0, whole, stretch(values.device)):
-        yield values[start : min(start + stretch(values.device), whole)].view(-1, BLOCK)
+    for start in range(0, whole, chunk_length(values.device)):
+        yield values[start : min(start + chunk_length(values.device), whole)].view(-1, BLOCK)
     if whole < values.numel():
         yield values[whole:].view(1, -1)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain, remembered
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.algorithm.digest import digest
-from lightning_sdiloco.algorithm.reduction import AllReduce, Relay, all_reduce_for, final_all_reduce_for
+from lightning_sdiloco.algorithm.reduction import AllReduce, SecondHop, all_reduce_for, final_all_reduce_for
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered
 from lightning_sdiloco.comm.topology import Topology
@@ -65,7 +65,7 @@ class _Averaged(NamedTuple):
 
     kept: _Kept
     mean: Tensor
-    second_hop: Relay | None
+    second_hop: SecondHop | None
     posted: Any
     buffers: dict[int, Tensor]
     norms: list[list[float]]
@@ -127,7 +127,7 @@ class Pipeline:
             messages.append(torch.cat([head, payload, *tail]) if is_new else messages[-1])
         posted = self._topology.exchange.post(messages)
         spans = {"encode": _span(began, gradient.device)}
-        loss = lost(gradient, all_reduce.own(encoded.payloads, gradient)) if self._diagnoses else None
+        loss = lost(gradient, all_reduce.decode_own(encoded.payloads, gradient)) if self._diagnoses else None
         return _Sent(_Kept(all_reduce, encoded.memory, spans, loss), words, posted, encoded.payloads[0].numel())
 
     def average(self, snapshot: LaunchSnapshot, sent: "_Sent") -> "_Averaged":
@@ -147,7 +147,7 @@ class Pipeline:
         began = time.perf_counter()
         mean = all_reduce.mean(payloads, count, like=snapshot.gradient)
         residual = None if fragment.residual is None else fragment.storage.load(fragment.residual)
-        second_hop = all_reduce.relay(mean, residual)
+        second_hop = all_reduce.second_hop(mean, residual)
         onward = None if second_hop is None else topology.second_hop.post([second_hop.payload] * topology.num_groups)
         sent.kept.spans["decode"] = _span(began, device)
         return _Averaged(
@@ -171,7 +171,7 @@ class Pipeline:
             began, posted = time.perf_counter(), [(self._topology.second_hop, averaged.posted)]
             (payloads,), relayed = self._collect(posted, snapshot, _STEP)
             kept.spans["relay"] = _span(began, gradient.device)
-            gradient = kept.all_reduce.joined(payloads, like=snapshot.gradient)
+            gradient = kept.all_reduce.assemble(payloads, like=snapshot.gradient)
             residual = averaged.second_hop.residual
         began, storage = time.perf_counter(), fragment.storage
         outer = self._outer_step(snapshot, fragment, gradient, averaged.counted)

@@ -121,7 +121,7 @@ class _EarlierFlights:
         if count.factors:
             for shard, optimizer in enumerate(self._optimizers):
                 saved = [group[shard]["fragments"][fragment] for group in self._groups]
-                gradient = self._all_reduce.at(controls[0].step).in_one_place(
+                gradient = self._all_reduce.at(controls[0].step).reduce_locally(
                     [group[shard]["gradient"] for group in flights],
                     [fragment["memory"] for fragment in saved],
                     [fragment["residual"] for fragment in saved],

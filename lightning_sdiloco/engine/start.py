@@ -11,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_sdiloco.algorithm.partition import Fragment, Partition, partition
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, world
+from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
+from lightning_sdiloco.comm.topology import Topology, is_connected, world
 from lightning_sdiloco.compression.kernels import missing_for
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.engine.fragments import FragmentState

@@ -1,9 +1,9 @@
-"""Whether every rank can reach the others, asked before process groups are made.
+"""Checks that every rank reaches all others, before process groups are made.
 
-[Note: asked before] A process group connects its ranks when it is made, or with its first collective. Where one of them
-cannot be reached it waits for its whole timeout, and its error names no address. So every rank first opens a port as
-gloo will, on the same address, and every other one connects to it, in both directions: which of two ranks calls the
-other is up to gloo.
+[Note: reachability first] A process group connects its ranks when it is made, or with its first collective. If one of
+them cannot be reached, it waits for its whole timeout, and its error names no address. So every rank first opens a port
+on the address on which gloo will, and all others connect to it, in both directions: which of two ranks calls the other
+is up to gloo.
 """
 
 import ipaddress
@@ -19,10 +19,10 @@ from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, try_to_conne
 
 _log = logging.getLogger(__name__)
 
-# What connecting to one rank may take, and each part of the talk with it.
+# How long connecting to one rank may take, and each part of the talk with it.
 SECONDS = 10.0
 
-# At once. A rank that reaches nobody is done after as many rounds of SECONDS as this goes into the other ranks.
+# At once. A rank that reaches nobody needs one round of SECONDS for each such number of other ranks.
 _CONNECTIONS = 128
 
 _SHOWN = 8
@@ -30,7 +30,7 @@ _SHOWN = 8
 _TOKEN_BYTES = 16
 
 
-class Failure(NamedTuple):
+class BrokenConnection(NamedTuple):
     """A connection that cannot be made.
 
     Attributes:
@@ -46,13 +46,13 @@ class Failure(NamedTuple):
     why: str
 
 
-class Place(NamedTuple):
-    """Where a rank stands, as it tells the others.
+class Endpoints(NamedTuple):
+    """The addresses on which a rank listens, as it tells the others.
 
     Attributes:
         host: The name of its machine.
         group: Its worker group.
-        token: What it answers to who connects.
+        token: What it answers to whoever connects.
         exchange: Address and port for other worker groups.
         inside: Address and port for its own worker group.
         error: Why it cannot listen; empty if it can.
@@ -65,14 +65,14 @@ class Place(NamedTuple):
     inside: tuple[str, int]
     error: str = ""
 
-    def address_for(self, other: "Place") -> tuple[str, int]:
-        """Where a rank of another place, or the same, finds this one."""
+    def address_for(self, other: "Endpoints") -> tuple[str, int]:
+        """Returns address and port at which another rank finds this one."""
         address, port = self.inside if self.group == other.group else self.exchange
         return str(address), int(port)
 
 
 class Listener:
-    """Listens on an address and answers everybody, in a thread of its own.
+    """Listens on an address and answers every connection, in a thread of its own.
 
     Args:
         address: The address.
@@ -89,7 +89,7 @@ class Listener:
         threading.Thread(target=self._accept, name="sdiloco-listener", daemon=True).start()
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         # Closing alone does not wake a thread that waits for a connection.
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -114,30 +114,32 @@ class Listener:
                 _log.debug("A connection ended: %s", error)
 
 
-def require_reachable(meeting: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]) -> None:
+def require_reachable(
+    rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
+) -> None:
     """Refuses a world in which ranks cannot reach each other. All ranks must call it.
 
     Args:
-        meeting: The ranks.
-        group: The worker group of this one.
-        exchange: The address on which this rank listens for other worker groups.
-        inside: The address on which it listens for its own.
+        rendezvous: All ranks.
+        group: The worker group of this rank.
+        exchange: Returns the address on which it listens for other worker groups.
+        inside: Returns the address on which it listens for its own.
 
     Raises:
         ValueError: On every rank, with the connections that cannot be made, or with what is wrong with an address.
     """
-    places, failures = find_failures(meeting, group, exchange, inside)
-    if failures:
-        raise ValueError(described(failures, places))
+    endpoints, broken = find_broken_connections(rendezvous, group, exchange, inside)
+    if broken:
+        raise ValueError(described(broken, endpoints))
 
 
-def find_failures(
-    meeting: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
-) -> tuple[list[Place], list[Failure]]:
+def find_broken_connections(
+    rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
+) -> tuple[list[Endpoints], list[BrokenConnection]]:
     """Tries all connections; see `require_reachable`. All ranks must call it.
 
     Returns:
-        Where every rank stands, and the connections that cannot be made.
+        The endpoints of every rank, and the connections that cannot be made.
 
     Raises:
         ValueError: On every rank, if one of them cannot listen.
@@ -151,40 +153,44 @@ def find_failures(
 
     try:
         try:
-            own = Place(socket.gethostname(), group, token, listen(exchange()), listen(inside()))
+            own = Endpoints(socket.gethostname(), group, token, listen(exchange()), listen(inside()))
         except (ValueError, OSError) as error:
-            own = Place(socket.gethostname(), group, token, ("", 0), ("", 0), str(error))
-        places = [Place(*told) for told in meeting.all_gather("places", own)]
-        _require_listening(places)
-        failed = _unreached(meeting.rank, places)
-        return places, [Failure(*told) for rank in meeting.all_gather("unreached", failed) for told in rank]
+            own = Endpoints(socket.gethostname(), group, token, ("", 0), ("", 0), str(error))
+        endpoints = [Endpoints(*told) for told in rendezvous.all_gather("endpoints", own)]
+        _require_listening(endpoints)
+        broken = _unreached(rendezvous.rank, endpoints)
+        return endpoints, [
+            BrokenConnection(*told) for rank in rendezvous.all_gather("unreached", broken) for told in rank
+        ]
     finally:
         for listener in listeners:
             listener.close()
 
 
-def _require_listening(places: list[Place]) -> None:
-    errors = [f"rank {rank} on {place.host}: {place.error}" for rank, place in enumerate(places) if place.error]
+def _require_listening(endpoints: list[Endpoints]) -> None:
+    errors = [f"rank {rank} on {one.host}: {one.error}" for rank, one in enumerate(endpoints) if one.error]
     if errors:
         raise ValueError(f"{len(errors)} ranks cannot listen for others: {'; '.join(errors[:_SHOWN])}")
 
 
-def _unreached(rank: int, places: list[Place]) -> list[Failure]:
-    """The ranks that this one cannot reach."""
-    others = [other for other in range(len(places)) if other != rank]
+def _unreached(rank: int, endpoints: list[Endpoints]) -> list[BrokenConnection]:
+    """Tries to reach all other ranks and returns the connections that cannot be made."""
+    others = [other for other in range(len(endpoints)) if other != rank]
     if not others:
         return []
     with ThreadPoolExecutor(min(len(others), _CONNECTIONS)) as pool:
-        errors = pool.map(lambda other: _tried(places[other].address_for(places[rank]), places[other].token), others)
+        errors = pool.map(
+            lambda other: _try(endpoints[other].address_for(endpoints[rank]), endpoints[other].token), others
+        )
         return [
-            Failure(rank, other, _shown(places[other].address_for(places[rank])), error)
+            BrokenConnection(rank, other, _shown(endpoints[other].address_for(endpoints[rank])), error)
             for other, error in zip(others, errors, strict=True)
             if error
         ]
 
 
-def _tried(address: tuple[str, int], token: str) -> str:
-    """Why an address cannot be reached; empty if it can."""
+def _try(address: tuple[str, int], token: str) -> str:
+    """Returns why an address cannot be reached; empty if it can."""
     answer = bytearray()
 
     def read(connection: socket.socket) -> None:
@@ -202,30 +208,30 @@ def _shown(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def described(failures: list[Failure], places: list[Place]) -> str:
-    """The connections that cannot be made, and what to do.
+def described(broken: list[BrokenConnection], endpoints: list[Endpoints]) -> str:
+    """Returns the connections that cannot be made as text, with what to do about them.
 
     Args:
-        failures: At least one.
-        places: Where every rank stands.
+        broken: At least one.
+        endpoints: The endpoints of every rank.
     """
-    broken = {(failure.source, failure.target) for failure in failures}
+    pairs = {(connection.source, connection.target) for connection in broken}
     lines = [
-        f"  {_who(failure.source, places)} -> {_who(failure.target, places)} at {failure.address}: {failure.why};"
-        f" the other direction {'fails too' if (failure.target, failure.source) in broken else 'works'}"
-        for failure in failures[:_SHOWN]
+        f"  {_who(one.source, endpoints)} -> {_who(one.target, endpoints)} at {one.address}: {one.why};"
+        f" the other direction {'fails too' if (one.target, one.source) in pairs else 'works'}"
+        for one in broken[:_SHOWN]
     ]
-    if len(failures) > _SHOWN:
-        lines.append(f"  and {len(failures) - _SHOWN} more")
-    pairs = len(places) * (len(places) - 1)
+    if len(broken) > _SHOWN:
+        lines.append(f"  and {len(broken) - _SHOWN} more")
+    all_pairs = len(endpoints) * (len(endpoints) - 1)
     return "\n".join(
-        [f"{len(failures)} of {pairs} connections between ranks cannot be made:", *lines, advice(failures)]
+        [f"{len(broken)} of {all_pairs} connections between ranks cannot be made:", *lines, advice(broken)]
     )
 
 
-def advice(failures: Sequence[Failure]) -> str:
-    """What to do about connections that cannot be made."""
-    loopback = [failure for failure in failures if _is_loopback(failure.address.rpartition(":")[0].strip("[]"))]
+def advice(broken: Sequence[BrokenConnection]) -> str:
+    """Returns what to do about connections that cannot be made."""
+    loopback = [connection for connection in broken if _is_loopback(connection.address.rpartition(":")[0].strip("[]"))]
     if loopback:
         return (
             f"Rank {loopback[0].target} listens on a loopback address, where only its own machine reaches it: there the"
@@ -242,5 +248,5 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _who(rank: int, places: list[Place]) -> str:
-    return f"rank {rank} (worker group {places[rank].group}, {places[rank].host})"
+def _who(rank: int, endpoints: list[Endpoints]) -> str:
+    return f"rank {rank} (worker group {endpoints[rank].group}, {endpoints[rank].host})"

@@ -1,4 +1,4 @@
-"""Where ranks meet before there are process groups: a store, over which they tell each other small things."""
+"""Where ranks meet before there are process groups: a store, through which they exchange small values."""
 
 import errno
 import json
@@ -9,19 +9,20 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.utils.store import DistStoreError, synchronize
+
+from lightning_sdiloco.comm.topology import is_connected
+from lightning_sdiloco.launch.environment import agent_keeps_store
+
 _log = logging.getLogger(__name__)
 
-# How long an address may be without any answer. One that refuses is there, and its program starts later.
 SECONDS_UNREACHABLE = 30.0
+"""How long an address may stay without any answer. One that refuses exists, and its program starts later."""
 
-# How often waiting is told.
-_SECONDS_BETWEEN_WORDS = 60.0
+_SECONDS_BETWEEN_WARNINGS = 60.0
 
-# How long rank 0 waits for the others to read. All have told already, so this is a matter of round trips.
-_SECONDS_OF_READING = 5.0
-
-# What one attempt may take.
-_SECONDS_OF_ATTEMPT = 5.0
+_SECONDS_PER_ATTEMPT = 5.0
 
 
 class Rendezvous:
@@ -30,66 +31,96 @@ class Rendezvous:
     Args:
         store: The store. All keys begin with ``sdiloco/``.
         rank: This rank.
-        world_size: How many ranks are expected.
-        place: Address and port of the store, for messages.
+        world_size: Number of ranks that are expected.
+        address: Address and port of the store, for messages.
         timeout: How long to wait for the others.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, place: str, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, address: str, timeout: timedelta) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.place = place
+        self.address = address
         self._store = store
         self._timeout = timeout
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
-        """What every rank tells under a name, in the order of the ranks. All must call it.
+        """Returns the values of all ranks, in the order of the ranks. All must call it.
+
+        Rank 0, with which the store often ends, returns only after the others have read.
 
         Args:
-            name: Of what is told; each name only once.
-            value: What this rank tells; it must be expressible as JSON.
+            name: Names the values; each name can be used once.
+            value: The value of this rank; it must be expressible as JSON.
 
         Raises:
             ValueError: If ranks do not come in time. The message names them.
         """
-        keys = [f"sdiloco/{name}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], json.dumps(value))
-        self._wait_for_all(name, keys)
-        told = [json.loads(told) for told in self._store.multi_get(keys)]
-        self._let_others_read(f"sdiloco/{name}/readers")
-        return told
-
-    def _let_others_read(self, key: str) -> None:
-        """The store often ends with rank 0, which may end because of what it has just read."""
-        readers = self._store.add(key, 1)
-        deadline = time.monotonic() + _SECONDS_OF_READING
-        while self.rank == 0 and readers < self.world_size and time.monotonic() < deadline:
-            time.sleep(0.01)
-            readers = self._store.add(key, 0)
-
-    def _wait_for_all(self, name: str, keys: list[str]) -> None:
+        prefix, sent = f"sdiloco/{name}/", json.dumps(value).encode()
         deadline = time.monotonic() + self._timeout.total_seconds()
         while (left := deadline - time.monotonic()) > 0:
+            seconds = min(left, _SECONDS_BETWEEN_WARNINGS)
             try:
-                self._store.wait(keys, timedelta(seconds=min(left, _SECONDS_BETWEEN_WORDS)))
-                return
-            except RuntimeError:
-                if self.rank == 0:
-                    _log.warning(
-                        "Still waiting for %s at %s. A rank that cannot reach this address says so in its own output.",
-                        self._missing(keys),
-                        self.place,
-                    )
+                return _decoded(synchronize(self._store, sent, self.rank, self.world_size, prefix, seconds))
+            except DistStoreError:
+                missing = self._missing(prefix)
+                if not missing:  # one has come and gone, without having read
+                    return _decoded(self._store.multi_get([f"{prefix}{rank}" for rank in range(self.world_size)]))
+            if self.rank == 0 and left > seconds:
+                _log.warning(
+                    "Still waiting for %s at %s. A rank that cannot reach this address says so in its own output.",
+                    missing,
+                    self.address,
+                )
         raise ValueError(
-            f"{self._missing(keys)} did not come to {self.place} within {self._timeout.total_seconds():g} s ({name})."
-            f" {self.world_size} ranks are expected. Start as many, give all of them the same address and port, and see"
-            " in their output why they ended."
+            f"{self._missing(prefix)} did not come to {self.address} within {self._timeout.total_seconds():g} s"
+            f" ({name}). {self.world_size} ranks are expected. Start as many, give all of them the same address and"
+            " port, and see in their output why they ended."
         )
 
-    def _missing(self, keys: list[str]) -> str:
-        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+    def _missing(self, prefix: str) -> str:
+        missing = [rank for rank in range(self.world_size) if not self._store.check([f"{prefix}{rank}"])]
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        return f"Rank{'s' if len(missing) > 1 else ''} {shown}"
+        return f"Rank{'s' if len(missing) > 1 else ''} {shown}" if missing else ""
+
+
+def rendezvous(environment: Any, world_size: int, timeout: timedelta) -> Rendezvous | None:
+    """Meets the other ranks where the default process group will be made; returns None if it exists already.
+
+    Keep the rendezvous until the default process group has been made, which takes over its store.
+
+    Args:
+        environment: A cluster environment of Lightning, which knows its ranks.
+        world_size: Number of ranks that are expected.
+        timeout: How long to wait for them.
+
+    Raises:
+        ValueError: If rank 0 cannot be reached.
+    """
+    if is_connected():
+        return None
+    host, port = environment.main_address, environment.main_port
+    return rendezvous_at(host, port, environment.global_rank(), world_size, timeout)
+
+
+def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Rendezvous:
+    """Meets the other ranks at an address.
+
+    Args:
+        host: Name or address of the machine of rank 0.
+        port: The port of the store.
+        rank: This rank.
+        world_size: Number of ranks that are expected.
+        timeout: How long to wait for them.
+
+    Raises:
+        ValueError: If rank 0 cannot be reached.
+    """
+    keeps_store = rank == 0 and not agent_keeps_store()
+    if not keeps_store:
+        wait_until_reachable(host, port, rank, timeout)
+    # Without workers to wait for, and shared with the default process group that is made at the same address.
+    store = TCPStore(host, port, is_master=keeps_store, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    return Rendezvous(store, rank, world_size, f"{host}:{port}", timeout)
 
 
 def wait_until_reachable(
@@ -101,7 +132,7 @@ def wait_until_reachable(
         host: Name or address of the machine of rank 0.
         port: The port on which rank 0 keeps the store.
         rank: This rank, for messages.
-        timeout: How long to wait for a machine that is there but on which nobody listens yet.
+        timeout: How long to wait for a machine that answers but on which nobody listens yet.
         seconds_unreachable: How long to try an address that does not answer at all.
 
     Raises:
@@ -109,7 +140,7 @@ def wait_until_reachable(
     """
     who = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
     started = time.monotonic()
-    unanswered_since, told = started, started
+    unanswered_since, warned = started, started
     while True:
         error = try_to_connect(host, port)
         now = time.monotonic()
@@ -127,22 +158,22 @@ def wait_until_reachable(
                 f"{who}: {reason(error)}. The way from this machine to {host} is closed, or the address is wrong. Set"
                 " MASTER_ADDR to an address of rank 0's machine that all others reach, and open the port for TCP."
             ) from error
-        if now - told > _SECONDS_BETWEEN_WORDS:
-            told = now
+        if now - warned > _SECONDS_BETWEEN_WARNINGS:
+            warned = now
             _log.warning("%s yet: %s. Still trying.", who, reason(error))
         time.sleep(0.2)
 
 
 def try_to_connect(
-    host: str, port: int, seconds: float = _SECONDS_OF_ATTEMPT, talk: Callable[[socket.socket], None] | None = None
+    host: str, port: int, seconds: float = _SECONDS_PER_ATTEMPT, talk: Callable[[socket.socket], None] | None = None
 ) -> OSError | None:
-    """Connects to an address and says what went wrong, if anything.
+    """Connects to an address and returns what went wrong, if anything.
 
     Args:
         host: Name or address.
         port: The port.
-        seconds: What connecting, and each part of talking, may take.
-        talk: What to do with the connection; an `OSError` in it is returned as well.
+        seconds: How long connecting, and each part of talking, may take.
+        talk: What to do with the connection; an `OSError` that it raises is returned as well.
     """
     try:
         with socket.create_connection((host, port), timeout=seconds) as connection:
@@ -154,9 +185,13 @@ def try_to_connect(
 
 
 def reason(error: OSError) -> str:
-    """An error of a connection in words."""
+    """Returns an error of a connection in words."""
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer"
     if isinstance(error, socket.gaierror):
         return f"the name is unknown ({error.strerror})"
     return (error.strerror or str(error) or type(error).__name__).lower()
+
+
+def _decoded(values: list[bytes]) -> list[Any]:
+    return [json.loads(value) for value in values]

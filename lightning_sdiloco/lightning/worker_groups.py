@@ -10,12 +10,14 @@ import torch
 
 from lightning_sdiloco.comm.exchange import DeviceBackend
 from lightning_sdiloco.comm.exchange.on_device import nccl_on
-from lightning_sdiloco.comm.topology import GroupLayout, Topology, store, world
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import Topology, store, world
 from lightning_sdiloco.engine.agreement import require_same_settings
-from lightning_sdiloco.launch.environment import meet, warn_of_shared_store
+from lightning_sdiloco.launch.environment import warn_of_shared_store
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address
 from lightning_sdiloco.launch.reachability import require_reachable
+from lightning_sdiloco.launch.rendezvous import rendezvous
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 
@@ -129,12 +131,12 @@ class WorkerGroups:
 def _reached(host: Any, layout: GroupLayout, timeout: timedelta) -> Iterator[None]:
     """Refuses to start where ranks cannot reach each other. Within it all processes are to be connected."""
     # Kept until then: the default process group takes over the store of the rendezvous.
-    rendezvous = None
+    met = None
     if host.num_nodes > 1:
         host.set_world_ranks()
-        rendezvous = meet(host.cluster_environment, layout.world_size, timeout)
-    if rendezvous is not None:
-        require_reachable(rendezvous, layout.group_of(host.global_rank), exchange_address, group_address)
+        met = rendezvous(host.cluster_environment, layout.world_size, timeout)
+    if met is not None:
+        require_reachable(met, layout.group_of(host.global_rank), exchange_address, group_address)
     with for_exchange():
         yield
 

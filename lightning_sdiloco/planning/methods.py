@@ -129,9 +129,9 @@ class Streaming(Method):
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
         all_reduce = all_reduce_for(settings.exchange, groups.groups, settings.codec, settings.mixing).at(0)
         final = final_all_reduce_for(groups.groups, settings.codec, settings.mixing)
-        self._parts = [all_reduce.part(shard) for shard in self._shards]
+        self._parts = [all_reduce.part_numel(shard) for shard in self._shards]
         self._messages = [CONTROL_BYTES + all_reduce.payload_bytes(shard) for shard in self._shards]
-        self._second_hops = [all_reduce.relay_bytes(shard) for shard in self._shards]
+        self._second_hops = [all_reduce.second_hop_bytes(shard) for shard in self._shards]
         self._sent = [groups.connections * sum(both) for both in zip(self._messages, self._second_hops, strict=True)]
         self._final = sum(groups.connections * (CONTROL_BYTES + final.payload_bytes(shard)) for shard in self._shards)
 

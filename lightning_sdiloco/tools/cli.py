@@ -1,14 +1,15 @@
 """The command ``sdiloco``: every function in `COMMANDS` is a subcommand, and its parameters are the options.
 
-A subcommand is added by writing one function that returns the text to print. The first line of its docstring and the
-text beside each parameter are the help. A parameter without a default is given by its place. What a user can get wrong
-is a ``ValueError``: its message goes to stderr, and the command ends with exit code 2.
+A subcommand is added by writing one function that returns the text to print. jsonargparse reads its type hints and its
+docstring, which are the help. A parameter without a default is positional, one of type bool is a flag, and one that is
+a list can be given several times. What a user can get wrong is a ``ValueError``: its message goes to stderr, and the
+command ends with exit code 2.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
@@ -21,13 +22,16 @@ from lightning_sdiloco.tools.simulate.command import simulate
 
 
 def schedule(
-    sync_every: Annotated[int, "Inner steps between two launches of the same fragment."] = 100,
-    overlap_steps: Annotated[int, "Inner steps between the launch of a fragment and its landing."] = 5,
-    fragments: Annotated[int, "Number of fragments."] = 8,
-    first: Annotated[int, "First inner step of the table."] = 1,
-    last: Annotated[int | None, "Last inner step of the table. By default far enough to show two rounds."] = None,
+    sync_every: int = 100, overlap_steps: int = 5, fragments: int = 8, first: int = 1, last: int | None = None
 ) -> str:
     """Print after which inner steps fragments launch and land.
+
+    Args:
+        sync_every: Inner steps between two launches of the same fragment.
+        overlap_steps: Inner steps between the launch of a fragment and its landing.
+        fragments: Number of fragments.
+        first: First inner step of the table.
+        last: Last inner step of the table. By default far enough to show two rounds.
 
     Raises:
         ValueError: If a value is out of its range; for ``sync_every`` and ``overlap_steps`` as `Settings` says it.
@@ -70,14 +74,13 @@ def main(args: list[str] | None = None) -> None:
         SystemExit: With code 2 if the arguments are wrong, with code 1 if ``doctor`` finds that training would not
             work, with code 0 after ``--help``.
     """
-    parser = ArgumentParser(prog="sdiloco", description="Tools for Streaming DiLoCo.")
-    subcommands = parser.add_subcommands(dest="command")
-    for name, command in COMMANDS.items():
-        subcommands.add_subcommand(name, _parser_of(command), help=_summary(command))
     # A class path may name a file in the current folder, as with python -m.
     if "" not in sys.path:
         sys.path.insert(0, "")
-    chosen = _instantiated(parser, parser.parse_args(args))
+    parser = _parser()
+    chosen = parser.parse_args(args)
+    # Objects in place of class paths; the method was renamed in jsonargparse 4.49.
+    chosen = getattr(parser, "instantiate", parser.instantiate_classes)(chosen)
     try:
         text = COMMANDS[chosen.command](**vars(chosen[chosen.command]))
     except ValueError as error:
@@ -90,37 +93,34 @@ def main(args: list[str] | None = None) -> None:
         print(text)
 
 
-def _parser_of(command: Callable[..., str]) -> ArgumentParser:
-    """A parser with an option for every parameter, spelled with dashes or as in Python.
-
-    A parameter without a default has no option: its value is given by its place.
-    """
-    parser = ArgumentParser(description=_summary(command))
-    hints = get_type_hints(command, include_extras=True)
-    for parameter in inspect.signature(command).parameters.values():
-        value_type, text = get_args(hints[parameter.name])
-        spellings = dict.fromkeys([f"--{parameter.name.replace('_', '-')}", f"--{parameter.name}"])
-        if parameter.default is inspect.Parameter.empty:
-            parser.add_argument(parameter.name, type=value_type, help=text)
-        elif value_type is bool:
-            parser.add_argument(*spellings, action="store_true", help=text)
-        elif get_origin(value_type) is list:
-            # One value each time that the option is given.
-            parser.add_argument(*spellings, action="append", type=str, default=[], help=text)
-        else:
-            option = parser.add_argument(*spellings, type=value_type, default=parameter.default, help=text)
-            # Where an option is a class, jsonargparse would list all that are imported: hundreds of torch's.
-            option.extra_help = str
+def _parser() -> ArgumentParser:
+    """Makes the parser of all subcommands; jsonargparse's auto_cli would take --config, of `simulate`, for itself."""
+    parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.")
+    subcommands = parser.add_subcommands(dest="command")
+    for name, command in COMMANDS.items():
+        summary = (inspect.getdoc(command) or "").partition("\n")[0]
+        subparser = _Parser(description=summary)
+        subparser.add_function_arguments(command, as_group=False, as_positional=True)
+        subcommands.add_subcommand(name, subparser, help=summary)
     return parser
 
 
-def _instantiated(parser: ArgumentParser, chosen: Any) -> Any:
-    """The options with objects in place of class paths; the method was renamed in jsonargparse 4.49."""
-    return getattr(parser, "instantiate", parser.instantiate_classes)(chosen)
+class _Parser(ArgumentParser):
+    """Spells options with dashes as well, and takes flags and lists as is usual on a command line."""
 
-
-def _summary(command: Callable[..., str]) -> str:
-    return (inspect.getdoc(command) or "").partition("\n")[0]
+    def add_argument(self, *args: str, **kwargs: Any) -> Any:
+        if not args[0].startswith("--"):
+            return super().add_argument(*args, **kwargs)
+        spellings = dict.fromkeys([args[0].replace("_", "-"), *args])
+        if kwargs.get("type") is bool:
+            return super().add_argument(*spellings, action="store_true", help=kwargs["help"])
+        if f"{args[0]}+" in spellings:  # by itself jsonargparse appends with --option+ only
+            del spellings[f"{args[0]}+"]
+            return super().add_argument(*spellings, action="append", default=[], help=kwargs["help"])
+        option = super().add_argument(*spellings, **kwargs)
+        # Where an option is a class, jsonargparse would list all that are imported: hundreds of torch's.
+        option.extra_help = str
+        return option
 
 
 def _require_at_least(least: int, name: str, value: int, advice: str) -> None:

@@ -16,7 +16,8 @@ from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES
 from lightning_sdiloco.algorithm.reduction import OneShot, TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import DirectExchange
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -116,7 +117,7 @@ def test_values_that_chance_picks_lose_nothing_in_the_second_shot() -> None:
     gradients = [torch.randn(1001, generator=torch.Generator().manual_seed(group)) for group in range(4)]
     shots = TwoShot(4, RandomK(8, Float32()).at(100), 0.0)
     count = Count(dict.fromkeys(range(4), 1.0))
-    mean = shots.in_one_place(gradients, [None] * 4, [None] * 4, count)
+    mean = shots.reduce_locally(gradients, [None] * 4, [None] * 4, count)
     picked = mean != 0
     assert 100 < picked.sum() < 150
     assert torch.equal(mean[picked], (sum(gradients, torch.zeros(1001)) / 4)[picked])
@@ -168,9 +169,9 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean(compression: Co
     residual, total, errors = None, torch.zeros(600), []
     for count in range(1, 25):
         shots = TwoShot(2, compression.at(count), 0.0)
-        relay = shots.relay(mean, residual)
-        residual, decoded = relay.residual, torch.empty(600)
-        shots.compression.decode(relay.payload, decoded)
+        hop = shots.second_hop(mean, residual)
+        residual, decoded = hop.residual, torch.empty(600)
+        shots.compression.decode(hop.payload, decoded)
         total += decoded
         errors.append(float((total / count - mean).norm() / mean.norm()))
     assert errors[-1] < 0.9 * errors[0] or errors[0] == 0
@@ -178,7 +179,7 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean(compression: Co
 
 def test_mixing_keeps_a_share_of_what_was_lost() -> None:
     mean = torch.tensor([1.0, 0.9, 0.3, -0.2])
-    whole, half = (TwoShot(2, TopK(0.5, Float32()), mixing).relay(mean, None) for mixing in (0.0, 0.5))
+    whole, half = (TwoShot(2, TopK(0.5, Float32()), mixing).second_hop(mean, None) for mixing in (0.0, 0.5))
     assert whole.residual.tolist() == pytest.approx([0.0, 0.0, 0.3, -0.2])
     assert half.residual.tolist() == pytest.approx([0.0, 0.0, 0.15, -0.1])
 

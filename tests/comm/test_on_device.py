@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lightning_sdiloco import StreamingDiLoCoStrategy
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.lightning.auto_settings import measure_link
 from lightning_sdiloco.planning.link import Link

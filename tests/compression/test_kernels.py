@@ -1,7 +1,7 @@
-"""Encoding and the mean give the same bits operation by operation and compiled into one pass, whatever the values."""
+"""Encoding and the mean give the same bits eagerly and compiled into one pass, whatever the values."""
 
 import shutil
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.compression import FP4, ErrorFeedback, Int8
-from lightning_sdiloco.compression.kernels import Compiled, Eager, kernels_for, missing_for
+from lightning_sdiloco.compression import COMPRESSIONS, FP4, Compression, ErrorFeedback, Float32, kernels
+from lightning_sdiloco.compression.blockwise import Blockwise, Scratch
+from lightning_sdiloco.compression.kernels import CompiledKernels, EagerKernels, kernels_for, missing_for
 from lightning_sdiloco.engine import engine
 from tests.ranks import run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
@@ -26,8 +27,52 @@ near = st.floats(min_value=-1.0, max_value=1.0, width=32)
 lists = st.one_of(st.lists(anything, min_size=1, max_size=40), st.lists(near, min_size=1, max_size=40))
 
 
+class Halves(Blockwise):
+    """What a user writes: a byte for each value, in steps of a 64th of the largest magnitude of 64 values."""
+
+    block: ClassVar[int] = 64
+    bits: ClassVar[int] = 8
+    scale: ClassVar[torch.dtype] = torch.float32
+
+    def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        blocks = values.view(-1, self.block)
+        largest = blocks.abs().amax(1).clamp(1e-30, 1e30)
+        return largest, (blocks / largest[:, None] * 64).round().clamp(-64, 64).to(torch.int8).view(torch.uint8).view(
+            -1
+        )
+
+    def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
+        torch.mul(codes.view(torch.int8).view(-1, self.block) * 0.015625, scales[:, None], out=out)
+
+
+class Untraceable(Halves):
+    """Asks for a value, as a compiled program cannot."""
+
+    def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        return super().encode_blocks(values if float(values[0]) < 2 else values * 1, scratch)
+
+
+class Otherwise(Halves):
+    """Gives other bits where it is compiled."""
+
+    def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
+        super().decode_blocks(scales * (2 if torch.compiler.is_compiling() else 1), codes, out, scratch)
+
+
+BLOCKWISE = {name: codec for name, codec in COMPRESSIONS.items() if codec.blocks() is not None} | {"user": Halves()}
+
+# A compilation takes ten seconds, and minutes on a busy machine: every family once, and one of a user.
+every_codec = pytest.mark.parametrize(
+    "name", [name if name in ("fp4", "user") else pytest.param(name, marks=pytest.mark.slow) for name in BLOCKWISE]
+)
+
+
 def vector(values: list[float], numel: int) -> Tensor:
     return torch.tensor(values).repeat(-(-numel // len(values)))[:numel].contiguous()
+
+
+def runs_compiled(codec: Compression) -> bool:
+    return all(program is not None for key, program in kernels._PROGRAMS.made.items() if key[0] is type(codec))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -37,20 +82,28 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 # --- compiled on a CPU, where nobody would, to compare ---------------------------------------------------------------
 
 
-@pytest.mark.timeout(900)  # a compilation takes ten seconds, and minutes on a busy machine
+def test_every_blockwise_compression_is_compiled() -> None:
+    members = {name for name, codec in COMPRESSIONS.items() if isinstance(codec, Blockwise)}
+    assert members == BLOCKWISE.keys() - {"user"} == {"fp8", "int8", "int4", "fp4", "mxfp4", "int2"}
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
+@every_codec
 @given(values=lists, numel=st.integers(129, 1500))
 @example(values=[0.0, -0.0, 1e-45, -1e-39, BIG], numel=129)
 @example(values=[1.5, 0.75, -0.0117187500, 0.0117187490], numel=256)
 @settings(max_examples=60, deadline=None)
 @torch.no_grad()  # as in the lane; with gradients all is compiled anew
-def test_codes_are_the_same_bits(values: list[float], numel: int) -> None:
-    gradient = vector(values, numel)
-    assert torch.equal(Compiled().encode(gradient, FP4()), Eager().encode(gradient, FP4()))
+def test_codes_are_the_same_bits(name: str, values: list[float], numel: int) -> None:
+    gradient, codec = vector(values, numel), BLOCKWISE[name]
+    assert torch.equal(CompiledKernels().encode(gradient, codec), EagerKernels().encode(gradient, codec))
+    assert runs_compiled(codec)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
+@every_codec
 @given(
     values=st.lists(lists, min_size=GROUPS, max_size=GROUPS),
     numel=st.integers(129, 1500),
@@ -60,14 +113,16 @@ def test_codes_are_the_same_bits(values: list[float], numel: int) -> None:
 @example(values=[[0.3, 1.0], [BIG], [-7e-3]], numel=300, factors={2: 0.7, 0: 1.1})
 @settings(max_examples=60, deadline=None)
 @torch.no_grad()  # as in the lane; with gradients all is compiled anew
-def test_the_mean_is_the_same_bits(values: list[list[float]], numel: int, factors: dict[int, float]) -> None:
-    payloads = [FP4().encode(vector(group, numel)) for group in values]
+def test_the_mean_is_the_same_bits(name: str, values: list[list[float]], numel: int, factors: dict[int, float]) -> None:
+    codec = BLOCKWISE[name]
+    payloads = [codec.encode(vector(group, numel)) for group in values]
     # As they come out of a gathered message: anywhere.
     payloads = [torch.cat((payload[:1], payload))[1:] for payload in payloads]
     factors, like = dict(sorted(factors.items())), torch.empty(numel)
-    one = Compiled().mean(payloads, factors, FP4(), like)
-    assert same_bits(one, Eager().mean(payloads, factors, FP4(), like))
+    one = CompiledKernels().mean(payloads, factors, codec, like)
+    assert same_bits(one, EagerKernels().mean(payloads, factors, codec, like))
     assert one.shape == like.shape
+    assert runs_compiled(codec)
 
 
 @pytest.mark.timeout(900)
@@ -87,43 +142,78 @@ def test_outer_parameters_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> 
         groups.finish()
         return groups.outer_state_dict()
 
-    compiled, eager = trained(Compiled()), trained(Eager())
+    compiled, eager = trained(CompiledKernels()), trained(EagerKernels())
     assert all(same_bits(compiled[name], eager[name]) for name in eager)
 
 
-def test_what_is_not_compiled_goes_operation_by_operation() -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
+@torch.no_grad()
+def test_what_error_feedback_wraps_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
     values = torch.randn(300)
-    for compression in (Int8(), ErrorFeedback(FP4())):
-        payload = Compiled().encode(values, compression)
+    payload = CompiledKernels().encode(values, ErrorFeedback(FP4(), decay=0.5))
+    assert torch.equal(payload, FP4().encode(values))
+    assert ErrorFeedback(FP4()).blocks() == FP4()
+    assert caplog.text == ""
+
+
+def test_what_is_not_blockwise_runs_eagerly_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    values = torch.randn(300)
+    for compression in (Float32(), ErrorFeedback(Float32())):
+        payload = CompiledKernels().encode(values, compression)
         assert torch.equal(payload, compression.encode(values))
-        mean = Compiled().mean([payload], {0: 1.0}, compression, values)
-        assert same_bits(mean, Eager().mean([payload], {0: 1.0}, compression, values))
+        mean = CompiledKernels().mean([payload], {0: 1.0}, compression, values)
+        assert same_bits(mean, EagerKernels().mean([payload], {0: 1.0}, compression, values))
+    assert caplog.text == ""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("codec", "reason"),
+    [
+        (Untraceable(), "Untraceable() runs eagerly where it encodes, which gives the same values and takes longer"),
+        (Otherwise(), "Otherwise() runs eagerly where it decodes, which gives the same values and takes longer"),
+    ],
+)
+def test_what_cannot_be_compiled_says_why_once_and_runs_eagerly(
+    codec: Compression, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = torch.randn(300)
+    for _ in range(2):
+        payloads = [CompiledKernels().encode(values, codec)]
+        assert torch.equal(payloads[0], codec.encode(values))
+        mean = CompiledKernels().mean(payloads, {0: 1.0}, codec, values)
+        assert same_bits(mean, EagerKernels().mean(payloads, {0: 1.0}, codec, values))
+    assert caplog.text.count("runs eagerly") == caplog.text.count(reason) == 1
+    assert ("gives other bits" if isinstance(codec, Otherwise) else "torch.compile cannot") in caplog.text
 
 
 # --- which kind is chosen --------------------------------------------------------------------------------------------
 
 
 def test_a_cpu_goes_operation_by_operation_and_says_nothing() -> None:
-    assert isinstance(kernels_for(torch.device("cpu")), Eager)
+    assert isinstance(kernels_for(torch.device("cpu")), EagerKernels)
     assert missing_for(torch.device("cpu")) == ""
 
 
 def test_an_accelerator_without_triton_goes_operation_by_operation_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sdiloco.compression.kernels.find_spec", lambda name: None)
-    assert isinstance(kernels_for(torch.device("cuda")), Eager)
+    assert isinstance(kernels_for(torch.device("cuda")), EagerKernels)
     assert "Triton is not installed" in missing_for(torch.device("cuda"))
 
 
 def test_an_accelerator_with_triton_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_sdiloco.compression.kernels.find_spec", lambda name: object())
-    assert isinstance(kernels_for(torch.device("cuda")), Compiled)
+    assert isinstance(kernels_for(torch.device("cuda")), CompiledKernels)
     monkeypatch.setattr(torch._inductor, "list_options", lambda: ["emulate_precision_casts"])
-    assert isinstance(kernels_for(torch.device("cuda")), Eager)
+    assert isinstance(kernels_for(torch.device("cuda")), EagerKernels)
     assert "eager_numerics.disable_ftz" in missing_for(torch.device("cuda"))
 
 
 def one_differs(rank: int, world_size: int) -> None:
-    engine.kernels_for = lambda device: Compiled() if rank == 1 else Eager()
+    engine.kernels_for = lambda device: CompiledKernels() if rank == 1 else EagerKernels()
     StreamingDiLoCo(mlp(), fragments=LAYERS)
 
 
@@ -133,13 +223,15 @@ def test_ranks_with_different_kernels_are_refused() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_gives_the_same_bits_compiled_operation_by_operation_and_on_the_host() -> None:
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_cuda_gives_the_same_bits_compiled_eagerly_and_on_the_host(name: str) -> None:
+    codec = BLOCKWISE[name]
     values = [torch.randn(300_001) * torch.randn(300_001).exp() for _ in range(GROUPS)]
-    payloads = [Compiled().encode(value.cuda(), FP4()) for value in values]
+    payloads = [CompiledKernels().encode(value.cuda(), codec) for value in values]
     for payload, value in zip(payloads, values, strict=True):
-        assert torch.equal(payload, Eager().encode(value.cuda(), FP4()))
-        assert torch.equal(payload.cpu(), FP4().encode(value))
+        assert torch.equal(payload, EagerKernels().encode(value.cuda(), codec))
+        assert torch.equal(payload.cpu(), codec.encode(value))
     for factors in ({0: 1.0, 1: 1.0, 2: 1.0}, {0: 0.7, 2: 1.3}):
-        mean = Compiled().mean(payloads, factors, FP4(), values[0].cuda())
-        assert same_bits(mean, Eager().mean(payloads, factors, FP4(), values[0].cuda()))
-        assert same_bits(mean.cpu(), Eager().mean([p.cpu() for p in payloads], factors, FP4(), values[0]))
+        mean = CompiledKernels().mean(payloads, factors, codec, values[0].cuda())
+        assert same_bits(mean, EagerKernels().mean(payloads, factors, codec, values[0].cuda()))
+        assert same_bits(mean.cpu(), EagerKernels().mean([p.cpu() for p in payloads], factors, codec, values[0]))

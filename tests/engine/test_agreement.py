@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import AgreementError, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.digest import combined, digest
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import COMPRESSIONS
 from tests.ranks import run_ranks
 from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_sdiloco import AgreementError, ExchangeError, Landing, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.comm.exchange import Unanswered
 from lightning_sdiloco.comm.exchange.direct import DirectExchange, _Transfer
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.launch.failures import Failures
 from tests import fits
 from tests.fits import LIGHTNING

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters_by_spec, to_shard_by_spec
 from lightning_sdiloco.engine.parameters.sharding import divided, part_of, shard_specs

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_sdiloco import StreamingDiLoCoStrategy
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.lightning_pytorch import _Launcher
 from tests import fits
 from tests.fits import fit

@@ -11,9 +11,8 @@ import torch
 
 from lightning_sdiloco.launch import interfaces as addresses
 from lightning_sdiloco.launch import reachability
-from lightning_sdiloco.launch.environment import meet_at
-from lightning_sdiloco.launch.reachability import Failure, Place, described, require_reachable
-from lightning_sdiloco.launch.rendezvous import wait_until_reachable
+from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints, described, require_reachable
+from lightning_sdiloco.launch.rendezvous import rendezvous_at, wait_until_reachable
 from tests.fits import fit
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
 from tests.ranks import run_processes
@@ -26,8 +25,8 @@ def loopback() -> str:
     return "127.0.0.1"
 
 
-def meeting_of(rank: int, world_size: int, timeout: timedelta = SECONDS) -> Any:
-    return meet_at("127.0.0.1", int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
+def rendezvous_of(rank: int, world_size: int, timeout: timedelta = SECONDS) -> Any:
+    return rendezvous_at("127.0.0.1", int(os.environ["MASTER_PORT"]), rank, world_size, timeout)
 
 
 # Rendezvous
@@ -35,7 +34,7 @@ def meeting_of(rank: int, world_size: int, timeout: timedelta = SECONDS) -> Any:
 
 def test_every_rank_hears_what_all_tell() -> None:
     def run(rank: int, world_size: int) -> Any:
-        return meeting_of(rank, world_size).all_gather("names", {"rank": rank})
+        return rendezvous_of(rank, world_size).all_gather("names", {"rank": rank})
 
     assert run_processes(run, 3) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
 
@@ -44,9 +43,9 @@ def test_ranks_that_do_not_come_are_named() -> None:
     def run(rank: int, world_size: int) -> str:
         if rank == 2:
             return ""
-        meeting = meeting_of(rank, world_size, timedelta(seconds=3))
+        rendezvous = rendezvous_of(rank, world_size, timedelta(seconds=3))
         with pytest.raises(ValueError, match="Rank 2 did not come to 127.0.0.1:.* within 3 s") as error:
-            meeting.all_gather("places", None)
+            rendezvous.all_gather("places", None)
         time.sleep(3)  # The store ends with rank 0.
         return str(error.value)
 
@@ -74,7 +73,7 @@ def test_an_address_at_which_nobody_listens_yet_is_waited_for() -> None:
 
 def test_ranks_that_reach_each_other_are_let_through() -> None:
     def run(rank: int, world_size: int) -> None:
-        require_reachable(meeting_of(rank, world_size), rank // 2, loopback, loopback)
+        require_reachable(rendezvous_of(rank, world_size), rank // 2, loopback, loopback)
 
     run_processes(run, 4)
 
@@ -91,7 +90,7 @@ def test_a_rank_that_cannot_be_reached_is_named_on_all_ranks_with_address_and_di
 
             reachability.Listener.__init__ = then_close  # type: ignore[method-assign]
         with pytest.raises(ValueError, match="2 of 6 connections") as error:
-            require_reachable(meeting_of(rank, world_size), rank, loopback, loopback)
+            require_reachable(rendezvous_of(rank, world_size), rank, loopback, loopback)
         return str(error.value)
 
     texts = run_processes(run, 3)
@@ -106,7 +105,7 @@ def test_a_rank_that_cannot_listen_is_named_on_all_ranks() -> None:
         if rank == 1:
             os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "no-such"
         with pytest.raises(ValueError, match="1 ranks cannot listen") as error:
-            require_reachable(meeting_of(rank, world_size), rank, addresses.exchange_address, loopback)
+            require_reachable(rendezvous_of(rank, world_size), rank, addresses.exchange_address, loopback)
         return str(error.value)
 
     for text in run_processes(run, 2):
@@ -116,8 +115,11 @@ def test_a_rank_that_cannot_listen_is_named_on_all_ranks() -> None:
 
 
 def test_an_address_of_the_loopback_is_explained() -> None:
-    places = [Place("a", 0, "", ("10.0.0.1", 1), ("10.0.0.1", 1)), Place("b", 1, "", ("127.0.1.1", 2), ("", 0))]
-    text = described([Failure(0, 1, "127.0.1.1:2", "connection refused")], places)
+    endpoints = [
+        Endpoints("a", 0, "", ("10.0.0.1", 1), ("10.0.0.1", 1)),
+        Endpoints("b", 1, "", ("127.0.1.1", 2), ("", 0)),
+    ]
+    text = described([BrokenConnection(0, 1, "127.0.1.1:2", "connection refused")], endpoints)
     assert "Rank 1 listens on a loopback address" in text
     assert "GLOO_SOCKET_IFNAME" in text
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.launch import reachability
-from lightning_sdiloco.launch.environment import Launch, how_launched, warn_of_shared_store
-from lightning_sdiloco.launch.reachability import Failure, Place
+from lightning_sdiloco.launch.environment import warn_of_shared_store
+from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints
 from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.doctor import machine
 from lightning_sdiloco.tools.doctor.checks import Examined, Finding, findings
-from lightning_sdiloco.tools.doctor.links import Link
+from lightning_sdiloco.tools.doctor.launcher import Launch, detect_launch
+from lightning_sdiloco.tools.doctor.links import MeasuredLink
 from tests.ranks import LAUNCHERS, run_processes
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
@@ -23,6 +24,7 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "MASTER_ADD
 SRUN = {
     "SLURM_PROCID": "5",
     "SLURM_NTASKS": "8",
+    "SLURM_NTASKS_PER_NODE": "2",
     "SLURM_NNODES": "4",
     "SLURM_NODELIST": "gpu[03-05,9],login",
     "SLURM_JOB_ID": "4711",
@@ -32,6 +34,9 @@ BY_HAND = {"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, values: Mapping[str, str]) -> None:
     for name in [name for name in os.environ if name.startswith(LAUNCHERS) or name in OURS]:
+        monkeypatch.delenv(name)
+    for name in OURS:  # Lightning sets some of them by itself: they go when the test ends
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in values.items():
         monkeypatch.setenv(name, value)
@@ -55,7 +60,7 @@ def test_a_process_learns_its_rank_from_its_launcher(
     values: dict[str, str], num_nodes: int | None, launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_environment(monkeypatch, values)
-    assert how_launched(num_nodes) == launch
+    assert detect_launch(num_nodes) == launch
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,8 @@ def test_a_process_learns_its_rank_from_its_launcher(
         ({}, None, "does not know its rank"),
         ({**BY_HAND, "NODE_RANK": "one"}, 2, "NODE_RANK='one' is no number"),
         ({"NODE_RANK": "0", "MASTER_PORT": "1"}, 2, "MASTER_ADDR is not set"),
+        ({**TORCHRUN, "MASTER_PORT": ""}, None, "MASTER_PORT='' is no number"),
+        ({**SRUN, "SLURM_JOB_NAME": "interactive"}, None, "does not know its rank"),
     ],
 )
 def test_a_process_that_cannot_know_its_rank_is_told_what_to_do(
@@ -71,7 +78,7 @@ def test_a_process_that_cannot_know_its_rank_is_told_what_to_do(
 ) -> None:
     set_environment(monkeypatch, values)
     with pytest.raises(ValueError, match=message):
-        how_launched(num_nodes)
+        detect_launch(num_nodes)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +100,7 @@ def test_torchrun_is_told_what_it_needs_to_restart_processes(
 
 def seen(**choices: Any) -> Examined:
     """Four ranks on two hosts with nothing to complain of."""
-    places = [Place(f"host{rank // 2}", rank // 2, "", ("10.0.0.1", 1), ("10.0.0.1", 2)) for rank in range(4)]
+    endpoints = [Endpoints(f"host{rank // 2}", rank // 2, "", ("10.0.0.1", 1), ("10.0.0.1", 2)) for rank in range(4)]
     tcp = {"congestion_control": "bbr", "send_buffer": 1 << 28, "receive_buffer": 1 << 28}
     described = {
         **machine.describe(),
@@ -103,8 +110,8 @@ def seen(**choices: Any) -> Examined:
         "variables": {"OMP_NUM_THREADS": "2"},
         "tcp": {**tcp, "slow_start_after_idle": False},
     }
-    links = [Link(0, 1, 0.05, 1e8), Link(1, 0, 0.05, 9e7)]
-    well = {"groups": 2, "places": places, "machines": [described] * 4, "failures": [], "links": links}
+    links = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 9e7)]
+    well = {"groups": 2, "endpoints": endpoints, "machines": [described] * 4, "broken": [], "links": links}
     return Examined(**{**well, **choices})
 
 
@@ -163,20 +170,20 @@ def test_where_all_is_well_nothing_is_to_be_done() -> None:
             "tcp_slow_start_after_idle=0",
         ),
         (
-            {"links": [Link(0, 1, 0.05, 1e8), Link(1, 0, 0.05, 3e7)]},
+            {"links": [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 3e7)]},
             "slow",
             "bandwidth 1 -> 0",
             "30 Mbit/s, and 100 Mbit/s in the other direction",
             "worker group 1 to 0",
         ),
         (
-            {"failures": [Failure(0, 2, "10.0.0.3:4", "no answer within 10 s")], "links": []},
+            {"broken": [BrokenConnection(0, 2, "10.0.0.3:4", "no answer within 10 s")], "links": []},
             "wrong",
             "reachability",
             "rank 0 (host0) -> rank 2 (host1) at 10.0.0.3:4: no answer within 10 s",
             "Open all TCP ports",
         ),
-        ({"links": [Link(0, 1, error="no answer")]}, "wrong", "round trip 0 -> 1", "no answer", "again"),
+        ({"links": [MeasuredLink(0, 1, error="no answer")]}, "wrong", "round trip 0 -> 1", "no answer", "again"),
     ],
 )
 def test_what_is_wrong_or_slow_is_told_with_what_to_do(
@@ -230,7 +237,7 @@ def test_a_rank_that_cannot_be_reached_is_found_and_told_as_json() -> None:
     told = json.loads(text)
     assert (code, other) == (1, ("", 0))
     assert told["ok"] is False
-    assert [(failure["source"], failure["target"]) for failure in told["unreachable"]] == [(0, 1)]
+    assert [(connection["source"], connection["target"]) for connection in told["unreachable"]] == [(0, 1)]
     assert [rank["worker_group"] for rank in told["ranks"]] == [0, 1]
 
 

@@ -1,10 +1,10 @@
-"""From what ranks tell of themselves and of the way between them to findings, each with what to do."""
+"""Turns what ranks tell of themselves and of the links between them into findings, each with what to do."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lightning_sdiloco.launch.reachability import Failure, Place, advice
-from lightning_sdiloco.tools.doctor.links import Link
+from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints, advice
+from lightning_sdiloco.tools.doctor.links import MeasuredLink
 
 # A direction that is so much slower than the other one has a reason.
 _UNEQUAL = 2.0
@@ -33,36 +33,36 @@ class Finding(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """What was seen.
+    """What the doctor saw.
 
     Attributes:
         groups: Number of worker groups.
-        places: Where every rank stands.
-        machines: What every rank tells of its machine.
-        failures: Connections that cannot be made.
-        links: The way between worker groups; none if connections cannot be made.
+        endpoints: The endpoints of every rank.
+        machines: The description of every rank's machine.
+        broken: Connections that cannot be made.
+        links: The measured links between worker groups; none if connections cannot be made.
     """
 
     groups: int
-    places: Sequence[Place]
+    endpoints: Sequence[Endpoints]
     machines: Sequence[dict[str, Any]]
-    failures: Sequence[Failure]
-    links: Sequence[Link]
+    broken: Sequence[BrokenConnection]
+    links: Sequence[MeasuredLink]
 
 
 def findings(seen: Examined) -> list[Finding]:
-    """All findings, in the order in which they are shown."""
+    """Returns all findings, in the order in which they are shown."""
     parts = (_ranks, _versions, _files, _threads, _debugging, _reachability, _round_trips, _bandwidths, _buffers, _idle)
     return [finding for part in parts for finding in part(seen)]
 
 
 def _ranks(seen: Examined) -> Iterator[Finding]:
-    hosts = list(dict.fromkeys(place.host for place in seen.places))
-    size = len(seen.places) // seen.groups
+    hosts = list(dict.fromkeys(one.host for one in seen.endpoints))
+    size = len(seen.endpoints) // seen.groups
     yield Finding(
         "ok",
         "ranks",
-        f"{len(seen.places)} on {len(hosts)} host{'s' if len(hosts) > 1 else ''} ({_some(hosts)}),"
+        f"{len(seen.endpoints)} on {len(hosts)} host{'s' if len(hosts) > 1 else ''} ({_some(hosts)}),"
         f" in {seen.groups} worker groups of {size}",
     )
     devices = _by(seen, lambda machine: machine["device"])
@@ -79,7 +79,7 @@ def _versions(seen: Examined) -> Iterator[Finding]:
 
 
 def _files(seen: Examined) -> Iterator[Finding]:
-    needed = _FILES_PER_RANK * len(seen.places) + _FILES
+    needed = _FILES_PER_RANK * len(seen.endpoints) + _FILES
     few = {rank: machine["files"] for rank, machine in enumerate(seen.machines) if 0 <= machine["files"] < needed}
     if few:
         rank = min(few, key=lambda rank: few[rank])
@@ -92,7 +92,7 @@ def _files(seen: Examined) -> Iterator[Finding]:
 
 
 def _threads(seen: Examined) -> Iterator[Finding]:
-    hosts = [place.host for place in seen.places]
+    hosts = [one.host for one in seen.endpoints]
     for rank, machine in enumerate(seen.machines):
         on_host = hosts.count(hosts[rank])
         given = machine["variables"].get("OMP_NUM_THREADS")
@@ -120,15 +120,15 @@ def _debugging(seen: Examined) -> Iterator[Finding]:
 
 
 def _reachability(seen: Examined) -> Iterator[Finding]:
-    pairs = len(seen.places) * (len(seen.places) - 1)
-    if not seen.failures:
+    pairs = len(seen.endpoints) * (len(seen.endpoints) - 1)
+    if not seen.broken:
         yield Finding("ok", "reachability", f"all {pairs} connections between ranks can be made")
-    for failure in seen.failures:
+    for one in seen.broken:
         yield Finding(
             "wrong",
             "reachability",
-            f"{_rank(failure.source, seen)} -> {_rank(failure.target, seen)} at {failure.address}: {failure.why}",
-            advice([failure]),
+            f"{_rank(one.source, seen)} -> {_rank(one.target, seen)} at {one.address}: {one.why}",
+            advice([one]),
         )
 
 
@@ -159,7 +159,7 @@ def _bandwidths(seen: Examined) -> Iterator[Finding]:
 
 
 def _buffers(seen: Examined) -> Iterator[Finding]:
-    """A connection carries at most what fits into a buffer, once in a round trip."""
+    """Finds buffers that limit a connection: it carries at most one buffer in each round trip."""
     for link in seen.links:
         sender, receiver = (_tcp(seen, group) for group in (link.source, link.target))
         # Linux keeps part of a buffer for itself.
@@ -191,12 +191,12 @@ def _idle(seen: Examined) -> Iterator[Finding]:
 
 
 def _tcp(seen: Examined, group: int) -> dict[str, Any]:
-    rank = group * (len(seen.places) // seen.groups)
+    rank = group * (len(seen.endpoints) // seen.groups)
     return dict(seen.machines[rank]["tcp"])
 
 
 def _by(seen: Examined, value: Callable[[dict[str, Any]], str]) -> dict[str, list[int]]:
-    """The ranks by a value."""
+    """Groups the ranks by a value."""
     ranks: dict[str, list[int]] = {}
     for rank, machine in enumerate(seen.machines):
         ranks.setdefault(value(machine), []).append(rank)
@@ -214,7 +214,7 @@ def _some(names: list[str]) -> str:
 
 
 def _rank(rank: int, seen: Examined) -> str:
-    return f"rank {rank} ({seen.places[rank].host})"
+    return f"rank {rank} ({seen.endpoints[rank].host})"
 
 
 def _rate(bits_per_second: float) -> str:

@@ -1,4 +1,4 @@
-"""Measures the way between worker groups: round trip, and what goes through one TCP connection."""
+"""Measures the links between worker groups: round trip, and the bandwidth of one TCP connection."""
 
 import socket
 import statistics
@@ -18,14 +18,14 @@ _BLOCK = 1 << 20
 _RATE = struct.Struct(">d")
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """One direction between two worker groups.
 
     Attributes:
         source: The worker group that sends.
         target: The worker group that receives.
-        round_trip: Seconds to the target and back: the median of some.
-        bits_per_second: What one connection carries, while all groups send at the same time.
+        round_trip: Seconds to the target and back, the median of several.
+        bits_per_second: Bandwidth of one connection while all groups send at the same time.
         error: Why it could not be measured; empty if it was.
     """
 
@@ -37,46 +37,48 @@ class Link(NamedTuple):
 
 
 def measure(
-    meeting: Rendezvous, groups: int, group: int, speaks: bool, address: str, seconds: float = SECONDS
-) -> list[Link]:
+    rendezvous: Rendezvous, groups: int, group: int, speaks: bool, address: str, seconds: float = SECONDS
+) -> list[MeasuredLink]:
     """Measures between the first ranks of all worker groups. All ranks must call it.
 
     In each round every group sends to one other, and receives from one, as a launch does.
 
     Args:
-        meeting: All ranks.
+        rendezvous: All ranks.
         groups: Number of worker groups.
         group: That of this rank.
         speaks: Whether this rank is the first of its group.
-        address: Where this rank listens for other groups.
+        address: The address on which this rank listens for other groups.
         seconds: How long each direction is measured.
     """
     listener = Listener(address, lambda connection: _serve(connection, seconds))
     try:
-        told = meeting.all_gather("links", [group, address, listener.port] if speaks else None)
-        places = {place[0]: (str(place[1]), int(place[2])) for place in told if place is not None}
-        round_trips = {other: _round_trip(places[other]) for other in places if other != group} if speaks else {}
-        meeting.all_gather("round trips", None)
+        told = rendezvous.all_gather("links", [group, address, listener.port] if speaks else None)
+        endpoints = {one[0]: (str(one[1]), int(one[2])) for one in told if one is not None}
+        round_trips = {other: _round_trip(endpoints[other]) for other in endpoints if other != group} if speaks else {}
+        rendezvous.all_gather("round trips", None)
         links = []
         for step in range(1, groups):
             other = (group + step) % groups
             if speaks:
-                links.append(_link(group, other, places[other], round_trips[other], seconds))
-            meeting.all_gather(f"round {step}", None)
-        return [Link(*link) for rank in meeting.all_gather("measured", links) for link in rank]
+                links.append(_link(group, other, endpoints[other], round_trips[other], seconds))
+            rendezvous.all_gather(f"round {step}", None)
+        return [MeasuredLink(*link) for rank in rendezvous.all_gather("measured", links) for link in rank]
     finally:
         listener.close()
 
 
-def _link(group: int, other: int, place: tuple[str, int], round_trip: float | str, seconds: float) -> Link:
+def _link(group: int, other: int, address: tuple[str, int], round_trip: float | str, seconds: float) -> MeasuredLink:
     if isinstance(round_trip, str):
-        return Link(group, other, error=round_trip)
+        return MeasuredLink(group, other, error=round_trip)
     rates: list[float] = []
-    error = try_to_connect(*place, 4 * seconds + 10, lambda connection: rates.append(_sent(connection, seconds)))
-    return Link(group, other, error=reason(error)) if error else Link(group, other, round_trip, rates[0])
+    error = try_to_connect(*address, 4 * seconds + 10, lambda connection: rates.append(_sent(connection, seconds)))
+    return (
+        MeasuredLink(group, other, error=reason(error)) if error else MeasuredLink(group, other, round_trip, rates[0])
+    )
 
 
-def _round_trip(place: tuple[str, int]) -> float | str:
+def _round_trip(address: tuple[str, int]) -> float | str:
     seconds: list[float] = []
 
     def ping(connection: socket.socket) -> None:
@@ -87,12 +89,12 @@ def _round_trip(place: tuple[str, int]) -> float | str:
             _receive(connection, 1)
             seconds.append(time.monotonic() - start)
 
-    error = try_to_connect(*place, 10.0, ping)
+    error = try_to_connect(*address, 10.0, ping)
     return statistics.median(seconds) if error is None else reason(error)
 
 
 def _sent(connection: socket.socket, seconds: float) -> float:
-    """Sends as much as goes through in some time, and returns the bits per second that the other side has counted."""
+    """Sends for some seconds and returns the bits per second that the other side has counted."""
     block = bytes(_BLOCK)
     deadline = time.monotonic() + seconds
     connection.sendall(b"s")
@@ -113,7 +115,7 @@ def _serve(connection: socket.socket, seconds: float) -> None:
 
 
 def _received(receive: Callable[[memoryview], int], seconds: float) -> float:
-    """The bits per second of the second half of what comes."""
+    """Returns the bits per second that come in the second half of the time."""
     block = memoryview(bytearray(_BLOCK))
     start = time.monotonic()
     middle, counted, last = None, 0, start

@@ -1,4 +1,4 @@
-"""What a rank tells of its machine: versions, what is set in its environment, and how its system talks TCP."""
+"""Describes the machine of a rank: versions, variables of its environment, and the TCP settings of its system."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ _TCP = Path("/proc/sys/net/ipv4")
 
 
 def describe() -> dict[str, Any]:
-    """What this rank tells."""
+    """Describes the machine of this rank: values that JSON can express."""
     return {
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
@@ -49,6 +49,6 @@ def _read(name: str) -> str:
 
 
 def _last_number(name: str) -> int:
-    """The last of some numbers: the most bytes that a buffer grows to. 0 where the system does not tell."""
+    """Returns the last number of a setting: the maximal size of a buffer in bytes. 0 where the system does not tell."""
     numbers = _read(name).split()
     return int(numbers[-1]) if numbers else 0

@@ -14,7 +14,7 @@ _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
 def as_table(found: Sequence[Finding]) -> str:
-    """One table, with colours on a terminal."""
+    """Returns the findings as a table, with colours on a terminal."""
     table = Table(title="sdiloco doctor", title_justify="left")
     for name in ("", "what", "found", "what to do"):
         table.add_column(name, overflow="fold")
@@ -29,16 +29,16 @@ def as_table(found: Sequence[Finding]) -> str:
 
 
 def as_json(found: Sequence[Finding], seen: Examined) -> str:
-    """All that was seen."""
+    """Returns everything that was seen, as JSON."""
     ranks = [
-        {"rank": rank, "host": place.host, "worker_group": place.group, "exchange": place.exchange[0], **machine}
-        for rank, (place, machine) in enumerate(zip(seen.places, seen.machines, strict=True))
+        {"rank": rank, "host": one.host, "worker_group": one.group, "exchange": one.exchange[0], **machine}
+        for rank, (one, machine) in enumerate(zip(seen.endpoints, seen.machines, strict=True))
     ]
     told = {
         "ok": all(finding.state != "wrong" for finding in found),
         "findings": [finding._asdict() for finding in found],
         "ranks": ranks,
-        "unreachable": [failure._asdict() for failure in seen.failures],
+        "unreachable": [connection._asdict() for connection in seen.broken],
         "links": [link._asdict() for link in seen.links],
     }
     return json.dumps(told, indent=2)

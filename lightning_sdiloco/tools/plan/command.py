@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,30 +25,46 @@ MakeModel = Callable[[], nn.Module]
 
 
 def plan(
-    model: Annotated[
-        MakeModel | None, "LightningModule (or other module) by its class path, with --model.NAME for its arguments."
-    ] = None,
-    params: Annotated[float | None, "Number of parameters, in place of a model."] = None,
-    layers: Annotated[int | None, "Number of layers, with --params."] = None,
-    step_time: Annotated[float | None, "Seconds of an inner step, without anything between groups."] = None,
-    groups: Annotated[int, "Number of worker groups."] = 2,
-    group_size: Annotated[int, "Ranks in a worker group."] = 1,
-    bandwidth: Annotated[float | None, "Gbit/s between a group and all others, in each direction."] = None,
-    round_trip: Annotated[float, "Seconds to another group and back: 50 ms is 0.05."] = 0.0,
-    loss: Annotated[float, "Share of the packets that get lost: 0.1 % is 0.001."] = 0.0,
-    sync_every: Annotated[int, "Inner steps between two launches of the same fragment."] = 100,
-    overlap_steps: Annotated[int, "Inner steps between the launch of a fragment and its landing."] = 5,
-    layers_per_fragment: Annotated[int, "Repeated blocks in a fragment."] = 3,
-    compression: Annotated[str, "How outer gradients are encoded: fp32, bf16 or fp4."] = "fp4",
-    steps: Annotated[int, "Inner steps of the whole run, for the bytes in all."] = 10_000,
-    memory_rate: Annotated[
-        float, "GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core."
-    ] = 1000.0,
-    paper_table_4: Annotated[bool, "Reproduce Table 4 of the paper instead, in its idealisation."] = False,
-    picture: Annotated[str | None, "File (.svg or .png) for a picture of the utilisation over the bandwidth."] = None,
-    format: Annotated[Literal["text", "json"], "How to print."] = "text",
+    model: MakeModel | None = None,
+    params: float | None = None,
+    layers: int | None = None,
+    step_time: float | None = None,
+    groups: int = 2,
+    group_size: int = 1,
+    bandwidth: float | None = None,
+    round_trip: float = 0.0,
+    loss: float = 0.0,
+    sync_every: int = 100,
+    overlap_steps: int = 5,
+    layers_per_fragment: int = 3,
+    compression: str = "fp4",
+    steps: int = 10_000,
+    memory_rate: float = 1000.0,
+    paper_table_4: bool = False,
+    picture: str | None = None,
+    format: Literal["text", "json"] = "text",
 ) -> str:
     """Print what a link allows: bytes, peak bandwidth and compute utilisation for each method, and what to set.
+
+    Args:
+        model: LightningModule (or other module) by its class path, with --model.NAME for its arguments.
+        params: Number of parameters, in place of a model.
+        layers: Number of layers, with --params.
+        step_time: Seconds of an inner step, without anything between groups.
+        groups: Number of worker groups.
+        group_size: Ranks in a worker group.
+        bandwidth: Gbit/s between a group and all others, in each direction.
+        round_trip: Seconds to another group and back: 50 ms is 0.05.
+        loss: Share of the packets that get lost: 0.1 % is 0.001.
+        sync_every: Inner steps between two launches of the same fragment.
+        overlap_steps: Inner steps between the launch of a fragment and its landing.
+        layers_per_fragment: Repeated blocks in a fragment.
+        compression: How outer gradients are encoded: fp32, bf16 or fp4.
+        steps: Inner steps of the whole run, for the bytes in all.
+        memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
+        paper_table_4: Reproduce Table 4 of the paper instead, in its idealisation.
+        picture: File (.svg or .png) for a picture of the utilisation over the bandwidth.
+        format: How to print.
 
     Raises:
         ValueError: If an option is missing or out of its range, the model cannot be made, or the picture cannot be

@@ -1,7 +1,6 @@
 """Runs ``sdiloco report``: reads the records of a run, and writes a page, pictures and a timeline."""
 
 from pathlib import Path
-from typing import Annotated
 
 from lightning_sdiloco.lightning.monitor.records import Run, read_run
 from lightning_sdiloco.lightning.monitor.timeline import write_timeline
@@ -11,10 +10,14 @@ from lightning_sdiloco.tools.report.verdict import Verdict, judge
 
 
 def report(
-    run: Annotated[str, "Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it."],
-    output: Annotated[str | None, "Folder for the report. By default a folder named report in that of the run."] = None,
+    run: str,
+    output: str | None = None,
 ) -> str:
     """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks (timeline.json).
+
+    Args:
+        run: Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it.
+        output: Folder for the report. By default a folder named report in that of the run.
 
     Raises:
         ValueError: If there are no records, matplotlib is not installed, or the files cannot be written.

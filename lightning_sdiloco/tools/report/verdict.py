@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_sdiloco.algorithm.partition import Parameter
-from lightning_sdiloco.algorithm.reduction import chosen
+from lightning_sdiloco.algorithm.reduction import kind_of_all_reduce
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run
@@ -190,8 +190,8 @@ def _settings(run: Run) -> Settings | None:
     automatic = Settings(**{name: told[name] for name in names})
     exchange = series.exchange(run)
     ran = automatic if exchange is None else replace(automatic, exchange=exchange)
-    by_itself = chosen("auto", about["groups"], automatic.codec)
-    return automatic if chosen(ran.exchange, about["groups"], ran.codec) is by_itself else ran
+    by_itself = kind_of_all_reduce("auto", about["groups"], automatic.codec)
+    return automatic if kind_of_all_reduce(ran.exchange, about["groups"], ran.codec) is by_itself else ran
 
 
 def _model(run: Run) -> Model:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,32 +22,42 @@ from lightning_sdiloco.tools.simulate.text import run_as_text, sweep_as_text
 
 
 def simulate(
-    config: Annotated[list[str], "Configuration file of a LightningCLI. Again for several; later ones override."] = [],  # noqa: B006
-    set: Annotated[
-        list[str], "Another argument of the LightningCLI, such as trainer.max_steps=100. Again for more."
-    ] = [],  # noqa: B006
-    cli: Annotated[str | None, "Class path of the LightningCLI, if the training script has its own."] = None,
-    model: Annotated[str | None, "Class path of the model, if the script gives it to its LightningCLI."] = None,
-    data: Annotated[str | None, "Class path of the data module, if the script gives it to its LightningCLI."] = None,
-    groups: Annotated[int, "Number of worker groups, of one rank each."] = 2,
-    sweep: Annotated[
-        list[str], "What to vary: an argument of the strategy, or groups, as sync_every=10,20. Again for more."
-    ] = [],  # noqa: B006
-    bandwidth: Annotated[float | None, "Gbit/s between a group and all others, to predict the time."] = None,
-    round_trip: Annotated[float, "Seconds to another group and back: 50 ms is 0.05."] = 0.0,
-    loss: Annotated[float, "Share of the packets that get lost: 0.1 % is 0.001."] = 0.0,
-    step_time: Annotated[float | None, "Seconds of an inner step there. By default what it takes here."] = None,
-    speeds: Annotated[str | None, "How fast each group is, with 1 for the step time, as 1,1,0.5."] = None,
-    absence: Annotated[
-        list[str], "When a group is away, in predicted seconds, as 1:30-90 for group 1. Again for more."
-    ] = [],  # noqa: B006
-    memory_rate: Annotated[
-        float, "GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core."
-    ] = 1000.0,
-    picture: Annotated[str | None, "File (.svg or .png) for a picture of the losses."] = None,
-    json: Annotated[str | None, "File for all numbers."] = None,
+    config: list[str] = [],  # noqa: B006
+    set: list[str] = [],  # noqa: B006
+    cli: str | None = None,
+    model: str | None = None,
+    data: str | None = None,
+    groups: int = 2,
+    sweep: list[str] = [],  # noqa: B006
+    bandwidth: float | None = None,
+    round_trip: float = 0.0,
+    loss: float = 0.0,
+    step_time: float | None = None,
+    speeds: str | None = None,
+    absence: list[str] = [],  # noqa: B006
+    memory_rate: float = 1000.0,
+    picture: str | None = None,
+    json: str | None = None,
 ) -> str:
     """Run a LightningCLI configuration as several worker groups in this process, and predict its time on a link.
+
+    Args:
+        config: Configuration file of a LightningCLI. Again for several; later ones override.
+        set: Another argument of the LightningCLI, such as trainer.max_steps=100. Again for more.
+        cli: Class path of the LightningCLI, if the training script has its own.
+        model: Class path of the model, if the script gives it to its LightningCLI.
+        data: Class path of the data module, if the script gives it to its LightningCLI.
+        groups: Number of worker groups, of one rank each.
+        sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Again for more.
+        bandwidth: Gbit/s between a group and all others, to predict the time.
+        round_trip: Seconds to another group and back: 50 ms is 0.05.
+        loss: Share of the packets that get lost: 0.1 % is 0.001.
+        step_time: Seconds of an inner step there. By default what it takes here.
+        speeds: How fast each group is, with 1 for the step time, as 1,1,0.5.
+        absence: When a group is away, in predicted seconds, as 1:30-90 for group 1. Again for more.
+        memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
+        picture: File (.svg or .png) for a picture of the losses.
+        json: File for all numbers.
 
     Raises:
         ValueError: If an option is missing or out of its range, or the configuration cannot be simulated.

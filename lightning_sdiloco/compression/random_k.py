@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sdiloco.compression.base import Compression
-from lightning_sdiloco.compression.blockwise import stretch
+from lightning_sdiloco.compression.blockwise import chunk_length
 
 Self = TypeVar("Self", bound="_Chance")
 
@@ -131,7 +131,7 @@ class RandomK(_Chance):
 
     def _cells(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Views of the values as rows of cells, with the position that is picked in each; the last may be short."""
-        whole, length = len(values) // self.every, max(stretch(values.device) // self.every, 1)
+        whole, length = len(values) // self.every, max(chunk_length(values.device) // self.every, 1)
         for start in range(0, whole, length):
             end = min(start + length, whole)
             cells = values[start * self.every : end * self.every].view(-1, self.every)
