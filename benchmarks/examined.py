@@ -36,7 +36,7 @@ def examine(sites: int, mbit_s: float, one_way_delay: float) -> Examined:
     return Examined(min(link.bits_per_second for link in found), median(link.round_trip for link in found))
 
 
-def _rank(rank: int, world_size: int, links: Links) -> list[doctor.Link]:
+def _rank(rank: int, world_size: int, links: Links) -> list[doctor.MeasuredLink]:
     links.enter(rank)
     os.environ.update(links.environment(rank))
     rendezvous = rendezvous_at(links.address(0), 29500, rank, world_size, timedelta(seconds=30))
