@@ -6,13 +6,15 @@ from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, Str
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from lightning_sdiloco.lightning.callback import InnerStepHooks
-from lightning_sdiloco.lightning.fit import Distribution
-from lightning_sdiloco.lightning.launcher import LauncherMixin
-from lightning_sdiloco.lightning.model_format.sharded_model import ShardedModel
-from lightning_sdiloco.lightning.model_format.whole_model import WholeModel
-from lightning_sdiloco.lightning.monitor.monitor import StreamingDiLoCoMonitorMixin
-from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
+from lightning_sdiloco.lightning import (
+    Distribution,
+    InnerStepHooks,
+    LauncherMixin,
+    ShardedModel,
+    StreamingDiLoCoMonitorMixin,
+    WholeModel,
+    WorkerGroupStrategy,
+)
 from lightning_sdiloco.tools.simulate.processes import SimulatedProcessesMixin
 from lightning_sdiloco.tools.simulate.recording import RecorderMixin
 

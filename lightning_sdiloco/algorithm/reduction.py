@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.aggregation import Count
-from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.compression.kernels import EAGER, Kernels
+from lightning_sdiloco.compression import EAGER, Compression, Kernels
 
 
 class Encoded(NamedTuple):

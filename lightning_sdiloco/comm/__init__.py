@@ -4,3 +4,29 @@ In come a layout of ranks and, later, tensors; out come communicators among the 
 groups. Only this room makes process groups and issues collectives. It knows bytes: neither what a payload means, nor
 fragments, nor the environment in which it was launched.
 """
+
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.exchange import DeviceBackend, Exchange, Unanswered
+from lightning_sdiloco.comm.exchange.on_device import nccl_on
+from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
+from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
+from lightning_sdiloco.comm.topology import STAGES, Topology, is_connected, mesh_of, store, world
+
+__all__ = [
+    "Communicator",
+    "DeviceBackend",
+    "Exchange",
+    "GroupLayout",
+    "STAGES",
+    "Topology",
+    "Unanswered",
+    "checked_worker_groups",
+    "is_connected",
+    "mesh_of",
+    "nccl_on",
+    "page_locked",
+    "store",
+    "to_device",
+    "to_host",
+    "world",
+]

@@ -13,26 +13,31 @@ from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
 from lightning_sdiloco.compression.int2 import Int2
 from lightning_sdiloco.compression.integers import Int4, Int8
+from lightning_sdiloco.compression.kernels import EAGER, Kernels, kernels_for, missing_for
 from lightning_sdiloco.compression.microscaling import FP8, MXFP4
 from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
 from lightning_sdiloco.compression.topk import Threshold, TopK
 
 __all__ = [
+    "BFloat16",
     "COMPRESSIONS",
+    "Compression",
+    "EAGER",
+    "ErrorFeedback",
     "FP4",
     "FP8",
-    "MXFP4",
-    "BFloat16",
-    "Compression",
-    "ErrorFeedback",
     "Float32",
     "Int2",
     "Int4",
     "Int8",
+    "Kernels",
+    "MXFP4",
     "RandomBlock",
     "RandomK",
     "Threshold",
     "TopK",
+    "kernels_for",
+    "missing_for",
     "resolve",
 ]
 

@@ -5,3 +5,35 @@ reading at `engine`, then `rounds`, `fragments` and `pipeline`. ``parameters/`` 
 ``outer/`` is the outer optimizer. Nothing here knows Lightning or the environment, and other ranks are reached only
 through what a `Topology` holds.
 """
+
+from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model, require_same_settings
+from lightning_sdiloco.engine.background import InlineBackground
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.engine.parameters.naming import clean_name, trainable
+from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
+from lightning_sdiloco.engine.restart import Restart, restart_from
+from lightning_sdiloco.engine.start import cut
+
+__all__ = [
+    "InlineBackground",
+    "Landing",
+    "Restart",
+    "Span",
+    "StreamingDiLoCo",
+    "align_model",
+    "clean_name",
+    "cut",
+    "is_aligned",
+    "is_sharded",
+    "like",
+    "local",
+    "part_of",
+    "ranks_of",
+    "require_same_model",
+    "require_same_settings",
+    "reshard",
+    "restart_from",
+    "trainable",
+]

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_sdiloco.algorithm.digest import digest
-from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.algorithm import digest
+from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.parameters.naming import clean_name
 from lightning_sdiloco.engine.parameters.sharding import described, is_sharded, local, reshard
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lightning_sdiloco.comm.topology import STAGES
+from lightning_sdiloco.comm import STAGES
 
 First = TypeVar("First")
 Second = TypeVar("Second")

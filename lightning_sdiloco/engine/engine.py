@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm.aggregation import Absences
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT, OuterLRSchedule, OuterOptimizer, Settings
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.compression.kernels import kernels_for
+from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Absences, Fragment, OuterLRSchedule, OuterOptimizer, Settings
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.compression import Compression, kernels_for
 from lightning_sdiloco.engine import recut
 from lightning_sdiloco.engine.agreement import require_same_settings
 from lightning_sdiloco.engine.background import Background, ThreadBackground

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_sdiloco.algorithm.aggregation import Count
-from lightning_sdiloco.algorithm.control import Control
+from lightning_sdiloco.algorithm import Control, Count
 from lightning_sdiloco.engine.background import Pending
 from lightning_sdiloco.engine.measurements import Diagnostics, Span
 from lightning_sdiloco.engine.outer.optimizer import OuterState

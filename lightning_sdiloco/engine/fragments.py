@@ -39,10 +39,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.algorithm import Fragment, Settings
+from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.offload import OuterStorage, Prefetched
 from lightning_sdiloco.engine.outer.optimizer import OuterState, ShardOptimizer, outer_optimizer_for

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm import Communicator
 from lightning_sdiloco.compression import Compression
 
 Span = tuple[float, float]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
+from lightning_sdiloco.comm import page_locked, to_device, to_host
 
 
 class Prefetched(ABC):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm import Communicator
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.offload import OuterStorage
 from lightning_sdiloco.engine.parameters.sharding import local, reshard

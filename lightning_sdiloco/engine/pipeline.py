@@ -15,14 +15,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain, remembered
-from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
-from lightning_sdiloco.algorithm.digest import digest
-from lightning_sdiloco.algorithm.reduction import AllReduce, SecondHop, all_reduce_for, final_all_reduce_for
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.comm.exchange import Exchange, Unanswered
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.compression.kernels import Kernels
+from lightning_sdiloco.algorithm import (
+    CONTROL_BYTES,
+    HOST_BYTES,
+    Aggregation,
+    AllReduce,
+    Control,
+    Count,
+    SecondHop,
+    Settings,
+    all_reduce_for,
+    digest,
+    final_all_reduce_for,
+    plain,
+    remembered,
+)
+from lightning_sdiloco.comm import Exchange, Topology, Unanswered
+from lightning_sdiloco.compression import Kernels
 from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.measurements import Span, agreement, diagnosed, distance, lost

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm import Communicator
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.parameters.sharding import local, reshard
 

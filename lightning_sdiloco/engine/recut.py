@@ -6,10 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.algorithm import Fragment, Settings
+from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.agreement import broadcast, require_same_model
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState

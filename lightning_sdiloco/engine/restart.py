@@ -6,10 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm.aggregation import Aggregation
-from lightning_sdiloco.algorithm.control import Control
-from lightning_sdiloco.algorithm.reduction import all_reduce_for
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm import Aggregation, Control, Settings, all_reduce_for
 from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters, to_parameters_by_spec
 from lightning_sdiloco.engine.parameters.sharding import ShardSpec

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.compression.kernels import Kernels
+from lightning_sdiloco.algorithm import Fragment, Schedule, Settings
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.compression import Kernels
 from lightning_sdiloco.engine.background import Background, Stages
 from lightning_sdiloco.engine.flight import Flight, Landing, LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.fragments import fragments_of

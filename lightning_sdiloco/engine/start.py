@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_sdiloco.algorithm.partition import Fragment, Partition, partition
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
-from lightning_sdiloco.comm.topology import Topology, is_connected, world
-from lightning_sdiloco.compression.kernels import missing_for
+from lightning_sdiloco.algorithm import Fragment, Partition, Settings, partition
+from lightning_sdiloco.comm import GroupLayout, Topology, checked_worker_groups, is_connected, world
+from lightning_sdiloco.compression import missing_for
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.parameters.naming import aliases, clean_name, described, trainable

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import DistStoreError, synchronize
 
-from lightning_sdiloco.comm.topology import is_connected
+from lightning_sdiloco.comm import is_connected
 from lightning_sdiloco.launch.environment import agent_keeps_store
 
 _log = logging.getLogger(__name__)

@@ -7,3 +7,38 @@ collectives past ``comm``, or touch a private name of Lightning that ``host/patc
 
 ``strategy.py`` has every override and no state; [Note: parts of a strategy] there says who owns what.
 """
+
+from lightning_sdiloco.lightning.callback import InnerStepHooks
+from lightning_sdiloco.lightning.checkpoint.files import random_state, set_random_state
+from lightning_sdiloco.lightning.collectives import in_batch
+from lightning_sdiloco.lightning.fit import Distribution
+from lightning_sdiloco.lightning.host.patching import check_class, replace
+from lightning_sdiloco.lightning.launcher import LauncherMixin
+from lightning_sdiloco.lightning.model_format.sharded_model import ShardedModel
+from lightning_sdiloco.lightning.model_format.whole_model import WholeModel
+from lightning_sdiloco.lightning.monitor.monitor import StreamingDiLoCoMonitorMixin
+from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run, read_run
+from lightning_sdiloco.lightning.monitor.timeline import write_timeline
+from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
+from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+
+__all__ = [
+    "Distribution",
+    "InnerStepHooks",
+    "LandingRecord",
+    "LauncherMixin",
+    "Rank",
+    "Run",
+    "ShardedModel",
+    "StreamingDiLoCoMonitorMixin",
+    "WholeModel",
+    "WorkerGroupStrategy",
+    "WorkerGroups",
+    "check_class",
+    "in_batch",
+    "random_state",
+    "read_run",
+    "replace",
+    "set_random_state",
+    "write_timeline",
+]

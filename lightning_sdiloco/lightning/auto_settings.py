@@ -18,13 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.comm.exchange import Exchange
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.parameters.naming import trainable
-from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.planner import LARGEST_SYNC_EVERY, candidates, recommend
-from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.comm import Exchange, Topology
+from lightning_sdiloco.engine import trainable
+from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, recommend
 
 _log = logging.getLogger(__name__)
 

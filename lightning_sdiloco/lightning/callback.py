@@ -3,7 +3,7 @@
 import logging
 from typing import TYPE_CHECKING, Any
 
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine import Landing
 from lightning_sdiloco.lightning.fit import Fit
 from lightning_sdiloco.lightning.host.uneven_data import count_idle_batch, drop_what_not_all_logged, end_epoch
 from lightning_sdiloco.lightning.monitor.monitor import monitors_of

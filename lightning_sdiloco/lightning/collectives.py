@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over the world

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model
-from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import Landing
-from lightning_sdiloco.engine.start import cut
+from lightning_sdiloco.engine import Landing, StreamingDiLoCo, align_model, cut, is_aligned, require_same_model
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer

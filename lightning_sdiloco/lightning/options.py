@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.comm.layout import checked_worker_groups
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.comm import checked_worker_groups
 from lightning_sdiloco.lightning.auto_settings import AutoSettings
 
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable
 from enum import IntFlag
 from typing import Any
 
-from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine import Landing, StreamingDiLoCo
 
 
 class Request(IntFlag):

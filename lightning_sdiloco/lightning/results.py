@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.algorithm import Fragment, Schedule
+from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.auto_settings import Measured
 from lightning_sdiloco.lightning.options import CurrentOptions, Options
 

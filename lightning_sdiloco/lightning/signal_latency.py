@@ -5,7 +5,7 @@ import math
 import time
 from statistics import median
 
-from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.algorithm import Schedule
 
 _log = logging.getLogger(__name__)
 

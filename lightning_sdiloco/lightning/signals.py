@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm import Communicator
 from lightning_sdiloco.lightning.requests import SIGNALLED, Request, Requests
 
 _log = logging.getLogger(__name__)

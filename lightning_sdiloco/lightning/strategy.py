@@ -20,12 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Schedule
+from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
 from lightning_sdiloco.lightning.auto_settings import Measured
 from lightning_sdiloco.lightning.callback import InnerStepHooks

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.agreement import is_aligned
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.engine import is_aligned
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 
-from lightning_sdiloco.comm.exchange import DeviceBackend
-from lightning_sdiloco.comm.exchange.on_device import nccl_on
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.topology import Topology, store, world
-from lightning_sdiloco.engine.agreement import require_same_settings
-from lightning_sdiloco.launch.environment import warn_of_shared_store
-from lightning_sdiloco.launch.failures import Failures
-from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address
-from lightning_sdiloco.launch.reachability import require_reachable
-from lightning_sdiloco.launch.rendezvous import rendezvous
+from lightning_sdiloco.comm import DeviceBackend, GroupLayout, Topology, nccl_on, store, world
+from lightning_sdiloco.engine import require_same_settings
+from lightning_sdiloco.launch import (
+    Failures,
+    exchange_address,
+    for_exchange,
+    group_address,
+    rendezvous,
+    require_reachable,
+    warn_of_shared_store,
+)
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 

@@ -5,3 +5,44 @@ the link, and `Settings`. Out go bytes, memory, compute utilisation, the time of
 absent, and settings. Partition, schedule and wire bytes are those of `algorithm` and `compression`, so that a plan
 cannot contradict a run; only time is a model. Nothing here makes a module, opens a connection or knows the engine.
 """
+
+from lightning_sdiloco.planning import paper, planner
+from lightning_sdiloco.planning.clock import Absence, Times, play
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
+from lightning_sdiloco.planning.paper import TARGETS, Entry, PaperModel
+from lightning_sdiloco.planning.planner import (
+    LARGEST_SYNC_EVERY,
+    MARGIN,
+    TARGET,
+    Plan,
+    Prediction,
+    candidates,
+    recommend,
+)
+from lightning_sdiloco.planning.workload import Groups, Model
+
+__all__ = [
+    "Absence",
+    "DataParallel",
+    "Entry",
+    "Groups",
+    "LARGEST_SYNC_EVERY",
+    "Link",
+    "MARGIN",
+    "Memory",
+    "Method",
+    "Model",
+    "PaperModel",
+    "Plan",
+    "Prediction",
+    "Streaming",
+    "TARGET",
+    "TARGETS",
+    "Times",
+    "candidates",
+    "paper",
+    "planner",
+    "play",
+    "recommend",
+]

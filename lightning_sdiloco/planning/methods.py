@@ -13,10 +13,7 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.control import CONTROL_BYTES
-from lightning_sdiloco.algorithm.reduction import all_reduce_for, final_all_reduce_for
-from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm import CONTROL_BYTES, Schedule, Settings, all_reduce_for, final_all_reduce_for
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming

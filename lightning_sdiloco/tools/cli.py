@@ -13,8 +13,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm import Schedule, Settings
 from lightning_sdiloco.tools.doctor.command import Unwell, doctor
 from lightning_sdiloco.tools.plan.command import plan
 from lightning_sdiloco.tools.report.command import report

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine.offload import OnDevice, OuterStorage
 from lightning_sdiloco.engine.outer.rates import Make as MakeSchedule
 from lightning_sdiloco.engine.outer.rates import Rates

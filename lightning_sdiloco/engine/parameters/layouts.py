@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.algorithm import Fragment
+from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import (
     OuterParameter,

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sdiloco.algorithm.partition import Parameter
+from lightning_sdiloco.algorithm import Parameter
 from lightning_sdiloco.engine.parameters.sharding import reshard
 from lightning_sdiloco.errors import AgreementError
 

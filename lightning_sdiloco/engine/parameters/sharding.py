@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm import Communicator
 
 Runs = list[tuple[int, int]]
 """Positions along one dimension, as half-open ranges ``(start, end)``."""

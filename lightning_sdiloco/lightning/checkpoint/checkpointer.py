@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.parameters.naming import clean_name
-from lightning_sdiloco.engine.restart import Restart, restart_from
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.engine import Restart, StreamingDiLoCo, clean_name, restart_from
 from lightning_sdiloco.lightning.checkpoint import files
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.logged_metrics import load_metrics_state_dict, metrics_state_dict

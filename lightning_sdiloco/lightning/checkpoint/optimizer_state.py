@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local
+from lightning_sdiloco.engine import is_sharded, like, local
 
 
 def own_state(optimizer: Optimizer) -> dict[str, Any]:

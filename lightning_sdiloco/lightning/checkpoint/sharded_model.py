@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.engine.parameters.sharding import local, part_of
+from lightning_sdiloco.comm import Communicator
+from lightning_sdiloco.engine import local, part_of
 
 # Where Lightning keeps what is no tensor.
 _METADATA = "meta.pt"

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.requests import Request, Requests
 

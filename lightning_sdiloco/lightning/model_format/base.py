@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.comm import GroupLayout, Topology
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 
 Checkpoint = dict[str, Any]

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.topology import Topology, mesh_of
-from lightning_sdiloco.engine.agreement import align_model
-from lightning_sdiloco.engine.parameters.sharding import local, ranks_of, reshard
+from lightning_sdiloco.comm import GroupLayout, Topology, mesh_of
+from lightning_sdiloco.engine import align_model, local, ranks_of, reshard
 from lightning_sdiloco.lightning.checkpoint import files, sharded_model
 from lightning_sdiloco.lightning.checkpoint.optimizer_state import own_state, take_up_state
 from lightning_sdiloco.lightning.checkpoint.placement import Placing

@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.agreement import align_model
+from lightning_sdiloco.comm import GroupLayout, Topology
+from lightning_sdiloco.engine import align_model
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat, Save, by_node_or_device

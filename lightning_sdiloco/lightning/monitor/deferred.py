@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.comm.staging import page_locked
+from lightning_sdiloco.comm import page_locked
 
 
 class Deferred:

@@ -8,10 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import Landing
-from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.algorithm import Fragment
+from lightning_sdiloco.engine import Landing, Span, StreamingDiLoCo
 from lightning_sdiloco.lightning.monitor.clocks import ClockOffset, measured, wall_clock
 from lightning_sdiloco.lightning.monitor.deferred import Deferred
 from lightning_sdiloco.lightning.monitor.records import exchange_of, read_run, record_path

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.engine import Span
 
 _NAME = "rank_{:05d}.jsonl"
 

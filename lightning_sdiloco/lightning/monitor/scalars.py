@@ -4,7 +4,7 @@ import math
 import time
 from typing import Any
 
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine import Landing
 
 _PREFIX = "sdiloco/"
 

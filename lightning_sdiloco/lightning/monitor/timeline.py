@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.engine import Span
 from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run
 
 Event = dict[str, Any]

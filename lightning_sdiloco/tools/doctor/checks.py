@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints, advice
+from lightning_sdiloco.launch import BrokenConnection, Endpoints, advice
 from lightning_sdiloco.tools.doctor.links import MeasuredLink
 
 # A direction that is so much slower than the other one has a reason.

@@ -3,10 +3,8 @@
 from datetime import timedelta
 from typing import Literal
 
-from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
-from lightning_sdiloco.launch.interfaces import exchange_address, group_address
-from lightning_sdiloco.launch.reachability import find_broken_connections
-from lightning_sdiloco.launch.rendezvous import rendezvous_at
+from lightning_sdiloco.comm import GroupLayout, checked_worker_groups
+from lightning_sdiloco.launch import exchange_address, find_broken_connections, group_address, rendezvous_at
 from lightning_sdiloco.tools.doctor import checks, links, machine
 from lightning_sdiloco.tools.doctor.launcher import detect_launch
 from lightning_sdiloco.tools.doctor.text import as_json, as_table

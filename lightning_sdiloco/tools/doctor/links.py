@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lightning_sdiloco.launch.reachability import Listener
-from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, try_to_connect
+from lightning_sdiloco.launch import Listener, Rendezvous, reason, try_to_connect
 
 # How long one direction is measured. The second half counts: a connection starts slowly.
 SECONDS = 3.0

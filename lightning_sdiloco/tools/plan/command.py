@@ -10,14 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.naming import trainable
-from lightning_sdiloco.planning import paper, planner
-from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.methods import Method
-from lightning_sdiloco.planning.paper import PaperModel
-from lightning_sdiloco.planning.planner import Plan
-from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.engine import trainable
+from lightning_sdiloco.planning import Groups, Link, Method, Model, PaperModel, Plan, paper, planner
 from lightning_sdiloco.tools.plan.picture import draw
 from lightning_sdiloco.tools.plan.text import plan_as_text, table_4_as_text
 

@@ -8,9 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sdiloco.planning.methods import Memory
-from lightning_sdiloco.planning.paper import TARGETS, Entry
-from lightning_sdiloco.planning.planner import MARGIN, TARGET, Plan, Prediction
+from lightning_sdiloco.planning import MARGIN, TARGET, TARGETS, Entry, Memory, Plan, Prediction
 
 NAMES: Mapping[str, str] = {
     "ddp": "DDP",

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from lightning_sdiloco.lightning.monitor.records import Run, read_run
-from lightning_sdiloco.lightning.monitor.timeline import write_timeline
+from lightning_sdiloco.lightning import Run, read_run, write_timeline
 from lightning_sdiloco.tools.report.page import page
 from lightning_sdiloco.tools.report.pictures import PICTURES, THEMES, drawn
 from lightning_sdiloco.tools.report.verdict import Verdict, judge

@@ -4,7 +4,7 @@ import base64
 from collections.abc import Mapping
 from html import escape
 
-from lightning_sdiloco.lightning.monitor.records import Run
+from lightning_sdiloco.lightning import Run
 from lightning_sdiloco.tools.report import series
 from lightning_sdiloco.tools.report.verdict import Verdict, rate_as_text, seconds_as_text
 

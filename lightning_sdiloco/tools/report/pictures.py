@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sdiloco.lightning.monitor.records import Rank, Run
+from lightning_sdiloco.lightning import Rank, Run
 from lightning_sdiloco.tools.report import series
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from lightning_sdiloco.engine.measurements import Span
-from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run
+from lightning_sdiloco.engine import Span
+from lightning_sdiloco.lightning import LandingRecord, Rank, Run
 
 Curve = list[tuple[float, float]]
 """The points of a line."""

@@ -4,15 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_sdiloco.algorithm.partition import Parameter
-from lightning_sdiloco.algorithm.reduction import kind_of_all_reduce
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm import Parameter, Settings, kind_of_all_reduce
 from lightning_sdiloco.compression import COMPRESSIONS
-from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run
-from lightning_sdiloco.planning import planner
-from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.methods import Streaming
-from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.lightning import LandingRecord, Rank, Run
+from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner
 from lightning_sdiloco.tools.report import series
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_sdiloco.planning.clock import Absence
-from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning import Absence, Link
 from lightning_sdiloco.tools.figures import require_drawable
 from lightning_sdiloco.tools.simulate.configuration import Configuration
 from lightning_sdiloco.tools.simulate.picture import draw

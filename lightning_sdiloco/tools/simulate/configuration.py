@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sdiloco.lightning.host.patching import check_class
-from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
+from lightning_sdiloco.lightning import WorkerGroupStrategy, check_class
 from lightning_sdiloco.tools.simulate.processes import SimulatedRank
 
 # For each distribution our module with its strategy, and the module with its LightningCLI.

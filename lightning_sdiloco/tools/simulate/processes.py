@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.lightning.collectives import in_batch
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.lightning import WorkerGroups, in_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.lightning.checkpoint.files import random_state, set_random_state
-from lightning_sdiloco.lightning.host.patching import replace
+from lightning_sdiloco.lightning import random_state, replace, set_random_state
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.naming import trainable
-from lightning_sdiloco.planning.workload import Model
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.engine import trainable
+from lightning_sdiloco.planning import Model
 from lightning_sdiloco.tools.simulate.configuration import Configuration
 from lightning_sdiloco.tools.simulate.processes import SimulatedRank
 from lightning_sdiloco.tools.simulate.recording import LAST, Validation

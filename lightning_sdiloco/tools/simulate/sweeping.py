@@ -8,12 +8,9 @@ from typing import Any
 
 import yaml
 
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-from lightning_sdiloco.planning.clock import Absence, Times, play
-from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.methods import DataParallel, Streaming
-from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.lightning import WorkerGroupStrategy
+from lightning_sdiloco.planning import Absence, DataParallel, Groups, Link, Model, Streaming, Times, play
 from lightning_sdiloco.tools.simulate.running import Run
 
 Choices = dict[str, Any]

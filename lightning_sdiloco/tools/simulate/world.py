@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.exchange import Exchange
-from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.background import InlineBackground
+from lightning_sdiloco.comm import Communicator, Exchange, Topology
+from lightning_sdiloco.engine import InlineBackground
 
 Until = Callable[[Callable[[], bool]], None]
 
