@@ -175,10 +175,10 @@ class Pipeline:
     def receive(self, snapshot: LaunchSnapshot, averaged: "_Averaged") -> SyncResult:
         """Does the third stage: puts the mean of the whole shard together and makes the outer step."""
         kept, fragment, group = averaged.kept, self._fragments[snapshot.fragment], self._topology.stages[_STEP]
-        gradient, residual, relayed = averaged.mean, fragment.residual, _Traffic(0, 0)
+        gradient, residual, onward = averaged.mean, fragment.residual, _Traffic(0, 0)
         if averaged.second_hop is not None:
             began, posted = time.perf_counter(), [(self._topology.second_hop, averaged.posted)]
-            (payloads,), relayed = self._collect(posted, snapshot, _STEP)
+            (payloads,), onward = self._collect(posted, snapshot, _STEP)
             kept.spans["relay"] = _span(began, gradient.device)
             gradient = kept.all_reduce.assemble(payloads, like=snapshot.gradient)
             residual = averaged.second_hop.residual
@@ -205,8 +205,8 @@ class Pipeline:
             changed=changed,
             counted=averaged.counted,
             gradient_norm=gradient_norm,
-            bytes_sent=averaged.traffic.sent + relayed.sent,
-            bytes_received=averaged.traffic.received + relayed.received,
+            bytes_sent=averaged.traffic.sent + onward.sent,
+            bytes_received=averaged.traffic.received + onward.received,
             spans=kept.spans,
             diagnostics=diagnostics,
         )
