@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from lightning_sdiloco.algorithm.control import Control
 from lightning_sdiloco.errors import AgreementError
 
-# The guard compares a norm with so many before it, and does not act on fewer than that.
+# The guard compares a norm with up to eight earlier ones, and does not act on fewer than four.
 _REMEMBERED, _ENOUGH = 8, 4
 
-# A group that is left out so often in a row will not recover.
+# A group that is left out this many times in a row will not recover.
 _MOST_LEFT_OUT = 3
 
 Norms = Sequence[Sequence[float]]
@@ -33,7 +33,7 @@ class Count(NamedTuple):
 
 
 def plain(controls: Sequence[Control]) -> Count:
-    """Counts every group whose values are finite once."""
+    """Counts once every group whose values are finite."""
     return Count({group: 1.0 for group, control in enumerate(controls) if control.finite})
 
 
@@ -45,8 +45,9 @@ class Aggregation:
     bits everywhere.
 
     Args:
-        clip_norm: Longer outer gradients are scaled down to this norm; None: none is.
-        guard: A group whose norm is more than so many times the median of its last ones is left out; None: none is.
+        clip_norm: Longer outer gradients are scaled down to this norm; with None, none is.
+        guard: A group is left out when its norm is more than this many times the median of its last ones; with None,
+            none is.
 
     Examples:
         >>> long = Control(0, 100, 0, weight=100, digest=0, norm_squared=16.0, changed=0, finite=True)
@@ -83,7 +84,7 @@ class Aggregation:
         if self.guard is None:
             return ()
         far = tuple(group for group in candidates if self._is_far(_norm(controls[group]), norms[group]))
-        # What is far for everyone is a change of the training, and nobody's fault.
+        # If everyone is far off, the training has changed, and no group is at fault.
         return far if len(far) < len(candidates) else ()
 
     def _is_far(self, norm: float, before: Sequence[float]) -> bool:
@@ -95,9 +96,9 @@ class Aggregation:
 
 
 def remembered(norms: Norms, controls: Sequence[Control]) -> list[list[float]]:
-    """Returns the norms to remember once a flight has landed, also those of groups that were left out.
+    """Returns the norms to remember once a flight has landed.
 
-    So the guard accepts a lasting change after some rounds.
+    Groups that the guard left out are among them, so that it accepts a lasting change after some rounds.
 
     Args:
         norms: The norms that were remembered before, by group.
@@ -137,11 +138,11 @@ class Absences:
         self._recovered_at = [0] * groups
 
     def count(self, launched_at: int, landed_at: int, left_out: Sequence[int]) -> None:
-        """Counts one landing.
+        """Counts the absences of one landing.
 
         Args:
             launched_at: The inner step of its launch.
-            landed_at: The inner step now, after which the groups that were left out hold outer values.
+            landed_at: The current inner step, from which on the groups that were left out hold outer values.
             left_out: The groups that were left out.
 
         Raises:
@@ -151,7 +152,7 @@ class Absences:
             if group not in left_out:
                 self._in_a_row[group] = 0
             elif launched_at >= self._recovered_at[group]:
-                # Fragments that were launched before the group recovered tell of the same event.
+                # A fragment that was launched before the group recovered reports the same event again.
                 self._in_a_row[group] += 1
                 self._recovered_at[group] = landed_at
         lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from lightning_sdiloco.algorithm.digest import combined
 
-# What the host knows, and what comes from the device with the outer gradient. The latter is padded so that what follows
-# it in a message is aligned.
+# What the host knows, and what comes from the device with the outer gradient. The device's part is padded so that
+# whatever follows it in a message is aligned.
 _HOST, _DEVICE = struct.Struct("<IIHxxI"), struct.Struct("<qdQB7x")
 
 
 class Control(NamedTuple):
     """The control vector of a rank, or of a group once its ranks are merged.
 
-    It travels in two parts. What the host knows at the launch needs no outer gradient, so it has a way of its own on
-    which it waits for none. The rest goes in front of the payload.
+    It travels in two parts. What the host knows at the launch goes by a route of its own, where it waits for no outer
+    gradient. The rest goes in front of the payload.
 
     Attributes:
         fragment: The fragment that is launched.
@@ -48,7 +48,7 @@ class Control(NamedTuple):
     finite: bool
 
     def packed(self) -> Tensor:
-        """The control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``: the host's part, then the device's."""
+        """Returns the control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``, the host's part first."""
         return torch.frombuffer(bytearray(_HOST.pack(*self[:4]) + _DEVICE.pack(*self[4:])), dtype=torch.uint8)
 
     @staticmethod
@@ -60,7 +60,7 @@ class Control(NamedTuple):
 
     @staticmethod
     def merged(ranks: Sequence["Control"]) -> "Control":
-        """What a group says, from what its ranks say: every shard of a fragment then takes the same decision.
+        """Returns what a group says, given what its ranks say, so that all shards of a fragment decide alike.
 
         Rank 0 of the group speaks for the buffers.
         """

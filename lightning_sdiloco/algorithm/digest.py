@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-# Values that are weighed at once: bounds the scratch memory to a few megabytes.
+# How many words are weighed at once: limits the scratch memory to a few megabytes.
 _CHUNK = 1 << 18
 _ROW = 1 << 9
 
 
 def digest(values: Tensor, start: int = 0) -> int:
-    """The digest of a tensor: the sum of its words, each weighed by its position, modulo 2**64.
+    """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo 2**64.
 
     Digests of consecutive shards add up to the digest of the whole, so that a group can combine those of its ranks.
 
@@ -37,10 +37,11 @@ def digest(values: Tensor, start: int = 0) -> int:
 
 
 def _weighed(words: Tensor, start: int) -> int:
-    """The sum of words times their weights, twice the position plus 1.
+    """Returns the sum of all words, each times its weight: twice its position plus 1.
 
-    An odd weight is invertible modulo 2**64: no change of a single word goes unseen. Sums over rows and columns, which
-    are cheaper than so many products, know the position: that of a row and that in it.
+    An odd weight is invertible modulo 2**64, so no change of a single word goes unseen. The position of a word is that
+    of its row plus that within the row, so it is enough to weigh the sums of rows and of columns. That is cheaper than
+    a product for every word.
     """
     whole = words.numel() // _ROW * _ROW
     total = 0
@@ -52,7 +53,7 @@ def _weighed(words: Tensor, start: int) -> int:
 
 
 def combined(digests: list[int]) -> int:
-    """The digest of a whole from the digests of its shards."""
+    """Returns the digest of a whole, given the digests of its shards."""
     return _wrapped(sum(digests))
 
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 # The most fragments of a model in which no repeated blocks are found: as many as the paper's 1B model has.
 _MOST_FRAGMENTS_WITHOUT_BLOCKS = 8
 
-# Two blocks repeat each other when they share at least this part of the names of the smaller one: a stage of a ResNet
-# starts with a block that has a shortcut of its own, and some layers of a transformer may have experts.
+# Two blocks are alike when they share at least this part of the names of the smaller one. They need not be the same: a
+# stage of a ResNet starts with a block that has a shortcut of its own, and some layers of a transformer have experts.
 _ALIKE = 0.5
 
 
 class Parameter(NamedTuple):
-    """What the partition has to know of a trainable parameter.
+    """What the partition has to know about a trainable parameter.
 
     Attributes:
         name: Its name as in ``named_parameters()``.
@@ -69,17 +69,17 @@ def partition(
 
     ``"strided"`` and ``"sequential"`` look for repeated blocks and put ``layers_per_fragment`` of them into a fragment:
     interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. What stands outside the blocks
-    (embeddings, head, last norm) forms fragments of its own, none larger than the largest fragment of blocks unless a
-    single tensor is. ``"balanced"`` distributes the tensors over fragments of equal size.
+    (embeddings, head, last norm) forms fragments of its own. None of these is larger than the largest fragment of
+    blocks, unless a single tensor is. ``"balanced"`` distributes the tensors over fragments of equal size.
 
     Args:
         parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
         fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns, one list
             for each fragment.
-        layers_per_fragment: Repeated blocks in a fragment, at most; of no effect on patterns.
+        layers_per_fragment: Most repeated blocks in a fragment; has no effect on patterns.
         aliases: Further names of tied parameters, each with the name under which the parameter is in ``parameters``.
-        frozen: Names of the parameters that are not trainable. A pattern may match them only, for the time when they
-            are; what then has no parameters is no fragment.
+        frozen: Names of the parameters that are not trainable. A pattern may match nothing but these, because they may
+            become trainable later; a list that matches no trainable parameter makes no fragment.
 
     Returns:
         The fragments. Every parameter is in exactly one of them.
@@ -113,7 +113,7 @@ def partition(
 
 
 def check_fragments(fragments: Any) -> None:
-    """Refuses what cannot be a choice of fragments, whatever the model.
+    """Raises an error for what cannot be a choice of fragments, whatever the model.
 
     Args:
         fragments: What a user gave.
@@ -145,9 +145,9 @@ def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
     """Finds the repeated blocks of a model from the names of its parameters.
 
     A stack is a module whose children are numbered, as those of ``nn.ModuleList`` and ``nn.Sequential`` are. It counts
-    when at least two of its children are alike and these hold at least half of its parameters; the alike children of
-    the outermost stacks that count are the blocks. A child that holds nothing but vectors, such as a normalisation
-    between two linear layers, belongs to the block before it.
+    when at least two of its children are alike and these hold at least half of its parameters. The blocks are the
+    children that are alike in the outermost stacks that count. A child that holds nothing but vectors, such as a
+    normalisation between two linear layers, belongs to the block before it.
 
     Args:
         parameters: The parameters of the model in the order of ``named_parameters()``.
@@ -195,7 +195,7 @@ def _children(prefix: str, names: list[str]) -> dict[str, list[str]]:
 
 
 def _repeated(prefix: str, numbered: dict[str, list[str]]) -> set[str]:
-    """The children that are alike, if at least two are and they hold at least half of the parameters."""
+    """Returns the children that are alike, if there are at least two and they hold at least half of the parameters."""
     inner = {child: {name[len(prefix) + len(child) + 1 :] for name in names} for child, names in numbered.items()}
     alike = [{other for other in inner if _similarity(inner[child], inner[other]) >= _ALIKE} for child in inner]
     most = max(alike, key=lambda children: sum(len(inner[child]) for child in children), default=set())
@@ -226,7 +226,7 @@ def _by_blocks(
 
 
 def _packed(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
-    """Consecutive runs of parameters, each at most ``limit`` bytes unless a single tensor is larger."""
+    """Packs parameters into consecutive runs of at most ``limit`` bytes, unless a single tensor is larger."""
     runs: list[list[Parameter]] = []
     for parameter in parameters:
         if not runs or _nbytes(runs[-1]) + parameter.nbytes > limit:
@@ -242,7 +242,7 @@ def _count_without_blocks(parameters: Sequence[Parameter]) -> int:
 
 
 def _balanced(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ...]:
-    """Largest tensor first, each into the fragment that is smallest so far."""
+    """Puts each tensor, the largest first, into the fragment that is smallest so far."""
     members: list[list[int]] = [[] for _ in range(min(count, len(parameters)))]
     sizes = [0] * len(members)
     for index in sorted(range(len(parameters)), key=lambda i: (-parameters[i].nbytes, i)):

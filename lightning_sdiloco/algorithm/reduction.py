@@ -1,7 +1,7 @@
 """How encoded outer gradients become their mean in every group: who encodes what for whom, and who sums it.
 
-Pure arithmetic on payloads; how they travel is the business of `comm.exchange`. In one hop every group sends its whole
-shard to every other one. In two, each group sums one part of the shard and sends the mean of it on, in a second hop.
+This is pure arithmetic on payloads; how they travel is the business of `comm.exchange`. In one hop, every group sends
+its whole shard to every other one. In two hops, each group sums one part of the shard and then sends its mean to all.
 """
 
 from abc import ABC, abstractmethod
@@ -58,7 +58,7 @@ class AllReduce(ABC):
         self._kernels = kernels
 
     def at(self, step: int) -> "AllReduce":
-        """Returns the all-reduce of a launch after an inner step: itself, unless chance picks what is sent then."""
+        """Returns the all-reduce for the launch after an inner step: itself, unless chance picks what is sent."""
         compression = self.compression.at(step)
         if compression is self.compression:
             return self
@@ -66,7 +66,7 @@ class AllReduce(ABC):
 
     @abstractmethod
     def part_numel(self, numel: int) -> int:
-        """Returns the number of values that a group sends to each other one, of a shard of ``numel``."""
+        """Returns how many values of a shard of ``numel`` a group sends to each other group."""
 
     @abstractmethod
     def encode(self, gradient: Tensor, memory: Tensor | None) -> Encoded:
@@ -79,7 +79,7 @@ class AllReduce(ABC):
 
     @abstractmethod
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop | None:
-        """Encodes the mean of the part of this group for all groups; returns None if the part is the whole shard.
+        """Encodes the mean of this group's part for all groups; returns None if the part is the whole shard.
 
         Args:
             mean: The mean of what all groups sent to this one.
@@ -88,7 +88,7 @@ class AllReduce(ABC):
 
     @abstractmethod
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Returns the mean of a whole shard from the second hops of all groups.
+        """Assembles the mean of a whole shard from the second hops of all groups.
 
         Args:
             payloads: What each group sent in its second hop.
@@ -96,7 +96,7 @@ class AllReduce(ABC):
         """
 
     def mean(self, payloads: Sequence[Tensor], count: Count, like: Tensor) -> Tensor:
-        """Returns the float32 mean of the groups that count, summed in their order so that all get the same bits.
+        """Returns the float32 mean of the groups that count, summed in their order, so that all get the same bits.
 
         Args:
             payloads: What every group sent to this one.
@@ -108,7 +108,7 @@ class AllReduce(ABC):
 
     @abstractmethod
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Decodes what this group sends, as the other groups will.
+        """Decodes what this group sends, just as the other groups will.
 
         Args:
             payloads: The payload for each group.
@@ -122,7 +122,7 @@ class AllReduce(ABC):
         residuals: Sequence[Tensor | None],
         count: Count,
     ) -> Tensor:
-        """Computes the mean that all groups would get, in one process that has everything.
+        """Computes, in one process that has everything, the mean that all groups would get.
 
         Args:
             gradients: The outer gradient of a shard in every group.
@@ -154,7 +154,7 @@ class AllReduce(ABC):
 
 
 class OneShot(AllReduce):
-    """Every group sends its whole shard to every other one, and each sums all of it."""
+    """Lets every group send its whole shard to every other one and sum all of it."""
 
     @override
     def part_numel(self, numel: int) -> int:
@@ -185,10 +185,10 @@ class OneShot(AllReduce):
 
 
 class TwoShot(AllReduce):
-    """Every group sums one part of the shard and sends the mean of it to all others, encoded again.
+    """Lets every group sum one part of the shard and send its mean, encoded again, to all others.
 
     What the second rounding loses is treated as error feedback treats the first: the group that computes the mean adds
-    it to the next one. All groups decode the bytes that were sent, the sender included.
+    the loss to the next one. All groups, the sender included, decode the bytes that were sent.
     """
 
     @override
@@ -235,10 +235,10 @@ _BY_NAME: dict[str, type[AllReduce]] = {"gather": OneShot, "two_shot": TwoShot}
 
 
 def check_exchange(exchange: Any) -> None:
-    """Refuses what is not the name of an exchange.
+    """Raises an error for what is not the name of an exchange.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not one.
     """
     if exchange != "auto" and exchange not in _BY_NAME:
         raise ValueError(
@@ -248,11 +248,11 @@ def check_exchange(exchange: Any) -> None:
 
 
 def kind_of_all_reduce(exchange: str, groups: int, compression: Compression) -> type[AllReduce]:
-    """Returns the kind of all-reduce that the name of an exchange means.
+    """Returns the kind of all-reduce that an exchange of this name stands for.
 
-    ``"auto"`` is the one that sends fewer bytes: two shots for more than two groups. For two groups both send the same,
-    and one shot rounds once. Where the mean has more values than fit into a payload it is one shot as well: most of the
-    mean would have to wait for later ones.
+    ``"auto"`` means the kind that sends fewer bytes: two shots for more than two groups. For two groups it means one
+    shot: both kinds send the same, and one shot rounds only once. It means one shot, too, where the mean has more
+    values than fit into a payload: with two shots most of the mean would have to wait for later ones.
     """
     if exchange == "auto":
         return TwoShot if groups > 2 and compression.suits_sums() else OneShot
@@ -262,20 +262,20 @@ def kind_of_all_reduce(exchange: str, groups: int, compression: Compression) -> 
 def all_reduce_for(
     exchange: str, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER
 ) -> AllReduce:
-    """Makes the all-reduce that an exchange stands for. `AllReduce.at` gives that of a single launch.
+    """Makes the all-reduce that an exchange stands for. `AllReduce.at` returns the one for a single launch.
 
     Args:
         exchange: Name of the exchange.
         groups: Number of worker groups.
         compression: How outer gradients are encoded.
         mixing: Share of the local parameters that is kept on landing.
-        kernels: What encodes and takes the means.
+        kernels: What encodes and computes the means.
     """
     return kind_of_all_reduce(exchange, groups, compression)(groups, compression, mixing, kernels)
 
 
 def final_all_reduce_for(groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER) -> AllReduce:
-    """Makes the all-reduce of the final exchange, after which nothing could make up for a second rounding.
+    """Makes the all-reduce of the final exchange, after which nothing can make up for a second rounding.
 
     The arguments are those of `all_reduce_for`.
     """

@@ -25,8 +25,8 @@ class Schedule:
     """The schedule of Streaming DiLoCo, Algorithm 2 of https://arxiv.org/abs/2501.18512.
 
     Fragment ``p`` of ``P``, counted from 0, has the offset ``floor(p * H / P)``. It launches after inner step ``t``
-    when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has done ``H`` steps of its own, and
-    lands ``overlap_steps`` later.
+    when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has done ``H`` steps of its own. It lands
+    ``overlap_steps`` later.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
@@ -52,26 +52,26 @@ class Schedule:
     fragments: int
 
     def offset(self, fragment: int) -> int:
-        """Inner steps by which the launches of a fragment are shifted (t_p in the paper)."""
+        """Returns the number of inner steps by which the launches of a fragment are shifted (t_p in the paper)."""
         return fragment * self.sync_every // self.fragments
 
     def launches(self, step: int) -> tuple[int, ...]:
-        """The fragments that launch after inner step ``step``, in order."""
+        """Returns the fragments that launch after inner step ``step``, in order."""
         return tuple(p for p in range(self.fragments) if self._launches(p, step))
 
     def landings(self, step: int) -> tuple[int, ...]:
-        """The fragments that land after inner step ``step``, in the order of their launch."""
+        """Returns the fragments that land after inner step ``step``, in the order of their launch."""
         return self.launches(step - self.overlap_steps)
 
     def round(self, step: int) -> int:
-        """How many launches of fragment 0 have landed by inner step ``step``: the outer step that users see."""
+        """Returns how many launches of fragment 0 have landed by inner step ``step``: the outer step that users see."""
         return max(0, (step - self.overlap_steps) // self.sync_every)
 
     def longest_wait(self, since: int = 0) -> int:
-        """How many inner steps pass at most until what is asked has travelled with the next launch and landed.
+        """Returns how many inner steps it takes at most until a request has travelled with the next launch and landed.
 
         Args:
-            since: The inner step after which it may be asked, and from then on after any.
+            since: The first inner step after which the request may be made; it may also be made after any later one.
 
         Examples:
             >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=4)
@@ -83,18 +83,18 @@ class Schedule:
         return max(b - a for a, b in pairwise([since, *sorted(t for t in launches if t > since)])) + self.overlap_steps
 
     def events(self, first: int, last: int) -> Iterator[Event]:
-        """The inner steps from ``first`` to ``last``, both included, after which something launches or lands."""
+        """Yields the inner steps from ``first`` to ``last``, both included, after which something launches or lands."""
         for step in range(first, last + 1):
             event = Event(step, self.launches(step), self.landings(step))
             if event.launches or event.landings:
                 yield event
 
     def table(self, first: int = 1, last: int | None = None) -> str:
-        """The schedule as text, one line for each inner step after which something launches or lands.
+        """Returns the schedule as text, one line for each inner step after which something launches or lands.
 
         Args:
             first: First inner step of the table.
-            last: Last inner step of the table. By default the end of the second round.
+            last: Last inner step of the table; by default the end of the second round.
 
         Returns:
             The table, with the columns step, launches, lands.

@@ -13,14 +13,14 @@ from lightning_sdiloco.algorithm.reduction import check_exchange
 from lightning_sdiloco.compression import Compression, resolve
 
 OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
-"""From the flat float32 shards, one per fragment, to a torch optimizer."""
+"""Takes the flat float32 shards, one per fragment, and returns a torch optimizer."""
 
 OuterLRSchedule = Callable[[Optimizer], LRScheduler]
-"""From the outer optimizer to a torch scheduler that is stepped once a round."""
+"""Takes the outer optimizer and returns a torch scheduler that is stepped once a round."""
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-# A run that is resumed with others of these goes on as it was until it ends.
+# A run that is resumed with other values of these trains on exactly as before, up to its end.
 _MAY_CHANGE = ("final_sync", "offload", "timeout")
 
 
@@ -144,7 +144,7 @@ class Settings:
 
     @property
     def codec(self) -> Compression:
-        """The compression itself, also where it was given by name."""
+        """The compression itself, even if it was given by name."""
         return resolve(self.compression)
 
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
@@ -157,7 +157,7 @@ class Settings:
         for name in ("outer_optimizer", "outer_lr_schedule"):
             made_by = getattr(self, name)
             if made_by is not None:
-                # The repr of a callable holds an address. What it makes is compared when the shards are known.
+                # The repr of a callable holds an address. What it makes is compared once the shards are known.
                 texts[name] = getattr(made_by, "__qualname__", type(made_by).__name__)
         return texts
 

@@ -10,12 +10,12 @@ from lightning_sdiloco.comm.staging import to_device, to_host
 
 
 class Communicator:
-    """Gathers and broadcasts among some ranks. One rank alone needs no process group.
+    """Gathers and broadcasts among some ranks. A single rank needs no process group.
 
     A communicator belongs to one thread: collectives of one process group must be issued in the same order everywhere.
 
     Args:
-        process_group: The ranks, or None for one rank alone.
+        process_group: The ranks, or None for a single rank.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -25,7 +25,7 @@ class Communicator:
         self._on_host = process_group is not None and dist.get_backend(process_group) == "gloo"
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in the order of the ranks. All must have the same shape and dtype."""
+        """Returns the tensors of all ranks, in the order of the ranks. All must have the same shape and dtype."""
         if self.size == 1:
             return [tensor]
         sent = self._staged(tensor).contiguous()
@@ -34,7 +34,7 @@ class Communicator:
         return [to_device(part, tensor.device) for part in received]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The picklable objects of all ranks, in the order of the ranks."""
+        """Returns the picklable objects of all ranks, in the order of the ranks."""
         if self.size == 1:
             return [value]
         values = [None] * self.size

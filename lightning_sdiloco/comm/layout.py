@@ -45,7 +45,7 @@ class GroupLayout:
         return rank // self.group_size
 
     def group_rank_of(self, rank: int) -> int:
-        """Returns the number of a rank in its group, which is that of the shard that it exchanges."""
+        """Returns the number of a rank in its group, which is also the number of the shard that it exchanges."""
         return rank % self.group_size
 
     def worker_group_ranks(self) -> list[list[int]]:
@@ -58,7 +58,7 @@ class GroupLayout:
 
 
 def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
-    """Returns a number of worker groups, or ``"auto"``, as it was given.
+    """Returns its argument, if it is a possible number of worker groups or ``"auto"``.
 
     Raises:
         ValueError: If it is neither.

@@ -1,25 +1,25 @@
-"""Between an accelerator and its host: copies through page-locked memory, which neither of them has to wait for."""
+"""Copies between an accelerator and its host, through page-locked memory."""
 
 import torch
 from torch import Tensor
 
 
 def page_locked(values: Tensor, device: torch.device) -> Tensor:
-    """Memory of the host for what a tensor holds, which a device reaches by itself; any content.
+    """Returns uninitialised host memory for what a tensor holds, which a device can reach by itself.
 
     Args:
         values: A tensor on any device.
-        device: The device that is to reach it.
+        device: The device that is to reach the memory.
     """
-    # What is freed is kept for the next of its size: locking pages takes longer than a copy.
+    # torch keeps what is freed for the next tensor of that size: locking pages takes longer than a copy.
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type != "cpu")
 
 
 def to_host(values: Tensor) -> Tensor:
-    """What a tensor holds, in the memory of the host. The calling thread waits for it, the accelerator does not.
+    """Copies a tensor to the host. The calling thread waits for the copy, the accelerator does not.
 
     Args:
-        values: A tensor on any device. One that is on the host is returned as it is.
+        values: A tensor on any device. One that is on the host already is returned as it is.
     """
     if values.device.type == "cpu":
         return values
@@ -29,10 +29,10 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """What a tensor holds, on a device, for what the calling thread gives the device from here on. Waits for nothing.
+    """Copies a tensor to a device without waiting; only what this thread gives the device from now on may use it.
 
     Args:
-        values: A tensor on any device. One that is there is returned as it is.
+        values: A tensor on any device. One that is there already is returned as it is.
         device: The device.
     """
     return values.to(device, non_blocking=True)

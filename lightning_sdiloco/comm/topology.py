@@ -18,23 +18,23 @@ from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, Direc
 from lightning_sdiloco.comm.layout import GroupLayout
 
 STAGES = 3
-"""Stages of a flight, each of which has the ranks of its group to itself."""
+"""Stages of a flight. Each has a communicator of its own among the ranks of the group."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """All that a rank knows of the others: the only door to the network.
+    """All that a rank knows about the others: the only door to the network.
 
     Attributes:
         num_groups: Number of worker groups (M in the paper).
         group_index: The worker group of this rank.
         group_size: Number of ranks in a group, each of which exchanges one shard of a fragment.
-        group_rank: This rank in its group; it exchanges the shard of that number.
-        world: All ranks; used before training starts only.
-        peers: The ranks with the same shard, one of each group; used before training starts only.
+        group_rank: The number of this rank in its group; it exchanges the shard of that number.
+        world: All ranks; used only before training starts.
+        peers: The ranks with the same shard, one of each group; used only before training starts.
         in_group: The ranks of this group; for the training thread.
         stages: The ranks of this group, once for each stage of the background.
-        control: The exchange for control vectors, which wait behind no outer gradient there.
+        control: The exchange for control vectors, where they wait behind no outer gradient.
         exchange: The exchange for outer gradients. What was launched first travels first.
         second_hop: The exchange for the means of the second hop.
         background: Runs the stages of flights, made for a device; None lets the engine make its own.
@@ -88,7 +88,7 @@ class Topology:
 
         Args:
             layout: The worker groups.
-            timeout: Bound of one flight.
+            timeout: How long one flight may take.
             joining: The context in which process groups between worker groups are made.
             on_device: What carries outer gradients and the means of the second hop from device to device; by default
                 they go through the hosts, over gloo.
@@ -110,7 +110,7 @@ class Topology:
         on_device: DeviceBackend | None,
     ) -> "Topology":
         rank = dist.get_rank()
-        # Twice the bound of a flight: in a group, a rank whose own exchange went well waits for one whose did not.
+        # Twice the bound of a flight: a rank whose own exchange went well waits for one of its group whose did not.
         in_group = Communicator(_own(rank, layout.worker_group_ranks(), None, timeout))
         stages = tuple(
             Communicator(_own(rank, layout.worker_group_ranks(), "gloo", 2 * timeout)) for _ in range(STAGES)
@@ -141,8 +141,8 @@ _made: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology] = {}
 def _settle_at_exit() -> None:
     """Gives gloo's threads a moment when the interpreter ends.
 
-    A thread of gloo drops the tensors of a collective shortly after the collective has returned. If that is the last
-    collective of the process and the interpreter is gone by then, the process aborts after everything else went well.
+    A thread of gloo drops the tensors of a collective shortly after the collective has returned. If the interpreter is
+    gone by then, as may happen after the last collective of a process, the process aborts although all went well.
     """
     atexit.register(time.sleep, 0.2)
 
@@ -150,13 +150,13 @@ def _settle_at_exit() -> None:
 def mesh_of(layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta) -> Any:
     """Makes a mesh of the ranks of this group, once for each shape. All ranks must call it.
 
-    The process groups of all worker groups are made in the same order, as those of a mesh over the world.
+    It is a part of a mesh over the world, so that all ranks make all process groups in the same order.
 
     Args:
         layout: The worker groups.
         device: Type of the devices.
         data_parallel: Size of the first dimension.
-        tensor_parallel: Size of the second.
+        tensor_parallel: Size of the second dimension.
         timeout: How long a collective may take.
     """
     shape = (layout.worker_groups, data_parallel, tensor_parallel)
@@ -185,7 +185,7 @@ def world() -> Communicator:
 
 
 def store() -> Any:
-    """Returns the store of the default process group, for the message of a rank that fails; None if there is none."""
+    """Returns the store of the default process group, where a rank that fails leaves word; None if there is none."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
@@ -203,9 +203,9 @@ def _exchanges(
     both = process_group("gloo")
     if on_device is None:
         up, down = process_group("gloo"), process_group("gloo")
-        # The second hop uses the connections of the first: one that has just carried something is at its best.
+        # The second hop uses the connections of the first: a connection is fastest just after it has carried something.
         return DirectExchange(both, both), DirectExchange(up, down), DirectExchange(up, down, tag=1)
-    # One each: outer gradients and means are posted by two threads, in an order that may differ between ranks.
+    # One for each hop: two threads post outer gradients and means, in an order that may differ between ranks.
     on_devices = [DeviceExchange(process_group(on_device.name), on_device.device) for _ in range(2)]
     for one in on_devices:
         one.meet(time.monotonic() + timeout.total_seconds())
@@ -213,6 +213,6 @@ def _exchanges(
 
 
 def _own(rank: int, all_ranks: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
-    """Makes a process group of every list of ranks, as all ranks must, and returns that of this rank."""
+    """Makes a process group of every list of ranks, as all ranks must, and returns the one of this rank."""
     made = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in all_ranks]
     return next(group for group, ranks in zip(made, all_ranks, strict=True) if rank in ranks)

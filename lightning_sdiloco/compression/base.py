@@ -17,16 +17,16 @@ class BlockCodec(Protocol):
         """Returns the size in bytes of the payload of ``numel`` values."""
 
     def pad(self, values: Tensor) -> Tensor:
-        """Pads float32 values to whole blocks; runs eagerly."""
+        """Pads float32 values to whole blocks. It always runs eagerly."""
 
     def encode_padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scales and the codes of whole blocks; is compiled."""
+        """Encodes whole blocks and returns their scales and codes. It is compiled."""
 
     def split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Splits a payload into scales and codes, as `encode_padded` returned them; runs eagerly."""
+        """Splits a payload into scales and codes, as `encode_padded` returned them. It always runs eagerly."""
 
     def decode_padded(self, scales: Tensor, codes: Tensor) -> Tensor:
-        """Returns the float32 values of whole blocks, one row for each block; is compiled."""
+        """Decodes whole blocks and returns their float32 values, one row for each block. It is compiled."""
 
 
 class Compression(ABC):
@@ -34,8 +34,8 @@ class Compression(ABC):
 
     A compression is a choice and holds no memory: instances are immutable, compare by value and contain no tensors.
     What must be remembered from one launch to the next is kept by the engine.
-    Encoding and decoding use only integer and correctly rounded operations, so that all groups that decode the same
-    bytes get the same bits.
+    Encoding and decoding use only integer operations and correctly rounded ones, so that all groups that decode the
+    same bytes get the same bits.
     """
 
     def __repr__(self) -> str:
@@ -70,8 +70,8 @@ class Compression(ABC):
     def blocks(self) -> BlockCodec | None:
         """Returns this compression as functions of whole blocks, which are compiled on CUDA.
 
-        None, the default, means that `encode` and `decode` run eagerly. Subclasses of `Blockwise` return themselves;
-        one that wraps another compression and encodes exactly as that one does passes this on.
+        None, the default, means that `encode` and `decode` run eagerly. Subclasses of `Blockwise` return themselves. A
+        compression that wraps another one and encodes exactly as it does returns the blocks of that one.
         """
         return None
 
@@ -86,19 +86,19 @@ class Compression(ABC):
     def suits_sums(self) -> bool:
         """Returns whether the mean of several groups can be sent in a payload of the same size.
 
-        False where every group sends values of its own choice: their mean has more of them than fit into a payload.
+        False where every group sends values of its own choice: the mean has more values than fit into a payload.
         """
         return True
 
     def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
-        """Returns what encoding lost and has to be added to the next values.
+        """Returns what encoding lost and what must therefore be added to the next values.
 
-        The local parameters keep the share ``mixing`` of what was not sent, and the next outer gradient contains that
-        share: it is left out here.
+        The local parameters keep the share ``mixing`` of what was not sent. That share is left out here, since the next
+        outer gradient contains it.
 
         Args:
             values: What was to be sent, float32.
-            memory: The residual of earlier launches that was added to it before it was encoded, if any.
+            memory: The residual of earlier launches that was added to the values before they were encoded, if any.
             payload: The encoded sum.
             mixing: Share of the local parameters that is kept on landing.
 
@@ -117,7 +117,7 @@ class Compression(ABC):
 
         Args:
             gradient: The outer gradient, float32.
-            memory: What was added to it before it was encoded, if anything.
+            memory: What was added to the gradient before it was encoded, if anything.
             payload: The encoded sum.
             mixing: Share of the local parameters that is kept on landing.
 

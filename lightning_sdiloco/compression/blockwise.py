@@ -18,7 +18,7 @@ from lightning_sdiloco.compression.base import BlockCodec, Compression
 
 
 class Scratch:
-    """Working memory that is reused for one chunk after another: allocating costs more than the arithmetic.
+    """Working memory that is reused for each chunk in turn: allocating it anew would cost more than the arithmetic.
 
     Args:
         device: The device of the memory.
@@ -38,8 +38,8 @@ class Scratch:
 class Blockwise(Compression):
     """Writes one scale per block, and codes that do not straddle bytes.
 
-    A subclass names its format and encodes and decodes whole blocks of it, with operations that torch.compile can
-    trace. Where it cannot, or where the compiled form does not give the bits of the eager one, the compression runs
+    A subclass names its format, and encodes and decodes whole blocks with operations that torch.compile can trace. If
+    torch.compile cannot trace them, or if the compiled form gives other bits than the eager one, the compression runs
     eagerly and a warning says why.
 
     Attributes:
@@ -70,7 +70,7 @@ class Blockwise(Compression):
         """Encodes whole blocks.
 
         Args:
-            values: Contiguous float32 tensor of shape ``(blocks * block,)``. It must not be written to.
+            values: Contiguous float32 tensor of shape ``(blocks * block,)``, which must not be written to.
             scratch: Working memory. The results may be views of it.
 
         Returns:
@@ -97,7 +97,7 @@ class Blockwise(Compression):
             numel: Number of values, at least 1.
 
         Returns:
-            The bytes of a scale for each block, the last one perhaps partial, and a byte for each ``8 / bits`` values.
+            The bytes of a scale for each block, also for a partial one, and a byte for each ``8 / bits`` values.
         """
         return self._scale_bytes(numel) + -(-numel * self.bits // 8)
 
@@ -106,8 +106,8 @@ class Blockwise(Compression):
         """Encodes values as one scale per block and one code per value.
 
         Args:
-            values: Contiguous float32 tensor of shape ``(numel,)``. A block with a non-finite value is encoded as
-                anything, without an effect on the others.
+            values: Contiguous float32 tensor of shape ``(numel,)``. A block with a non-finite value may be encoded as
+                anything; the other blocks are not affected.
 
         Returns:
             The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
@@ -155,11 +155,11 @@ class Blockwise(Compression):
         return _pad(values, self.block)
 
     def encode_padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scales and the codes of whole blocks, in memory of their own."""
+        """Encodes whole blocks and returns their scales and codes, in memory of their own."""
         return self.encode_blocks(values, Scratch(values.device))
 
     def split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Returns the scales and the codes of whole blocks, as `encode_blocks` returned them.
+        """Splits a payload into the scales and the codes of whole blocks, as `encode_blocks` returned them.
 
         Args:
             payload: Contiguous uint8 tensor of shape ``(wire_bytes(numel),)``.
@@ -169,7 +169,7 @@ class Blockwise(Compression):
         return scales, _pad(codes, self.block * self.bits // 8)
 
     def decode_padded(self, scales: Tensor, codes: Tensor) -> Tensor:
-        """Returns the values of whole blocks, float32 of shape ``(blocks, block)``."""
+        """Decodes whole blocks and returns their values, float32 of shape ``(blocks, block)``."""
         out = torch.empty(len(scales), self.block, device=scales.device)
         self.decode_blocks(scales, codes, out, Scratch(scales.device))
         return out
@@ -186,7 +186,7 @@ class Blockwise(Compression):
 def chunk_length(device: torch.device) -> int:
     """Returns how many values to handle at a time.
 
-    On a CPU as many as stay in the cache (4 MiB), elsewhere enough to hide the launch of a kernel.
+    On a CPU these are as many as stay in the cache (4 MiB), elsewhere enough to hide the launch of a kernel.
     """
     return 1 << 20 if device.type == "cpu" else 1 << 23
 
@@ -197,7 +197,7 @@ def from_bfloat16_bits(bits: Tensor) -> Tensor:
 
 
 def pack_pairs(codes: Tensor, scratch: Scratch) -> Tensor:
-    """Packs four-bit codes, one to a byte, two to a byte. The input is overwritten."""
+    """Packs four-bit codes, given one to a byte, two to a byte. The input is overwritten."""
     if torch.compiler.is_compiling():
         # A view as wider words would break the fusion.
         low, high = codes.view(torch.uint8).view(-1, 2).unbind(1)
@@ -209,7 +209,7 @@ def pack_pairs(codes: Tensor, scratch: Scratch) -> Tensor:
 
 
 def pack_quads(codes: Tensor, scratch: Scratch) -> Tensor:
-    """Packs two-bit codes, one to a byte, four to a byte."""
+    """Packs two-bit codes, given one to a byte, four to a byte."""
     if torch.compiler.is_compiling():
         first, second, third, fourth = codes.view(torch.uint8).view(-1, 4).unbind(1)
         return first | second << 2 | third << 4 | fourth << 6
@@ -222,7 +222,7 @@ def pack_quads(codes: Tensor, scratch: Scratch) -> Tensor:
 
 
 def sign_bits(values: Tensor, bit: int, scratch: Scratch) -> Tensor:
-    """Returns bytes that hold the sign of each value at a bit, and zeros elsewhere."""
+    """Returns a byte for each value, with the sign of the value at a given bit and zeros elsewhere."""
     work = scratch.take("work", len(values), torch.int32)
     torch.bitwise_right_shift(values.view(torch.int32), 31 - bit, out=work)
     return scratch.take("signs", len(values), torch.uint8).copy_(work).bitwise_and_(1 << bit)
@@ -239,12 +239,12 @@ def look_up(codes: Tensor, make_table: Callable[[torch.device], Tensor], scratch
 
     Args:
         codes: The bytes.
-        make_table: Makes the table of a device: 256 words of any dtype, each the bits of the values of one byte. It is
-            a function with a cache, which torch.compile cannot trace.
+        make_table: Makes the table for a device: 256 words of any dtype, each with the bits of the values of one byte.
+            It is a function with a cache, which torch.compile cannot trace.
         scratch: Working memory.
 
     Returns:
-        Flat float32 tensor, in the order of the bytes, with as many values for each as fit into a word of the table.
+        Flat float32 tensor, in the order of the bytes. Each byte gives as many values as fit into a word of the table.
     """
     if torch.compiler.is_compiling():
         table = make_table.__wrapped__(codes.device)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ class Float32(Compression):
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """The exact size in bytes of the payload of ``numel`` values: four each."""
+        """Returns the exact size in bytes of the payload of ``numel`` values: four bytes each."""
         return 4 * numel
 
     @override
@@ -53,7 +53,7 @@ class Float32(Compression):
 class BFloat16(Compression):
     """Rounds to bfloat16, to nearest and ties to even: 16 bits a value.
 
-    A finite value beyond the largest bfloat16 (3.39e38) becomes that one, not infinity.
+    A finite value beyond the largest bfloat16 (3.39e38) becomes that largest value, not infinity.
 
     Examples:
         >>> import torch
@@ -65,7 +65,7 @@ class BFloat16(Compression):
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """The exact size in bytes of the payload of ``numel`` values: two each."""
+        """Returns the exact size in bytes of the payload of ``numel`` values: two bytes each."""
         return 2 * numel
 
     @override
@@ -83,7 +83,7 @@ class BFloat16(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Widens each value; exact.
+        """Widens each value, which is exact.
 
         Args:
             payload: Contiguous uint8 tensor of shape ``(2 * numel,)``.

@@ -12,7 +12,7 @@ from lightning_sdiloco.compression.base import BlockCodec, Compression
 class ErrorFeedback(Compression):
     """Encodes like another compression and adds what it loses to the next outer gradient of the fragment.
 
-    The memory changes when a flight lands in whose mean the group counted, and it is part of a checkpoint. It is lost
+    The memory changes when a flight lands, if the group counted in its mean. It is part of a checkpoint. It is lost
     when rounds start anew: on a restart with other groups or settings, and when parameters are frozen or unfrozen. With
     ``mixing`` the local parameters themselves keep a share of what was lost, so only the rest is remembered. The final
     exchange adds no memory.
@@ -22,7 +22,7 @@ class ErrorFeedback(Compression):
         decay: Share of the loss that is remembered, above 0 and at most 1. SparseLoCo (arXiv 2508.15706) uses 0.95.
 
     Raises:
-        ValueError: If ``decay`` is out of range, or if ``compression`` is not one or has error feedback.
+        ValueError: If ``decay`` is out of range, or if ``compression`` is not a compression or has error feedback.
 
     Examples:
         >>> import torch
@@ -54,7 +54,7 @@ class ErrorFeedback(Compression):
 
     @override
     def at(self, step: int) -> "ErrorFeedback":
-        """Wraps the compression that the inner one uses at an inner step."""
+        """Returns error feedback around the wrapped compression as it is at an inner step."""
         return replace(self, compression=self.compression.at(step))
 
     @override
@@ -64,7 +64,7 @@ class ErrorFeedback(Compression):
 
     @override
     def suits_sums(self) -> bool:
-        """Returns what the wrapped compression says."""
+        """Returns what the wrapped compression returns."""
         return self.compression.suits_sums()
 
     @override

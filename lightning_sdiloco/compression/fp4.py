@@ -28,7 +28,7 @@ BLOCK = 128
 _EXPONENT = 23  # the position of the exponent in a float32
 
 # The least top keeps the lowest level and the threshold below it out of the subnormal numbers, which a device may
-# flush to zero; the greatest is the largest finite bfloat16, which also catches blocks that are not finite.
+# flush to zero. The greatest is the largest finite bfloat16; blocks that are not finite get it too.
 _LEAST_TOP = 0x0400
 _GREATEST_TOP = 0x7F7F
 
@@ -38,8 +38,8 @@ class FP4(Blockwise):
     """Four bits a value, and 16 bits for each block of 128 values: 4.125 bits a value.
 
     The levels of a block are 0 and ``top * 2**(code - 7)`` for codes 1 to 7, with a sign. ``top`` is the largest
-    magnitude of the block cut to bfloat16. A value goes to the nearest level; one below three quarters of the lowest
-    level goes to zero. So a value is off by at most a third of itself, and below ``top * 3/256`` by at most itself.
+    magnitude of the block, cut to bfloat16. A value goes to the nearest level, but to zero below three quarters of the
+    lowest level. So a value is off by at most a third of itself, and below ``top * 3/256`` by at most itself.
 
     Streaming DiLoCo (arXiv 2501.18512, section 2.4) sends outer gradients as E3M0 and adds them up in float32. It
     gives no rule for the scale: this one was chosen by measuring, see ``benchmarks/compression.py``.
@@ -59,12 +59,12 @@ class FP4(Blockwise):
 
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and two codes a byte."""
+        """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and codes, two to a byte."""
         codes = sign_bits(values, 3, scratch)
         magnitude = magnitude_bits(values, scratch).view(-1, BLOCK)
         tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
-        # The threshold between two neighbouring levels is 1.5 times the lower one, so all seven have the mantissa of
-        # 0.75 * top and one subtraction of float32 bits compares with all of them. Both products are exact.
+        # The threshold between two neighbouring levels is 1.5 times the lower one. So all seven have the mantissa of
+        # 0.75 * top, and one subtraction of float32 bits compares with all of them. Both products are exact.
         thresholds = (from_bfloat16_bits(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
         passed = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0).view(-1)
         codes.bitwise_or_(scratch.take("passed", len(values), torch.uint8).copy_(passed))
@@ -79,7 +79,7 @@ class FP4(Blockwise):
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two float32 levels of every byte for a top of 1, as the halves of 256 int64."""
+    """Returns the two float32 levels of every byte for a top of 1, as the halves of 256 int64."""
     byte = torch.arange(256, dtype=torch.int32, device=device)
     codes = torch.stack((byte & 15, byte >> 4), dim=1)
     exponent = codes & 7

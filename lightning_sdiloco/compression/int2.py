@@ -25,9 +25,9 @@ _GREATEST = torch.finfo(torch.bfloat16).max
 class Int2(Blockwise):
     """A sign and one of two magnitudes, and 32 bits for each block of 128 values: 2.25 bits a value.
 
-    The two magnitudes of a block are the mean of those of its magnitudes that are below their mean, and of the others.
-    A value takes the nearer one, and a tie goes up. In a block that holds a zero the lower magnitude is zero, so that
-    zeros stay zeros.
+    The magnitudes in a block fall into those below their mean and the others; the means of these two sets are the two
+    magnitudes of the block. A value takes the nearer one, and a tie goes up. In a block that holds a zero, the lower
+    magnitude is zero, so that zeros stay zeros.
 
     Examples:
         >>> import torch
@@ -61,16 +61,16 @@ class Int2(Blockwise):
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Decodes whole blocks; exact, since one of the two terms is zero."""
+        """Decodes whole blocks, which is exact, since one of the two terms is zero."""
         low, high = from_bfloat16_bits(scales & 0xFFFF), from_bfloat16_bits(scales >> 16)
         torch.mul(look_up(codes, _low_signs, scratch).view_as(out), low[:, None], out=out)
         out += look_up(codes, _high_signs, scratch).view_as(out).mul_(high[:, None])
 
 
 def _two_means(magnitudes: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Returns the mean of the magnitudes below their mean, and that of the others, computed in float64.
+    """Returns, computed in float64, the mean of the magnitudes below their mean, and the mean of the others.
 
-    Magnitudes are float32 bits, whose order is that of integers. Comparing them as float64 would be slow.
+    Magnitudes are float32 bits, which have the order of integers. Comparing them as float64 would be slow.
     """
     doubles = scratch.take("doubles", magnitudes.numel(), torch.float64).view_as(magnitudes)
     mean = doubles.copy_(magnitudes.view(torch.float32)).mean(1)
@@ -78,7 +78,7 @@ def _two_means(magnitudes: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
     least = torch.where(least < mean, (least.view(torch.int32) + 1).view(torch.float32), least)
     below = _below(magnitudes, least, scratch)
     count = below.sum(1, dtype=torch.int32).neg_()
-    # Not the difference to the sum of all: beside great values it would lose small ones.
+    # Not as the difference from the sum of all, in which small values beside great ones would be lost.
     lower = below.bitwise_and_(magnitudes)
     low = doubles.copy_(lower.view(torch.float32)).sum(1) / count.clamp(min=1)
     above = doubles.copy_(lower.bitwise_xor_(magnitudes).view(torch.float32)).sum(1)
@@ -94,13 +94,13 @@ def _below(magnitudes: Tensor, bounds: Tensor, scratch: Scratch) -> Tensor:
 
 @cache
 def _low_signs(device: torch.device) -> Tensor:
-    """Returns, for the four codes of every byte, the sign where the magnitude is the lower one, else a signed zero."""
+    """Returns, for the four codes of every byte, the sign if the magnitude is the lower one, otherwise a signed 0."""
     return _signs(device, 0)
 
 
 @cache
 def _high_signs(device: torch.device) -> Tensor:
-    """Returns, for the four codes of every byte, the sign where the magnitude is the upper one, else a signed zero."""
+    """Returns, for the four codes of every byte, the sign if the magnitude is the upper one, otherwise a signed 0."""
     return _signs(device, 1)
 
 

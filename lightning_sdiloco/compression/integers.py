@@ -18,13 +18,13 @@ from lightning_sdiloco.compression.blockwise import (
     pack_pairs,
 )
 
-# The least top keeps a step of top / 127 out of the subnormal numbers; the greatest is the largest finite bfloat16.
+# The least top keeps a step of top / 127 out of the subnormal numbers. The greatest is the largest finite bfloat16.
 _LEAST_TOP = 0x0400
 _GREATEST_TOP = 0x7F7F
 
 
 class _Integers(Blockwise):
-    """Codes from ``-largest`` to ``largest``; a code stands for so many steps of ``top / largest``.
+    """Encodes each value as a whole number of steps of ``top / largest``, from ``-largest`` to ``largest``.
 
     ``top`` is the largest magnitude of the block, rounded to bfloat16.
     """
@@ -35,7 +35,7 @@ class _Integers(Blockwise):
 
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks, to nearest and ties to even."""
+        """Encodes whole blocks; values are rounded to nearest, and ties go to even."""
         largest = magnitude_bits(values, scratch).view(-1, self.block).amax(1)
         tops = (largest + 0x8000 >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
         # Not largest / tops: torch would take the reciprocal of the tops, which may be a subnormal number.
@@ -49,18 +49,18 @@ class _Integers(Blockwise):
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Decodes whole blocks; the result is always finite."""
-        # By a number on the device: an accelerator would multiply by the reciprocal of one on the host.
+        # The divisor is on the device: an accelerator would multiply by the reciprocal of a divisor on the host.
         steps = from_bfloat16_bits(scales)
         steps /= steps.new_full((), self.largest)
         torch.mul(self.unpacked(codes, scratch).view(-1, self.block), steps[:, None], out=out)
 
     @abstractmethod
     def packed(self, codes: Tensor, scratch: Scratch) -> Tensor:
-        """Writes int8 codes, whose memory may be used, as bytes."""
+        """Packs int8 codes into bytes. The codes may be overwritten."""
 
     @abstractmethod
     def unpacked(self, codes: Tensor, scratch: Scratch) -> Tensor:
-        """Reads the codes of bytes, as numbers."""
+        """Unpacks the codes from bytes, as float32 numbers."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Int8(_Integers):
 
     @override
     def packed(self, codes: Tensor, scratch: Scratch) -> Tensor:
-        """A byte each, in two's complement."""
+        """Packs the codes one to a byte, in two's complement."""
         return codes.view(torch.uint8)
 
     @override
     def unpacked(self, codes: Tensor, scratch: Scratch) -> Tensor:
-        """A byte each, in two's complement."""
+        """Unpacks codes that were packed one to a byte, in two's complement."""
         return scratch.take("numbers", len(codes), torch.float32).copy_(codes.view(torch.int8))
 
 
@@ -106,18 +106,18 @@ class Int4(_Integers):
 
     @override
     def packed(self, codes: Tensor, scratch: Scratch) -> Tensor:
-        """Two to a byte, in two's complement."""
+        """Packs the codes two to a byte, in two's complement."""
         return pack_pairs(codes.bitwise_and_(15), scratch)
 
     @override
     def unpacked(self, codes: Tensor, scratch: Scratch) -> Tensor:
-        """Two to a byte, in two's complement."""
+        """Unpacks codes that were packed two to a byte, in two's complement."""
         return look_up(codes, _pairs, scratch)
 
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two codes of every byte as float32, as the halves of 256 int64."""
+    """Returns the two codes of every byte as float32, as the halves of 256 int64."""
     byte = torch.arange(256, dtype=torch.int32, device=device)
     codes = torch.stack((byte & 15, byte >> 4), dim=1)
     return ((codes ^ 8) - 8).to(torch.float32).view(torch.int64).view(-1)

@@ -17,15 +17,15 @@ from lightning_sdiloco.compression.blockwise import chunk_length
 
 _log = logging.getLogger(__name__)
 
-# Every operation rounds by itself, as it does eagerly: a fused multiply-add would give other bits.
+# Every operation rounds by itself, as it does when run eagerly: a fused multiply-add would give other bits.
 _OPTIONS: dict[str, Any] = {
     "cpp.enable_floating_point_contract_flag": "off",
-    "emulate_precision_casts": True,  # with it Triton is told not to fuse products and sums
+    "emulate_precision_casts": True,  # this also tells Triton not to fuse products and sums
     "eager_numerics.disable_ftz": True,
     "eager_numerics.division_rounding": True,
 }
 
-# Values of the vector on which a compiled program is compared with the eager one.
+# The sample on which a compiled program is compared with the eager one repeats a vector of this many values.
 _SAMPLE = 1 << 14
 
 
@@ -54,7 +54,7 @@ class Kernels(ABC):
     def mean(
         self, payloads: Sequence[Tensor], factors: Mapping[int, float], compression: Compression, like: Tensor
     ) -> Tensor:
-        """Returns the float32 mean of the groups that count, summed in their order so that all get the same bits.
+        """Returns the float32 mean of the groups that count, summed in their order, so that all get the same bits.
 
         Args:
             payloads: The payload of each group.
@@ -86,13 +86,13 @@ class EagerKernels(Kernels):
 
 
 EAGER = EagerKernels()
-"""The reference."""
+"""The reference, with which compiled kernels must agree bit by bit."""
 
 
 class CompiledKernels(Kernels):
     """Runs one compiled kernel for each pass, for every compression that has `Compression.blocks`.
 
-    See [Note: compiled programs prove themselves]. All else runs eagerly.
+    Every other compression runs eagerly. See [Note: compiled programs prove themselves].
     """
 
     name = "compiled"
@@ -116,8 +116,9 @@ class CompiledKernels(Kernels):
         program = None if blocks is None else _PROGRAMS.weighted_sum(blocks, len(payloads), like)
         if blocks is None or program is None:
             return EAGER.mean(payloads, factors, compression, like)
-        # A group that does not count adds zeros, which change no bit: so one program serves every mean.
-        # Zero comes first, to start from: the compiler would leave out a zero that it knows, and with it a sign.
+        # A group that does not count adds zeros, which change no bit, so that one program serves every mean.
+        # The zero to start from comes first, as data: the compiler would leave out a zero that it knows, and thereby
+        # change the sign of a zero.
         weights = like.new_tensor([0.0, *(factors.get(group, 0.0) for group in range(len(payloads)))])
         parts = [blocks.split(payload, like.numel()) for payload in payloads]
         return _divided(program(parts, weights)[: like.numel()], len(factors))
@@ -127,23 +128,23 @@ class _Programs:
     """The compiled programs of this process.
 
     [Note: compiled programs prove themselves] torch.compile may fail on the operations of a compression, or give other
-    bits than the eager operations, for instance where sums are taken in another order. So before its first use each
-    program runs once on a sample vector, together with the eager operations. If it fails or one bit differs, a warning
-    says why, and the compression runs eagerly.
+    bits than the eager operations, for instance where sums are taken in another order. So each program, before its
+    first use, runs once on a sample vector, and so do the eager operations. If the program fails or one bit differs, a
+    warning says why, and the compression runs eagerly.
     """
 
     def __init__(self) -> None:
         self.made: dict[Any, Callable[..., Any] | None] = {}
 
     def encoder(self, blocks: BlockCodec, like: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]] | None:
-        """Returns the program that encodes whole blocks, or None where it runs eagerly."""
+        """Returns the program that encodes whole blocks, or None if they are encoded eagerly."""
         key = type(blocks), repr(blocks), like.device
         if key not in self.made:
             self.made[key] = _proven(blocks, "encode", blocks.encode_padded, blocks.pad(_sample(like)))
         return self.made[key]
 
     def weighted_sum(self, blocks: BlockCodec, groups: int, like: Tensor) -> Callable[..., Tensor] | None:
-        """Returns the program that decodes the parts of all groups and sums them, or None where it runs eagerly."""
+        """Returns the program that decodes and sums the parts of all groups, or None if that runs eagerly."""
         key = type(blocks), repr(blocks), like.device, groups
         if key not in self.made:
 
@@ -160,7 +161,7 @@ _PROGRAMS = _Programs()
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Chooses the kernels for a device. On a CPU eager operations are faster than what torch.compile makes of them.
+    """Chooses the kernels for a device. On a CPU, eager operations are faster than what torch.compile makes of them.
 
     Args:
         device: The device of the shards.
@@ -169,7 +170,7 @@ def kernels_for(device: torch.device) -> Kernels:
 
 
 def missing_for(device: torch.device) -> str:
-    """Returns what this installation lacks to compile kernels for a device, as a sentence; empty if nothing.
+    """Returns, as a sentence, what this installation lacks to compile kernels for a device; empty if nothing.
 
     Args:
         device: The device of the shards.
@@ -183,7 +184,7 @@ def missing_for(device: torch.device) -> str:
 
 
 def _proven(blocks: BlockCodec, what: str, function: Callable[..., Any], *sample: Any) -> Callable[..., Any] | None:
-    """Compiles a function and returns it if it gives the bits of the eager one; warns and returns None if not."""
+    """Compiles a function and returns it if it gives the same bits as before; otherwise warns and returns None."""
     program = torch.compile(_with_own_code(function), fullgraph=True, dynamic=True, options=_OPTIONS)
     try:
         reason = "" if _same_bits(program(*sample), function(*sample)) else "its compiled form gives other bits"
@@ -204,7 +205,7 @@ def _proven(blocks: BlockCodec, what: str, function: Callable[..., Any], *sample
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of its own code object, by which torch.compile counts its programs: at most eight for each."""
+    """Returns the function with a code object of its own: torch.compile keeps at most eight programs for each."""
 
     def call(*args: Any) -> Any:
         return function(*args)
@@ -220,7 +221,7 @@ def _weighted_sum(blocks: BlockCodec, parts: Sequence[tuple[Tensor, Tensor]], we
 
 
 def _sample(like: Tensor) -> Tensor:
-    """Returns values of many magnitudes with zeros of both signs, and of a length for which kernels are tuned."""
+    """Returns values of many magnitudes and zeros of both signs, as many as kernels are tuned for."""
     unit = _unit().to(like.device)
     length = min(like.numel(), chunk_length(like.device))
     return unit.repeat(-(-length // len(unit)))[:length].contiguous()
@@ -245,5 +246,5 @@ def _same_bits(one: Tensor | Sequence[Tensor], other: Tensor | Sequence[Tensor])
 
 
 def _divided(total: Tensor, groups: int) -> Tensor:
-    # By a number on the device: an accelerator would multiply by the reciprocal of one on the host.
+    # The divisor is on the device: an accelerator would multiply by the reciprocal of a divisor on the host.
     return total.div_(total.new_full((), groups)) if groups else total

@@ -21,7 +21,7 @@ class FP8(Blockwise):
     """E4M3 codes, and 8 bits for each block of 128 values: 8.0625 bits a value.
 
     The power of two brings the largest magnitude of the block, rounded to four significant bits, into ``[128, 256)``.
-    So nothing is cut off, a value down to ``2**-13`` of the largest keeps four significant bits, and ties go to even.
+    So nothing is cut off, and a value down to ``2**-13`` of the largest keeps four significant bits. Ties go to even.
 
     Examples:
         >>> import torch
@@ -37,12 +37,12 @@ class FP8(Blockwise):
 
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks. Products are exact, but for those so small that they become zero."""
+        """Encodes whole blocks. Products are exact, except for those so small that they become zero."""
         largest = magnitude_bits(values, scratch).view(-1, self.block).amax(1)
         scales = _exponent_of(largest + (1 << 19), below=7, lowest=9)
         scaled = scratch.take("work", len(values), torch.int32).view(torch.float32).view(-1, self.block)
         torch.mul(values.view(-1, self.block), _power_of_two(254 - scales)[:, None], out=scaled)
-        # Only beyond the largest scale could the largest magnitude be rounded up to 256, and overflow when decoded.
+        # Beyond the largest scale, the largest magnitude could be rounded up to 256, which overflows when decoded.
         scaled.clamp_(-240, 240)
         codes = scratch.take("codes", len(values), torch.float8_e4m3fn).copy_(scaled.view(-1))
         return scales.to(torch.uint8), codes.view(torch.uint8)
@@ -59,7 +59,7 @@ class MXFP4(Blockwise):
     """E2M1 codes, and 8 bits for each block of 32 values: 4.25 bits a value; the OCP MXFP4 format.
 
     The levels of a block are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, with a sign. The power of two brings
-    the largest magnitude into ``[4, 8)``, as the OCP specification says, so that what is above 6 is cut off there. A
+    the largest magnitude into ``[4, 8)``, as the OCP specification says, so that whatever is above 6 is cut off. A
     value goes to the nearest level, and ties go to the even code.
 
     Examples:
@@ -76,17 +76,17 @@ class MXFP4(Blockwise):
 
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks: codes are a sign and the number of the level, two a byte."""
+        """Encodes whole blocks. A code is a sign and the number of a level; two codes go into a byte."""
         codes = sign_bits(values, 3, scratch)
         magnitude = magnitude_bits(values, scratch).view(-1, self.block)
         scales = _exponent_of(magnitude.amax(1), below=2, lowest=1)
         share = magnitude.view(torch.float32).mul_(_power_of_two(254 - scales)[:, None]).view(-1)
-        # Levels are even steps of 1/2 to 2, of 1 to 4 and of 2 beyond. Of the three roundings the least is right.
+        # The levels have steps of 1/2 up to 2, of 1 up to 4 and of 2 beyond. The least of the three roundings is right.
         levels, other = (scratch.take(name, len(values), torch.float32) for name in ("levels", "other"))
         torch.mul(share, 2, out=levels).round_()
         torch.minimum(levels, torch.round(share, out=other).add_(2), out=levels)
         torch.minimum(levels, share.mul_(0.5).round_().add_(4), out=levels)
-        # Not uint8 at once: torch is several times slower at that.
+        # Not straight to uint8, at which torch is several times slower.
         numbers = scratch.take("codes", len(values), torch.int8).copy_(levels.clamp_(0, 7))
         return scales.to(torch.uint8), pack_pairs(codes.bitwise_or_(numbers.view(torch.uint8)), scratch)
 
@@ -98,10 +98,10 @@ class MXFP4(Blockwise):
 
 
 def _exponent_of(largest: Tensor, below: int, lowest: int) -> Tensor:
-    """The biased exponent so far below that of the largest magnitude.
+    """Returns the biased exponent of the largest magnitude, less ``below``.
 
-    At least ``lowest + 1``, so that the lowest level of a block is a normal number: a device may flush others to zero.
-    At most that of the largest finite magnitude, for blocks that are not finite.
+    The result is at least ``lowest + 1``, so that the lowest level of a block is a normal number: a device may flush
+    others to zero. It is at most that of the largest finite magnitude, also for blocks that are not finite.
     """
     return (largest >> _EXPONENT).sub_(below).clamp_(lowest + 1, 254 - below)
 
@@ -112,13 +112,13 @@ def _power_of_two(biased: Tensor) -> Tensor:
 
 @cache
 def _bytes(device: torch.device) -> Tensor:
-    """The E4M3 value of every byte as float32: a table is several times faster than torch's conversion on a CPU."""
+    """Returns the E4M3 value of every byte as float32: on a CPU, a table is several times faster than conversion."""
     return torch.arange(256, device=device).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
 
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two E2M1 levels of every byte as float32, as the halves of 256 int64."""
+    """Returns the two E2M1 levels of every byte as float32, as the halves of 256 int64."""
     levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
     byte = torch.arange(256, device=device)
     return torch.cat((levels, -levels))[torch.stack((byte & 15, byte >> 4), dim=1)].view(torch.int64).view(-1)

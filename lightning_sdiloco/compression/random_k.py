@@ -1,4 +1,4 @@
-"""Sends values that chance picks, the same in all groups, so that positions need not be sent; others become zero."""
+"""Sends values that chance picks. All groups pick the same, so no positions are sent; the others come back as zero."""
 
 import copy
 from abc import abstractmethod
@@ -35,30 +35,30 @@ class _Chance(Compression):
 
     @override
     def at(self: Self, step: int) -> Self:
-        """The compression with what chance picks at an inner step."""
+        """Returns the compression with what chance picks at an inner step."""
         picked = copy.copy(self)
         object.__setattr__(picked, "step", step)
         return picked
 
     @override
     def dense(self) -> Compression:
-        """All values, encoded as those that are sent otherwise."""
+        """Returns the compression that sends all values, encoded like those that are picked otherwise."""
         return self.values.dense()
 
     @override
     def suits_sums(self) -> bool:
-        """As for the values: all groups pick the same ones."""
+        """Returns what the compression of the values returns, since all groups pick the same ones."""
         return self.values.suits_sums()
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """The exact size in bytes of the payload of ``numel`` values.
+        """Returns the exact size in bytes of the payload of ``numel`` values.
 
         Args:
             numel: Number of values, at least 1.
 
         Returns:
-            The payload of the values that are sent: one of every ``every``, begun ones included.
+            The size of the payload of the values that are sent: one of each ``every``, also of the last ones if fewer.
         """
         return self.values.wire_bytes(-(-numel // self.every))
 
@@ -76,7 +76,7 @@ class _Chance(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Puts the values that were sent in their places, and zeros elsewhere.
+        """Puts the values that were sent into their places, and zeros elsewhere.
 
         Args:
             payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
@@ -88,22 +88,22 @@ class _Chance(Compression):
 
     @abstractmethod
     def picked(self, values: Tensor) -> Tensor:
-        """The values that chance picks, in their order, contiguous."""
+        """Returns the values that chance picks, in their order, as a contiguous tensor."""
 
     @abstractmethod
     def put(self, sent: Tensor, out: Tensor) -> None:
-        """Writes what was picked back into its places."""
+        """Writes the values that were picked back into their places."""
 
 
 @dataclass(frozen=True)
 class RandomK(_Chance):
     """One value of every ``every`` consecutive ones, at random, encoded by another compression.
 
-    Which ones follows from the inner step of the launch, so all groups send the same ones, and others at every launch.
+    The choice follows from the inner step of the launch: all groups send the same values, each launch sends others.
 
     Args:
-        every: One of so many values is sent.
-        values: How those are encoded.
+        every: One of this many values is sent.
+        values: How the values that are sent are encoded.
 
     Raises:
         ValueError: If ``every`` is out of range, or ``values`` is not a compression.
@@ -118,19 +118,19 @@ class RandomK(_Chance):
 
     @override
     def picked(self, values: Tensor) -> Tensor:
-        """One value of each cell."""
+        """Returns one value of each cell."""
         return torch.cat([cells.gather(1, offsets).view(-1) for cells, offsets in self._cells(values)])
 
     @override
     def put(self, sent: Tensor, out: Tensor) -> None:
-        """One value into each cell."""
+        """Writes one value into each cell."""
         done = 0
         for cells, offsets in self._cells(out):
             cells.scatter_(1, offsets, sent[done:][: len(cells)].view(-1, 1))
             done += len(cells)
 
     def _cells(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of the values as rows of cells, with the position that is picked in each; the last may be short."""
+        """Yields views of the values, a cell to a row, and the position picked in each; the last cell may be short."""
         whole, length = len(values) // self.every, max(chunk_length(values.device) // self.every, 1)
         for start in range(0, whole, length):
             end = min(start + length, whole)
@@ -147,10 +147,10 @@ class RandomK(_Chance):
 class RandomBlock(_Chance):
     """One of ``every`` equal stretches of the vector, at random, encoded by another compression.
 
-    Which one follows from the inner step of the launch, so all groups send the same one.
+    The choice follows from the inner step of the launch, so that all groups send the same stretch.
 
     Args:
-        every: The vector has so many stretches.
+        every: The vector is cut into this many stretches.
         values: How a stretch is encoded.
 
     Raises:
@@ -166,7 +166,7 @@ class RandomBlock(_Chance):
 
     @override
     def picked(self, values: Tensor) -> Tensor:
-        """The stretch."""
+        """Returns the stretch."""
         return self._stretch(values)
 
     @override
@@ -177,14 +177,14 @@ class RandomBlock(_Chance):
     def _stretch(self, values: Tensor) -> Tensor:
         length = -(-len(values) // self.every)
         number = int(_hashed(torch.zeros(1, dtype=torch.int64), self.step)) % self.every
-        # The last stretch reaches back into the one before, so that all have the same length.
+        # The last stretch may reach back into the one before, so that all have the same length.
         start = min(number * length, len(values) - length)
         return values[start : start + length]
 
 
 def _hashed(numbers: Tensor, step: int) -> Tensor:
-    """32 bits that look like chance, from whole numbers and the inner step; the same on every device."""
-    # Products of 64 bits may overflow: their low 32 bits, which are kept, are right nevertheless.
+    """Turns whole numbers and the inner step into 32 bits that look like chance, the same on every device."""
+    # Products may overflow 64 bits; their low 32 bits, which are kept, are right nevertheless.
     hashed = (numbers + 1) * 0x9E3779B1 + step * 0x85EBCA77
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         hashed &= 0xFFFFFFFF

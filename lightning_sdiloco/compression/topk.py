@@ -15,19 +15,19 @@ from lightning_sdiloco.compression.blockwise import chunk_length
 BLOCK = 4096
 """Values among which the largest are chosen: a position in a block takes 12 bits."""
 
-_GROUP = 8  # values of a block of which first the largest alone is looked at
+_GROUP = 8  # values of a block in a group; the search starts with the largest value of each group
 
 
 @dataclass(frozen=True)
 class TopK(Compression):
     """The largest ``share`` of every block of 4096 values, encoded by another compression, with 12 bits of position.
 
-    Of a block an even number is sent, or all of it. A payload is the positions, in rising order within a block,
-    two in three bytes, and then the payload of the values that were chosen, in the order of the positions.
+    An even number of values is sent of each block, or all of them. A payload holds the positions, in rising order
+    within a block and two in three bytes, and then the payload of the chosen values, in the order of the positions.
 
     Args:
-        share: How many of the values are sent, above 0 and at most 1.
-        values: How those are encoded.
+        share: The share of the values that is sent, above 0 and at most 1.
+        values: How the values that are sent are encoded.
 
     Raises:
         ValueError: If ``share`` is out of range, or ``values`` is not a compression.
@@ -57,23 +57,23 @@ class TopK(Compression):
 
     @override
     def dense(self) -> Compression:
-        """All values, encoded as those that are sent otherwise."""
+        """Returns the compression that sends all values, encoded like those that are chosen otherwise."""
         return self.values.dense()
 
     @override
     def suits_sums(self) -> bool:
-        """No: every group chooses for itself."""
+        """Returns False, since every group chooses for itself."""
         return False
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """The exact size in bytes of the payload of ``numel`` values.
+        """Returns the exact size in bytes of the payload of ``numel`` values.
 
         Args:
             numel: Number of values, at least 1.
 
         Returns:
-            Three bytes for each two values that are sent, and the payload of these.
+            Three bytes for every two values that are sent, and the size of the payload of these values.
         """
         return _packed_bytes(self._count(numel)) + self.values.wire_bytes(self._count(numel))
 
@@ -98,7 +98,7 @@ class TopK(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Puts the values that were sent in their places, and zeros elsewhere.
+        """Puts the values that were sent into their places, and zeros elsewhere.
 
         Args:
             payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
@@ -117,12 +117,12 @@ class TopK(Compression):
             done += sent
 
     def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
-        """What is sent of the values that were chosen in each block."""
+        """Returns what is sent of the values that were chosen in each block."""
         return chosen
 
     def _kept(self, size: int) -> int:
-        """How many values of a block are sent. An even number, so that those of the next block start at a byte."""
-        # The share as it is written: 0.03 as a float is a little more than 3 %.
+        """Returns how many values of a block are sent: an even number, so that the next block starts at a byte."""
+        # The share is taken as it is written: 0.03 as a float is not exactly 3 %.
         kept = -(-Fraction(str(self.share)) * size // 1)
         return min(int(kept + kept % 2), size)
 
@@ -133,15 +133,15 @@ class TopK(Compression):
 
 @dataclass(frozen=True)
 class Threshold(TopK):
-    """Of what `TopK` chooses, what is large beside the mean magnitude of its block; the rest is sent as zero.
+    """Sends, of what `TopK` chooses, what is large beside the mean magnitude of its block, and the rest as zero.
 
-    ``share`` is the ceiling. The payload has the size of the ceiling always, since all payloads of a fragment have one
-    size; with `ErrorFeedback` what is small waits until it has grown.
+    The payload always has the size that ``share`` gives, since all payloads of a fragment have the same size. With
+    `ErrorFeedback`, what is small waits until it has grown.
 
     Args:
-        share: How many of the values are sent at most, above 0 and at most 1.
-        values: How those are encoded.
-        least: The least magnitude that is sent, in mean magnitudes of the block; at least 0.
+        share: The share of the values that is sent at most, above 0 and at most 1.
+        values: How the values that are sent are encoded.
+        least: The least magnitude that is sent, as a multiple of the mean magnitude of the block; at least 0.
 
     Raises:
         ValueError: If ``share`` or ``least`` is out of range, or ``values`` is not a compression.
@@ -166,13 +166,16 @@ class Threshold(TopK):
 
     @override
     def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
-        """Zeros in place of what is small. The mean is taken in float64, whose roundings get lost."""
+        """Returns the chosen values, with zeros in place of the small ones.
+
+        The mean is taken in float64, whose rounding errors are too small to matter.
+        """
         means = blocks.abs().mean(1, keepdim=True, dtype=torch.float64)
         return chosen.where(chosen.abs() >= means * self.least, 0)
 
 
 def _blocks(values: Tensor) -> Iterator[Tensor]:
-    """Views of the values as rows: stretches of whole blocks, and then the rest as one short block."""
+    """Yields views of the values, a block to a row: stretches of whole blocks, then the rest as one short block."""
     whole = values.numel() // BLOCK * BLOCK
     for start in range(0, whole, chunk_length(values.device)):
         yield values[start : min(start + chunk_length(values.device), whole)].view(-1, BLOCK)
@@ -181,11 +184,11 @@ def _blocks(values: Tensor) -> Iterator[Tensor]:
 
 
 def _largest(magnitudes: Tensor, kept: int) -> Tensor:
-    """Positions of the largest magnitudes of every row."""
+    """Returns the positions of the largest magnitudes of every row."""
     size, groups = magnitudes.size(1), magnitudes.size(1) // _GROUP
     if size % _GROUP or kept * 2 > groups:
         return magnitudes.topk(kept, dim=1, sorted=False).indices
-    # They are all in the groups whose own largest are the largest, and these are found among far fewer.
+    # They all lie in the groups with the largest maxima, and these groups are found among far fewer numbers.
     chosen = magnitudes.view(-1, _GROUP, groups).amax(1).topk(kept, dim=1, sorted=False).indices
     members = torch.arange(0, size, groups, device=magnitudes.device)
     positions = (chosen[:, None] + members[:, None]).view(len(magnitudes), -1)

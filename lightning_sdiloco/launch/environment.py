@@ -1,7 +1,7 @@
 """What torchrun leaves in the environment of the processes that it starts, and what it needs to restart them.
 
-torchrun keeps the store at which ranks meet in its own agent, in place of rank 0, and lends it to its processes. Those
-that it restarts find in it where the ones before them listened, and fail
+torchrun keeps the store at which ranks meet in its own agent, not in rank 0, and lends it to its processes. Restarted
+processes find in it the addresses on which those before them listened, and fail
 (https://github.com/pytorch/pytorch/issues/135712).
 """
 
@@ -12,12 +12,12 @@ _log = logging.getLogger(__name__)
 
 
 def agent_keeps_store() -> bool:
-    """Returns whether torchrun's agent keeps the store of the rendezvous, in place of rank 0."""
+    """Returns whether torchrun's agent, not rank 0, keeps the store of the rendezvous."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def warn_of_shared_store(rank: int) -> None:
-    """Warns on rank 0 if torchrun is to restart processes but lends them its store.
+    """Warns, on rank 0, if torchrun is to restart processes and yet lends them its store.
 
     Args:
         rank: This rank.

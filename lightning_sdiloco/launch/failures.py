@@ -1,8 +1,8 @@
-"""Which rank failed first: a rank that fails leaves word, and one that has lost contact says what it finds.
+"""Which rank failed first: a rank that fails leaves word, and one that has lost contact reports the word it finds.
 
-[Note: word of a failure] When a process ends, those that wait for it learn that a connection broke, and no more. So a
-rank that fails writes its number and its error into the store of the default process group before it ends, unless
-another one has. Nothing here waits for long, and nothing here may hide the error itself.
+[Note: word of a failure] When a process ends, those that wait for it learn only that a connection broke. So a rank that
+fails writes its number and its error into the store of the default process group before it ends, unless another rank
+has done so. Nothing here waits for long, and nothing here may hide the error itself.
 """
 
 import itertools
@@ -16,13 +16,13 @@ from lightning_sdiloco.errors import ExchangeError
 
 _log = logging.getLogger(__name__)
 
-# What one look into the store may take.
+# How long one look into the store may take.
 _SECONDS = 3.0
 
 # How long rank 0 waits for the others to look. Longer would not help: some notice only when rank 0 itself ends.
 _READING_SECONDS = 2.0
 
-# All ranks of a program run the same fits one after the other; each has an entry of its own.
+# All ranks of a program run the same fits one after the other; each fit has an entry of its own.
 _runs = itertools.count()
 
 
@@ -44,9 +44,9 @@ class Failures:
         self._key = f"streaming_diloco/failure/{next(_runs)}"
 
     def leave(self, exception: BaseException) -> None:
-        """Leaves word of this rank's failure, and says which rank failed first if it was another one.
+        """Leaves word of this rank's failure, and reports which rank failed first if it was another one.
 
-        It says so in the log and, from Python 3.11 on, in a note of the exception.
+        The report goes into the log and, from Python 3.11 on, into a note of the exception.
         """
         if self._store is None:
             return
@@ -75,20 +75,20 @@ class Failures:
         return first if lost and first is not None else ""
 
     def _first(self, word: str) -> str:
-        """The first word that any rank left."""
+        """Returns the first word that any rank left; leaves this rank's own if there is none."""
         first = self._store.compare_set(self._key, "", word).decode()
         self._store.add(f"{self._key}/readers", 1)
         return str(first)
 
     def _wait_for_readers(self) -> None:
-        """The store often ends with rank 0: the others may look before."""
+        """Waits a moment until all ranks have looked into the store, which often ends with rank 0."""
         deadline = time.monotonic() + _READING_SECONDS
         while time.monotonic() < deadline and self._store.add(f"{self._key}/readers", 0) < self._world_size:
             time.sleep(0.05)
 
 
 def _lost_contact(error: BaseException | None) -> bool:
-    """Whether an error only tells that another rank is gone or late."""
+    """Returns whether an error says no more than that another rank is gone or late."""
     while error is not None:
         texts = ("gloo", "NCCL", "Connection", "connection", "Timed out", "timed out")
         if isinstance(error, ExchangeError) or (
@@ -100,7 +100,7 @@ def _lost_contact(error: BaseException | None) -> bool:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What a call returns, or None if it fails or takes longer."""
+    """Returns what a call returns, or None if it fails or takes longer."""
     results: list[Any] = []
 
     def run() -> None:

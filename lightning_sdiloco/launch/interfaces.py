@@ -1,8 +1,8 @@
-"""On which address a rank listens: gloo's choice for what stays in a worker group, and one of its own between groups.
+"""On which address a rank listens: gloo's choice within a worker group, and perhaps another one between groups.
 
-gloo takes the interface that ``GLOO_SOCKET_IFNAME`` names, and otherwise the address of the host name. Where a worker
-group has a faster network than the way between groups, ``SDILOCO_EXCHANGE_INTERFACE`` names the interface for the
-process groups that join worker groups; it is another one on every machine, so it is no argument of the strategy.
+gloo takes the interface that ``GLOO_SOCKET_IFNAME`` names, and otherwise the address of the host name. Where the
+network inside a worker group is faster than the one between groups, ``SDILOCO_EXCHANGE_INTERFACE`` names the interface
+for the process groups that join worker groups. It differs between machines, so it is no argument of the strategy.
 """
 
 import os
@@ -19,7 +19,7 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 def group_address() -> str:
-    """The address on which gloo listens for ranks of the same worker group.
+    """Returns the address on which gloo listens for ranks of the same worker group.
 
     Raises:
         ValueError: If ``GLOO_SOCKET_IFNAME`` names no interface with an IPv4 address.
@@ -28,17 +28,17 @@ def group_address() -> str:
 
 
 def exchange_address() -> str:
-    """The address on which gloo listens for ranks of other worker groups.
+    """Returns the address on which gloo listens for ranks of other worker groups.
 
     Raises:
-        ValueError: If a variable names no interface with an IPv4 address.
+        ValueError: If one of the two variables names no interface with an IPv4 address.
     """
     return _address(EXCHANGE, _exchange_interface()) if os.environ.get(EXCHANGE) else group_address()
 
 
 @contextmanager
 def for_exchange() -> Iterator[None]:
-    """Lets gloo listen on the interface for the exchange while process groups are made that join worker groups.
+    """Lets gloo listen on the interface for the exchange, while process groups that join worker groups are made.
 
     Raises:
         ValueError: If ``SDILOCO_EXCHANGE_INTERFACE`` names no interface.
@@ -58,7 +58,7 @@ def for_exchange() -> Iterator[None]:
 
 
 def _exchange_interface() -> str:
-    """The name of the interface that a name or an address stands for."""
+    """Returns the name of the interface that the variable names, or whose address it gives."""
     given = os.environ[EXCHANGE]
     addresses = _interfaces()
     if given in addresses:
@@ -74,7 +74,7 @@ def _address(variable: str, interface: str) -> str:
         return _address_of_host()
     if sys.platform != "linux":
         raise ValueError(f"{variable}={interface!r}: interfaces can be chosen on Linux only. Leave {variable} out.")
-    # gloo takes a list, of which every connection uses one.
+    # gloo takes a list of interfaces, and every connection uses one of them.
     address = _interfaces().get(interface.partition(",")[0])
     if address is None:
         raise ValueError(_unknown(variable, interface))
@@ -90,8 +90,8 @@ def _unknown(variable: str, given: str) -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    """The interfaces of this machine that have an IPv4 address, and that address."""
-    import fcntl  # not everywhere
+    """Returns the interfaces of this machine that have an IPv4 address, each with that address."""
+    import fcntl  # it does not exist on every system
 
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -105,7 +105,7 @@ def _interfaces() -> dict[str, str]:
 
 
 def _address_of_host() -> str:
-    """As gloo chooses: the first address of the host name that is one of this machine, otherwise the loopback."""
+    """Returns what gloo chooses: the first address of the host name that this machine has, otherwise the loopback."""
     try:
         known = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
     except OSError:

@@ -1,9 +1,9 @@
 """Checks that every rank reaches all others, before process groups are made.
 
-[Note: reachability first] A process group connects its ranks when it is made, or with its first collective. If one of
-them cannot be reached, it waits for its whole timeout, and its error names no address. So every rank first opens a port
-on the address on which gloo will, and all others connect to it, in both directions: which of two ranks calls the other
-is up to gloo.
+[Note: reachability first] A process group connects its ranks when it is made, or with its first collective. If a rank
+cannot be reached, the process group waits for its whole timeout, and its error names no address. So every rank first
+opens a port on the address on which gloo will listen, and all others connect to it. Each pair is tried in both
+directions, since which of two ranks calls the other is up to gloo.
 """
 
 import ipaddress
@@ -19,10 +19,10 @@ from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, try_to_conne
 
 _log = logging.getLogger(__name__)
 
-# How long connecting to one rank may take, and each part of the talk with it.
+# How long it may take to connect to one rank, and for each send or receive after that.
 SECONDS = 10.0
 
-# At once. A rank that reaches nobody needs one round of SECONDS for each such number of other ranks.
+# How many are tried at once. A rank that reaches nobody needs SECONDS for each batch of this many other ranks.
 _CONNECTIONS = 128
 
 _SHOWN = 8
@@ -66,7 +66,7 @@ class Endpoints(NamedTuple):
     error: str = ""
 
     def address_for(self, other: "Endpoints") -> tuple[str, int]:
-        """Returns address and port at which another rank finds this one."""
+        """Returns the address and port at which another rank finds this one."""
         address, port = self.inside if self.group == other.group else self.exchange
         return str(address), int(port)
 
@@ -117,16 +117,16 @@ class Listener:
 def require_reachable(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> None:
-    """Refuses a world in which ranks cannot reach each other. All ranks must call it.
+    """Raises an error if ranks cannot reach each other. All ranks must call it.
 
     Args:
         rendezvous: All ranks.
         group: The worker group of this rank.
-        exchange: Returns the address on which it listens for other worker groups.
-        inside: Returns the address on which it listens for its own.
+        exchange: Returns the address on which this rank listens for other worker groups.
+        inside: Returns the address on which this rank listens for its own worker group.
 
     Raises:
-        ValueError: On every rank, with the connections that cannot be made, or with what is wrong with an address.
+        ValueError: On every rank. It names the connections that cannot be made, or what is wrong with an address.
     """
     endpoints, broken = find_broken_connections(rendezvous, group, exchange, inside)
     if broken:
@@ -142,7 +142,7 @@ def find_broken_connections(
         The endpoints of every rank, and the connections that cannot be made.
 
     Raises:
-        ValueError: On every rank, if one of them cannot listen.
+        ValueError: On every rank, if any of them cannot listen.
     """
     token = secrets.token_hex(_TOKEN_BYTES)
     listeners: list[Listener] = []
@@ -190,7 +190,7 @@ def _unreached(rank: int, endpoints: list[Endpoints]) -> list[BrokenConnection]:
 
 
 def _try(address: tuple[str, int], token: str) -> str:
-    """Returns why an address cannot be reached; empty if it can."""
+    """Tries to reach an address and returns why it cannot be reached; empty if it can."""
     answer = bytearray()
 
     def read(connection: socket.socket) -> None:
@@ -209,10 +209,10 @@ def _shown(address: tuple[str, int]) -> str:
 
 
 def described(broken: list[BrokenConnection], endpoints: list[Endpoints]) -> str:
-    """Returns the connections that cannot be made as text, with what to do about them.
+    """Returns a text that lists the connections that cannot be made and says what to do about them.
 
     Args:
-        broken: At least one.
+        broken: The connections that cannot be made, at least one.
         endpoints: The endpoints of every rank.
     """
     pairs = {(connection.source, connection.target) for connection in broken}

@@ -1,4 +1,4 @@
-"""Where ranks meet before there are process groups: a store, through which they exchange small values."""
+"""Where ranks meet before there are process groups: a store through which they exchange small values."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ from lightning_sdiloco.launch.environment import agent_keeps_store
 _log = logging.getLogger(__name__)
 
 SECONDS_UNREACHABLE = 30.0
-"""How long an address may stay without any answer. One that refuses exists, and its program starts later."""
+"""How long an address may give no answer at all. A machine that refuses exists, and its program may start later."""
 
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
@@ -26,7 +26,7 @@ _SECONDS_PER_ATTEMPT = 5.0
 
 
 class Rendezvous:
-    """Ranks that have come to one store.
+    """The ranks that meet at one store.
 
     Args:
         store: The store. All keys begin with ``sdiloco/``.
@@ -44,9 +44,9 @@ class Rendezvous:
         self._timeout = timeout
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in the order of the ranks. All must call it.
+        """Returns the values of all ranks, in the order of the ranks. All ranks must call it.
 
-        Rank 0, with which the store often ends, returns only after the others have read.
+        Rank 0 returns only after the others have read, since the store often ends with it.
 
         Args:
             name: Names the values; each name can be used once.
@@ -63,7 +63,7 @@ class Rendezvous:
                 return _decoded(synchronize(self._store, sent, self.rank, self.world_size, prefix, seconds))
             except DistStoreError:
                 missing = self._missing(prefix)
-                if not missing:  # one has come and gone, without having read
+                if not missing:  # one came and went without having read
                     return _decoded(self._store.multi_get([f"{prefix}{rank}" for rank in range(self.world_size)]))
             if self.rank == 0 and left > seconds:
                 _log.warning(
@@ -86,7 +86,7 @@ class Rendezvous:
 def rendezvous(environment: Any, world_size: int, timeout: timedelta) -> Rendezvous | None:
     """Meets the other ranks where the default process group will be made; returns None if it exists already.
 
-    Keep the rendezvous until the default process group has been made, which takes over its store.
+    Keep the rendezvous until the default process group has been made, because that takes over its store.
 
     Args:
         environment: A cluster environment of Lightning, which knows its ranks.
@@ -118,7 +118,7 @@ def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: tim
     keeps_store = rank == 0 and not agent_keeps_store()
     if not keeps_store:
         wait_until_reachable(host, port, rank, timeout)
-    # Without workers to wait for, and shared with the default process group that is made at the same address.
+    # It waits for no workers, and the default process group, which is made at the same address, shares it.
     store = TCPStore(host, port, is_master=keeps_store, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     return Rendezvous(store, rank, world_size, f"{host}:{port}", timeout)
 
@@ -172,7 +172,7 @@ def try_to_connect(
     Args:
         host: Name or address.
         port: The port.
-        seconds: How long connecting, and each part of talking, may take.
+        seconds: How long it may take to connect, and to send or receive once.
         talk: What to do with the connection; an `OSError` that it raises is returned as well.
     """
     try:
@@ -185,7 +185,7 @@ def try_to_connect(
 
 
 def reason(error: OSError) -> str:
-    """Returns an error of a connection in words."""
+    """Returns in words why a connection failed."""
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer"
     if isinstance(error, socket.gaierror):

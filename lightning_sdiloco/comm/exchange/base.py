@@ -1,4 +1,4 @@
-"""What an exchange is: a message goes out to each worker group, and one of each group comes in."""
+"""What an exchange is: a message goes out to each worker group, and one comes in from each."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class Unanswered(Exception):
     """A worker group did not answer.
 
     Attributes:
-        group: The group; None if it is one of the others, and nobody knows which.
+        group: The group; None if it is unknown which of the others it is.
         reason: What happened, as the end of a sentence that starts with the group.
     """
 
@@ -27,8 +27,8 @@ class Unanswered(Exception):
 class Exchange(ABC, Generic[Posted]):
     """Carries messages between the worker groups.
 
-    All groups post in the same order, and what goes to one group has the same size from each of them. One thread posts,
-    and one thread collects.
+    All groups post in the same order, and all messages to one group have the same size. One thread posts, and one
+    thread collects.
 
     Attributes:
         num_groups: Number of worker groups.
@@ -48,7 +48,7 @@ class Exchange(ABC, Generic[Posted]):
         """Starts to send messages, without waiting for anyone.
 
         Args:
-            messages: One uint8 tensor for each group, in their order; that for this group comes back as it is.
+            messages: One uint8 tensor for each group, in their order; the one for this group comes back as it is.
         """
 
     @abstractmethod
@@ -60,10 +60,10 @@ class Exchange(ABC, Generic[Posted]):
             deadline: When to give up, on the clock of ``time.monotonic()``.
 
         Returns:
-            What all groups sent to this one, in the order of the groups, that of this group included.
+            What all groups, this one included, sent to this group, in the order of the groups.
 
         Raises:
-            Unanswered: If a group does not answer by then, or went away.
+            Unanswered: If a group went away, or does not answer by the deadline.
         """
 
     def _count(self, own: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:

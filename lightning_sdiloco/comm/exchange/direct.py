@@ -33,15 +33,15 @@ class DirectExchange(Exchange[_Posted]):
 
     Point-to-point transfers rather than one collective, so that an error names the group that is missing.
 
-    A gloo send starts when the receiver has said that it is ready. In a connection that carries messages both ways this
-    word waits behind the message that goes the same way, and the link stands still for as long. So there is a
-    connection for each direction.
+    A gloo send starts when the receiver has said that it is ready. If one connection carries messages both ways, this
+    word waits behind the message that goes the same way, and the link stands still meanwhile. So there is a connection
+    for each direction.
 
     Args:
         up: A gloo process group with one rank of each worker group, in the order of the groups. It carries the messages
             to groups of higher number.
         down: Another one, for the messages to groups of lower number.
-        tag: What tells these messages apart from those of another exchange over the same process groups.
+        tag: Tells these messages apart from those of another exchange over the same process groups.
     """
 
     def __init__(self, up: dist.ProcessGroup, down: dist.ProcessGroup, tag: int = 0) -> None:
@@ -53,7 +53,7 @@ class DirectExchange(Exchange[_Posted]):
         self._ranks = dist.get_process_group_ranks(up)
 
     def post(self, messages: Sequence[Tensor]) -> _Posted:
-        """Starts to send; see `Exchange.post`. What is on another device is copied to the host first."""
+        """Starts to send; see `Exchange.post`. Messages on another device are copied to the host first."""
         # The same message for all groups is copied once.
         on_host = {id(message): to_host(message) for message in messages}
         sent = [on_host[id(message)] for message in messages]
@@ -64,7 +64,7 @@ class DirectExchange(Exchange[_Posted]):
             try:
                 transfers.append(self._transfer(group, sent[group], received[group]))
             except RuntimeError as error:
-                # Told when the message is collected, so that all ranks of this group hear of it at the same point.
+                # It is raised when the messages are collected, so that all ranks of this group learn of it together.
                 failure = failure or self._gone(group, error)
         return _Posted(messages, received, transfers, failure)
 
@@ -92,8 +92,8 @@ class DirectExchange(Exchange[_Posted]):
         return _Transfer(group, receiving, sending)
 
     def _wait(self, work: dist.Work, group: int, deadline: float) -> None:
-        # gloo counts whole milliseconds and zero as no timeout. Rounded down, it would end before the deadline, and a
-        # group that is late would look like one that went away.
+        # gloo counts whole milliseconds and takes zero for no timeout. Rounded down, the wait would end before the
+        # deadline, and a group that is late would look like one that went away.
         left = math.ceil(max(deadline - time.monotonic(), 0) * 1000) + 1
         try:
             work.wait(timedelta(milliseconds=left))

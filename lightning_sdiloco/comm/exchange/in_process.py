@@ -22,7 +22,7 @@ class _Posted(NamedTuple):
 
 
 class InProcessExchange(Exchange[_Posted]):
-    """The exchange of one of several worker groups that live in one process.
+    """Carries messages between worker groups that all live in one process; there is one such exchange for each.
 
     Collecting before all groups have posted is an error rather than a wait: there is nobody to wait for.
 

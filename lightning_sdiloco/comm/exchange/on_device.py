@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sdiloco.comm.exchange.base import Exchange, Unanswered
 
-# Short beside a message, long beside the question whether it is over.
+# In seconds: short beside the time of a message, long beside the time of a look.
 _BETWEEN_LOOKS = 0.001
 
 
@@ -28,10 +28,10 @@ class DeviceBackend(NamedTuple):
 
 
 def nccl_on(device: torch.device) -> DeviceBackend:
-    """NCCL on a device.
+    """Returns NCCL as the backend for a device.
 
     Raises:
-        ValueError: If NCCL does not take tensors of the device, or this torch has none.
+        ValueError: If NCCL does not take tensors of the device, or this torch has no NCCL.
 
     Examples:
         >>> nccl_on(torch.device("cpu"))
@@ -60,13 +60,13 @@ class _Posted(NamedTuple):
 
 
 class DeviceExchange(Exchange[_Posted]):
-    """Sends from the device of each group to that of each other one; the host only looks whether it is done.
+    """Sends from the device of each group to that of each other group; the host only looks whether it is done.
 
     All messages of a flight are one group call of the backend, in which no order of sends and receives can deadlock.
 
-    [Note: the stream never waits for another rank] ``wait()`` of such a backend lets the stream wait rather than the
-    host. So it is called only when everything is there. The stream also encodes the next flight and decodes the last
-    one, and whoever waits for it would wait for the slowest group, without a bound.
+    [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream wait, not the host. So
+    it is called only when everything has arrived. The stream also encodes the next flight and decodes the last one:
+    whoever waits for it would otherwise wait for the slowest group, without a bound.
 
     Args:
         process_group: One rank of each worker group, in the order of the groups, over a backend that takes tensors of
@@ -111,18 +111,18 @@ class DeviceExchange(Exchange[_Posted]):
         try:
             works = dist.batch_isend_irecv(calls) if calls else []
         except RuntimeError as error:
-            # Told when the message is collected, so that all ranks of this group hear of it at the same point.
+            # It is raised when the messages are collected, so that all ranks of this group learn of it together.
             return _Posted(sent, received, [], self._gone(error))
         return _Posted(sent, received, works, None)
 
     def collect(self, posted: _Posted, deadline: float) -> list[Tensor]:
-        """Waits for all groups; see `Exchange.collect`. The current stream may use what is returned."""
+        """Waits for all groups; see `Exchange.collect`. The current stream may use the result."""
         self._wait(posted, deadline)
         self._count(self._group, posted.messages, posted.received)
         return posted.received
 
     def _calls(self, group: int, sent: Tensor, received: Tensor) -> list[dist.P2POp]:
-        # Nothing is posted for nothing: what goes to one group has the same size from all of them.
+        # Empty messages are not posted. All groups agree on that: all messages to one group have the same size.
         pairs = ((dist.irecv, received), (dist.isend, sent))
         return [
             dist.P2POp(call, tensor, group=self._process_group, group_peer=group)
@@ -141,7 +141,7 @@ class DeviceExchange(Exchange[_Posted]):
                 time.sleep(_BETWEEN_LOOKS)
         for work in posted.works:
             try:
-                # See [Note: the stream never waits for another rank]. What failed is over too, and raises here.
+                # See [Note: the stream never waits for another rank]. A failed transfer is over too; it raises here.
                 work.wait()
             except RuntimeError as error:
                 raise self._gone(error) from error
@@ -149,7 +149,7 @@ class DeviceExchange(Exchange[_Posted]):
     def _give_up(self, posted: _Posted) -> None:
         # The device may still read and write these: their memory must not become that of other tensors.
         self._given_up.append(posted)
-        # Otherwise the device is busy with them until torch ends the process. It may take long, so nobody waits for it.
+        # Otherwise the device is busy with them until torch ends the process. Aborting may take long, so nobody waits.
         abort = getattr(self._process_group, "abort", None)
         if abort is not None:
             threading.Thread(target=abort, name="sdiloco-abort", daemon=True).start()
@@ -165,5 +165,5 @@ class DeviceExchange(Exchange[_Posted]):
         if len(self._others) == 1:
             group = self._others[0]
             return Unanswered(group, f"{reason} (rank {self._ranks[group]})")
-        # One call carries the messages of all groups, and its end is that of all of them.
+        # One call carries the messages of all groups, and it is over only when all of them are.
         return Unanswered(None, f"{reason} (of ranks {', '.join(str(self._ranks[group]) for group in self._others)})")
