@@ -1,4 +1,4 @@
-"""The arguments of a strategy, put together from where each stands: for its documentation, and to refuse others."""
+"""The arguments of a strategy, collected from where each is described: to document them, and to refuse all others."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,9 +13,9 @@ def document(strategy: type[Any], shared: type[Any], model_format: Any) -> None:
     """Gives a strategy the docstring and the signature that ``help()`` and editors show.
 
     Args:
-        strategy: A class in front of one of Lightning's.
+        strategy: A class in front of one of Lightning's strategies.
         shared: The class whose ``__init__`` it inherits; its docstring describes the arguments that all have.
-        model_format: Whose ``base_arguments`` are the others, and whose ``summary`` says what the strategy does.
+        model_format: Its ``base_arguments`` has the other arguments; its ``summary`` says what the strategy does.
     """
     arguments = _section(shared.__doc__, _ARGUMENTS) + _section(_indented(model_format.base_arguments), _ARGUMENTS)
     raises = _section(shared.__doc__, _RAISES)
@@ -31,7 +31,7 @@ def document(strategy: type[Any], shared: type[Any], model_format: Any) -> None:
 
 
 def _indented(function: Callable[..., Any]) -> str:
-    """Returns a function's docstring as it would be indented in a class."""
+    """Returns a function's docstring, indented as in a class."""
     text = inspect.getdoc(function) or ""
     return "\n".join(f"    {line}" if line else "" for line in text.split("\n")) + "\n"
 
@@ -47,7 +47,7 @@ def refuse_unknown(strategy: type[Any], of_format: Mapping[str, Any]) -> None:
 
     Args:
         strategy: The class that the user named.
-        of_format: The arguments that are none of those that all strategies have.
+        of_format: The arguments that not all strategies have.
 
     Raises:
         TypeError: If its model format has no such argument either.

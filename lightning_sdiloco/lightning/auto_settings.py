@@ -1,10 +1,10 @@
-"""Lets the planner choose the settings that are ``"auto"``, from the measured step time and link between groups.
+"""Lets the planner choose the ``"auto"`` settings from the measured step time and the link between groups.
 
 [Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before `sync_every` of them are
-done. Until then the engine runs with placeholders for the settings to be chosen. Then all ranks gather how long a step
-took, measure the link together, and adopt what rank 0 chooses. The engine goes on as if the choice had been there from
-the start, so the run is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed fit
-takes them from there.
+done. In the first few the engine runs with placeholders for the settings to be chosen. Then all ranks gather how long a
+step took, measure the link together, and adopt what rank 0 chooses. The engine goes on as if the choice had been there
+from the start, so the run is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed
+fit takes them from there.
 """
 
 import ast
@@ -27,13 +27,14 @@ _log = logging.getLogger(__name__)
 
 AUTO = "auto"
 
-# The first inner steps are slow for reasons of their own. A few more, of which the median counts, are enough.
+# The first inner steps are slow for reasons of their own. The median of a few more is enough.
 _FIRST, STEPS = 3, 8
 
-# Stand in until the choice is made: no launch is due before.
+# Stand in until the choice is made: no launch is due before that.
 _PLACEHOLDERS: Mapping[str, Any] = {"sync_every": 1_000_000, "overlap_steps": 0, "fragments": "strided"}
 
-# A message grows until its exchange takes this long or it is this large: bytes enough for most links, time for any.
+# A message grows until its exchange takes this long or it is this large. The time is enough to measure any link, the
+# size to measure most.
 _ENOUGH_SECONDS, _LEAST_BYTES, _MOST_BYTES = 0.5, 2**16, 2**24
 
 # Bytes per second that a device reads and writes in its memory.
@@ -42,7 +43,7 @@ _MEMORY_RATE = 1e12
 
 
 class Measured(NamedTuple):
-    """What the choice rests on.
+    """What the choice is based on.
 
     Attributes:
         step_time: Seconds of an inner step on the slowest rank.
@@ -61,7 +62,7 @@ class AutoSettings:
         names: Which ones, of ``sync_every``, ``overlap_steps`` and ``fragments``; empty once they are chosen.
 
     Attributes:
-        measured: What they were chosen from; None until then, and in a fit that takes them from a checkpoint.
+        measured: What the choice was based on; None until then, and in a fit that takes it from a checkpoint.
     """
 
     names: tuple[str, ...] = ()
@@ -131,17 +132,17 @@ class AutoSettings:
         self._times = [time.monotonic()]
 
     def step(self, launch_in: int) -> bool:
-        """Counts an inner step, and tells whether it is time to choose, which it is on all ranks at once.
+        """Counts an inner step, and returns whether it is time to choose; all ranks return the same.
 
         Args:
-            launch_in: Inner steps until the first launch. Where a fit resumes before the choice, they may be few.
+            launch_in: Inner steps until the first launch; perhaps few, if a fit resumed before the choice.
         """
         if self.names:
             self._times.append(time.monotonic())
         return bool(self.names) and (len(self._times) > STEPS or launch_in <= 1)
 
     def choose(self, settings: Settings, model: nn.Module, topology: Topology) -> Settings:
-        """Measures the link, and takes what the planner recommends. All ranks must call it.
+        """Measures the link, and adopts what the planner recommends. All ranks must call it.
 
         Args:
             settings: The settings of the run, with placeholders for those to be chosen.
@@ -187,12 +188,12 @@ def choice(
 
 
 def _taken(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the settings that are chosen where these arguments are left to the planner."""
+    """Returns the names of the settings that are chosen if these arguments are left to the planner."""
     return (*names, *(("layers_per_fragment",) if "fragments" in names else ()))
 
 
 def _candidates(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
-    """Yields the planner's candidates with the given settings in place of theirs, in order and without repetition."""
+    """Yields the given settings with what each of the planner's candidates would choose, in order, each once."""
     taken, seen = _taken(names), set()
     for candidate in candidates():
         chosen = tuple(getattr(candidate, name) for name in taken)
@@ -204,11 +205,11 @@ def _candidates(names: tuple[str, ...], settings: Settings) -> Iterator[Settings
 
 
 def measure_link(topology: Topology, timeout: float) -> Link:
-    """Measures the link between groups, with messages that grow until they tell enough. All ranks must call it.
+    """Measures the link between groups, with ever larger messages until one is slow enough. All ranks must call it.
 
     Args:
         topology: The ranks.
-        timeout: Seconds after which a group that does not answer is given up on.
+        timeout: Seconds to wait for a group that does not answer.
 
     Returns:
         The link as the slowest rank saw it.
@@ -244,7 +245,7 @@ def tell(settings: Settings, fragments: int, measured: Measured | None, loggers:
     Args:
         settings: The settings that were chosen.
         fragments: Number of fragments.
-        measured: What they were chosen from; None if there is one group.
+        measured: What the choice was based on; None if there is one group.
         loggers: The loggers.
         step: The step under which metrics are logged.
     """

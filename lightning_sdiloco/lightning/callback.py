@@ -39,7 +39,7 @@ class InnerStepHooks(_Base):
         self._interval = None
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Tells the fit, which may have to cut the model anew."""
+        """Tells the fit that an epoch begins, for which it may have to cut the model anew."""
         self.fit.begin_epoch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -50,18 +50,18 @@ class InnerStepHooks(_Base):
         if self.fit.requests.agreed(Request.END_EPOCH):
             end_epoch(trainer)
         if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            # What is still on its way was asked for this epoch, not for the next.
+            # Requests that are still on their way concern this epoch, not the next.
             self.fit.requests.settle(Request.END_EPOCH)
         self.finish_with_last_batch(trainer)
 
     def finish_with_last_batch(self, trainer: Any) -> None:
-        """Ends a fit whose last batch is over."""
+        """Ends the fit if its last batch is over."""
         if _is_last(trainer):
-            # Now, and not in on_train_end: the last validation and the last checkpoint come before that.
+            # Here and not in on_train_end, because the last validation and the last checkpoint come before that.
             self._write(trainer, self.fit.finish())
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Drops what cannot be reduced, and says once if no batch counts as an inner step."""
+        """Drops metrics that cannot be reduced, and warns once if no batch has counted as an inner step."""
         if self._groups.topology.num_groups > 1:
             drop_what_not_all_logged(trainer, self._groups.topology)
         if trainer.current_epoch == 0 and not self.fit.steps.made_any:
@@ -71,7 +71,7 @@ class InnerStepHooks(_Base):
             )
 
     def _is_idle_step(self, trainer: Any, batch: Any) -> bool:
-        """Whether the other groups make an inner step in this batch, while this one had None to train on."""
+        """Returns whether the other groups make an inner step in this batch while this one had no data for it."""
         steps = self.fit.steps
         idle = batch is None and not steps.optimizer_steps and self._groups.topology.num_groups > 1
         return idle and count_idle_batch(trainer, steps.optimizer_steps_per_batch(len(trainer.optimizers)))
@@ -93,13 +93,13 @@ class InnerStepHooks(_Base):
     def _scalars_of_interval(self, landing: Landing) -> dict[str, float]:
         engine = self.fit.steps.engine
         if self._interval is None and engine is not None:
-            # It begins with the first landing: what came before had nothing to wait for.
+            # The interval begins with the first landing: before it there was nothing to wait for.
             self._interval = Interval(engine.settings.sync_every, landing.landed_at)
             return {}
         return self._interval.scalars_with(landing) if self._interval is not None else {}
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Tells the other ranks first, before another callback saves a checkpoint."""
+        """Tells the other ranks of an exception, before another callback saves a checkpoint."""
         if not self.fit.was_ended_by(exception):
             self._groups.fail(exception)
 

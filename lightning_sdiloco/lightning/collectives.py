@@ -8,8 +8,8 @@ from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
 
-# Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over the world
-# it would make every group wait for the slowest, at every step.
+# Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
+# it would make every group wait for the slowest one at every step.
 _PER_BATCH_HOOKS = frozenset(
     {
         "training_step",
@@ -32,7 +32,7 @@ _PER_BATCH_HOOKS = frozenset(
 
 
 def in_batch(module: Any) -> bool:
-    """Returns whether a hook runs that runs for every training batch.
+    """Returns whether one of the hooks that run for every training batch is running.
 
     Args:
         module: The LightningModule; None if there is none yet.
@@ -47,7 +47,7 @@ def in_batch(module: Any) -> bool:
 
 @contextmanager
 def waiting_for_all(topology: Topology, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
-    """Says what may be wrong if the others do not come to a barrier that this rank waits at in a ``with`` block.
+    """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a ``with`` block.
 
     Args:
         topology: The ranks.
@@ -55,7 +55,7 @@ def waiting_for_all(topology: Topology, names: Sequence[Any], engine: StreamingD
         engine: The engine of the fit, if there is one.
 
     Raises:
-        ExchangeError: If they do not come.
+        ExchangeError: If they do not reach it.
     """
     try:
         yield

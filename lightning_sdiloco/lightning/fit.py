@@ -36,7 +36,7 @@ class Distribution(NamedTuple):
 
     Attributes:
         callback: The callback that makes inner steps.
-        launcher: What starts processes by another start method than ``"popen"``.
+        launcher: What starts processes by any start method but ``"popen"``.
         termination: What ends a fit after SIGTERM.
     """
 
@@ -46,7 +46,7 @@ class Distribution(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a fit finds: the parts of a strategy that live longer than it.
+    """The parts of a strategy that outlive a fit.
 
     Attributes:
         options: What the user chose.
@@ -64,17 +64,17 @@ class Parts(NamedTuple):
 
 
 class Fit:
-    """A fit of a trainer. Another fit makes another one; nothing is reset.
+    """A fit of a trainer. Every fit has an object of its own, so nothing is reset.
 
     Args:
         trainer: The trainer that is about to fit.
-        parts: What lives longer than the fit.
+        parts: What outlives the fit.
 
     Attributes:
-        options: What the user chose, with what the planner or a checkpoint chose in the place of ``"auto"``.
-        requests: What one rank asks and all do at the same inner step.
+        options: What the user chose, with what the planner or a checkpoint chose in place of ``"auto"``.
+        requests: What one rank asks for and all do after the same inner step.
         steps: The inner steps, and the engine that makes them.
-        checkpointer: Saves the fit, and takes a saved one up.
+        checkpointer: Saves the fit, and restores a saved one.
     """
 
     def __init__(self, trainer: Any, parts: Parts) -> None:
@@ -110,11 +110,11 @@ class Fit:
         begin_epochs_alike(trainer, self._patches)
 
     def take_averages(self) -> None:
-        """Lets callbacks that average weights average the outer parameters."""
+        """Makes callbacks that average weights average the outer parameters."""
         self._averaging = Averaging(self._trainer, self.steps, self._parts.groups.topology, self._patches)
 
     def prepare(self, model: nn.Module) -> None:
-        """Refuses models that cannot be trained, and lets all ranks start from the same."""
+        """Refuses models that cannot be trained, and makes all ranks start from the same model."""
         topology = self._parts.groups.topology
         self.checkpointer.make_trainable(model)
         require_same_model(model, topology.world)
@@ -122,7 +122,7 @@ class Fit:
         align_model(model, topology)
 
     def start(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
-        """Makes the engine: only now are the weights final. Checkpoints are restored and user hooks have run."""
+        """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
         engine = StreamingDiLoCo(
             module,
             topology=self._parts.groups.topology,
@@ -144,23 +144,23 @@ class Fit:
     # Batches
 
     def begin_epoch(self) -> None:
-        """Looks at the first batch of the epoch whether other parameters are trainable now."""
+        """Makes the first batch of the epoch check whether other parameters are trainable now."""
         self._epoch_begins = True
 
     def recut(self) -> bool:
         """Cuts the model anew where an epoch begins with other trainable parameters.
 
-        With its first batch all hooks have run that may freeze or unfreeze something at the start of an epoch.
+        At its first batch, all hooks that may freeze or unfreeze something at the start of an epoch have run.
 
         Returns:
-            Whether it was cut anew, so that it is to be wrapped anew.
+            Whether it was cut anew, and so must be wrapped anew.
         """
         begins, self._epoch_begins = self._epoch_begins, False
         engine = self.steps.engine
         if not begins or engine is None or not engine.has_other_parameters():
             return False
         before = {name for fragment in engine.fragments for name in fragment.names}
-        # What other groups asked with these launches is decided, and logged, with the next inner step.
+        # What other groups asked for with these launches is decided, and logged, at the next inner step.
         self.steps.keep(engine.recut())
         self._parts.results.cut(engine.fragments)
         now = {name for fragment in engine.fragments for name in fragment.names}
@@ -198,7 +198,7 @@ class Fit:
         return landings
 
     def _choose(self, engine: StreamingDiLoCo) -> None:
-        """See [Note: what is chosen when]."""
+        """Chooses the ``"auto"`` settings; see [Note: what is chosen when]."""
         trainer, auto = self._trainer, self.options.options.auto
         settings = auto.choose(self.options.settings, trainer.lightning_module, self._parts.groups.topology)
         self.options.choose(settings)
@@ -224,14 +224,14 @@ class Fit:
     # Ends
 
     def finish(self) -> list[Landing]:
-        """Ends a fit that ran to its end: the module is left with the outer parameters. Returns what landed."""
+        """Ends a fit that ran to its end, with the outer parameters in the module, and returns what landed."""
         return self.steps.engine.finish() if self.steps.engine is not None and not self._parts.groups.failed else []
 
     def end(self, model: nn.Module | None) -> None:
         """Makes sure that all ranks hold the same model after training, and obeys late signals.
 
         Raises:
-            AgreementError: If a callback put another model in place, in every rank for itself.
+            AgreementError: If a callback changed the model on each rank by itself.
         """
         topology = self._parts.groups.topology
         if model is not None and not is_aligned(model, topology, with_buffers=False):
@@ -254,7 +254,7 @@ class Fit:
         self.checkpointer.save(self.steps.engine, self._averaging, checkpoint, path, write)
 
     def close(self) -> None:
-        """Undoes what was replaced in Lightning, and ends the background."""
+        """Undoes what was replaced in Lightning, and ends the engine's work in the background."""
         self._patches.close()
         if self.steps.engine is not None:
             self.steps.engine.close()

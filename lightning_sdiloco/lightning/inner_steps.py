@@ -10,12 +10,12 @@ from lightning_sdiloco.engine import Landing, StreamingDiLoCo
 class InnerSteps:
     """Counts the inner steps of a fit and hands them to its engine.
 
-    An inner step is a batch in which an optimizer stepped, however many there are; one that a GradScaler skipped
-    counts, because a skip happens in one group alone.
+    An inner step is a batch in which an optimizer stepped, no matter how many there are. A step that a GradScaler
+    skipped counts too, because it is skipped in one group alone.
 
     Attributes:
         engine: The engine of the fit; None until training starts.
-        landed: Whether anything landed with the batch that has just ended.
+        landed: Whether anything landed in the batch that has just ended.
         optimizer_steps: How often optimizers have stepped in this batch.
     """
 
@@ -40,7 +40,7 @@ class InnerSteps:
 
     @property
     def is_finished(self) -> bool:
-        """Whether training has finished: the outer parameters change no more."""
+        """Whether training has finished, so that the outer parameters no longer change."""
         return self.engine is not None and self.engine.is_finished
 
     @property
@@ -49,25 +49,25 @@ class InnerSteps:
         return self.engine is not None and self.engine.inner_steps > 0
 
     def optimizer_steps_per_batch(self, optimizers: int) -> int:
-        """Returns how often optimizers stepped in the last batch in which one did.
+        """Returns how often optimizers stepped in the last batch in which any did.
 
         Args:
-            optimizers: Number of optimizers: before the first such batch each is taken to step once.
+            optimizers: Number of optimizers. Before the first such batch, each is taken to step once.
         """
         return self._per_batch or optimizers
 
     def note_optimizer_step(self) -> None:
-        """Notes a step of an optimizer that Lightning makes."""
+        """Notes that Lightning has stepped an optimizer."""
         self.optimizer_steps += 1
         self.stepped = True
 
     def note_step(self, *_: Any) -> None:
-        """Notes a step of an optimizer that is stepped without Lightning's wrapper; a hook of optimizers."""
+        """Notes that an optimizer has stepped, perhaps without Lightning's wrapper; a hook of optimizers."""
         self.stepped = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Counts no step of an optimizer inside a ``with`` block."""
+        """Ignores the steps of optimizers inside a ``with`` block."""
         stepped = self.stepped
         try:
             yield
@@ -75,17 +75,17 @@ class InnerSteps:
             self.stepped = stepped
 
     def keep(self, landings: list[Landing]) -> None:
-        """Keeps what landed between two inner steps: it is told with the next one."""
+        """Keeps what landed between two inner steps; the next one reports it."""
         self._early += landings
 
     def is_due(self, idle: bool) -> bool:
-        """Returns whether the batch that ends is an inner step: an optimizer stepped in it, or would have.
+        """Returns whether the batch that ends is an inner step, in which an optimizer stepped or would have stepped.
 
         Args:
             idle: Whether the other groups make an inner step in this batch while this one has nothing to train on.
 
         Raises:
-            RuntimeError: If it is one, and the fit has finished.
+            RuntimeError: If it is one although the fit has finished.
         """
         self.landed = False
         if not (self.stepped or idle) or self.engine is None:
@@ -98,7 +98,7 @@ class InnerSteps:
         return True
 
     def make(self, idle: bool) -> list[Landing]:
-        """Makes an inner step, and returns what landed with it and since the last one."""
+        """Makes an inner step, and returns what landed in it and since the last one."""
         assert self.engine is not None, "an inner step is made when it is due"
         self._per_batch = self.optimizer_steps or self._per_batch
         self.optimizer_steps = 0

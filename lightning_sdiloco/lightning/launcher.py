@@ -1,4 +1,4 @@
-"""Launches a fit in processes, ends them all together with the main one, and brings back what users read of it."""
+"""Launches a fit in processes, ends them together with the main one, and brings back what users read of the fit."""
 
 import signal
 import sys
@@ -38,8 +38,8 @@ class LauncherMixin(_Base):
     leave them running, or wait for a result that does not come.
 
     What may be large travels through files in a folder that lives as long as the launch. Lightning's queue is a pipe
-    of about 64 kB that the main process reads only after the processes have ended: more than that, and each waits for
-    the other for ever.
+    of about 64 kB that the main process reads only after the processes have ended: with more than that, each side
+    would wait for the other for ever.
     """
 
     _strategy: Any
@@ -73,11 +73,11 @@ class LauncherMixin(_Base):
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
         except self._strategy.distribution.termination:
-            # Without this exit code the main process would take it for success, and wait for the result.
+            # Without this exit code the main process would take this for success, and wait for the result.
             sys.exit(_TERMINATED)
 
     def _interrupt(self) -> None:
-        """Ends the processes after Ctrl-C, reached by it or not: the interpreter would wait for them at its end."""
+        """Ends the processes after Ctrl-C, whether it reached them or not: the interpreter would wait for them."""
         self.kill(signal.SIGINT)
         deadline = time.monotonic() + _SECONDS_TO_END
         try:
@@ -88,7 +88,7 @@ class LauncherMixin(_Base):
 
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        """Writes the results and Lightning's metrics to files; returns what is left for the queue."""
+        """Writes the results and Lightning's metrics to files, and returns what is left for the queue."""
         folder, extra = Path(self._folder), super().get_extra_results(trainer)
         summary = trainer.strategy.results.summary()
         if summary is not None:
@@ -99,7 +99,7 @@ class LauncherMixin(_Base):
 
     @override
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
-        """Reads back in the main process what `get_extra_results` wrote in that of rank 0."""
+        """Reads, in the main process, what `get_extra_results` wrote in the process of rank 0."""
         folder = Path(self._folder)
         written = {path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")}
         super().update_main_process_results(trainer, {**extra, **written})
@@ -108,7 +108,7 @@ class LauncherMixin(_Base):
 
 
 def _take_own_memory(sent: Iterable[Any]) -> None:
-    """Copies the tensors of modules sent to a process: they share memory, and all ranks would train the same ones.
+    """Copies the tensors of modules sent to a process: in shared memory, all ranks would train the same ones.
 
     Lightning itself does this for spawn only.
     """

@@ -1,4 +1,4 @@
-"""What a user chooses of a strategy, checked where the choices meet."""
+"""What a user chooses for a strategy, checked in the one place where all choices meet."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,8 +13,8 @@ class Options:
     """The choices that all strategies have. `WorkerGroupStrategy` describes every argument.
 
     Args:
-        settings: Those of the engine, with something in the place of what is left to the planner.
-        auto: What is left to the planner.
+        settings: The settings of the engine, with placeholders for those that are left to the planner.
+        auto: The settings that are left to the planner.
         worker_groups: Number of worker groups, or ``"auto"``.
         exchange_backend: ``"gloo"`` or ``"nccl"``; None for gloo.
         on_resume: ``"exact"`` or ``"restart"``.
@@ -36,10 +36,10 @@ class Options:
         """Checks the arguments of a strategy.
 
         Args:
-            worker_groups: As in `WorkerGroupStrategy`, and so are the others.
-            exchange_backend: See there.
-            on_resume: See there.
-            evaluate: See there.
+            worker_groups: As in `WorkerGroupStrategy`.
+            exchange_backend: As in `WorkerGroupStrategy`.
+            on_resume: As in `WorkerGroupStrategy`.
+            evaluate: As in `WorkerGroupStrategy`.
             **settings: Arguments of `Settings`, of which some may be ``"auto"``.
 
         Raises:
@@ -67,7 +67,7 @@ class Options:
             )
 
     def described(self) -> dict[str, str]:
-        """Returns every choice as text that is the same on all ranks if and only if the choice is."""
+        """Returns every choice as text, which is the same on all ranks if and only if the choice is."""
         return {
             **self.auto.described(self.settings.described()),
             "worker_groups": str(self.worker_groups),
@@ -89,9 +89,9 @@ class CurrentOptions:
 
     @property
     def settings(self) -> Settings:
-        """Those of the engine."""
+        """The settings of the engine."""
         return self.options.settings
 
     def choose(self, settings: Settings) -> None:
-        """Takes settings in the place of those before."""
+        """Replaces the settings of the engine."""
         self.options = replace(self.options, settings=settings)

@@ -1,4 +1,4 @@
-"""What one rank asks and all ranks do at the same inner step: it travels in the control vector of a launch."""
+"""What one rank asks for and all ranks do after the same inner step; it travels in the control vector of a launch."""
 
 from collections.abc import Callable, Iterable
 from enum import IntFlag
@@ -8,7 +8,7 @@ from lightning_sdiloco.engine import Landing, StreamingDiLoCo
 
 
 class Request(IntFlag):
-    """What can be asked. Further bits, from ``CHECKPOINT`` on, stand for one periodic checkpoint each."""
+    """What can be asked for. From ``CHECKPOINT`` on, each bit stands for one periodic checkpoint."""
 
     TERMINATE = 1
     TIME_LIMIT = 2
@@ -18,18 +18,18 @@ class Request(IntFlag):
 
 
 SIGNALLED = (Request.TERMINATE, Request.REQUEUE)
-"""What signals ask."""
+"""What signals ask for."""
 
 _BITS = 16  # of the control vector
 
-# Those that are left.
+# As many bits are left.
 MOST_CHECKPOINTS = _BITS - int(Request.CHECKPOINT).bit_length() + 1
 
 
 class Requests:
-    """Keeps what this rank asks until all groups do it.
+    """Keeps what this rank asks for until all groups do it.
 
-    A fit makes it, and connects it with the engine whose launches carry the requests. Before that nothing is asked.
+    A fit makes it, and connects it with the engine whose launches carry the requests. Before that it ignores requests.
 
     Args:
         engine: The engine, where it is known from the start.
@@ -42,7 +42,7 @@ class Requests:
         self._deciding: int | None = None
 
     def connect(self, engine: StreamingDiLoCo) -> None:
-        """Lets the launches of an engine carry the requests."""
+        """Connects the requests with the engine whose launches carry them."""
         self._engine = engine
         self._done_at = {}
         self._agreed = 0
@@ -59,19 +59,19 @@ class Requests:
             self._engine.request(int(bit))
 
     def settle(self, bit: int) -> None:
-        """Takes what was asked up to now as done. All ranks do so after the same inner step."""
+        """Marks what was asked for up to now as done. All ranks do so after the same inner step."""
         if self._engine is not None:
             self._done_at[int(bit)] = self._engine.inner_steps
             self._engine.withdraw(int(bit))
 
     def begin_batch(self) -> None:
-        """Forgets what was agreed after the last inner step: it has been done."""
+        """Forgets what was agreed on after the last inner step: it has been done."""
         self._agreed = 0
 
     def land(self, landings: Iterable[Landing]) -> int:
-        """Takes what came with landings: from now on all ranks agree on it, after the same inner step.
+        """Takes in the requests that came with landings: all ranks now agree on them, after the same inner step.
 
-        A request that was launched before the same thing was last done, or just then, has been met already:
+        A request that was launched before the same thing was last done, or in the same step, has been met already:
         launches come before landings.
 
         Returns:
@@ -88,7 +88,7 @@ class Requests:
         return self._agreed
 
     def agreed(self, bit: int) -> bool:
-        """Returns whether all ranks do something after this inner step."""
+        """Returns whether all ranks do what a bit stands for after this inner step."""
         return bool(self._agreed & bit)
 
     # Checkpoints by the clock
@@ -97,7 +97,7 @@ class Requests:
         """Runs the hook of a checkpoint callback whose time interval all ranks decide together.
 
         Args:
-            index: Number of the callback among those with a time interval.
+            index: Position of the callback among those with a time interval.
             hook: The hook, which broadcasts whether to skip the save; `vote` answers in place of the broadcast.
             *args: Its arguments.
         """
@@ -127,13 +127,13 @@ class Requests:
     # Checkpoints of requests
 
     def state_dict(self) -> dict[int, int]:
-        """Returns after which inner step each request was done last."""
+        """Returns, for each request, after which inner step it was last done."""
         return dict(self._done_at)
 
     def load_state_dict(self, state: dict[int, int]) -> None:
-        """Takes back what `state_dict` returned.
+        """Restores what `state_dict` returned.
 
-        A signal was meant for the process that got it: what it asked, and what is on its way for it, is void.
+        A signal was meant for the process that got it, so what it asked for is void, also what is still on its way.
         """
         self._done_at = dict(state)
         for bit in SIGNALLED:

@@ -35,7 +35,7 @@ class Summary(NamedTuple):
 
     @staticmethod
     def load(path: Path) -> "Summary":
-        """Reads from a file what `save` wrote there, bit for bit."""
+        """Returns the summary that `save` wrote to a file, bit for bit."""
         plain = torch.load(path, weights_only=True)
         return Summary(
             fragments=tuple(Fragment(tuple(f["names"]), tuple(f["sizes"])) for f in plain["fragments"]),
@@ -77,7 +77,7 @@ class Results:
         self._summary: Summary | None = None
 
     def begin(self, options: CurrentOptions) -> None:
-        """Forgets the fit before, and shows the options of the one that begins."""
+        """Forgets the previous fit, and shows the options of the one that begins."""
         self._options = options
         self._fragments = ()
         self._engine = self._summary = None
@@ -87,12 +87,12 @@ class Results:
         self._fragments = fragments
 
     def read(self, engine: StreamingDiLoCo) -> None:
-        """Shows what an engine does."""
+        """Shows what an engine does from now on."""
         self._engine = engine
 
     @property
     def engine(self) -> StreamingDiLoCo | None:
-        """The engine of the fit that runs, or of the last one; None before the first in this process."""
+        """The engine of the current or last fit; None before the first in this process."""
         return self._engine
 
     @property
@@ -110,7 +110,7 @@ class Results:
 
     @property
     def measured(self) -> Measured | None:
-        """What the planner chose from."""
+        """What the planner based its choice on."""
         return self._options.options.auto.measured
 
     def outer_state_dict(self) -> dict[str, Tensor]:
@@ -133,9 +133,9 @@ class Results:
         return source
 
     def summary(self) -> Summary | None:
-        """Returns what stays readable where a fit ran in other processes; None if none ran here."""
+        """Returns what the main process can still read after a fit in this one; None if none finished here."""
         return Summary.of(self._engine) if self._engine is not None and self._engine.is_finished else None
 
     def read_summary(self, summary: Summary | None) -> None:
-        """Takes over what a fit in other processes left."""
+        """Takes over the summary of a fit that ran in other processes."""
         self._summary = summary

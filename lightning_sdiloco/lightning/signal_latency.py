@@ -9,7 +9,7 @@ from lightning_sdiloco.algorithm import Schedule
 
 _log = logging.getLogger(__name__)
 
-# The first inner steps are slow for reasons of their own. A few more, of which the median counts, are enough.
+# The first inner steps are slow for reasons of their own. The median of a few more is enough.
 _FIRST, _LAST = 3, 8
 
 _LONG_SECONDS = 60.0
@@ -17,10 +17,10 @@ _SAVING_SECONDS = 60
 
 
 class SignalLatency:
-    """Measures the first inner steps of a fit, and says how long a signal may wait if that is long.
+    """Measures the first inner steps of a fit, and warns if a signal may wait for long.
 
     Args:
-        schedule: When launches and landings are.
+        schedule: When fragments launch and land.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -28,7 +28,7 @@ class SignalLatency:
         self._times: list[float] = []
 
     def step(self, inner_steps: int) -> None:
-        """Takes note of an inner step. After the first few it does nothing.
+        """Notes the time of an inner step. After the first few it does nothing.
 
         Args:
             inner_steps: Inner steps so far.
@@ -44,10 +44,10 @@ class SignalLatency:
 
 
 def warning(schedule: Schedule, inner_steps: int, step_seconds: float) -> str:
-    """What there is to say of how long a signal may wait; nothing if that is not long.
+    """Returns a warning of how long a signal may wait; an empty text if that is not long.
 
     Args:
-        schedule: When launches and landings are.
+        schedule: When fragments launch and land.
         inner_steps: Inner steps so far.
         step_seconds: How long one takes.
 
@@ -58,7 +58,7 @@ def warning(schedule: Schedule, inner_steps: int, step_seconds: float) -> str:
         >>> "up to 105 inner steps, which take about 105 s (1 s each)" in text, "--signal=USR1@170" in text
         (True, True)
     """
-    # The first round is the longest; it is told only where it is still going on.
+    # The first round is the longest; it counts only while it is still going on.
     steps = schedule.longest_wait(inner_steps)
     seconds = steps * step_seconds
     if seconds <= _LONG_SECONDS:

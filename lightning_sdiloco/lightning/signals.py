@@ -1,12 +1,13 @@
-"""Signals and the end that they ask for: every rank ends after the same inner step, with a checkpoint.
+"""Signals that ask a fit to end: every rank ends after the same inner step, with a checkpoint.
 
 [Note: signals wait for a step boundary] A handler may run between any two lines of Python. So it only takes note; the
-request travels with the next launch, and when that has landed, on every rank after the same inner step, all save
-together and end. Until then a second signal changes nothing, and afterwards neither.
+request travels with the next launch. When that has landed, on every rank after the same inner step, all save together
+and end. A second signal changes nothing, neither before nor after that.
 
-[Note: where a fit ends] Lightning resumes exactly from two places of a batch's end. Where a validation is due, from
-before its first batch: the resumed fit starts with that validation. Otherwise from after everything else. After the
-last batch of an epoch it resumes with the next epoch, so the end of the epoch is run before.
+[Note: where a fit ends] There are two places at the end of a batch from which Lightning resumes exactly. If a
+validation is due, it is the place before the first validation batch: the resumed fit starts with that validation.
+Otherwise it is the place after everything else. After the last batch of an epoch Lightning resumes with the next epoch,
+so the end of the epoch runs before the fit ends.
 """
 
 import logging
@@ -24,7 +25,7 @@ Replace = Callable[[Any, str, Callable[..., Any]], None]
 
 
 class Signals:
-    """Takes note of the signals that this rank gets in a fit, and ends the fit when all ranks have agreed to.
+    """Notes the signals that this rank gets in a fit, and ends the fit when all ranks have agreed to.
 
     Args:
         trainer: The trainer that is about to fit.
@@ -44,7 +45,7 @@ class Signals:
         self.ended = False
 
     def listen(self, replace: Replace) -> None:
-        """Takes the place of Lightning's handlers, and of what ends a batch and an epoch.
+        """Replaces Lightning's signal handlers, and the methods that end a batch and an epoch.
 
         Args:
             replace: Sets an attribute of an object for the time of the fit.
@@ -57,7 +58,7 @@ class Signals:
 
     @property
     def received(self) -> int:
-        """What the signals so far ask of all ranks."""
+        """What the signals so far ask all ranks to do."""
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:
@@ -69,13 +70,13 @@ class Signals:
             self._end(received)
 
     def _note(self, request: Request, signum: int, frame: Any) -> None:
-        # See [Note: signals wait for a step boundary]. To add to a set is one step, so nested handlers lose nothing.
+        # See [Note: signals wait for a step boundary]. Adding to a set is one step, so nested handlers lose nothing.
         self._received.add(request)
         if request == Request.REQUEUE:
             self._requeued_by = signum
 
     def _after_batch(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
-        """See [Note: where a fit ends]."""
+        """Ends a batch, and the fit if all agreed to; see [Note: where a fit ends]."""
         loop, agreed = self._trainer.fit_loop.epoch_loop, self._agreed()
         if agreed and loop._should_check_val_fx(data_fetcher):
             _stop_before_first_batch(loop.val_loop)
@@ -115,12 +116,12 @@ class Signals:
 
 
 def terminated_path(trainer: Any) -> str | None:
-    """Where a terminated fit is saved: beside the first checkpoints that the trainer saves; None if it saves none."""
+    """Returns where to save a terminated fit: beside the trainer's first checkpoints; None if it saves none."""
     if not trainer.checkpoint_callbacks or trainer.fast_dev_run:
         return None
     folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
     folder = next(filter(None, folders), trainer.default_root_dir)
-    # Not a name that Lightning looks for: it would resume a later job from it unasked.
+    # Not a name that Lightning looks for: it would resume a later job from this file unasked.
     return os.path.join(str(folder), f"terminated-step={trainer.global_step}.ckpt")
 
 
@@ -133,16 +134,16 @@ def _told(path: str | None) -> str:
 
 
 def _stop_before_first_batch(val_loop: Any) -> None:
-    """Counts as Lightning does when a validation stops within its first batch: it then starts with that again."""
+    """Counts as Lightning does when a validation stops in its first batch, with which it then starts again."""
     val_loop.batch_progress.reset_on_run()
     val_loop.batch_progress.increment_ready()
     val_loop.batch_progress.increment_started()
 
 
 def _stop_with_last_batch(fit_loop: Any) -> None:
-    """Counts as Lightning does when an epoch stops with its last batch: after its end it restores no loader.
+    """Counts as Lightning does when a fit stops in the last batch of an epoch; after the epoch it restores no loader.
 
-    What happens at the end of the epoch has happened, and is not repeated: the current count says so, see
+    What happens at the end of the epoch has happened, and is not repeated: the current count says so; see
     [Note: the rest of a batch].
     """
     for count in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
@@ -153,7 +154,7 @@ def _stop_with_last_batch(fit_loop: Any) -> None:
 
 
 def listen_without_fit(trainer: Any, replace: Replace) -> None:
-    """Takes the place of Lightning's handlers outside a fit, which wait for all ranks in the midst of whatever runs.
+    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of whatever runs.
 
     SIGTERM ends this rank after its batch; the others notice that it is gone. There is nothing to save.
 

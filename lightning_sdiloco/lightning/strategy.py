@@ -1,7 +1,7 @@
-"""The strategy, but for its base class: the one place that overrides Lightning's strategies.
+"""The strategy without its base class: the one place that overrides methods of Lightning's strategies.
 
-Every distribution of Lightning has base classes of its own. A class in front of one of them adds its name and no more;
-see ``lightning_pytorch.py``.
+Every distribution of Lightning has base classes of its own. A subclass of this class and of one of them adds its name
+and no more; see ``lightning_pytorch.py``.
 
 [Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user chose. `WorkerGroups` are
 the ranks, over several fits. A `Fit` begins and ends with each fit. A `ModelFormat` knows whether ranks hold the model
@@ -95,7 +95,7 @@ class WorkerGroupStrategy(_Base):
     base_arguments: ClassVar[Callable[..., dict[str, Any]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Documents a strategy: its arguments are those above, and those of its model format."""
+        """Documents a strategy: its arguments are those above and those of its model format."""
         super().__init_subclass__(**kwargs)
         if "model_format" in vars(cls):
             cls.base_arguments = staticmethod(cls.model_format.base_arguments)
@@ -152,7 +152,7 @@ class WorkerGroupStrategy(_Base):
     def schedule(self) -> Schedule:
         """When fragments launch and land; prints as a table. Known from ``on_fit_start`` on.
 
-        Where settings are ``"auto"``, it is known when they are chosen, after the first inner steps.
+        Where settings are ``"auto"``, it is known once they are chosen, after the first inner steps.
         """
         return self._results.schedule
 
@@ -164,8 +164,8 @@ class WorkerGroupStrategy(_Base):
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
 
-        The names are those of ``LightningModule.named_parameters()``. During a fit it is collective within a worker
-        group.
+        The names are those of ``LightningModule.named_parameters()``. During a fit, all ranks of a worker group must
+        call it together.
         """
         return self._results.outer_state_dict()
 
@@ -175,17 +175,17 @@ class WorkerGroupStrategy(_Base):
 
     @property
     def measured(self) -> Measured | None:
-        """What the planner chose ``"auto"`` settings from; None if it did not, or took them from a checkpoint."""
+        """What the planner chose the ``"auto"`` settings from; None if it did not, or if a checkpoint held them."""
         return self._results.measured
 
     @property
     def engine(self) -> StreamingDiLoCo | None:
-        """The engine of the fit that runs, or of the last one; None before the first in this process."""
+        """The engine of the current or last fit; None before the first in this process."""
         return self._results.engine
 
     @property
     def topology(self) -> Topology:
-        """Worker groups and the ways between them; known when processes are connected."""
+        """Worker groups and the connections between them; known once processes are connected."""
         return self._groups.topology
 
     # What launcher, monitor and callbacks read
@@ -197,7 +197,7 @@ class WorkerGroupStrategy(_Base):
 
     @property
     def fit(self) -> Fit:
-        """The fit that runs, or the last one."""
+        """The current or last fit."""
         assert self._fit is not None, "there is none before trainer.fit"
         return self._fit
 
@@ -213,7 +213,7 @@ class WorkerGroupStrategy(_Base):
         trainer = model._trainer
         fits = trainer.state.fn == "fit"
         if fits:
-            # Before callbacks are set up: some copy the model then.
+            # Before callbacks are set up, because some then copy the model.
             self._format.refuse(trainer, self.precision_plugin.precision)
         super().connect(model)
         self._groups.failed = False
@@ -230,7 +230,7 @@ class WorkerGroupStrategy(_Base):
         parts = Parts(self._options, self._groups, self._format, self._results, self.distribution.termination)
         self._fit = Fit(trainer, parts)
         trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, InnerStepHooks)]
-        # First, so that every other callback sees the model after the landing of its step.
+        # First, so that every other callback sees the model as it is after the landings of a step.
         trainer.callbacks.insert(0, self.distribution.callback(self._fit, self._groups))
 
     @override
@@ -249,7 +249,7 @@ class WorkerGroupStrategy(_Base):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Over how many ranks data is divided, and which of them this one is."""
+        """The number of ranks over which data is divided, and which of them this one is."""
         return self._format.sampler_kwargs(self.topology)
 
     @override
@@ -294,8 +294,8 @@ class WorkerGroupStrategy(_Base):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if batch is None:
-            # Lightning calls no on_train_batch_start for an idle batch, and the other groups may be there. The user's
-            # hooks that move a batch need not know of idle ones.
+            # Lightning does not call on_train_batch_start for an idle batch, but the other groups may be in it. The
+            # user's hooks that move a batch need not know of idle ones.
             self._follow_what_is_trainable()
             return None
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -329,7 +329,7 @@ class WorkerGroupStrategy(_Base):
         try:
             if self._fit is not None:
                 self._fit.close()
-            # Waits for a thread that still writes.
+            # This waits for a thread that is still writing.
             super().teardown()
         finally:
             if self._fit is not None:
@@ -339,7 +339,7 @@ class WorkerGroupStrategy(_Base):
 
     @property
     def _shown(self) -> StreamingDiLoCo | None:
-        """The engine whose outer model validation sees, if it does."""
+        """The engine whose outer model validation sees, if it sees one."""
         return self.engine if self._options.evaluate == "outer" else None
 
     @override
@@ -374,7 +374,7 @@ class WorkerGroupStrategy(_Base):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        # torch may step an optimizer to get its state: that is no inner step.
+        # torch may step an optimizer to get its state, which is no inner step.
         with self.fit.steps.paused():
             return dict(self._format.optimizer_state(optimizer, super().optimizer_state, self.is_alone))
 
@@ -425,7 +425,7 @@ class WorkerGroupStrategy(_Base):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, and says what may be wrong if they do not come. Not after an exception."""
+        """Waits for all ranks, except after an exception, and explains what may be wrong if they do not come."""
         if self.is_alone:
             return
         with waiting_for_all(self.topology, args, self.engine):
@@ -435,11 +435,11 @@ class WorkerGroupStrategy(_Base):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self.is_alone:
             return obj
-        # ModelCheckpoint asks at every batch whether to skip the save that its time interval may call for.
+        # ModelCheckpoint asks at every batch whether to skip a save by time interval.
         vote = self._fit.requests.vote(obj) if self._fit is not None else None
         return super().broadcast(obj, src) if vote is None else vote
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decides over all ranks, whatever hook asks: who stops or saves must do so everywhere."""
+        """Decides over all ranks, whichever hook asks: all of them must stop or save together."""
         return self._groups.decide(decision, all, self.root_device)

@@ -1,12 +1,12 @@
-"""Lets callbacks that average weights average the outer parameters, for the time of a fit.
+"""Makes callbacks that average weights average the outer parameters, for the time of a fit.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch ends. There it holds
 local parameters, and every worker group would end with an average of its own. So here they read the outer parameters,
-which change only at landings: an update that was wanted since the last landing happens at the next one. All groups land
+which change only at landings: an update that is wanted between two landings happens at the second. All groups land
 after the same inner steps, so all have the same average, bit for bit. The end of a fit is a landing too.
 
-A longer fit goes on from before the end. So the average is kept as it was then, with the number of updates that a fit
-that goes on would have made since; a resumed fit makes them itself, from the outer parameters that it takes up.
+A longer fit resumes from before this end. So the average is kept as it was then, with the number of updates that a fit
+without an end would have made since. A resumed fit makes these itself, from the outer parameters that it restores.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Averaging:
         trainer: The trainer that is about to fit, with its model set up.
         steps: The inner steps of the fit, and its engine.
         topology: The ranks.
-        undo: Takes up what ends the replacements.
+        undo: Ends the replacements when it is closed.
     """
 
     def __init__(self, trainer: Any, steps: InnerSteps, topology: Topology, undo: ExitStack) -> None:
@@ -47,11 +47,11 @@ class Averaging:
                 replace(undo, callback, "on_train_epoch_start", start)
 
     def state_dict(self) -> State | None:
-        """What a checkpoint needs beside what the callbacks themselves save; None if there is nothing."""
+        """Returns what a checkpoint needs beside what the callbacks themselves save; None if there is nothing."""
         return None if self._outer is None else self._outer.state_dict()
 
     def load_state_dict(self, state: State | None) -> None:
-        """Takes back what `state_dict` returned. Call it when the engine holds what was saved with it."""
+        """Restores what `state_dict` returned. Call it when the engine holds what was saved with it."""
         if self._outer is not None and state is not None:
             self._outer.load_state_dict(state)
 
@@ -95,7 +95,7 @@ class _OuterAverage:
     def _end_epoch(self, trainer: Any, module: Any) -> None:
         before = self._updates
         _in_outer(self._steps, self._on_train_epoch_end, trainer, module)
-        # Where max_steps ends a fit inside an epoch, one that goes on is not at its end yet.
+        # Where max_steps ends the fit inside an epoch, a fit that goes on has not reached the end of the epoch yet.
         if self._unfinished is not None and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             self._unfinished["updates"] += self._updates - before
 
@@ -122,7 +122,7 @@ class _OuterAverage:
             }
 
     def state_dict(self) -> State:
-        # The checkpoint has the average of rank 0. Those of other ranks are the same, but for buffers.
+        # The checkpoint has the average of rank 0. Those of other ranks differ from it only in their buffers.
         buffers = [buffer.to("cpu", copy=True) for buffer in self._average.buffers()]
         return {"wanted": self._wanted, "unfinished": self._unfinished, "buffers": buffers}
 
@@ -146,7 +146,7 @@ def _in_outer(steps: InnerSteps, function: Callable[..., None], *args: Any) -> N
 
 
 def _start_alike(average: nn.Module, module: nn.Module, topology: Topology) -> None:
-    """Lets an average start from the model of all ranks: it was made before they had the same."""
+    """Makes an average start from the model that all ranks share: it was made before they shared one."""
     if not is_aligned(average, topology):
         inner = average.module if hasattr(average, "n_averaged") else average
         assert isinstance(inner, nn.Module)

@@ -1,4 +1,4 @@
-"""The worker groups of this process: how its ranks find each other, and whether they may still wait for each other."""
+"""The worker groups as a process sees them: how ranks find each other, and whether they may still wait for others."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerGroups:
-    """The ranks of this process and of the others. It lives as long as the strategy, over several fits.
+    """The ranks of all worker groups. It lives as long as the strategy, over several fits.
 
     Attributes:
-        failed: Whether this rank ends with an exception.
+        failed: Whether this rank is ending with an exception.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class WorkerGroups:
 
     @property
     def topology(self) -> Topology:
-        """Worker groups and the ways between them; known when processes are connected."""
+        """Worker groups and the connections between them; known once processes are connected."""
         assert self._topology is not None, "the process groups are made in setup_environment"
         return self._topology
 
@@ -49,7 +49,7 @@ class WorkerGroups:
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
     def check(self, host: Any, options: Options, model_format: ModelFormat) -> None:
-        """Refuses a world that cannot be split, and devices that NCCL does not join.
+        """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot connect.
 
         Args:
             host: Lightning's strategy.
@@ -57,13 +57,13 @@ class WorkerGroups:
             model_format: How the ranks of a group hold the model.
 
         Raises:
-            ValueError: If there is such a thing.
+            ValueError: If there are any.
         """
         model_format.layout(options.worker_groups, host.num_nodes, host.num_processes)
         _device_backend(options, host)
 
     def connect(self, host: Any, options: Options, model_format: ModelFormat, set_up: Callable[[], None]) -> None:
-        """Connects all processes, and makes the ways between the ranks of a group and between groups.
+        """Connects all processes, and makes the connections between the ranks of a group and between groups.
 
         Args:
             host: Lightning's strategy.
@@ -72,7 +72,7 @@ class WorkerGroups:
             set_up: Lightning's own way to connect the processes.
 
         Raises:
-            ValueError: If ranks do not come, cannot reach each other, or differ in what was chosen.
+            ValueError: If ranks do not appear, cannot reach each other, or differ in their settings.
         """
         timeout = options.settings.timeout
         layout = model_format.layout(options.worker_groups, host.num_nodes, host.num_processes)
@@ -87,11 +87,11 @@ class WorkerGroups:
         model_format.join(host, self._topology, layout, timeout)
 
     def use(self, topology: Topology) -> None:
-        """Takes ways between ranks that somebody else has made."""
+        """Takes connections between ranks that somebody else has made."""
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
-        """Tells that this rank ends with an exception: from now on it must not wait for others."""
+        """Tells the others that this rank ends with an exception; from now on it must not wait for them."""
         self.failed = True
         failures, self._failures = self._failures, None
         if failures is not None:
@@ -99,18 +99,18 @@ class WorkerGroups:
                 failures.leave(exception)
 
     def warn_of_local_parameters(self) -> None:
-        """Says what is saved by a rank that must not wait for those with which it shares a model."""
+        """Warns what a rank saves that must not wait for those with which it shares a model."""
         _log.warning(
             "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the outer"
             " ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
         )
 
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
-        """Returns what all ranks decide; after an exception what this one does.
+        """Returns what all ranks decide together; after an exception, what this one decides alone.
 
         Args:
             decision: The vote of this rank.
-            all: Whether all must be for it, or any.
+            all: Whether all ranks must vote for it; otherwise one vote is enough.
             device: The device of this rank.
         """
         if self.is_alone:
@@ -120,7 +120,7 @@ class WorkerGroups:
         return count == len(votes) if all else count > 0
 
     def mean_over_all(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Returns the mean over all ranks of every number that all ranks have; none after an exception."""
+        """Returns the means over all ranks of the numbers that all ranks have; nothing after an exception."""
         if self.is_alone:
             return {}
         ranks = self.topology.world.all_gather_object(dict(numbers))
@@ -130,8 +130,8 @@ class WorkerGroups:
 
 @contextmanager
 def _reached(host: Any, layout: GroupLayout, timeout: timedelta) -> Iterator[None]:
-    """Refuses to start where ranks cannot reach each other. Within it all processes are to be connected."""
-    # Kept until then: the default process group takes over the store of the rendezvous.
+    """Refuses to start if ranks cannot reach each other. Its ``with`` block must connect all processes."""
+    # Kept until they are connected: the default process group takes over the store of the rendezvous.
     met = None
     if host.num_nodes > 1:
         host.set_world_ranks()

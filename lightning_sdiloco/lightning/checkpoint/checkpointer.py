@@ -1,4 +1,4 @@
-"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder for what ranks hold."""
+"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with what each rank holds."""
 
 import logging
 import uuid
@@ -25,14 +25,14 @@ Write = Callable[[Checkpoint, Any], None]
 
 
 class Checkpointer:
-    """Writes the checkpoints of a fit, and takes one up.
+    """Writes the checkpoints of a fit, and resumes from one.
 
     Args:
         trainer: The trainer that fits. Its strategy holds what Lightning saves: model, optimizers and plugins.
         groups: The ranks.
         options: What the user chose. A checkpoint may replace what was left to the planner.
         model_format: How the ranks of a group hold the model.
-        requests: What one rank asks and all do, which is saved too.
+        requests: What one rank asks for and all do, which is saved too.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Checkpointer:
         self._resumed: dict[str, Any] | None = None
         self._restart: Restart | None = None
         self._random_state: dict[str, Any] | None = None
-        # The checkpoints of this run that still stand.
+        # The checkpoints of this run that still exist.
         self._standing: tuple[str, ...] = ()
         self._placing: Placing | None = None
 
@@ -63,7 +63,7 @@ class Checkpointer:
 
     @property
     def resumes_exactly(self) -> bool:
-        """Whether the fit that is about to run goes on where its checkpoint was saved, with all that ranks held."""
+        """Whether the fit that is about to run resumes exactly where its checkpoint was saved."""
         return self._resumed is not None
 
     def load(self, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
@@ -71,9 +71,9 @@ class Checkpointer:
 
         Args:
             path: The checkpoint.
-            load: Lightning's own way.
-            *args: For it.
-            **kwargs: For it.
+            load: Lightning's own way to read it.
+            *args: Further arguments of ``load``.
+            **kwargs: Further arguments of ``load``.
 
         Raises:
             ValueError: If it was saved with other settings, or cannot be read.
@@ -92,7 +92,7 @@ class Checkpointer:
         return checkpoint
 
     def resume(self, engine: StreamingDiLoCo, averaging: Averaging | None) -> None:
-        """Goes on where the loaded checkpoint was saved, if one was loaded."""
+        """Restores what the loaded checkpoint holds, if one was loaded."""
         if self._restart is not None:
             engine.restart(self._restart)
         if self._resumed is not None:
@@ -111,7 +111,7 @@ class Checkpointer:
         self._resumed = self._restart = self._random_state = None
 
     def make_trainable(self, model: nn.Module) -> None:
-        """Freezes and unfreezes as it was when the checkpoint was saved, which callbacks do not do on their own."""
+        """Makes those parameters trainable that were when the checkpoint was saved; callbacks do not do so."""
         if self._resumed is not None:
             trainable = {name for fragment in self._resumed["engine"]["fragments"] for name in fragment["names"]}
         elif self._restart is not None and self._options.options.on_resume == "exact":
@@ -147,7 +147,7 @@ class Checkpointer:
         ]
 
     def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any]) -> None:
-        """Outer parameters and momentum for all groups; inner optimizer and random state for those that have a file."""
+        """Restores the outer state of all groups, and inner optimizer and random state of those that have a file."""
         if self._options.options.on_resume == "exact":
             self._require_the_settings_of(header)
         self._restart = self._as_rank_zero_reads(path, header)
@@ -163,7 +163,7 @@ class Checkpointer:
         self._say_what_restarts(self._restart, header, own is not None)
 
     def _rank_before(self, header: dict[str, Any]) -> int | None:
-        """Returns the rank whose file this one takes up: that of its group and shard, or of the first of its group."""
+        """Returns the rank whose file this one reads, if any: that of its group and shard, or the group's first."""
         groups, size = header["layout"]["worker_groups"], header["layout"]["group_size"]
         if not self._format.holds_the_same(header["layout"], self._layout()):
             return None
@@ -171,7 +171,7 @@ class Checkpointer:
         return self._topology.group_index * size + shard if self._topology.group_index < groups else None
 
     def _as_rank_zero_reads(self, path: str, header: dict[str, Any]) -> Restart:
-        """Ranks may see different files, so one reads for all; what it cannot read is an error of all."""
+        """Returns what rank 0 reads, or raises its error on all ranks: they may see different files."""
         restart: Restart | ValueError | None = None
         if self._trainer.is_global_zero:
             settings = self._options.settings
@@ -180,7 +180,7 @@ class Checkpointer:
                 states = files.read_groups(path, header, ("counts", "fragments", "flights"))
                 restart = restart_from(states, settings if same_optimizer else None)
             except Exception as error:
-                # Whatever it is, the other ranks are waiting to hear of it.
+                # Of any error, because the other ranks are waiting to hear of it.
                 restart = error if isinstance(error, ValueError) else ValueError(f"{path} cannot be read: {error!r}")
         restart = self._of_rank_zero(restart)
         if isinstance(restart, ValueError):
@@ -209,9 +209,10 @@ class Checkpointer:
     def save(
         self, engine: StreamingDiLoCo, averaging: Averaging | None, checkpoint: Checkpoint, path: Any, write: Write
     ) -> None:
-        """Saves what all groups have in common, and what each rank holds beside it. All ranks call it.
+        """Saves what all groups have in common, and what each rank holds beside it. All ranks must call it.
 
-        After an exception a rank saves alone, without waiting for others: what it holds is kept, but is no checkpoint.
+        After an exception a rank saves alone, without waiting for others: that keeps what it holds, but it is no
+        checkpoint.
 
         Args:
             engine: The engine of the fit.
@@ -227,8 +228,8 @@ class Checkpointer:
             self._save_with_all(state, checkpoint, path, write)
 
     def _save_with_all(self, state: dict[str, Any], checkpoint: Checkpoint, path: Any, write: Write) -> None:
-        """See [Note: the order of a save]."""
-        # Ranks may have made up different paths: requeued SLURM jobs count the files that they see.
+        """Saves together with all ranks; see [Note: the order of a save]."""
+        # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
         path, save = self._of_rank_zero((str(path), uuid.uuid4().hex))
         older = files.saves(path) if self._trainer.is_global_zero else []
         entry = files.write_rank(path, save, self._trainer.global_rank, state)
@@ -279,7 +280,7 @@ class Checkpointer:
         }
 
     def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
-        """Removes a checkpoint and what belongs to it. Rank 0 does it.
+        """Removes a checkpoint and what belongs to it, on rank 0.
 
         Args:
             path: The checkpoint.
@@ -295,7 +296,7 @@ class Checkpointer:
             files.remove_folder(str(path))
 
     def close(self) -> None:
-        """Gives the CheckpointIO back as it was."""
+        """Restores the CheckpointIO as it was."""
         if self._placing is not None:
             self._placing.close()
             self._placing = None
@@ -306,7 +307,7 @@ class Checkpointer:
         return self._options.options.auto.described(self._options.settings.fixed_by_a_checkpoint())
 
     def _layout(self) -> dict[str, int]:
-        """Returns what must be the same for ranks to take up their own files."""
+        """Returns what must be the same if ranks are to read their own files."""
         return self._format.saved_layout(self._topology)
 
     def _of_rank_zero(self, value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What differs between ranks, beside an ordinary checkpoint: a folder with one file per rank and a manifest.
+"""What differs between ranks: a folder beside an ordinary checkpoint, with one file per rank and a manifest.
 
-[Note: the order of a save] The checkpoint file names a folder of its own save. All ranks write their files, then rank
-0 writes the manifest, and last the checkpoint file takes its place in one step. Whenever a process is killed, the file
-that stands there belongs to a folder that is whole. Folders of earlier saves are removed after that.
+[Note: the order of a save] The checkpoint file names the folder of its own save. All ranks write their files, then rank
+0 writes the manifest, and last the checkpoint file takes its place in one step. So whenever a process is killed, the
+checkpoint file that exists belongs to a complete folder. Folders of earlier saves are removed after that.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 FORMAT = 1
-"""Version of the folder; a newer one is refused."""
+"""Version of the folder's format; a newer one is refused."""
 
 KEY = "streaming_diloco"
-"""Where the checkpoint file says which folder belongs to it."""
+"""The key under which the checkpoint file says which folder belongs to it."""
 
 _SUFFIX = ".sdiloco"
 _MANIFEST = "manifest.json"
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 
 def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Entry:
-    """Writes the file of a rank, all of it or nothing.
+    """Writes the file of a rank, either all of it or nothing.
 
     Args:
         path: The checkpoint file.
@@ -53,7 +53,7 @@ def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Ent
 
 
 def write_manifest(path: str, header: Mapping[str, Any], entries: Sequence[Entry]) -> None:
-    """Writes the manifest, which makes a folder whole.
+    """Writes the manifest, which makes a folder complete.
 
     Args:
         path: The checkpoint file.
@@ -73,7 +73,7 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
         rank: The rank.
 
     Raises:
-        ValueError: If the folder is of a newer version, or misses a file, or a file is not what was written.
+        ValueError: If the folder has a newer format, a file is missing, or a file is not what was written.
     """
     if header["format"] > FORMAT:
         raise ValueError(
@@ -92,15 +92,15 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
 
 
 def read_groups(path: str, header: Mapping[str, Any], keys: Sequence[str]) -> list[list[dict[str, Any] | None]]:
-    """Reads the engine's state from the files of all ranks of all groups; None where a file is missing.
+    """Reads the engine's state from the files of all ranks, by group; None where a file is missing.
 
     Args:
         path: The checkpoint file.
         header: What the checkpoint file says of its folder.
-        keys: What of the state is kept.
+        keys: Which parts of the state are kept.
 
     Raises:
-        ValueError: As `read_rank`, but for missing files.
+        ValueError: As `read_rank` does, except for missing files of ranks.
     """
     layout = header["layout"]
     states = []
@@ -111,20 +111,20 @@ def read_groups(path: str, header: Mapping[str, Any], keys: Sequence[str]) -> li
 
 
 def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
-    """Whether the file of a rank is there."""
+    """Returns whether the file of a rank exists."""
     filesystem, folder = _folder(path, follow=True)
     return bool(filesystem.exists(f"{folder}/{header['save']}/{_rank_file(rank)}"))
 
 
 def remove_folder(path: str) -> None:
-    """Removes what belongs to a checkpoint file, if there is anything."""
+    """Removes the folder that belongs to a checkpoint file, if there is one."""
     filesystem, folder = _folder(path)
     if filesystem.exists(folder):
         filesystem.rm(folder, recursive=True)
 
 
 def saves(path: str) -> list[str]:
-    """Names of the saves in the folder of a checkpoint file, whole or not."""
+    """Returns the names of the saves in the folder of a checkpoint file, complete or not."""
     filesystem, folder = _folder(path)
     found = filesystem.ls(folder, detail=False) if filesystem.exists(folder) else []
     return [os.path.basename(save.rstrip("/")) for save in found]
@@ -139,30 +139,30 @@ def remove_saves(path: str, names: Sequence[str]) -> None:
 
 
 def is_whole(path: str, save: str) -> bool:
-    """Whether the folder of a save has its manifest."""
+    """Returns whether the folder of a save has its manifest."""
     filesystem, folder = _folder(path)
     return bool(filesystem.exists(f"{folder}/{save}/{_MANIFEST}"))
 
 
 def fingerprint(path: str) -> str:
-    """Something that changes when a file is replaced; empty if there is none."""
+    """Returns a text that changes when a file is replaced; empty if there is no file."""
     filesystem, target = _filesystem(path)
     return repr(filesystem.info(target)) if filesystem.exists(target) else ""
 
 
 def beside(path: str, save: str) -> str | None:
-    """Where the checkpoint file of a save can be written before it takes its place; None where files do not move."""
+    """Returns where a checkpoint file can be written before it takes its place; None where files cannot be moved."""
     filesystem, folder = _folder(path)
     return f"{folder}/{save}/checkpoint" if _is_local(filesystem) else None
 
 
 def take_place(part: str, path: str) -> None:
-    """Lets a local file take the place of a checkpoint file, in one step."""
+    """Moves a local file to the place of a checkpoint file, in one step."""
     os.replace(part, _filesystem(path)[1])
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the random number generators of this process, as plain values and tensors."""
+    """Returns the state of this process's random number generators, as plain values and tensors."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -173,7 +173,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Takes back what `random_state` returned."""
+    """Restores what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -188,19 +188,19 @@ def _rank_file(rank: int) -> str:
 
 
 def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    # An instance of our own. In the shared one a thread that writes a checkpoint may be in a transaction, which takes
-    # in what others write meanwhile, and listings may be older than the files of other ranks.
+    # An instance of our own. A thread that writes a checkpoint through the shared one may be in a transaction, which
+    # would include what others write meanwhile; and its listings may be older than the files of other ranks.
     filesystem, target = fsspec.core.url_to_fs(path, skip_instance_cache=True)
     return filesystem, target
 
 
 def _folder(path: str, follow: bool = False) -> tuple[fsspec.AbstractFileSystem, str]:
     filesystem, target = _filesystem(path)
-    # ModelCheckpoint(save_last="link") makes a link, which has no folder: it is beside the file that it points to.
+    # ModelCheckpoint(save_last="link") makes a link. It has no folder; that is beside the file to which it points.
     head, name = os.path.split(os.path.realpath(target) if follow and _is_local(filesystem) else target.rstrip("/"))
     if name.startswith("hpc_ckpt_"):
-        # Lightning resumes a requeued job from the last of these names, and must not take a folder for a file that a
-        # crash left unwritten.
+        # Lightning resumes a requeued job from the last of these names. If a crash left the file unwritten, it must
+        # not take the folder for it.
         name = name.replace("_", "-")
     return filesystem, os.path.join(head, name + _SUFFIX)
 

@@ -9,7 +9,7 @@ from lightning_sdiloco.engine import is_sharded, like, local
 
 
 def own_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, with what this rank holds in place of sharded tensors."""
+    """Returns the state of an optimizer, with what this rank holds in place of sharded tensors."""
     state = optimizer.state_dict()
     own = {index: {key: _held(value) for key, value in entry.items()} for index, entry in state["state"].items()}
     divided = {
@@ -20,7 +20,7 @@ def own_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def take_up_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Takes back what `own_state` returned, for the same parameters, sharded in the same way."""
+    """Restores what `own_state` returned, for the same parameters, sharded in the same way."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         index: {

@@ -1,7 +1,7 @@
-"""How a checkpoint file takes its place: in one step, and only then the folders of earlier saves go.
+"""How a checkpoint file takes its place: in one step, and only then are the folders of earlier saves removed.
 
 [Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the thread has written it,
-the file that stands there is an older one, and needs its own folder. So what follows the writing is done by the
+the file in its place is an older one, which needs its own folder. So what follows the writing is done by the
 CheckpointIO that really writes, in whatever thread that is.
 """
 
@@ -16,7 +16,7 @@ from lightning_sdiloco.lightning.host.patching import replace
 
 
 class Placing:
-    """Stands before the innermost CheckpointIO of a strategy until it is closed; see [Note: late writers].
+    """Replaces the saving of a strategy's innermost CheckpointIO until it is closed; see [Note: late writers].
 
     Args:
         io: The CheckpointIO of the strategy, which may wrap another.
@@ -34,24 +34,24 @@ class Placing:
         replace(self._undo, io, "save_checkpoint", self._save)
 
     def close(self) -> None:
-        """Gives the CheckpointIO back as it was."""
+        """Restores the CheckpointIO as it was."""
         self._undo.close()
 
     def announce(self, save: str, older: Sequence[str]) -> None:
-        """Tells of a save that is about to be handed to the CheckpointIO.
+        """Announces a save that is about to be handed to the CheckpointIO.
 
         Args:
             save: Its name.
-            older: The saves in the same folder, which go when the file of this one stands.
+            older: The saves in the same folder that are removed when the file of this one is in place.
         """
         self._older[save] = older
 
     def older_than(self, save: str) -> Sequence[str]:
-        """The saves that were announced to go when this one stands, for a checkpoint that no CheckpointIO writes."""
+        """Returns the older saves announced with a save, for a checkpoint that no CheckpointIO writes."""
         return self._older.pop(save, ())
 
     def remove(self, path: str, remove: Callable[[str], None]) -> None:
-        """Removes a checkpoint file and its folder; those that a thread is just writing, as soon as they are written.
+        """Removes a checkpoint file and its folder; if a thread is just writing them, as soon as they are written.
 
         Args:
             path: The checkpoint file.
@@ -86,8 +86,8 @@ class Placing:
             removal()
 
     def _place(self, checkpoint: dict[str, Any], path: str, save: str, *args: Any, **kwargs: Any) -> None:
-        # Lightning's own moves the file in from the system's temporary folder. From another file system that is a copy
-        # over the old file, which is then neither the old nor the new one for a while.
+        # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that is on another file
+        # system, this copies over the old file, which is then neither the old nor the new one for a while.
         part = files.beside(path, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
         self._write(checkpoint, part or path, *args, **kwargs)
         if part is not None:

@@ -1,7 +1,7 @@
 """The model in the checkpoints of sharded groups: a folder of torch.distributed.checkpoint, or a single file.
 
-[Note: sharded folders] Only the first worker group writes, because all hold the same outer model, and its inner
-optimizers are those of rank 0. The folder is written beside the place that it takes, and takes it when it is whole.
+[Note: sharded folders] Only the first worker group writes: all groups hold the same outer model, and its inner
+optimizers are those of rank 0. The folder is written beside its final place, and moved there when it is complete.
 """
 
 import os
@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightning_sdiloco.comm import Communicator
 from lightning_sdiloco.engine import local, part_of
 
-# Where Lightning keeps what is no tensor.
+# Where Lightning keeps what is not a tensor.
 _METADATA = "meta.pt"
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a checkpoint is a sharded folder."""
+    """Returns whether a checkpoint is a sharded folder."""
     return path.is_dir() and (path / _METADATA).is_file()
 
 
@@ -53,7 +53,7 @@ def make_room_for_file(path: Path) -> None:
     """Removes a sharded folder where a single file is to be written.
 
     Raises:
-        IsADirectoryError: If there is a folder that is no checkpoint.
+        IsADirectoryError: If there is a folder that is not a checkpoint.
     """
     if is_folder(path):
         _remove(path)
@@ -62,7 +62,7 @@ def make_room_for_file(path: Path) -> None:
 
 
 def take_place(part: Path, path: Path) -> None:
-    """Lets a folder take the place of a checkpoint. What was there stays beside it until then."""
+    """Moves a folder to the place of a checkpoint. What was there stays beside it until then."""
     before = path.with_name(f"{path.name}.before")
     _remove(before)
     if path.exists():
@@ -72,7 +72,7 @@ def take_place(part: Path, path: Path) -> None:
 
 
 def read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """What is no tensor of a sharded folder, or all of a single file, without reading its tensors into memory."""
+    """Returns what is not a tensor in a sharded folder, or all of a single file, whose tensors stay on disk."""
     if is_folder(path):
         return dict(torch.load(path / _METADATA, map_location="cpu", weights_only=weights_only))
     return dict(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
@@ -84,7 +84,7 @@ def read_model(model: nn.Module, path: Path, checkpoint: dict[str, Any], strict:
     Args:
         model: The model.
         path: The checkpoint.
-        checkpoint: What `read_metadata` returned. The state of the model is taken out of it.
+        checkpoint: What `read_metadata` returned. From that of a single file the state of the model is removed.
         strict: Whether the names must be those of the model.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Replaces, for the time of a fit, what Lightning itself does over the whole world on every batch.
+"""Replaces, for the time of a fit, what Lightning itself does over all ranks at every batch.
 
-[Note: silence between launches] Lightning broadcasts over all ranks before every batch whether rank 0 was terminated,
-and after every batch whether a time limit or a checkpoint's time interval has passed. Each would make every worker
-group wait for the slowest at every step. Here these decisions travel in the control vector of the next launch instead,
-and all ranks act on them after the same inner step, when that launch lands.
+[Note: silence between launches] Lightning broadcasts to all ranks before every batch whether rank 0 was terminated, and
+after every batch whether a time limit or a checkpoint's time interval has passed. Each broadcast would make every
+worker group wait for the slowest one at every step. Here these decisions travel in the control vector of the next
+launch instead, and all ranks act on them after the same inner step, when that launch lands.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,15 @@ def replace_batch_hooks(
     signals: Signals,
     progress: Callable[[], dict[str, str]],
 ) -> None:
-    """Makes the replacements; see [Note: silence between launches].
+    """Replaces what would wait for all ranks at every batch; see [Note: silence between launches].
 
     Args:
-        undo: Takes up what undoes them.
+        undo: Ends the replacements when it is closed.
         trainer: The trainer that is about to fit.
         groups: The ranks.
-        requests: What one rank asks and all do.
+        requests: What one rank asks for and all do.
         signals: The signals that this rank gets.
-        progress: Returns what a progress bar shows.
+        progress: Returns what a progress bar shows beside Lightning's metrics.
 
     Raises:
         ValueError: If there are more checkpoint callbacks with a time interval than a control vector has bits.
@@ -68,10 +68,10 @@ def replace_batch_hooks(
 
 
 def replace_signal_handlers(undo: ExitStack, trainer: Any) -> None:
-    """Makes the one replacement that validation, testing and prediction need: that of the signal handlers.
+    """Replaces the signal handlers, which is all that validation, testing and prediction need.
 
     Args:
-        undo: Takes up what undoes it.
+        undo: Ends the replacement when it is closed.
         trainer: The trainer that is about to validate, test or predict.
     """
     listen_without_fit(trainer, partial(replace, undo))
@@ -99,7 +99,7 @@ def _check_time(timer: Any, original: Callable[[Any], None], requests: Requests,
 
 
 def _mean_monitored(original: Callable[[str], Any], groups: WorkerGroups, trainer: Any, key: str) -> Any:
-    """What reduces a learning rate on a plateau at the end of an epoch: what is not the same becomes a mean of all."""
+    """Returns what a plateau scheduler goes by; at the end of an epoch, the mean over all ranks."""
     value = original(key)
     if any(config.monitor == key and config.interval == "step" for config in trainer.lr_scheduler_configs):
         return value
@@ -108,7 +108,7 @@ def _mean_monitored(original: Callable[[str], Any], groups: WorkerGroups, traine
 
 
 def _mean_candidates(original: Callable[[Any], dict[str, Any]], groups: WorkerGroups, trainer: Any) -> dict[str, Any]:
-    """What a checkpoint callback chooses by and puts into names: what was logged per group becomes a mean of all."""
+    """Returns what a checkpoint callback chooses by and puts into names: means over all ranks of what groups logged."""
     candidates = original(trainer)
     numbers = {name: float(value) for name, value in candidates.items() if isinstance(value, Tensor)}
     means = groups.mean_over_all(numbers)
@@ -119,7 +119,7 @@ def _mean_candidates(original: Callable[[Any], dict[str, Any]], groups: WorkerGr
 
 
 def _save_last(original: Callable[..., None], groups: WorkerGroups, *args: Any) -> None:
-    # After an exception no checkpoint was written that the last one could be a link to.
+    # After an exception no checkpoint was written, so there is none to which the last one could be a link.
     if not groups.is_alone:
         original(*args)
 
@@ -137,12 +137,12 @@ class _GatherMetric:
         return list(gather_all_tensors(value, group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherMetric":
-        # A copy of the module must copy neither the module nor the process groups.
+        # A copy of the module shares this object, which must copy neither the module nor the process groups.
         return self
 
 
 def _progress(
     original: Callable[..., dict[str, Any]], progress: Callable[[], dict[str, str]], *args: Any
 ) -> dict[str, Any]:
-    """The metrics of a progress bar, with the outer step and the fragments in flight."""
+    """Returns the metrics of a progress bar, with the outer step and the fragments in flight."""
     return {**original(*args), **progress()}

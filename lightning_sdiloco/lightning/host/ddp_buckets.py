@@ -13,11 +13,11 @@ from lightning_sdiloco.lightning.host.patching import replace
 def fix_bucket_order(model: DistributedDataParallel) -> None:
     """Makes DistributedDataParallel rebuild its buckets now, before the first step.
 
-    It rebuilds them once, after the first backward pass, in the order in which gradients became ready. The first step
-    of a resumed fit would therefore add the gradients of three or more ranks in another order than the run that was
-    never interrupted, and round differently. A backward pass of zeros, in which gradients become ready from the last
-    parameter to the first, as they mostly do, gives all steps the same layout. For two ranks the order of a sum does
-    not matter.
+    It rebuilds them once, after the first backward pass, in the order in which gradients became ready. So the first
+    step of a resumed fit would add the gradients of three or more ranks in another order than a run without
+    interruption, and round differently. A backward pass of zeros gives all steps the same layout; in it gradients
+    become ready from the last parameter to the first, as they mostly do. For two ranks the order of a sum does not
+    matter.
 
     Args:
         model: A model that has not been used yet. All ranks of its process group must call this.

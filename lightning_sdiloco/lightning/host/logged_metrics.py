@@ -1,9 +1,9 @@
 """Saves and restores what was logged, so that a resumed epoch ends with the metrics of all its batches.
 
 [Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed would cover only the
-batches since then, and early stopping, checkpoints and learning rates that depend on a metric would decide otherwise,
-or fail where nothing has been logged since. So every rank saves its own: what callbacks see, and what the epoch has
-accumulated.
+batches since then. Early stopping, checkpoints and learning rates that depend on a metric would decide differently, or
+fail where nothing has been logged since. So every rank saves its own metrics: what callbacks see, and what the epoch
+has accumulated.
 """
 
 import builtins
@@ -25,7 +25,7 @@ _SUMS = ("value", "cumulated_batch_size", "_forward_cache")
 def metrics_state_dict(trainer: Any) -> dict[str, Any]:
     """Returns what this rank has logged, as plain values and tensors.
 
-    All ranks must call it together, unless one has failed: metrics of an epoch that ends are reduced over all ranks.
+    Unless one has failed, all ranks must call it together: metrics of an epoch that ends are reduced over all ranks.
 
     Args:
         trainer: The trainer that fits.
@@ -53,7 +53,7 @@ def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
     for key, saved in state["epoch"].items():
         results[key] = _restored_result(trainer, saved).to(trainer.strategy.root_device)
     if state["epoch"]:
-        # Otherwise the first batch would clear the metrics, as the first one of an epoch does.
+        # Otherwise the next batch would clear the metrics, as the first batch of an epoch does.
         connector._first_loop_iter = False
 
 
@@ -97,7 +97,7 @@ def _restored_result(trainer: Any, saved: dict[str, Any]) -> Any:
 
 
 def _parts(metric: Metric) -> list[tuple[str, Metric]]:
-    """Returns a metric and those that it wraps, with their names."""
+    """Returns a metric and the metrics that it wraps, with their names."""
     return [(name, part) for name, part in metric.named_modules() if isinstance(part, Metric)]
 
 

@@ -1,8 +1,8 @@
 """Refuses trainers that would leave worker groups with different models, or waiting for each other in vain.
 
-[Note: callbacks by name] Callbacks are recognised by the names of their classes and of those they inherit from, and not
-with `isinstance`: there are two distributions of Lightning, each with classes of its own, of which one may not be
-installed, and some of these classes are missing from older versions.
+[Note: callbacks by name] Callbacks are recognised by the names of their classes and base classes, and not with
+`isinstance`. There are two distributions of Lightning, each with classes of its own; one of them may not be installed,
+and older versions lack some of these classes.
 """
 
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ def refuse_what_cannot_work(trainer: Any) -> None:
         trainer: The trainer that is about to fit.
 
     Raises:
-        ValueError: If a callback prunes or detects spikes, if several average weights, if one that averages weights
-            would spend an epoch on the statistics of BatchNorm, or if validation is due by the clock.
+        ValueError: If a callback prunes or detects spikes, if several callbacks average weights, if one that averages
+            weights would spend an epoch on the statistics of BatchNorm, or if validation is due by the clock.
     """
     _refuse_validation_by_the_clock(trainer)
     _refuse_several_averages(trainer)
@@ -67,7 +67,7 @@ def refuse_divided(optimizers: Iterable[Any]) -> None:
         optimizers: The optimizers of a fit.
 
     Raises:
-        ValueError: If there is such a one.
+        ValueError: If there is one.
     """
     for optimizer in optimizers:
         if hasattr(optimizer, "consolidate_state_dict"):
@@ -116,7 +116,7 @@ def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:
 
 
 def _class_names(callback: Any) -> set[str]:
-    """Returns the names of a callback's class and of those that it inherits from; see [Note: callbacks by name]."""
+    """Returns the names of a callback's class and its base classes; see [Note: callbacks by name]."""
     return {kind.__name__ for kind in type(callback).__mro__}
 
 

@@ -1,10 +1,10 @@
 """Makes the first epoch after a resume go on, or begin, as it would have in a run that was not interrupted.
 
 [Note: epochs after a resume] Lightning asks loaders for a new iterator at the start of every epoch but the first. After
-a resume it has one already: it was made before the random state of the checkpoint was restored, and stands perhaps in
-the middle of the data, where the loader was saved. A loader of torch draws a random number for each iterator; without
-that draw, whatever is random afterwards, such as dropout, would differ. And where a run resumes from the last batch of
-an epoch, Lightning goes on with the next epoch without counting it and without calling `on_train_epoch_start`, which
+a resume it has one already, which was made before the random state of the checkpoint was restored, and may stand in the
+middle of the data, where the loader was saved. A loader of torch draws a random number for each iterator; without that
+draw, whatever is random afterwards, such as dropout, would differ. And where a run resumes from the last batch of an
+epoch, Lightning goes on with the next epoch without counting it and without calling `on_train_epoch_start`, which
 finetuning callbacks need.
 
 [Note: the rest of a batch] A checkpoint that `every_n_train_steps` saves after a batch precedes whatever else is due
@@ -37,7 +37,7 @@ def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
 
 
 def _reset_fit(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> None:
-    """Resets the fit loop, and makes a run that was saved after a batch or an epoch begin with the rest of it."""
+    """Resets the fit loop; a run that was saved after a batch or an epoch then begins with the rest of that."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer.strategy.fit.checkpointer.resumes_exactly:
         replace(undo, trainer.fit_loop, "on_advance_end", partial(_end_epoch, trainer, trainer.fit_loop.on_advance_end))
@@ -53,7 +53,7 @@ def _reset_fit(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> N
 
 
 def _end_batch(trainer: Any, once: ExitStack, data_fetcher: Any) -> None:
-    """Takes the place of the first batch, once: Lightning then goes on as after any batch."""
+    """Replaces the first batch, once, so that Lightning goes on as after any batch."""
     once.close()
     trainer.fit_loop.epoch_loop.val_loop.restarting = False
     for callback in trainer.callbacks:
@@ -62,26 +62,26 @@ def _end_batch(trainer: Any, once: ExitStack, data_fetcher: Any) -> None:
 
 
 def _end_epoch(trainer: Any, original: Callable[[], None]) -> None:
-    """Ends an epoch as in a run that was not resumed, with an update of learning rates that depend on metrics."""
+    """Ends an epoch as in a run that was not resumed: learning rates that depend on metrics are updated."""
     trainer.fit_loop._restarting = False
     original()
 
 
 def _end_epoch_and_start(trainer: Any, once: ExitStack, original: Callable[[], None]) -> None:
-    """Makes up, once, for what follows the hooks at the end of an epoch, and starts the next."""
+    """Catches up, once, on what follows the hooks at the end of an epoch, and starts the next epoch."""
     once.close()
     trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     original()
 
 
 def _saved_after_an_epoch(fit_loop: Any) -> bool:
-    """Returns whether a hook at the end of an epoch saved the checkpoint: the epoch then lacks only its completion."""
+    """Returns whether a hook at the end of an epoch saved the checkpoint: only its completion is then not counted."""
     count = fit_loop.epoch_progress.total
     return bool(count.ready == count.started == count.processed == count.completed + 1)
 
 
 def _saved_after_a_batch(epoch_loop: Any) -> bool:
-    """Returns whether a hook at the end of a batch saved the checkpoint: the batch then lacks only its completion."""
+    """Returns whether a hook at the end of a batch saved the checkpoint: only its completion is then not counted."""
     progress = epoch_loop.batch_progress
     return bool(
         epoch_loop.restarting
@@ -93,7 +93,7 @@ def _saved_after_a_batch(epoch_loop: Any) -> bool:
 
 
 def _start_epoch(fit_loop: Any, original: Callable[[], None]) -> None:
-    """Starts an epoch, a new one also where a run resumes from the last batch of one."""
+    """Starts an epoch, and a new one if a run resumes from the last batch of one."""
     if fit_loop.restarted_mid_epoch and _is_at_last_batch(fit_loop.epoch_loop):
         fit_loop.reset_restart_stage()
     original()
@@ -104,9 +104,9 @@ def _is_at_last_batch(epoch_loop: Any) -> bool:
 
 
 def _reset_epoch(trainer: Any, original: Callable[[], None]) -> None:
-    """Resets the epoch loop, and starts the next epoch where a run resumes from the last batch of one.
+    """Resets the epoch loop, and starts the next epoch if a run resumes from the last batch of one.
 
-    Lightning does so only if that batch was the last by its number.
+    Lightning itself does so only if that batch is the last by its number.
     """
     loop = trainer.fit_loop.epoch_loop
     ended = _is_at_last_batch(loop)

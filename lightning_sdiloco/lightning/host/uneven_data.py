@@ -1,11 +1,11 @@
-"""Lets worker groups with unequal numbers of batches end every epoch together, for the time of a fit.
+"""Makes worker groups with unequal numbers of batches end every epoch together, for the time of a fit.
 
 [Note: uneven data] Where lengths are known, all ranks agree on the smallest when Lightning loads the data. Where they
-are not, or a loader ends before the length that it announced, a group that has run dry asks for the end of the epoch,
-and the request travels with its next launch. Until that launch lands the group makes idle batches: Lightning gets None,
-which to it is a batch without training. Idle batches count as those of the other groups do, as inner steps and as
-global steps, so that whatever happens every so many steps happens in all groups after the same one. The batch in which
-the launch lands becomes the last of the epoch in all groups.
+are not, or a loader ends before the length that it announced, a group that runs out of batches asks for the end of the
+epoch, and the request travels with its next launch. Until that launch lands the group makes idle batches: Lightning
+gets None, which it takes for a batch without training. Idle batches count like those of the other groups, as inner
+steps and as global steps, so that whatever happens every so many steps happens in all groups after the same one. The
+batch in which the launch lands becomes the last of the epoch in all groups.
 """
 
 import logging
@@ -20,7 +20,7 @@ from lightning_sdiloco.lightning.requests import Request, Requests
 
 _log = logging.getLogger(__name__)
 
-# What Lightning says when the barrier in front of all comparisons of loaders has been passed.
+# What Lightning calls the barrier before all comparisons of loaders.
 _LOADED = "train_dataloader()"
 _YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
 
@@ -31,8 +31,8 @@ class Epochs(NamedTuple):
     Attributes:
         trainer: The trainer that is about to fit.
         topology: The ranks.
-        requests: What one rank asks and all do.
-        counts: Whether inner steps are counted: a tuner takes away the callback that does.
+        requests: What one rank asks for and all do.
+        counts: Returns whether inner steps are counted: a tuner removes the callback that counts them.
     """
 
     trainer: Any
@@ -42,10 +42,10 @@ class Epochs(NamedTuple):
 
 
 def end_epochs_together(undo: ExitStack, epochs: Epochs) -> None:
-    """Makes the replacements; see [Note: uneven data]. One worker group alone needs none.
+    """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone needs nothing.
 
     Args:
-        undo: Takes up what undoes them.
+        undo: Ends the replacements when it is closed.
         epochs: The trainer, and the ranks that end its epochs together.
     """
     if epochs.topology.num_groups > 1:
@@ -60,11 +60,11 @@ def end_epochs_together(undo: ExitStack, epochs: Epochs) -> None:
 
 
 def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
-    """Counts a batch in which this group did not train as Lightning counts one in which it did.
+    """Counts a batch without training as Lightning counts one with training.
 
     Args:
         trainer: The trainer.
-        optimizer_steps: How many steps of optimizers a batch makes in manual optimization.
+        optimizer_steps: How often optimizers step in a batch with manual optimization.
 
     Returns:
         Whether the other groups make an inner step in this batch.
@@ -88,15 +88,15 @@ def end_epoch(trainer: Any) -> None:
     loop = trainer.fit_loop.epoch_loop
     if not loop._num_ready_batches_reached():
         loop.batch_progress.is_last_batch = True
-        # For a last batch that Lightning knows of it does this before the hooks at the end of the batch.
+        # Where Lightning knows the last batch, it does this before the hooks at the end of the batch.
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
 def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
-    """Drops metrics of the epoch that some ranks do not have, because they had no batch: a reduction would hang.
+    """Drops metrics of the epoch that ranks without a batch do not have: their reduction would hang.
 
-    All ranks must call it, at the end of every epoch: nobody knows of another group that had none in an epoch of known
-    length.
+    All ranks must call it, at the end of every epoch: in an epoch of known length, no group knows that another had no
+    batch.
     """
     results = trainer.fit_loop.epoch_loop._results
     logged = [key for key, metric in results.items() if metric.meta.on_epoch and not metric.has_reset]
@@ -113,7 +113,7 @@ def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
 
 
 def _should_validate(trainer: Any, original: Callable[[Any], bool], fetcher: Any) -> bool:
-    """As Lightning decides, and at the end of an epoch that ended before the announced number of batches."""
+    """Decides as Lightning does, and also validates after an epoch with fewer batches than were announced."""
     loop = trainer.fit_loop.epoch_loop
     early = loop.batch_progress.is_last_batch and loop.batch_progress.current.ready < trainer.num_training_batches
     return original(fetcher) or (early and _validates_by_share(trainer) and loop._should_check_val_epoch())
@@ -125,7 +125,7 @@ def _validates_by_share(trainer: Any) -> bool:
 
 
 class _Fetcher:
-    """Hands out what a data fetcher of Lightning does, and None once that has run dry before the epoch is over.
+    """Hands out what a data fetcher of Lightning does, and None if that has nothing left before the epoch is over.
 
     Lightning reads and sets its attributes.
 
@@ -137,8 +137,8 @@ class _Fetcher:
 
     def __init__(self, fetcher: Any, length: int | None, epochs: Epochs) -> None:
         self._fetcher = fetcher
-        # Fetched ahead, so that Lightning knows the last batch. Here nobody asks, and the state of a loader that is
-        # saved would be one batch ahead of training.
+        # Lightning fetches ahead to know the last batch. Here nobody asks for that, and a loader's saved state would
+        # be one batch ahead of training.
         self._ahead, fetcher.batches, fetcher.prefetch_batches = fetcher.batches, [], 0
         self._length = length
         self._epochs = epochs
@@ -165,14 +165,15 @@ class _Fetcher:
 
     def _idle(self) -> tuple[Any, int, int]:
         if not self._epochs.counts():
-            # A tuner took away the callback that counts, and trains so many steps in each rank: data starts again.
+            # A tuner removed the callback that counts, and trains a fixed number of steps on each rank, so the data
+            # starts again.
             iter(self._fetcher)
             ahead: tuple[Any, int, int] = next(self._fetcher)
             return ahead
         self._epochs.requests.ask(Request.END_EPOCH)
         _say_that_it_waits(self._epochs.trainer, self._epochs.topology, self.fetched)
         for logged in self._epochs.trainer.fit_loop.epoch_loop._results.values():
-            # Or what the last batch logged would be logged again for this one.
+            # Otherwise what the last batch logged would be logged again for this one.
             logged._forward_cache = None
         return None, self.fetched, 0
 
@@ -185,7 +186,7 @@ def _say_that_it_waits(trainer: Any, topology: Topology, batches: int) -> None:
     said = trainer.fit_loop.epoch_loop._warning_cache
     if _YIELDED_NONE in said:
         return
-    # Lightning would call it unusual.
+    # Lightning would warn of a batch that is None.
     said.add(_YIELDED_NONE)
     if topology.group_rank == 0:
         _log.warning(
@@ -203,7 +204,7 @@ def _say_that_it_waits(trainer: Any, topology: Topology, batches: int) -> None:
 
 
 class _Announced(NamedTuple):
-    """What a rank says of its training data: the number of batches in an epoch, if it is known, or what went wrong."""
+    """What a rank says of its training data: the number of batches in an epoch, if known, or what went wrong."""
 
     group: int
     batches: int | None
@@ -226,7 +227,7 @@ def _setup_data(epochs: Epochs, original: Callable[[], None]) -> None:
 
 
 def _compare_no_lengths(undo: ExitStack, strategy: Any) -> list[str]:
-    """Keeps Lightning from adding up lengths over all ranks: it hangs where some loaders have a length and some not.
+    """Keeps Lightning from summing lengths over all ranks, which hangs if only some loaders have a length.
 
     Returns:
         A list that is not empty once all ranks have their loaders.
@@ -245,7 +246,7 @@ def _compare_no_lengths(undo: ExitStack, strategy: Any) -> list[str]:
 
 
 def _agree(epochs: Epochs, failure: Exception | None) -> None:
-    """Agrees with all ranks how many batches an epoch has. Raises on all of them if one has none, or could not load."""
+    """Agrees with all ranks on the batches of an epoch. Raises on all of them if one has none, or could not load."""
     trainer, topology = epochs.trainer, epochs.topology
     batches = _batches(trainer) if failure is None else None
     own = _Announced(topology.group_index, batches, "" if failure is None else repr(failure))
@@ -272,7 +273,7 @@ def _batches(trainer: Any) -> int | None:
     loop = trainer.fit_loop
     if loop.max_batches != float("inf"):
         return int(loop.max_batches)
-    # A loader that is taken up again may be at its end, and groups may have no data in a later epoch.
+    # A restored loader may be at its end, and groups may have no data in a later epoch.
     resumed = loop.restarting or getattr(loop, "is_resuming", trainer.strategy.fit.checkpointer.resumes_exactly)
     return 0 if loop._data_fetcher.done and not resumed else None
 
@@ -289,7 +290,7 @@ def _require_data(ranks: list[_Announced]) -> None:
 
 
 def _told(ranks: list[_Announced]) -> str:
-    """The numbers of batches of all groups, for people."""
+    """Returns the numbers of batches of all groups, as text for people."""
     groups: dict[int, list[str]] = {}
     for rank in ranks:
         groups.setdefault(rank.group, []).append("an unknown number" if rank.batches is None else str(rank.batches))
@@ -307,6 +308,6 @@ def _end_after(epochs: Epochs, agreed: int | None) -> None:
     if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
         loop._data_fetcher = _Fetcher(loop._data_fetcher, agreed, epochs)
     elif agreed is not None:
-        # Its iterator goes to training_step, where batches are taken: it can be shortened, but not hand out None.
+        # It passes its iterator to training_step, which takes the batches: it can be shortened, but not yield None.
         loop._combined_loader.limits = [min(limit, agreed) for limit in loop._combined_loader.limits]
         loop._data_fetcher.length = agreed

@@ -1,7 +1,7 @@
-"""How the ranks of a worker group hold the model: the seam between groups that hold it whole and groups that share it.
+"""The interface behind which a worker group either holds the model whole on every rank, or shares it among its ranks.
 
-All that depends on it stands behind this seam: the arguments of Lightning's strategy, the shape of a group, and the
-model and the inner optimizers in a checkpoint.
+All that depends on this stands behind the interface: the arguments of Lightning's strategy, the shape of a group, and
+the model and the inner optimizers in a checkpoint.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ Load = Callable[..., Checkpoint]
 class ModelFormat(ABC):
     """What differs between groups that hold the model whole and groups that share it.
 
-    ``host`` is Lightning's strategy, in all methods that take it: it holds model, optimizers and plugins.
+    In all methods that take a ``host``, it is Lightning's strategy, which holds model, optimizers and plugins.
 
     Attributes:
         summary: What a strategy of this format does, for its documentation.
@@ -52,7 +52,7 @@ class ModelFormat(ABC):
             num_processes: Number of ranks on each.
 
         Raises:
-            ValueError: If the ranks cannot be divided so.
+            ValueError: If the ranks cannot be divided in this way.
         """
 
     @abstractmethod
@@ -61,15 +61,15 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def saved_layout(self, topology: Topology) -> dict[str, int]:
-        """Returns what must be the same for ranks to take up their own files of a checkpoint."""
+        """Returns what must be the same if ranks are to read their own files of a checkpoint."""
 
     @abstractmethod
     def connect_processes(self, host: Any, set_up: Callable[[], None]) -> None:
-        """Joins the processes as Lightning does.
+        """Connects the processes as Lightning does.
 
         Args:
             host: Lightning's strategy.
-            set_up: Its own way.
+            set_up: Its own way to connect them.
         """
 
     @abstractmethod
@@ -78,7 +78,7 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def sampler_kwargs(self, topology: Topology) -> dict[str, Any]:
-        """Returns over how many ranks data is divided, and which of them this one is."""
+        """Returns the number of ranks over which data is divided, and which of them this one is."""
 
     # The model
 
@@ -92,7 +92,7 @@ class ModelFormat(ABC):
 
         Args:
             host: Lightning's strategy.
-            set_up: Its own way, which takes the trainer.
+            set_up: Its own way to set up, which takes the trainer.
             trainer: The trainer.
             align: Whether all ranks take the model of the first.
         """
@@ -101,7 +101,7 @@ class ModelFormat(ABC):
         """Checks a model that is about to get its optimizers.
 
         Returns:
-            Whether the model is ready to be compared between ranks; otherwise it is when it is wrapped.
+            Whether the model can be compared between ranks now; otherwise it can when it is wrapped.
         """
         return False
 
@@ -112,13 +112,13 @@ class ModelFormat(ABC):
             host: Lightning's strategy.
             module: The model.
             topology: The ranks.
-            wrap: Lightning's own way.
+            wrap: Lightning's own way to wrap it.
         """
         return wrap(module)
 
     @abstractmethod
     def wrap_anew(self, host: Any, topology: Topology, wrap: Callable[[nn.Module], Any]) -> None:
-        """Wraps a model that other parameters are trainable of now; see `wrap`."""
+        """Wraps the model again, when other parameters are trainable than before; see `wrap`."""
 
     @abstractmethod
     def begin_validation(self, model: Any) -> None:
@@ -126,7 +126,7 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def end_validation(self, model: Any) -> None:
-        """Puts back what `begin_validation` noted."""
+        """Restores what `begin_validation` noted."""
 
     # Checkpoints
 
@@ -136,16 +136,16 @@ class ModelFormat(ABC):
 
         Args:
             module: The model.
-            state_dict: Lightning's own way.
+            state_dict: Lightning's own way to get them.
         """
 
     @abstractmethod
     def optimizer_state(self, optimizer: Optimizer, state_of: Callable[[Optimizer], Any], is_alone: bool) -> Any:
-        """Returns the state of an inner optimizer for the part of a checkpoint that groups have in common.
+        """Returns the state of an inner optimizer for the part of a checkpoint that all groups share.
 
         Args:
             optimizer: The optimizer.
-            state_of: Lightning's own way.
+            state_of: Lightning's own way to get it.
             is_alone: Whether this rank must not wait for others.
         """
 
@@ -155,50 +155,50 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def holds_the_same(self, saved: Mapping[str, int], own: Mapping[str, int]) -> bool:
-        """Returns whether a saved rank held as much of the inner optimizer state as one here, by their layouts."""
+        """Returns whether, by their layouts, a saved rank held the same part of the inner optimizers as one here."""
 
     @abstractmethod
     def write(
         self, host: Any, topology: Topology, checkpoint: Checkpoint, path: Any, storage_options: Any, save: Save
     ) -> None:
-        """Writes what all groups have in common. All ranks call it.
+        """Writes what all groups have in common. All ranks must call it.
 
         Args:
             host: Lightning's strategy.
             topology: The ranks.
             checkpoint: The checkpoint.
             path: Its path.
-            storage_options: For the CheckpointIO.
-            save: Lightning's own way.
+            storage_options: Options for the CheckpointIO.
+            save: Lightning's own way to write it.
         """
 
     @abstractmethod
     def after_write(self, checkpoint: Checkpoint, path: Any, topology: Topology, placing: Placing | None) -> None:
-        """Removes what a checkpoint replaces that no CheckpointIO has written."""
+        """Removes what a checkpoint replaces, if no CheckpointIO wrote the checkpoint."""
 
     @abstractmethod
     def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
-        """Reads what all groups have in common. All ranks call it.
+        """Reads what all groups have in common. All ranks must call it.
 
         Args:
             host: Lightning's strategy.
             path: The checkpoint.
-            load: Lightning's own way.
-            *args: For it.
-            **kwargs: For it.
+            load: Lightning's own way to read it.
+            *args: Further arguments of ``load``.
+            **kwargs: Further arguments of ``load``.
         """
 
     @abstractmethod
     def take_up_optimizers(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer], states: list[Any]) -> None:
-        """Puts what this rank saved of its inner optimizers in the place of what rank 0 saved."""
+        """Puts what this rank saved of its inner optimizers in place of what rank 0 saved."""
 
     @abstractmethod
     def start_optimizers_afresh(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
-        """Drops the state of the inner optimizers, but for the learning rates at which schedulers go on."""
+        """Drops the state of the inner optimizers, except the learning rates from which schedulers go on."""
 
 
 def by_node_or_device(worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int) -> GroupLayout:
-    """Returns the layout that ``worker_groups`` asks for: by itself a group per node, or per device of a single one."""
+    """Returns the layout for ``worker_groups``; ``"auto"`` is a group per node, or per device of a single node."""
     world_size = num_nodes * num_processes
     automatic = num_nodes if num_nodes > 1 else world_size
     return GroupLayout(world_size, automatic if isinstance(worker_groups, str) else worker_groups)

@@ -1,4 +1,4 @@
-"""Worker groups whose ranks share one sharded model, with FSDP2, tensor parallelism or both among them."""
+"""Worker groups whose ranks share one sharded model, with FSDP2, tensor parallelism or both."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -26,7 +26,7 @@ class ShardedModel(ModelFormat):
         arguments: What `base_arguments` returned.
 
     Attributes:
-        mesh_shape: Sizes of the mesh of a group, data parallel and tensor parallel, once `layout` was asked for.
+        mesh_shape: Sizes of a group's mesh, data parallel and tensor parallel; known once `layout` has been called.
     """
 
     summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
@@ -87,7 +87,7 @@ class ShardedModel(ModelFormat):
         return layout
 
     def _shape_of(self, size: int, num_processes: int) -> tuple[int, int]:
-        """Returns the sizes of the mesh of a group of so many ranks."""
+        """Returns the mesh sizes of a group with this number of ranks."""
         data, tensor = self._data, self._tensor
         if isinstance(tensor, str):
             tensor = size // data if isinstance(data, int) else gcd(size, num_processes)
@@ -117,7 +117,7 @@ class ShardedModel(ModelFormat):
 
     @override
     def connect_processes(self, host: Any, set_up: Callable[[], None]) -> None:
-        # As ModelParallelStrategy does it, but for its mesh, which is one over all ranks.
+        # As ModelParallelStrategy does it, but without its mesh, which spans all ranks.
         host._setup_distributed()
 
     @override
@@ -151,7 +151,7 @@ class ShardedModel(ModelFormat):
         return True
 
     def _require_averaged_gradients(self, model: nn.Module, topology: Topology) -> None:
-        """Refuses parameters whose gradients nobody averages over the data-parallel ranks of the group."""
+        """Refuses parameters whose gradients are not averaged over the data-parallel ranks of the group."""
         data, tensor = self.mesh_shape
         rank = topology.group_index * topology.group_size + topology.group_rank
         first = rank - rank % tensor
@@ -181,7 +181,7 @@ class ShardedModel(ModelFormat):
 
     @override
     def local_state_dict(self, module: nn.Module, state_dict: Callable[[], Checkpoint]) -> Checkpoint:
-        # Gathering would wait for ranks that may be gone. What is returned here is not written.
+        # Gathering would wait for ranks that may be gone. What this returns is not written.
         state = module.state_dict()
         return {name: local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
@@ -194,7 +194,7 @@ class ShardedModel(ModelFormat):
         try:
             return state_of(optimizer)
         finally:
-            # torch steps an optimizer without a state to get one, which is not to be kept.
+            # torch steps an optimizer that has no state to get one, which must not be kept.
             if not had_state:
                 optimizer.state.clear()
 

@@ -1,4 +1,4 @@
-"""Worker groups whose ranks hold the whole model each, with DistributedDataParallel among them."""
+"""Worker groups in which every rank holds the whole model, with DistributedDataParallel among them."""
 
 import gc
 import logging
@@ -110,7 +110,7 @@ class WholeModel(ModelFormat):
 
     @override
     def set_up_without_fit(self, host: Any, set_up: Callable[[Any], None], trainer: Any, align: bool) -> None:
-        """As DDPStrategy does it, but for overwriting the weights of all ranks with those of rank 0 after a fit."""
+        """Sets up as DDPStrategy does, but overwrites no weights with those of rank 0 unless asked to."""
         host.accelerator.setup(trainer)
         host.model = host.precision_plugin.convert_module(host.model)
         host.model_to_device()
@@ -125,7 +125,7 @@ class WholeModel(ModelFormat):
         _keep_hook_in_group(host, group)
         for part in module.modules():
             if isinstance(part, nn.SyncBatchNorm):
-                # Lightning converts for the whole world, which would couple the groups at every step.
+                # Lightning makes them synchronise over all ranks, which would couple the groups at every step.
                 part.process_group = group
         wrapped = wrap(module)
         if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
@@ -137,16 +137,16 @@ class WholeModel(ModelFormat):
     @override
     def wrap_anew(self, host: Any, topology: Topology, wrap: Callable[[nn.Module], Any]) -> None:
         if isinstance(host.model, DistributedDataParallel):
-            # It only knows the parameters that were trainable when it was made. Its hooks on the parameters go with
-            # it, and it is part of a reference cycle.
+            # The old wrapper only knows the parameters that were trainable when it was made. Its hooks on parameters
+            # last as long as it does, and it is part of a reference cycle, so the garbage collector must run.
             host.model = None
             gc.collect()
             host.model = self.wrap(host, host.lightning_module, topology, wrap)
 
     @override
     def begin_validation(self, model: Any) -> None:
-        # The forward of validation would let DistributedDataParallel believe that the buffers of the next training
-        # step, which are put back, have been synchronised already.
+        # After the forward pass of validation, DistributedDataParallel would believe that the buffers of the next
+        # training step, which are put back then, have been synchronised already.
         if isinstance(model, DistributedDataParallel):
             self._buffers_are_due = model.require_forward_param_sync
 
@@ -169,7 +169,7 @@ class WholeModel(ModelFormat):
 
     @override
     def holds_the_same(self, saved: Mapping[str, int], own: Mapping[str, int]) -> bool:
-        # The state is whole, in all ranks; that of a sharded group is not.
+        # Every rank holds the whole state; in a sharded group none does, and its layout has other keys.
         return saved.keys() == own.keys()
 
     @override
@@ -180,7 +180,7 @@ class WholeModel(ModelFormat):
 
     @override
     def after_write(self, checkpoint: Checkpoint, path: Any, topology: Topology, placing: Placing | None) -> None:
-        # The CheckpointIO does it, when it has written the file.
+        # The CheckpointIO does it once it has written the file.
         pass
 
     @override
@@ -193,11 +193,11 @@ class WholeModel(ModelFormat):
 
     @override
     def start_optimizers_afresh(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
-        # Without its state an optimizer keeps the learning rate at which the schedulers go on.
+        # An optimizer without its state keeps the learning rate from which the schedulers go on.
         checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
 
 
-# What DistributedDataParallel gets from us, and arguments of DDPStrategy that are no arguments of it.
+# What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go to it.
 _NOT_FOR_DDP = frozenset(
     {
         "module",
@@ -207,14 +207,14 @@ _NOT_FOR_DDP = frozenset(
         "process_group_backend",
         "timeout",
         "start_method",
-        # Would average parameters over all ranks in between.
+        # It would average parameters over all ranks every so many steps.
         "model_averaging_period",
     }
 )
 
 
 def _keep_hook_in_group(host: Any, group: Any) -> None:
-    """Gives a communication hook of DDP the group: without one it reduces gradients over all groups."""
+    """Gives a communication hook of DDP the process group: without one it reduces gradients over all groups."""
     state = host._ddp_comm_state
     if host._ddp_comm_hook is not None and state is None:
         host._ddp_comm_state = group
