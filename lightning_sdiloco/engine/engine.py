@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Absences, Fragment, OuterLRSchedule, OuterOptimizer, Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression, kernels_for
-from lightning_sdiloco.engine import recut
 from lightning_sdiloco.engine.agreement import require_same_settings
 from lightning_sdiloco.engine.background import Background, ThreadBackground
 from lightning_sdiloco.engine.flight import Counts, Landing
@@ -22,6 +21,7 @@ from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import OuterView
 from lightning_sdiloco.engine.parameters.naming import require_coverage, unwrapped
+from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
@@ -341,7 +341,7 @@ class StreamingDiLoCo:
         All ranks must call it with the same `Restart`. Parameters that the earlier run did not train keep their values.
         """
         self._counts = Counts(**restart.counts)
-        self._rounds.begin(recut.NamedOuter(restart.parameters, restart.buffers), self.inner_steps)
+        self._rounds.begin(NamedOuter(restart.parameters, restart.buffers), self.inner_steps)
         self._view.write_outer()
 
     @torch.no_grad()
@@ -353,7 +353,7 @@ class StreamingDiLoCo:
             ValueError: If the model cannot be cut as they ask.
         """
         self._rounds.require_no_launch(self.inner_steps, settings)
-        before, outer = self._rounds, recut.named_outer(self._rounds.fragments, self.topology.in_group)
+        before, outer = self._rounds, named_outer(self._rounds.fragments, self.topology.in_group)
         self.settings = settings
         self._divide(cut(self._model, settings).fragments)
         self._rounds.begin(outer, before.began_at)
@@ -362,7 +362,7 @@ class StreamingDiLoCo:
 
     def has_other_parameters(self) -> bool:
         """Tells whether parameters were frozen or became trainable since the model was cut."""
-        return recut.has_other_parameters(self._model, self._rounds.fragments)
+        return has_other_parameters(self._model, self._rounds.fragments)
 
     @torch.no_grad()
     def recut(self) -> list[Landing]:
@@ -378,10 +378,10 @@ class StreamingDiLoCo:
             ValueError: If parameters are sharded, differ between ranks, or do not fit the fragments asked for.
         """
         before = self._rounds.fragments
-        fragments = recut.cut_again(self._model, before, self.settings, self.topology)
+        fragments = cut_again(self._model, before, self.settings, self.topology)
         landed = self._land_in_flight()
-        outer = recut.named_outer(before, self.topology.in_group)
-        recut.take_over(self._model, before, outer, self.topology)
+        outer = named_outer(before, self.topology.in_group)
+        take_over(self._model, before, outer, self.topology)
         self._divide(fragments)
         self._rounds.begin(outer, self.inner_steps)
         return landed
