@@ -15,6 +15,7 @@ import torch
 
 from tests.large.models import same
 from tests.ranks import LAUNCHERS
+from tests.slurm import slurm
 
 KINDS = ("main", "rank")
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,11 @@ def fitted(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> tup
         shutil.rmtree(temporary)
     assert script.returncode == 0, (folder / "printed").read_text()
     assert left == []
+    return kept(folder)
+
+
+def kept(folder: Path) -> tuple[list[Any], list[Any]]:
+    """What the script's own processes, and the ranks, have left in a folder."""
     read = {kind: [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"{kind}-*.pt"))] for kind in KINDS}
     return read["main"], read["rank"]
 
@@ -96,6 +102,23 @@ def test_ranks_that_are_scripts_of_their_own_read_the_same(
 ) -> None:
     mains, ranks = fitted(tmp_path, f"--model={model}", f"--groups={groups}", f"--devices={devices}", launcher=launcher)
     assert_trained(ranks, devices, tensors=1000 if model == "deep" else 8)
+    assert_read_alike(mains, ranks)
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(300)
+def test_the_tasks_of_slurm_read_the_same(tmp_path: Path) -> None:
+    # Not below pytest's folder, whose path is too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm(Path(folder), nodes=2, cores=2) as cluster:
+        fit = [sys.executable, "-m", "tests.large.fitting", "--model=deep", "--nodes=2", "--devices=2", "--groups=2"]
+        cluster.run("srun", "--nodes=2", "--ntasks-per-node=2", *fit, f"--folder={tmp_path}", cwd=ROOT)
+    mains, ranks = kept(tmp_path)
+    assert_trained(ranks, 4, tensors=1000)
+    assert_read_alike(mains, ranks)
+
+
+def assert_read_alike(mains: list[Any], ranks: list[Any]) -> None:
+    """Asserts that each script's own process reads what it had as a rank."""
     for main, rank in zip(mains, ranks, strict=True):
         assert same(main["outer"], rank["outer"])
         assert main["report"] == rank["report"]
