@@ -9,6 +9,7 @@ from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.simulation import SimulatedGroups
+from lightning_sdiloco.engine.start import WorkerGroups
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "Schedule",
     "SimulatedGroups",
     "StreamingDiLoCo",
+    "WorkerGroups",
 ]
 
 # Importing a module of a distribution registers the strategy there. Both may be installed; without any, there is the

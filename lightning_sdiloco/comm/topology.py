@@ -184,6 +184,11 @@ def world() -> Communicator:
     return Communicator(dist.group.WORLD)
 
 
+def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
+    """Returns the ranks of a process group that somebody else has made, numbered as in the world."""
+    return list(dist.get_process_group_ranks(process_group))
+
+
 def store() -> Any:
     """Returns the store of the default process group, where a rank that fails leaves word; None if there is none."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Absences, Fragment, OuterLRSchedule, OuterOptimizer, Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression, kernels_for
-from lightning_sdiloco.engine.agreement import require_same_settings
+from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
 from lightning_sdiloco.engine.background import Background, ThreadBackground
 from lightning_sdiloco.engine.flight import Counts, Landing
 from lightning_sdiloco.engine.measurements import Span
@@ -25,7 +25,7 @@ from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_para
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
-from lightning_sdiloco.engine.start import agreed_fragments, align_ranks, cut, default_topology
+from lightning_sdiloco.engine.start import WorkerGroups, agreed_fragments, align_ranks, cut, default_topology
 
 
 class StreamingDiLoCo:
@@ -38,7 +38,8 @@ class StreamingDiLoCo:
 
     Args:
         model: The model that is trained; inside ``DistributedDataParallel`` if a worker group has several ranks.
-        worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per process.
+        worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per process. Or
+            `WorkerGroups`, whose process group the model is wrapped with.
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
             ``sync_every``.
@@ -86,7 +87,7 @@ class StreamingDiLoCo:
         self,
         model: nn.Module,
         *,
-        worker_groups: int | str = "auto",
+        worker_groups: int | str | WorkerGroups = "auto",
         sync_every: int = 100,
         overlap_steps: int = 5,
         mixing: float = 0.5,
@@ -117,6 +118,7 @@ class StreamingDiLoCo:
         self._counts = Counts()
         self._diagnoses = False
         self._closed, self._unfinished = False, dict[str, Any]()
+        require_own_group(model, self.topology)
         self._model = unwrapped(model)
         partition, device = agreed_fragments(self._model, self.settings, self.topology)
         storage, kernels = storage_for(device, offload), kernels_for(device)
