@@ -73,6 +73,11 @@ class Topology:
         """The ranks of this group, numbered as in the world."""
         return range(self.group_index * self.group_size, (self.group_index + 1) * self.group_size)
 
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the world."""
+        return self.ranks[self.group_rank]
+
     def is_stale(self) -> bool:
         """Returns whether the default process group is no longer the one for which this was made."""
         return self.world.process_group is not dist.group.WORLD

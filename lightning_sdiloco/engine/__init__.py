@@ -8,6 +8,10 @@ through what a `Topology` holds.
 
 from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model, require_same_settings
 from lightning_sdiloco.engine.background import InlineBackground
+from lightning_sdiloco.engine.checkpoint import files
+from lightning_sdiloco.engine.checkpoint.files import random_state, set_random_state
+from lightning_sdiloco.engine.checkpoint.optimizer_state import own_state, take_up_state
+from lightning_sdiloco.engine.checkpoint.ranks import write_ranks
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.measurements import Span
@@ -25,15 +29,21 @@ __all__ = [
     "align_model",
     "clean_name",
     "cut",
+    "files",
     "is_aligned",
     "is_sharded",
     "like",
     "local",
+    "own_state",
     "part_of",
+    "random_state",
     "ranks_of",
     "require_same_model",
     "require_same_settings",
     "reshard",
     "restart_from",
+    "set_random_state",
+    "take_up_state",
     "trainable",
+    "write_ranks",
 ]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from datetime import timedelta
+from os import PathLike
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression, kernels_for
 from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
 from lightning_sdiloco.engine.background import Background, ThreadBackground
+from lightning_sdiloco.engine.checkpoint.ranks import load, place_of, require_own_state, save
 from lightning_sdiloco.engine.flight import Counts, Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.offload import storage_for
@@ -114,10 +116,8 @@ class StreamingDiLoCo:
         self.step_span: Span = (0.0, 0.0)
         self.last_landing: Landing | None = None
         self.final_landings: list[Landing] = []
-        self._absences = Absences(self.topology.num_groups)
-        self._counts = Counts()
-        self._diagnoses = False
-        self._closed, self._unfinished = False, dict[str, Any]()
+        self._absences, self._counts = Absences(self.topology.num_groups), Counts()
+        self._diagnoses, self._closed, self._unfinished = False, False, dict[str, Any]()
         require_own_group(model, self.topology)
         self._model = unwrapped(model)
         partition, device = agreed_fragments(self._model, self.settings, self.topology)
@@ -135,12 +135,9 @@ class StreamingDiLoCo:
         self.schedule = self._rounds.schedule
 
     def diagnose(self, diagnoses: bool = True) -> None:
-        """Sets whether every landing tells how far the groups agree: `Landing.diagnostics`. All ranks must call it.
+        """Sets whether every landing tells how far the groups agree: `Landing.diagnostics`.
 
-        It costs time in the background only. Call it before the first step.
-
-        Raises:
-            ValueError: If it is not the same on all ranks.
+        It costs time in the background only. All ranks must call it alike, before the first step.
         """
         require_same_settings({"diagnostics": str(diagnoses)}, self.topology.world)
         self._diagnoses = diagnoses
@@ -168,12 +165,10 @@ class StreamingDiLoCo:
         if self._closed:
             raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")
         self._counts.inner_steps += 1
-        began = time.perf_counter()
-        self.step_span = began, began
+        self.step_span = (began := time.perf_counter()), began
         for fragment in self._rounds.fragments:
             fragment.weight += 0 if idle else 1
-        due = self.schedule.launches(self.steps_in_rounds)
-        if due:
+        if due := self.schedule.launches(self.steps_in_rounds):
             require_coverage(self._model, self._rounds.parameters)
         for index in due:
             self._rounds.launch(index, self._counts.inner_steps, self.mailbox)
@@ -202,13 +197,7 @@ class StreamingDiLoCo:
 
         With ``final_sync`` every fragment then takes the plain mean over the groups of their local parameters, through
         the same compression, without outer learning rate and momentum. The model is left with the outer parameters,
-        the same bits in every group. A second call does nothing.
-
-        Returns:
-            What landed, in order, the final exchange not included.
-
-        Raises:
-            ExchangeError, AgreementError: As for `step`.
+        the same bits in every group. Returns what landed, without the final exchange. A second call does nothing.
         """
         if self.is_finished:
             return []
@@ -218,7 +207,7 @@ class StreamingDiLoCo:
         return landed
 
     def land_all(self) -> list[Landing]:
-        """Does the first part of `finish`: lands every fragment in flight, in the order of the launches."""
+        """Does the first part of `finish`: lands every fragment in flight."""
         require_coverage(self._model, self._rounds.parameters)
         self._unfinished = self._state()
         return self._land_in_flight()
@@ -316,6 +305,7 @@ class StreamingDiLoCo:
     def _state(self) -> dict[str, Any]:
         return {
             "counts": asdict(self._counts),
+            "rank": place_of(self.topology),
             "requests": self.mailbox.pending,
             "local": self._view.local_values(),
             **self._absences.state_dict(),
@@ -327,14 +317,31 @@ class StreamingDiLoCo:
         """Goes on where another engine with the same settings, model and rank was. All ranks must call it.
 
         Raises:
-            ValueError: If the state is that of other fragments, or of another outer optimizer or schedule of its rate.
+            ValueError: If the state is that of another rank, of other fragments, or of another outer optimizer.
         """
+        require_own_state(state, self.topology)
         self._rounds.load_state_dict(state)
         self._view.load_local(state["local"])
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
         self.mailbox.pending = state["requests"]
         self._rounds.start_flights(state["flights"])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Saves all that a run needs to go on bit for bit, what is in flight included. All ranks must call it.
+
+        Beside the file ``path``, an ordinary one whose ``state_dict`` holds the outer parameters, a folder has a file
+        for every rank: state of engine and ``inner_optimizers``, local parameters, and random numbers.
+        """
+        outer = self.outer_state_dict()
+        save(str(path), self.topology, self.settings, self.state_dict(), outer, self._means.inner_optimizers)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Goes on where `save` was called, with the same model, settings and ranks. All ranks must call it.
+
+        It is refused on all ranks if settings or ranks are others, or a file is missing or not what was written.
+        """
+        self.load_state_dict(load(str(path), self.topology, self.settings, self._means.inner_optimizers))
 
     @torch.no_grad()
     def restart(self, restart: Restart) -> None:
@@ -350,9 +357,7 @@ class StreamingDiLoCo:
     def choose(self, settings: Settings) -> None:
         """Goes on as if these had been the settings from the start of the rounds. All ranks must call it alike.
 
-        Raises:
-            RuntimeError: If there has been a launch, or with these settings there would have been.
-            ValueError: If the model cannot be cut as they ask.
+        There must have been no launch, and with these settings there must not have been one either.
         """
         self._rounds.require_no_launch(self.inner_steps, settings)
         before, outer = self._rounds, named_outer(self._rounds.fragments, self.topology.in_group)
@@ -370,14 +375,8 @@ class StreamingDiLoCo:
     def recut(self) -> list[Landing]:
         """Cuts the model anew after parameters were frozen or became trainable. All ranks must call it.
 
-        What is in flight lands first. A parameter that was frozen takes its outer value, one that became trainable
-        starts from its value without momentum, and rounds begin anew.
-
-        Returns:
-            What landed, in order.
-
-        Raises:
-            ValueError: If parameters are sharded, differ between ranks, or do not fit the fragments asked for.
+        What is in flight lands first, and is returned. A parameter that was frozen takes its outer value, one that
+        became trainable starts from its value without momentum, and rounds begin anew.
         """
         before = self._rounds.fragments
         fragments = cut_again(self._model, before, self.settings, self.topology)

@@ -1,16 +1,13 @@
 """How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with what each rank holds."""
 
 import logging
-import uuid
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 from torch import nn
 
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import Restart, StreamingDiLoCo, clean_name, restart_from
-from lightning_sdiloco.lightning.checkpoint import files
+from lightning_sdiloco.engine import Restart, StreamingDiLoCo, clean_name, files, restart_from, write_ranks
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.logged_metrics import load_metrics_state_dict, metrics_state_dict
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat
@@ -229,23 +226,10 @@ class Checkpointer:
 
     def _save_with_all(self, state: dict[str, Any], checkpoint: Checkpoint, path: Any, write: Write) -> None:
         """Saves together with all ranks; see [Note: the order of a save]."""
-        # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
-        path, save = self._of_rank_zero((str(path), uuid.uuid4().hex))
-        older = files.saves(path) if self._trainer.is_global_zero else []
-        entry = files.write_rank(path, save, self._trainer.global_rank, state)
-        # Gathering waits until all files are there.
-        entries = self._topology.world.all_gather_object(entry)
-        header = {
-            "format": files.FORMAT,
-            "save": save,
-            "version": version("lightning-sdiloco"),
-            "layout": self._layout(),
-            "settings": self._settings(),
-        }
+        path, header, older = write_ranks(str(path), self._topology, state, self._layout(), self._settings())
         if self._trainer.is_global_zero:
-            files.write_manifest(path, header, entries)
             self._placing = self._placing or Placing(self._trainer.strategy.checkpoint_io)
-            self._placing.announce(save, [name for name in older if name != save])
+            self._placing.announce(header["save"], older)
         checkpoint = {**checkpoint, files.KEY: header}
         write(checkpoint, path)
         self._format.after_write(checkpoint, path, self._topology, self._placing)

@@ -1,0 +1,190 @@
+"""Saves what every rank holds, and reads it back on the same rank of the same worker group."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.engine.checkpoint import files
+from lightning_sdiloco.engine.checkpoint.optimizer_state import own_state, take_up_state
+
+State = dict[str, Any]
+
+
+class Saved(NamedTuple):
+    """What all ranks know after they have written their files.
+
+    Attributes:
+        path: The checkpoint file, the same on all ranks.
+        header: What the checkpoint file must say of its folder, under `files.KEY`.
+        older: On rank 0, the names of earlier saves in the folder, to be removed once the checkpoint file is written.
+    """
+
+    path: str
+    header: dict[str, Any]
+    older: list[str]
+
+
+def write_ranks(
+    path: str, topology: Topology, state: Mapping[str, Any], layout: Mapping[str, int], settings: Mapping[str, str]
+) -> Saved:
+    """Writes the files of all ranks and the manifest; see [Note: the order of a save]. All ranks must call it.
+
+    Args:
+        path: The checkpoint file, of which that of rank 0 counts.
+        topology: The ranks.
+        state: What this rank holds.
+        layout: What must be the same if ranks are to read their own files.
+        settings: The settings as text, without which it cannot be resumed exactly.
+    """
+    world, rank = topology.world, topology.rank
+    # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
+    path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
+    older = files.saves(path) if rank == 0 else []
+    entry = files.write_rank(path, save, rank, state)
+    # Gathering waits until all files are there.
+    entries = world.all_gather_object(entry)
+    header = {
+        "format": files.FORMAT,
+        "save": save,
+        "version": version("lightning-sdiloco"),
+        "layout": dict(layout),
+        "settings": dict(settings),
+    }
+    if rank == 0:
+        files.write_manifest(path, header, entries)
+    return Saved(path, header, [name for name in older if name != save])
+
+
+def save(
+    path: str,
+    topology: Topology,
+    settings: Settings,
+    state: State,
+    outer: Mapping[str, Tensor],
+    inner_optimizers: Sequence[Optimizer],
+) -> None:
+    """Saves an engine; see `StreamingDiLoCo.save`. All ranks must call it.
+
+    Args:
+        path: The checkpoint file.
+        topology: The ranks.
+        settings: The settings of the engine.
+        state: Its state.
+        outer: Its outer parameters by name.
+        inner_optimizers: The optimizers of the training loop.
+
+    Raises:
+        ValueError: If the worker groups are simulated in one process.
+    """
+    if topology.world.size != topology.num_groups * topology.group_size:
+        raise ValueError(
+            "save() writes one file per process, and these worker groups are simulated in one. Save state_dict() of"
+            " each engine instead."
+        )
+    optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
+    own = {"engine": state, "optimizer_states": optimizer_states, "random": files.random_state()}
+    saved = write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
+    if topology.rank == 0:
+        files.write_checkpoint(saved.path, {"state_dict": dict(outer), files.KEY: saved.header})
+        files.remove_saves(saved.path, saved.older)
+    # No rank returns before the checkpoint is there.
+    topology.world.all_gather_object(None)
+
+
+def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Sequence[Optimizer]) -> State:
+    """Restores inner optimizers and random numbers, and returns the state of the engine. All ranks must call it.
+
+    Args:
+        path: The checkpoint file.
+        topology: The ranks.
+        settings: The settings of the engine.
+        inner_optimizers: The optimizers of the training loop.
+
+    Raises:
+        ValueError: On all ranks, if one of them cannot go on from this checkpoint.
+    """
+    own: State = {}
+    refusal = None
+    try:
+        own = _read(path, topology, settings, len(inner_optimizers))
+    except Exception as error:
+        # Of any error, because the other ranks would wait for this one.
+        refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
+    refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
+    if refusals:
+        raise ValueError(refusals[0])
+    for optimizer, state in zip(inner_optimizers, own["optimizer_states"], strict=True):
+        take_up_state(optimizer, state)
+    files.set_random_state(own["random"])
+    return dict(own["engine"])
+
+
+def _read(path: str, topology: Topology, settings: Settings, optimizers: int) -> State:
+    header = files.read_checkpoint(path).get(files.KEY)
+    if header is None:
+        raise ValueError(f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give another file.")
+    if header["layout"] != _layout(topology):
+        raise ValueError(f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}")
+    now = settings.fixed_by_a_checkpoint()
+    if other := [name for name, text in now.items() if header["settings"].get(name) != text]:
+        told = "; ".join(f"{name} was {header['settings'].get(name)}, now it is {now[name]}" for name in other)
+        raise ValueError(f"{path} cannot be resumed exactly with other settings: {told}. {_SAME}")
+    own = files.read_rank(path, header, topology.rank)
+    if len(own["optimizer_states"]) != optimizers:
+        raise ValueError(
+            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, and the engine has"
+            f" {optimizers}. Give it the same inner_optimizers as when it was saved."
+        )
+    return own
+
+
+_SAME = "Resume with those that it was saved with, or start anew from the outer parameters in its state_dict."
+
+
+def _layout(topology: Topology) -> dict[str, int]:
+    return {"worker_groups": topology.num_groups, "group_size": topology.group_size}
+
+
+def place_of(topology: Topology) -> dict[str, int]:
+    """Returns which rank of which worker group this is, for the state of an engine."""
+    return {
+        "num_groups": topology.num_groups,
+        "group_index": topology.group_index,
+        "group_size": topology.group_size,
+        "group_rank": topology.group_rank,
+    }
+
+
+def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
+    """Refuses the state of another rank: every worker group would go on from the values of one.
+
+    Args:
+        state: What an engine returned as its state. That of an older version does not say whose it is.
+        topology: The ranks.
+
+    Raises:
+        ValueError: If it is that of another rank, or of other worker groups.
+    """
+    own = place_of(topology)
+    saved = state.get("rank", own)
+    if saved != own:
+        raise ValueError(
+            f"This is the state of {_told(saved)}, and this process is {_told(own)}. Each rank needs its own state,"
+            " because worker groups hold different values. A checkpoint that rank 0 writes alone, as torch.save in one"
+            " process, fabric.save({'engine': engine}) and accelerator.register_for_checkpointing(engine) do, keeps"
+            " only that of rank 0. Save with engine.save(path) and load with engine.load(path) in all processes: they"
+            " keep a file per rank."
+        )
+
+
+def _told(place: Mapping[str, int]) -> str:
+    return (
+        f"rank {place['group_rank']} of worker group {place['group_index']} ({place['num_groups']} groups of"
+        f" {place['group_size']})"
+    )
