@@ -35,9 +35,15 @@ if find_spec("pytorch_lightning") is not None:
     from lightning_sdiloco import pytorch_lightning as pytorch_lightning
 if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning_sdiloco.lightning_pytorch import (
+        StreamingDiLoCoFabricStrategy,
         StreamingDiLoCoModelParallelStrategy,
         StreamingDiLoCoMonitor,
         StreamingDiLoCoStrategy,
     )
 
-    __all__ += ["StreamingDiLoCoModelParallelStrategy", "StreamingDiLoCoMonitor", "StreamingDiLoCoStrategy"]
+    __all__ += [
+        "StreamingDiLoCoFabricStrategy",
+        "StreamingDiLoCoModelParallelStrategy",
+        "StreamingDiLoCoMonitor",
+        "StreamingDiLoCoStrategy",
+    ]

@@ -11,11 +11,11 @@ from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.checkpoint import files
 from lightning_sdiloco.engine.checkpoint.files import random_state, set_random_state
 from lightning_sdiloco.engine.checkpoint.optimizer_state import own_state, take_up_state
-from lightning_sdiloco.engine.checkpoint.ranks import write_ranks
+from lightning_sdiloco.engine.checkpoint.ranks import read_own, write_own, write_ranks
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.measurements import Span
-from lightning_sdiloco.engine.parameters.naming import clean_name, trainable
+from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
 from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.engine.start import cut
@@ -38,6 +38,7 @@ __all__ = [
     "part_of",
     "random_state",
     "ranks_of",
+    "read_own",
     "require_same_model",
     "require_same_settings",
     "reshard",
@@ -45,5 +46,7 @@ __all__ = [
     "set_random_state",
     "take_up_state",
     "trainable",
+    "unwrapped",
+    "write_own",
     "write_ranks",
 ]

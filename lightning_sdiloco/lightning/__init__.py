@@ -10,6 +10,7 @@ collectives past ``comm``, or touch a private name of Lightning that ``host/patc
 
 from lightning_sdiloco.lightning.callback import InnerStepHooks
 from lightning_sdiloco.lightning.collectives import in_batch
+from lightning_sdiloco.lightning.fabric.strategy import FabricWorkerGroupStrategy
 from lightning_sdiloco.lightning.fit import Distribution
 from lightning_sdiloco.lightning.host.patching import check_class, replace
 from lightning_sdiloco.lightning.launcher import LauncherMixin
@@ -23,6 +24,7 @@ from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
 __all__ = [
     "Distribution",
+    "FabricWorkerGroupStrategy",
     "InnerStepHooks",
     "LandingRecord",
     "LauncherMixin",

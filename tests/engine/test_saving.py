@@ -95,7 +95,7 @@ def test_what_cannot_go_on_is_refused_on_all_ranks(tmp_path: Path) -> None:
 
 def test_optimizers_that_were_not_saved_are_refused(tmp_path: Path) -> None:
     trained(0).save(tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match="holds the state of 1 inner optimizers, and the engine has 0"):
+    with pytest.raises(ValueError, match="holds the state of 1 inner optimizers, and there are 0"):
         StreamingDiLoCo(mlp(), **CHOICES).load(tmp_path / "a.ckpt")
 
 

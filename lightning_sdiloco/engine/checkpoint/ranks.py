@@ -1,7 +1,7 @@
 """Saves what every rank holds, and reads it back on the same rank of the same worker group."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -61,6 +61,37 @@ def write_ranks(
     return Saved(path, header, [name for name in older if name != save])
 
 
+def write_own(
+    path: str,
+    topology: Topology,
+    settings: Settings,
+    state: State,
+    inner_optimizers: Sequence[Optimizer],
+    **others: Any,
+) -> Saved:
+    """Writes what `read_own` reads. All ranks must call it.
+
+    Args:
+        path: The checkpoint file.
+        topology: The ranks.
+        settings: The settings of the engine.
+        state: Its state.
+        inner_optimizers: The optimizers of the training loop.
+        **others: What else this rank holds.
+
+    Raises:
+        ValueError: If the worker groups are simulated in one process.
+    """
+    if topology.world.size != topology.num_groups * topology.group_size:
+        raise ValueError(
+            "save() writes one file per process, and these worker groups are simulated in one. Save state_dict() of"
+            " each engine instead."
+        )
+    optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
+    own = {"engine": state, "optimizer_states": optimizer_states, "random": files.random_state(), **others}
+    return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
+
+
 def save(
     path: str,
     topology: Topology,
@@ -78,18 +109,8 @@ def save(
         state: Its state.
         outer: Its outer parameters by name.
         inner_optimizers: The optimizers of the training loop.
-
-    Raises:
-        ValueError: If the worker groups are simulated in one process.
     """
-    if topology.world.size != topology.num_groups * topology.group_size:
-        raise ValueError(
-            "save() writes one file per process, and these worker groups are simulated in one. Save state_dict() of"
-            " each engine instead."
-        )
-    optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
-    own = {"engine": state, "optimizer_states": optimizer_states, "random": files.random_state()}
-    saved = write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
+    saved = write_own(path, topology, settings, state, inner_optimizers)
     if topology.rank == 0:
         files.write_checkpoint(saved.path, {"state_dict": dict(outer), files.KEY: saved.header})
         files.remove_saves(saved.path, saved.older)
@@ -109,10 +130,36 @@ def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Se
     Raises:
         ValueError: On all ranks, if one of them cannot go on from this checkpoint.
     """
+    own = read_own(path, lambda: files.read_checkpoint(path), topology, settings, inner_optimizers)
+    return dict(own["engine"])
+
+
+def read_own(
+    path: str,
+    read: Callable[[], Mapping[str, Any]],
+    topology: Topology,
+    settings: Settings,
+    inner_optimizers: Sequence[Optimizer],
+) -> State:
+    """Reads the file of this rank, and restores inner optimizers and random numbers. All ranks must call it.
+
+    Args:
+        path: The checkpoint file.
+        read: Reads it.
+        topology: The ranks.
+        settings: The settings of the engine.
+        inner_optimizers: The optimizers of the training loop.
+
+    Returns:
+        All that this rank saved.
+
+    Raises:
+        ValueError: On all ranks, if one of them cannot go on from this checkpoint.
+    """
     own: State = {}
     refusal = None
     try:
-        own = _read(path, topology, settings, len(inner_optimizers))
+        own = _read(path, read().get(files.KEY), topology, settings, len(inner_optimizers))
     except Exception as error:
         # Of any error, because the other ranks would wait for this one.
         refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
@@ -122,11 +169,12 @@ def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Se
     for optimizer, state in zip(inner_optimizers, own["optimizer_states"], strict=True):
         take_up_state(optimizer, state)
     files.set_random_state(own["random"])
-    return dict(own["engine"])
+    return own
 
 
-def _read(path: str, topology: Topology, settings: Settings, optimizers: int) -> State:
-    header = files.read_checkpoint(path).get(files.KEY)
+def _read(
+    path: str, header: Mapping[str, Any] | None, topology: Topology, settings: Settings, optimizers: int
+) -> State:
     if header is None:
         raise ValueError(f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give another file.")
     if header["layout"] != _layout(topology):
@@ -138,13 +186,13 @@ def _read(path: str, topology: Topology, settings: Settings, optimizers: int) ->
     own = files.read_rank(path, header, topology.rank)
     if len(own["optimizer_states"]) != optimizers:
         raise ValueError(
-            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, and the engine has"
-            f" {optimizers}. Give it the same inner_optimizers as when it was saved."
+            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, and there are {optimizers}."
+            " Give the engine the same inner_optimizers as when it was saved."
         )
     return own
 
 
-_SAME = "Resume with those that it was saved with, or start anew from the outer parameters in its state_dict."
+_SAME = "Resume with those that it was saved with, or start anew from the outer parameters that it holds."
 
 
 def _layout(topology: Topology) -> dict[str, int]:
