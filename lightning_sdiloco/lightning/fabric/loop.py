@@ -20,6 +20,7 @@ from lightning_sdiloco.engine import (
     unwrapped,
     write_own,
 )
+from lightning_sdiloco.lightning.announcement import Announcement
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
@@ -48,6 +49,7 @@ class Loop:
         self._optimizers: list[Optimizer] = []
         self.landings: list[Landing] = []
         self._unfinished = _Unfinished()
+        self._announcement: Announcement | None = None
 
     @property
     def engine(self) -> StreamingDiLoCo | None:
@@ -99,6 +101,8 @@ class Loop:
             yield
             return
         engine = self.engine or self._begin()
+        if self._announcement is None:
+            self._announcement = Announcement(engine, self._trained())
         if engine.is_finished:
             raise RuntimeError(
                 "An optimizer was stepped after fabric.strategy.finish(): the worker groups have joined. Call finish()"
@@ -108,6 +112,7 @@ class Loop:
         if optimizer is self._optimizers[-1]:
             self.landings = engine.step()
             self._unfinished.inner_steps = engine.inner_steps
+            self._announcement.step()
 
     def _begin(self) -> StreamingDiLoCo:
         engine = StreamingDiLoCo(
@@ -120,6 +125,7 @@ class Loop:
             # Called when the loop is dropped, or at the end of the process.
             weakref.finalize(self, self._unfinished.warn)
         self._results.read(engine)
+        self._announcement = None
         return engine
 
     def _trained(self) -> nn.Module:
