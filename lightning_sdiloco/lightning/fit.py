@@ -89,8 +89,13 @@ class Fit:
         self._averaging: Averaging | None = None
         self._signal_latency: SignalLatency | None = None
         self._epoch_begins = False
+        self._is_closed = False
 
     # Start
+
+    def is_made_for(self, trainer: Any) -> bool:
+        """Returns whether this is the fit that a trainer is about to run."""
+        return trainer is self._trainer and not self._is_closed
 
     def begin(self) -> None:
         """Refuses what cannot work, and replaces what Lightning does over all ranks.
@@ -255,6 +260,7 @@ class Fit:
 
     def close(self) -> None:
         """Undoes what was replaced in Lightning, and ends the engine's work in the background."""
+        self._is_closed = True
         self._patches.close()
         if self.steps.engine is not None:
             self.steps.engine.close()
