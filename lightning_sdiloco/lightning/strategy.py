@@ -424,7 +424,7 @@ class WorkerGroupStrategy(_Base):
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
         # LightningModule.all_gather passes the world where the user gave no group.
         if in_batch(self.lightning_module) and group in (None, self.topology.world.process_group):
-            group = self.topology.in_group.process_group
+            return self.fit.all_gather(tensor, sync_grads, super().all_gather)
         return super().all_gather(tensor, group, sync_grads)
 
     @override
