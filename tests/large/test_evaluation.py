@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tests import fits
+from tests.engine.test_group_mean import same as same_states
 from tests.fits import LIGHTNING
 from tests.large.models import Large, batch, made, same
 from tests.large.test_fits import Batches, Sharded
 from tests.ranks import run_processes
+from tests.sharded import whole
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
 
@@ -155,3 +157,102 @@ def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_t
         # The sanity check comes before there is an average.
         assert len(seen) == 11
         assert all(same(one, other) for one, other in zip(seen[1:], expected[1:], strict=True))
+
+
+def test_after_an_exception_in_validation_the_module_holds_the_local_values() -> None:
+    def run(rank: int, world_size: int) -> bool:
+        average = Average()
+        model = module(LIGHTNING, average, *SWAPS[0])
+
+        class Failing(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+            def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                if trainer.global_step == 6:
+                    raise ArithmeticError("a metric that fails")
+
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                local[:] = [held(module)]
+
+        local: list[dict[str, Tensor]] = []
+        with pytest.raises(ArithmeticError):
+            fit(LIGHTNING, rank, model, callbacks=[Failing()])
+        return same(held(model), local[0])
+
+    assert run_processes(run, 2) == [True, True]
+
+
+# The mean of the groups
+
+
+def files_of(path: Path) -> dict[str, Any]:
+    """What every rank has beside a checkpoint, without the metrics of validations."""
+    states = {file.name: torch.load(file, weights_only=True) for file in Path(f"{path}.sdiloco").rglob("rank_*.pt")}
+    assert states
+    for state in states.values():
+        del state["metrics"]
+    return states
+
+
+@pytest.mark.parametrize(
+    ("size", "is_sharded", "compression"), [(1, False, "sparse"), (2, False, "fp4"), (2, True, "fp4")]
+)
+def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_checkpoint(
+    size: int, is_sharded: bool, compression: str, tmp_path: Path
+) -> None:
+    """Checkpoints during the first round, at the end of validations and between them; they resume exactly."""
+    steps = 13
+
+    def run(rank: int, world_size: int, name: str, resume: str | None = None) -> Any:
+        group, validates = rank // size, name != "plain"
+        base = Sharded if is_sharded else Large
+        seen: list[dict[str, Tensor]] = []
+
+        class Seen(base):  # type: ignore[misc, valid-type]
+            def on_validation_epoch_end(self) -> None:
+                if not self.trainer.sanity_checking:
+                    seen.append({n: whole(values).clone() for n, values in self.named_parameters()})
+
+        save = importlib.import_module(LIGHTNING).callbacks.ModelCheckpoint
+        folder = tmp_path / name
+        by_step = save(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        by_loss = save(
+            folder / "best", monitor="val_loss", filename="{step}", save_top_k=-1, save_on_train_epoch_end=False
+        )
+        sizes = {"data_parallel_size": size, "tensor_parallel_size": 1, "save_distributed_checkpoint": False}
+        package = importlib.import_module("lightning_sdiloco")
+        kind = package.StreamingDiLoCoModelParallelStrategy if is_sharded else package.StreamingDiLoCoStrategy
+        strategy = kind(worker_groups=2, compression=compression, **SETTINGS, **(sizes if is_sharded else {}))
+        trainer = fits.trainer(
+            strategy=strategy,
+            devices=world_size,
+            max_steps=steps,
+            callbacks=[by_step, by_loss] if validates else [by_step],
+            enable_checkpointing=True,
+            **({"val_check_interval": 1} if validates else {"limit_val_batches": 0}),
+        )
+        model = Seen("wide", seed=group)
+        importlib.import_module(LIGHTNING).seed_everything(rank, verbose=False)
+        trainer.fit(model, Batches(group, rank % size, size), Loader(9), ckpt_path=resume)
+        return seen, strategy.outer_state_dict(), strategy.schedule.first_round
+
+    plain, validated = run_processes(run, 2 * size, "plain"), run_processes(run, 2 * size, "validated")
+    first_round = plain[0][2]
+    assert first_round < steps - 1
+    for (_, outer, _), (seen, other, _) in zip(plain, validated, strict=True):
+        assert same(outer, other)
+        assert len(seen) == steps
+        assert all(same(one, expected) for one, expected in zip(seen, validated[0][0], strict=True))
+    seen = validated[0][0]
+    for step in range(1, steps):
+        own, theirs = (tmp_path / name / f"step={step}.ckpt" for name in ("plain", "validated"))
+        best = tmp_path / "validated" / "best" / f"step={step}.ckpt"
+        assert same_states(files_of(own), files_of(theirs))
+        assert same_states(files_of(own), files_of(best))
+        one, other, shown = (torch.load(path, weights_only=True)["state_dict"] for path in (own, theirs, best))
+        assert same(one, other)
+        assert same({name: values for name, values in shown.items()}, seen[step - 1])
+        assert same(one, shown) == (step >= first_round)
+    for step in (2, 5):
+        path = str(tmp_path / "validated" / "best" / f"step={step}.ckpt")
+        for resumed, through in zip(run_processes(run, 2 * size, f"from {step}", path), validated, strict=True):
+            assert same(resumed[1], through[1])
+            assert all(same(one, two) for one, two in zip(resumed[0][::-1], through[0][::-1], strict=False))
