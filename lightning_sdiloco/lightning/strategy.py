@@ -75,8 +75,9 @@ class WorkerGroupStrategy(_Base):
         final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
         offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
             the device is CUDA.
-        evaluate: Which model validation inside a fit sees: ``"outer"``, the same in all groups, or ``"local"``, that of
-            each group. Checkpoints hold the outer one.
+        evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
+            has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
+            that of each group. Checkpoints hold the outer one, or the mean right after a validation that saw it.
         exchange_backend: What carries outer gradients between worker groups: ``"gloo"``, the default, or ``"nccl"``
             from CUDA device to CUDA device.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.

@@ -256,3 +256,135 @@ def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_
         for resumed, through in zip(run_processes(run, 2 * size, f"from {step}", path), validated, strict=True):
             assert same(resumed[1], through[1])
             assert all(same(one, two) for one, two in zip(resumed[0][::-1], through[0][::-1], strict=False))
+
+
+@pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
+def test_early_stopping_and_the_best_checkpoint_go_beside_ddp_from_the_first_steps_on(
+    distribution: str, tmp_path: Path
+) -> None:
+    """The defaults, which launch nothing for 100 steps, and a validation after every 25."""
+
+    def run(rank: int, world_size: int, strategy: str) -> Any:
+        callbacks = importlib.import_module(distribution).callbacks
+        losses: list[float] = []
+
+        class Keep(importlib.import_module(distribution).Callback):  # type: ignore[misc]
+            def on_validation_end(self, trainer: Any, module: Any) -> None:
+                losses.append(float(trainer.callback_metrics["val_loss"]))
+
+        stop = callbacks.EarlyStopping("val_loss", patience=2)
+        best = callbacks.ModelCheckpoint(tmp_path / strategy, monitor="val_loss", filename="{step}")
+        model = module(distribution)
+        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.02)
+        trainer = fits.trainer(
+            distribution,
+            strategy="ddp" if strategy == "ddp" else fits.strategy(distribution),
+            devices=2,
+            max_steps=150,
+            val_check_interval=25,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            callbacks=[Keep(), stop, best],
+            enable_checkpointing=True,
+        )
+        trainer.fit(model, Epochs(rank), Epochs(rank))
+        return trainer.global_step, losses, best.best_model_path
+
+    ours, ddp = run_processes(run, 2, "streaming"), run_processes(run, 2, "ddp")
+    assert ours[0] == ours[1]
+    (steps, losses, best), (_, expected, _) = ours[0], ddp[0]
+    assert steps == ddp[0][0] == 150
+    assert len(losses) == 6
+    assert losses == sorted(losses, reverse=True)
+    assert losses == pytest.approx(expected, rel=0.2)
+    assert Path(best).name == "step=150.ckpt"
+
+
+class Epochs:
+    """Sixty batches of one task, those of a group in every epoch."""
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+
+    def __len__(self) -> int:
+        return 60
+
+    def __iter__(self) -> Any:
+        for step in range(len(self)):
+            x, _ = batch(self.group, step)
+            yield x, x[:, :4]
+
+
+def test_groups_that_do_not_all_validate_see_the_outer_model_and_wait_for_nobody() -> None:
+    """One group has nothing to validate with, and one validates by itself in a callback."""
+
+    def run(rank: int, world_size: int, is_alone: bool) -> Any:
+        alone: list[int] = []
+
+        class Alone(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                if is_alone and rank == 1 and trainer.global_step in (3, 5):
+                    alone.append(trainer.global_step)
+                    first = trainer._logger_connector._first_loop_iter
+                    trainer.validating = True
+                    trainer.fit_loop.epoch_loop.val_loop.run()
+                    trainer.training = True
+                    trainer._logger_connector._first_loop_iter = first
+
+        model = module(LIGHTNING, seed=rank)
+        model.log = lambda *args, **kwargs: None
+        model.allow_zero_length_dataloader_with_multiple_devices = True
+        loader = Loader(9, 2 if is_alone else 2 * rank)
+        trainer = fit(LIGHTNING, rank, model, loader, callbacks=[Alone()], num_sanity_val_steps=0)
+        first = held(module(LIGHTNING, seed=0))
+        return [same(values, first) for values in model.seen], trainer.global_step
+
+    (of_first, steps), (of_second, _) = run_processes(run, 2, False)
+    assert (of_first, steps) == ([], STEPS)
+    # The outer model is the first one until fragments land.
+    assert of_second[:6] == [True] * 6
+    assert not of_second[-1]
+    (together, steps), (with_own, _) = run_processes(run, 2, True)
+    assert steps == STEPS
+    assert together[:6] == [False] * 6
+    # After steps 2, 3 by itself, 4, 5 by itself and 6, with two batches each.
+    assert with_own[:10] == [False] * 2 + [True] * 2 + [False] * 2 + [True] * 2 + [False] * 2
+
+
+@pytest.mark.parametrize("evaluate", ["outer", "mean"])
+def test_what_is_validated_at_the_end_of_an_epoch_is_in_the_checkpoint_that_follows(
+    evaluate: str, tmp_path: Path
+) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        model, means = module(LIGHTNING, seed=rank), []
+
+        class Look(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+            def on_validation_start(self, trainer: Any, module: Any) -> None:
+                engine = trainer.strategy.engine
+                if engine is not None and not engine.is_finished:
+                    # Inside a validation, what is shown stays.
+                    means.append(engine.steps_in_rounds < engine.schedule.first_round)
+
+        save = importlib.import_module(LIGHTNING).callbacks.ModelCheckpoint
+        best = save(tmp_path, monitor="val_loss", filename="{epoch}", save_top_k=-1)
+        fit(
+            LIGHTNING,
+            rank,
+            model,
+            callbacks=[Look(), best],
+            enable_checkpointing=True,
+            settings={"evaluate": evaluate},
+            max_steps=-1,
+            max_epochs=5,
+            limit_train_batches=3,
+            val_check_interval=1.0,
+            num_sanity_val_steps=0,
+        )
+        return model.seen[::2], means
+
+    (seen, in_first_round), (other, _) = run_processes(run, 2)
+    assert in_first_round == [True] * 3 + [False]
+    assert all(same(one, two) for one, two in zip(seen, other, strict=True))
+    for epoch in range(5):
+        saved = torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=True)
+        assert same(saved["state_dict"], seen[epoch])
