@@ -134,4 +134,6 @@ def test_real_ranks_take_it_with_fragments_in_flight(size: int) -> None:
     assert max(looked[0][1]) > 1
     for (state, _, means), (other, _, _) in zip(looked, plain, strict=True):
         assert same(state, other)
-        assert all(torch.equal(a, b) for one, of in zip(means, looked[0][2], strict=True) for a, b in zip(one, of))
+        assert all(
+            torch.equal(a, b) for one, of in zip(means, looked[0][2], strict=True) for a, b in zip(one, of, strict=True)
+        )

@@ -249,7 +249,7 @@ def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_
         assert same_states(files_of(own), files_of(best))
         one, other, shown = (torch.load(path, weights_only=True)["state_dict"] for path in (own, theirs, best))
         assert same(one, other)
-        assert same({name: values for name, values in shown.items()}, seen[step - 1])
+        assert same(shown, seen[step - 1])
         assert same(one, shown) == (step >= first_round)
     for step in (2, 5):
         path = str(tmp_path / "validated" / "best" / f"step={step}.ckpt")
@@ -388,3 +388,27 @@ def test_what_is_validated_at_the_end_of_an_epoch_is_in_the_checkpoint_that_foll
     for epoch in range(5):
         saved = torch.load(tmp_path / f"epoch={epoch}.ckpt", weights_only=True)
         assert same(saved["state_dict"], seen[epoch])
+
+
+@pytest.mark.parametrize("which", ["test", "predict"])
+def test_testing_and_prediction_in_the_midst_of_a_fit_see_the_outer_model(which: str) -> None:
+    """Lightning cannot train on after that, with any strategy."""
+
+    def run(rank: int, world_size: int) -> Any:
+        model, seen = module(LIGHTNING, seed=rank), []
+
+        class Evaluating(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                if trainer.global_step == 8:
+                    outer, local = trainer.strategy.outer_state_dict(), held(module)
+                    getattr(trainer, which)(module, Loader(9))
+                    seen.extend([same(model.seen[-1], outer), same(held(module), local), same(outer, local)])
+                    raise ArithmeticError("enough")
+
+        model.log = lambda *args, **kwargs: None
+        type(model).test_step = type(model).predict_step = type(model).validation_step
+        with pytest.raises(ArithmeticError, match="enough"):
+            fit(LIGHTNING, rank, model, callbacks=[Evaluating()], limit_val_batches=0)
+        return seen
+
+    assert run_processes(run, 2) == [[True, True, False]] * 2
