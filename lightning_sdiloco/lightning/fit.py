@@ -1,10 +1,11 @@
 """One fit: everything that begins with it and ends with it."""
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.engine import Landing, StreamingDiLoCo, align_model, cut, is_aligned, require_same_model
@@ -92,8 +93,14 @@ class Fit:
         self._averaging: Averaging | None = None
         self._signal_latency: SignalLatency | None = None
         self._epoch_begins = False
+        self._has_gathered = False
+        self._is_closed = False
 
     # Start
+
+    def is_made_for(self, trainer: Any) -> bool:
+        """Returns whether this is the fit that a trainer is about to run."""
+        return trainer is self._trainer and not self._is_closed
 
     def begin(self) -> None:
         """Refuses what cannot work, and replaces what Lightning does over all ranks.
@@ -218,6 +225,27 @@ class Fit:
         is_chosen = not self.options.options.auto.names
         self._signal_latency = SignalLatency(engine.schedule) if self._trainer.is_global_zero and is_chosen else None
 
+    def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
+        """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those.
+
+        Args:
+            tensor: The tensor of this rank.
+            sync_grads: Whether gradients flow back to all of them.
+            gather: Lightning's own way to gather.
+        """
+        topology = self._parts.groups.topology
+        if not self._has_gathered and topology.num_groups > 1 and self._trainer.is_global_zero:
+            _log.warning(
+                "all_gather in a training batch gathers over the ranks of the worker group (here %d), not over all"
+                " ranks: groups do not wait for each other between launches. The negatives of a contrastive loss, for"
+                " instance, are those of the group. This is said once.",
+                topology.group_size,
+            )
+        self._has_gathered = True
+        if sync_grads:
+            return topology.in_group.all_gather_with_gradients(tensor)
+        return gather(tensor, topology.in_group.process_group)
+
     def progress(self) -> dict[str, str]:
         """Returns what a progress bar shows."""
         engine = self.steps.engine
@@ -261,6 +289,7 @@ class Fit:
 
     def close(self) -> None:
         """Undoes what was replaced in Lightning, and ends the engine's work in the background."""
+        self._is_closed = True
         self._patches.close()
         if self.steps.engine is not None:
             self.steps.engine.close()

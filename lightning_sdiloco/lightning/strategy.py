@@ -211,21 +211,19 @@ class WorkerGroupStrategy(_Base):
 
     @override
     def connect(self, model: Any) -> None:
-        trainer = model._trainer
-        fits = trainer.state.fn == "fit"
-        if fits:
-            # Before callbacks are set up, because some then copy the model.
-            self._format.refuse(trainer, self.precision_plugin.precision)
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
             # What the planner chose stays.
             self._options = self._fit.options.options
             self._fit.checkpointer.forget()
-        if fits:
-            self._begin(trainer)
+        # Some connect a model that has no trainer yet, or never gets one.
+        if model._trainer is not None and model._trainer.state.fn == "fit":
+            self._begin(model._trainer)
 
     def _begin(self, trainer: Any) -> None:
+        # Before callbacks are set up, because some then copy the model.
+        self._format.refuse(trainer, self.precision_plugin.precision)
         if self._fit is not None:
             self._fit.close()
         parts = Parts(self._options, self._groups, self._format, self._results, self.distribution.termination)
@@ -251,12 +249,15 @@ class WorkerGroupStrategy(_Base):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The number of ranks over which data is divided, and which of them this one is."""
-        return self._format.sampler_kwargs(self.topology)
+        connected = self._groups.is_connected
+        return self._format.sampler_kwargs(self.topology) if connected else super().distributed_sampler_kwargs
 
     @override
     def setup(self, trainer: Any) -> None:
         self._patches.close()
         if trainer.state.fn == "fit":
+            if self._fit is None or not self._fit.is_made_for(trainer):
+                self._begin(trainer)
             self.fit.begin()
             super().setup(trainer)
             self.fit.take_averages()
@@ -365,7 +366,10 @@ class WorkerGroupStrategy(_Base):
         save = super().save_checkpoint
 
         def write(checkpoint: dict[str, Any], path: Any) -> None:
-            self._format.write(self, self.topology, checkpoint, path, storage_options, save)
+            if self._groups.is_connected:
+                self._format.write(self, self.topology, checkpoint, path, storage_options, save)
+            else:
+                save(checkpoint, path, storage_options)
 
         if self._fit is None or self._fit.steps.engine is None or "optimizer_states" not in checkpoint:
             write(checkpoint, filepath)
@@ -401,8 +405,8 @@ class WorkerGroupStrategy(_Base):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
         # LightningModule.all_gather passes the world where the user gave no group.
-        if group in (None, self.topology.world.process_group) and in_batch(self.lightning_module):
-            group = self.topology.in_group.process_group
+        if in_batch(self.lightning_module) and group in (None, self.topology.world.process_group):
+            return self.fit.all_gather(tensor, sync_grads, super().all_gather)
         return super().all_gather(tensor, group, sync_grads)
 
     @override
@@ -410,7 +414,7 @@ class WorkerGroupStrategy(_Base):
         """Waits for all ranks, except after an exception, and explains what may be wrong if they do not come."""
         if self.is_alone:
             return
-        with waiting_for_all(self.topology, args, self.engine):
+        with waiting_for_all(self._groups, args, self.engine):
             super().barrier(*args, **kwargs)
 
     @override

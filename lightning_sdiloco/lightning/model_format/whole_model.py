@@ -123,10 +123,6 @@ class WholeModel(ModelFormat):
         group = topology.in_group.process_group
         host._ddp_kwargs["process_group"] = group
         _keep_hook_in_group(host, group)
-        for part in module.modules():
-            if isinstance(part, nn.SyncBatchNorm):
-                # Lightning makes them synchronise over all ranks, which would couple the groups at every step.
-                part.process_group = group
         wrapped = wrap(module)
         if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
