@@ -8,7 +8,6 @@ the ranks, over several fits. A `Fit` begins and ends with each fit. A `ModelFor
 whole. `Results` are what users read, also afterwards.
 """
 
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -30,13 +29,11 @@ from lightning_sdiloco.lightning.callback import InnerStepHooks
 from lightning_sdiloco.lightning.collectives import in_batch, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
 from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers
-from lightning_sdiloco.lightning.host.refusals import refuse_divided
+from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_divided, refuse_in_notebook
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
-
-_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -143,9 +140,10 @@ class WorkerGroupStrategy(_Base):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the name, unless it is registered already."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=cls.description)
+        """Registers the name and its variants, unless they are registered already."""
+        for name, arguments in cls.model_format.variants(cls.strategy_name).items():
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=cls.description, **arguments)
 
     # What users read
 
@@ -240,6 +238,7 @@ class WorkerGroupStrategy(_Base):
         start_method = getattr(self, "_start_method", "popen")
         if start_method != "popen":
             self._launcher = self.distribution.launcher(self, start_method=start_method)
+        refuse_in_notebook(self, self.model_format.variants(self.strategy_name))
 
     @override
     def setup_environment(self) -> None:
@@ -323,6 +322,7 @@ class WorkerGroupStrategy(_Base):
     def on_exception(self, exception: BaseException) -> None:
         if self._fit is None or not self._fit.was_ended_by(exception):
             self._groups.fail(exception)
+        advise_on_unused(exception, self.strategy_name)
         super().on_exception(exception)
 
     @override
@@ -366,12 +366,11 @@ class WorkerGroupStrategy(_Base):
         save = super().save_checkpoint
 
         def write(checkpoint: dict[str, Any], path: Any) -> None:
-            if self._groups.is_connected:
-                self._format.write(self, self.topology, checkpoint, path, storage_options, save)
-            else:
-                save(checkpoint, path, storage_options)
+            self._format.write(self, self.topology, checkpoint, path, storage_options, save)
 
-        if self._fit is None or self._fit.steps.engine is None or "optimizer_states" not in checkpoint:
+        if not self._groups.is_connected:
+            save(checkpoint, filepath, storage_options)
+        elif self._fit is None or self._fit.steps.engine is None or "optimizer_states" not in checkpoint:
             write(checkpoint, filepath)
         else:
             self._fit.save(checkpoint, filepath, write)

@@ -114,3 +114,52 @@ def test_what_one_rank_logs_and_nobody_reduces_stays_with_that_rank(
     assert [text.partition(",")[0] for text in ours[0][1]] == [
         f"Not every rank logged training_step.reduced in epoch {epoch}" for epoch in (0, 1)
     ]
+
+
+# Names
+
+DDP_NAMES = sorted(
+    name
+    for name, data in importlib.import_module(f"{LIGHTNING}.strategies").StrategyRegistry.items()
+    if data["strategy"].__name__ == "DDPStrategy"
+)
+
+
+@DISTRIBUTIONS
+def test_every_name_of_ddp_has_its_counterparts(distribution: str) -> None:
+    assert len(DDP_NAMES) >= 12
+    for name in DDP_NAMES:
+        expected = fits.trainer(distribution, strategy=name, devices=2).strategy
+        for ours in (name.replace("ddp", "streaming_diloco", 1), f"streaming_diloco_{name}"):
+            strategy = fits.trainer(distribution, strategy=ours, devices=2).strategy
+            assert type(strategy) is type(fits.strategy(distribution))
+            assert strategy.strategy_name == "streaming_diloco"
+            assert strategy._ddp_kwargs == expected._ddp_kwargs
+            assert strategy._start_method == expected._start_method
+            assert isinstance(strategy.launcher, type(expected.launcher))
+            assert strategy.launcher.is_interactive_compatible == expected.launcher.is_interactive_compatible
+
+
+def partly_unused(distribution: str) -> Any:
+    """A module with a parameter that its loss does not use."""
+    module = fits.module(distribution)
+    module.unused = torch.nn.Parameter(torch.zeros(3))
+    return module
+
+
+@DISTRIBUTIONS
+def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(distribution: str) -> None:
+    def run(rank: int, world_size: int, strategy: str) -> Any:
+        trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, max_steps=3)
+        try:
+            trainer.fit(partly_unused(distribution), DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
+        except RuntimeError as error:
+            return str(error)
+        return trainer.global_step
+
+    (message,) = run_processes(run, 1, "streaming_diloco")
+    name = "streaming_diloco_find_unused_parameters_true"
+    assert f"strategy='{name}'" in message
+    assert "'ddp_" not in message
+    assert "DDPStrategy" not in message
+    assert run_processes(run, 1, name) == [3]
