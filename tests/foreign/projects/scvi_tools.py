@@ -7,7 +7,7 @@ import scvi
 
 from tests.foreign.trial import Trial
 
-STRATEGY = "streaming_diloco"
+STRATEGY = "streaming_diloco_ddp_find_unused_parameters_true"
 DDP = "ddp_find_unused_parameters_true"
 
 
