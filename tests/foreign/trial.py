@@ -76,7 +76,8 @@ class Trial:
 
     def run(self, trainer: Any, model: Any, train: Any, held_out: Any) -> None:
         """Fits, validates and predicts with Lightning's own calls."""
-        trainer.fit(model, train, held_out, ckpt_path=self.resume)
+        # Projects keep objects of their own in checkpoints.
+        trainer.fit(model, train, held_out, ckpt_path=self.resume, weights_only=False)
         self.found["validated"] = sorted(trainer.validate(model, held_out)[0])
         self.found["predictions"] = sum(count(batch) for batch in trainer.predict(model, held_out))
 

@@ -47,7 +47,7 @@ def fit(trial: Trial) -> None:
         limit_train_batches=12,
         gradient_clip_val=0.1,
     )
-    trainer.fit(model, *loaders, ckpt_path=trial.resume)
+    trainer.fit(model, *loaders, ckpt_path=trial.resume, weights_only=False)
     trial.found["validated"] = sorted(trainer.validate(model, loaders[1])[0])
     again = trial.trainer(trial.probe(pl.Callback, "val_loss", half=2))
     del again["callbacks"]
