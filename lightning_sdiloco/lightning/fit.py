@@ -12,6 +12,7 @@ from lightning_sdiloco.engine import Landing, StreamingDiLoCo, align_model, cut,
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
+from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.host.batch_hooks import replace_batch_hooks
 from lightning_sdiloco.lightning.host.patching import check_names
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
@@ -76,6 +77,7 @@ class Fit:
         requests: What one rank asks for and all do after the same inner step.
         steps: The inner steps, and the engine that makes them.
         checkpointer: Saves the fit, and restores a saved one.
+        evaluation: Shows validation, and the checkpoints saved with it, the chosen model.
     """
 
     def __init__(self, trainer: Any, parts: Parts) -> None:
@@ -85,6 +87,7 @@ class Fit:
         self.requests = Requests()
         self.steps = InnerSteps()
         self.checkpointer = Checkpointer(trainer, parts.groups, self.options, parts.model_format, self.requests)
+        self.evaluation = Evaluation(trainer, self.steps, parts.groups, parts.model_format, parts.options.evaluate)
         self._patches = ExitStack()
         self._signals: Signals | None = None
         self._averaging: Averaging | None = None
@@ -115,6 +118,7 @@ class Fit:
             self._patches, Epochs(trainer, groups.topology, self.requests, lambda: self in _counted(trainer))
         )
         begin_epochs_alike(trainer, self._patches)
+        self.evaluation.begin(self._patches)
 
     def take_averages(self) -> None:
         """Makes callbacks that average weights average the outer parameters."""
@@ -167,6 +171,7 @@ class Fit:
         if not begins or engine is None or not engine.has_other_parameters():
             return False
         before = {name for fragment in engine.fragments for name in fragment.names}
+        self.evaluation.forget()
         # What other groups asked for with these launches is decided, and logged, at the next inner step.
         self.steps.keep(engine.recut())
         self._parts.results.cut(engine.fragments)
@@ -197,6 +202,7 @@ class Fit:
         if self._signals is not None:
             self.requests.ask(self._signals.received)
         landings = self.steps.make(idle)
+        self.evaluation.forget()
         self.requests.land(landings)
         if self._signal_latency is not None:
             self._signal_latency.step(engine.inner_steps)

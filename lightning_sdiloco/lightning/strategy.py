@@ -72,8 +72,9 @@ class WorkerGroupStrategy(_Base):
         final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
         offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
             the device is CUDA.
-        evaluate: Which model validation inside a fit sees: ``"outer"``, the same in all groups, or ``"local"``, that of
-            each group. Checkpoints hold the outer one.
+        evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
+            has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
+            that of each group. Checkpoints hold the outer one, or the mean right after a validation that saw it.
         exchange_backend: What carries outer gradients between worker groups: ``"gloo"``, the default, or ``"nccl"``
             from CUDA device to CUDA device.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
@@ -117,7 +118,7 @@ class WorkerGroupStrategy(_Base):
         outlier_guard: float | None = None,
         final_sync: bool = True,
         offload: bool | str = "auto",
-        evaluate: Literal["outer", "local"] = "outer",
+        evaluate: Literal["outer", "mean", "local"] = "outer",
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_resume: Literal["exact", "restart"] = "exact",
@@ -336,26 +337,7 @@ class WorkerGroupStrategy(_Base):
             if self._fit is not None:
                 self._fit.checkpointer.close()
 
-    # Evaluation and checkpoints show the outer model
-
-    @property
-    def _shown(self) -> StreamingDiLoCo | None:
-        """The engine whose outer model validation sees, if it sees one."""
-        return self.engine if self._options.evaluate == "outer" else None
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        if self._shown is not None:
-            self._shown.show_outer()
-            self._format.begin_validation(self.model)
-
-    @override
-    def on_validation_end(self) -> None:
-        if self._shown is not None:
-            self._format.end_validation(self.model)
-            self._shown.show_local()
-        super().on_validation_end()
+    # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -365,7 +347,7 @@ class WorkerGroupStrategy(_Base):
         if self._groups.failed and self.topology.group_size > 1:
             self._groups.warn_of_local_parameters()
             return self._local_state_dict(state_dict)
-        with self.engine.evaluate():
+        with self.fit.evaluation.in_checkpoint(self.engine):
             state = self._local_state_dict(state_dict)
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 

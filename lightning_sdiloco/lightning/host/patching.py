@@ -72,6 +72,7 @@ _MESH = "configure_model gets no device mesh of its worker group"
 _STARTED = "processes are started in another way than start_method says"
 _SIMULATED = "sdiloco simulate does not run"
 _BY_CLOCK = "validation that goes by the clock is not refused, and worker groups wait for each other in it"
+_SHOWN = "validation sees the local model of each worker group, and callbacks that swap weights in it break training"
 _COMPUTED = "a metric that is computed in a batch waits for all worker groups"
 _BROADCAST = "all worker groups may wait for each other before every batch"
 _SAVED_BY_TIME = "a train_time_interval of a checkpoint makes all worker groups wait for each other after every batch"
@@ -79,6 +80,7 @@ _SAVED_BY_TIME = "a train_time_interval of a checkpoint makes all worker groups 
 _CONNECTOR = "trainer._signal_connector"
 _FIT_LOOP = "trainer.fit_loop"
 _EPOCH_LOOP = "trainer.fit_loop.epoch_loop"
+_VAL_LOOP = "trainer.fit_loop.epoch_loop.val_loop"
 _MODULE = "trainer.lightning_module"
 _STRATEGY = "trainer.strategy"
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
@@ -117,6 +119,11 @@ REGISTER = (
     HostName(_EPOCH_LOOP, "_num_ready_batches_reached", "used", "worker groups do not end an epoch together"),
     HostName(_EPOCH_LOOP, "_should_check_val_fx", "patched", "worker groups do not validate after the same batch"),
     HostName(_EPOCH_LOOP, "_should_check_val_epoch", "used", "worker groups do not validate after the same batch"),
+    *(
+        HostName(loop, name, "patched", _SHOWN)
+        for loop in (_VAL_LOOP, "trainer.validate_loop", "trainer.test_loop", "trainer.predict_loop")
+        for name in ("run", "on_run_start")
+    ),
     HostName(_EPOCH_LOOP, "_should_accumulate", "used", _IDLE),
     HostName(_EPOCH_LOOP, "_batches_that_stepped", "used", "landings are logged at other steps than the user's own"),
     HostName(_EPOCH_LOOP, "_warning_cache", "used", _IDLE),
