@@ -49,7 +49,7 @@ class Options:
         return Options(chosen, auto, worker_groups, exchange_backend, on_resume, evaluate)
 
     def __post_init__(self) -> None:
-        checked_worker_groups(self.worker_groups)
+        object.__setattr__(self, "worker_groups", checked_worker_groups(self.worker_groups))
         if self.exchange_backend not in (None, "gloo", "nccl"):
             raise ValueError(
                 f"exchange_backend={self.exchange_backend!r} is not available: worker groups exchange over 'gloo', on"

@@ -163,3 +163,25 @@ def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(dis
     assert "'ddp_" not in message
     assert "DDPStrategy" not in message
     assert run_processes(run, 1, name) == [3]
+
+
+# What Lightning refuses by itself
+
+QUICKSTART = Path(__file__).parents[2] / "docs" / "quickstart.md"
+
+
+@DISTRIBUTIONS
+def test_the_quickstart_explains_what_lightning_says(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = importlib.import_module(distribution)
+    used = fits.strategy(distribution)
+    fits.trainer(distribution, strategy=used, devices=2)
+    monkeypatch.delitem(importlib.import_module(f"{distribution}.strategies").StrategyRegistry, "streaming_diloco")
+    quickstart = QUICKSTART.read_text()
+    for choices, end in (
+        ({"strategy": "streaming_diloco"}, "."),
+        ({"strategy": used}, ","),
+        ({"strategy": used, "accelerator": "auto"}, ","),
+    ):
+        with pytest.raises(Exception, match="set through|invalid strategy name") as refused:
+            host.Trainer(**{"accelerator": "cpu", "devices": 2, **choices})
+        assert str(refused.value).partition(end)[0] in quickstart

@@ -60,8 +60,18 @@ class WholeModel(ModelFormat):
             precision_plugin: As for every Lightning strategy.
 
         Raises:
-            ValueError: If ``ddp_kwargs`` has something that the strategy itself sets.
+            ValueError: If there is no such start method, or ``ddp_kwargs`` has something that the strategy itself sets.
         """
+        if start_method not in ("popen", "spawn", "fork", "forkserver"):
+            raise ValueError(
+                f"start_method={start_method!r} is unknown: it must be 'popen', which runs the script again and is the"
+                " default, 'spawn', 'fork' or 'forkserver'. Choose one of them."
+            )
+        if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
+            raise ValueError(
+                f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a dictionary, with"
+                " arguments of DistributedDataParallel. Write ddp_kwargs={'find_unused_parameters': True}, for example."
+            )
         for name in ddp_kwargs or {}:
             if name in _NOT_FOR_DDP:
                 raise ValueError(
