@@ -7,6 +7,7 @@ from typing import Any
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
+from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
 # it would make every group wait for the slowest one at every step.
@@ -43,6 +44,19 @@ def in_batch(module: Any) -> bool:
         and module.trainer.training
         and module._current_fx_name in _PER_BATCH_HOOKS
     )
+
+
+def stays_in_group(module: Any, groups: WorkerGroups) -> bool:
+    """Returns whether a collective stays inside the worker group, and announces one that does not.
+
+    Args:
+        module: The LightningModule; None if there is none yet.
+        groups: The ranks.
+    """
+    stays = in_batch(module)
+    if not stays:
+        groups.meet()
+    return stays
 
 
 @contextmanager

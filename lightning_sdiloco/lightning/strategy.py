@@ -27,7 +27,7 @@ from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
 from lightning_sdiloco.lightning.auto_settings import Measured
 from lightning_sdiloco.lightning.callback import InnerStepHooks
-from lightning_sdiloco.lightning.collectives import in_batch, waiting_for_all
+from lightning_sdiloco.lightning.collectives import stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
 from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers
 from lightning_sdiloco.lightning.host.refusals import refuse_divided
@@ -381,6 +381,7 @@ class WorkerGroupStrategy(_Base):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         save = super().save_checkpoint
+        self._groups.meet()
 
         def write(checkpoint: dict[str, Any], path: Any) -> None:
             self._format.write(self, self.topology, checkpoint, path, storage_options, save)
@@ -409,7 +410,7 @@ class WorkerGroupStrategy(_Base):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
-        if group is None and in_batch(self.lightning_module):
+        if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
                 return tensor
             group = self.topology.in_group.process_group
@@ -419,7 +420,7 @@ class WorkerGroupStrategy(_Base):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
         # LightningModule.all_gather passes the world where the user gave no group.
-        if group in (None, self.topology.world.process_group) and in_batch(self.lightning_module):
+        if group in (None, self.topology.world.process_group) and stays_in_group(self.lightning_module, self._groups):
             group = self.topology.in_group.process_group
         return super().all_gather(tensor, group, sync_grads)
 
@@ -428,6 +429,7 @@ class WorkerGroupStrategy(_Base):
         """Waits for all ranks, except after an exception, and explains what may be wrong if they do not come."""
         if self.is_alone:
             return
+        self._groups.meet()
         with waiting_for_all(self.topology, args, self.engine):
             super().barrier(*args, **kwargs)
 
@@ -437,6 +439,8 @@ class WorkerGroupStrategy(_Base):
             return obj
         # ModelCheckpoint asks at every batch whether to skip a save by time interval.
         vote = self._fit.requests.vote(obj) if self._fit is not None else None
+        if vote is None:
+            self._groups.meet()
         return super().broadcast(obj, src) if vote is None else vote
 
     @override
