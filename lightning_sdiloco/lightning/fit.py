@@ -237,7 +237,8 @@ class Fit:
         engine = self.steps.engine
         if engine is None:
             return {}
-        in_flight = ", ".join(map(str, engine.in_flight)) or "-"
+        flights = list(map(str, engine.in_flight))
+        in_flight = ", ".join(flights[:3] if len(flights) <= 3 else [*flights[:2], f"+{len(flights) - 2}"]) or "-"
         outer_step = str(self._parts.results.schedule.round(engine.inner_steps))
         return {"outer_step": outer_step, "in_flight": in_flight, **shown(engine.last_landing)}
 
