@@ -82,6 +82,7 @@ class WorkerGroupStrategy(_Base):
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
+        resumable_checkpoints: Which checkpoints keep the folder from which a fit resumes: ``"all"`` or ``"newest"``.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -124,6 +125,7 @@ class WorkerGroupStrategy(_Base):
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_resume: Literal["exact", "restart"] = "exact",
+        resumable_checkpoints: Literal["all", "newest"] = "all",
         **of_format: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "of_format", "__class__")}

@@ -1,5 +1,6 @@
 """Fits of large models: exact resume with flights in the air, restart with other groups, and sharded groups."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,27 @@ def test_sharded_groups_resume_in_flight_to_the_same_bits(kind: str, layers: int
     choices = {"is_sharded": True, "layers_per_fragment": layers}
     through = run(kind, tmp_path, groups=2, size=2, **choices)
     assert_resumed(run(kind, tmp_path, True, groups=2, size=2, **choices), through)
+
+
+def test_a_file_system_without_room_ends_all_ranks_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting a small file system takes root")
+    try:
+        saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+
+        def function(rank: int, world_size: int) -> None:
+            strategy = fits.strategy(worker_groups=2, **SETTINGS)
+            choices: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": STEPS}
+            fits.trainer(strategy=strategy, devices=2, **choices).fit(Large("wide"), Batches(rank, 0, 1))
+
+        errors = run_processes(function, 2, expect_failure=True)
+        assert sorted(errors) == [0, 1]
+        told = f"Nothing is left of it. Resume from {tmp_path}/step=3.ckpt"
+        assert all(told in error and "No space left on device" in error for error in errors.values())
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step=3.ckpt", "step=3.ckpt.sdiloco"]
+        assert not list(tmp_path.rglob("*.part"))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
