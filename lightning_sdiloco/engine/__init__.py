@@ -9,7 +9,7 @@ through what a `Topology` holds.
 from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model, require_same_settings
 from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.flight import GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.parameters.naming import clean_name, trainable
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
@@ -17,6 +17,7 @@ from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.engine.start import cut
 
 __all__ = [
+    "GroupMean",
     "InlineBackground",
     "Landing",
     "Restart",

@@ -1,7 +1,7 @@
 """The engine of Streaming DiLoCo for any training loop: the public class, and what belongs to all of its rounds."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from datetime import timedelta
@@ -16,7 +16,7 @@ from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression, kernels_for
 from lightning_sdiloco.engine.agreement import require_same_settings
 from lightning_sdiloco.engine.background import Background, ThreadBackground
-from lightning_sdiloco.engine.flight import Counts, Landing
+from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import OuterView
@@ -163,8 +163,7 @@ class StreamingDiLoCo:
 
     def launch_due(self, *, idle: bool = False) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
-        if self._closed:
-            raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")
+        self._require_open("step()")
         self._counts.inner_steps += 1
         began = time.perf_counter()
         self.step_span = began, began
@@ -176,6 +175,12 @@ class StreamingDiLoCo:
         for index in due:
             self._rounds.launch(index, self._counts.inner_steps, self.mailbox)
             self._counts.launches += 1
+
+    def _require_open(self, called: str) -> None:
+        if self._closed:
+            raise RuntimeError(
+                f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to train on."
+            )
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
@@ -281,20 +286,33 @@ class StreamingDiLoCo:
         """The fragments in flight, in the order of their launch."""
         return tuple(flight.snapshot.fragment for flight in self._rounds.flights)
 
-    def evaluate(self) -> AbstractContextManager[None]:
+    def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then the local one again, bit for bit.
 
-        In-group collective.
+        In-group collective. With a mean, of `group_mean`, it shows that, and waits for nobody.
         """
-        return self._view.shown()
+        return self._view.shown(mean)
 
-    def show_outer(self) -> None:
-        """Puts the outer parameters and buffers into the model, and the local ones aside. In-group collective."""
-        self._view.show_outer()
+    def show_outer(self, mean: GroupMean | None = None) -> None:
+        """Puts the outer model, or a mean, in the place of the local one, as `evaluate` does."""
+        self._view.show(mean)
 
     def show_local(self) -> None:
         """Puts the local parameters and buffers back."""
         self._view.show_local()
+
+    def group_mean(self) -> GroupMean:
+        """Returns the mean over the groups of what they hold now, as `finish` would take it. Changes no training.
+
+        All ranks must call it. Until inner step ``schedule.first_round`` it is what to evaluate: the outer model holds
+        values there that nobody has trained.
+        """
+        return self.launch_mean()()
+
+    def launch_mean(self) -> Callable[[], GroupMean]:
+        """Does the first half of `group_mean`; what it returns does the second, and waits for the other groups."""
+        self._require_open("group_mean()")
+        return self._rounds.launch_mean(self.inner_steps, self._counts)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.

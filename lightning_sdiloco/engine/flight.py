@@ -113,6 +113,18 @@ class SyncResult(NamedTuple):
     diagnostics: Diagnostics | None
 
 
+class GroupMean(NamedTuple):
+    """Holds the plain mean, over the groups, of what each group holds; see `StreamingDiLoCo.group_mean`.
+
+    Attributes:
+        gathered: The parameters of each fragment, flat, float32, as far as this rank holds them, stored.
+        buffers: The buffers of each fragment by their index.
+    """
+
+    gathered: list[Tensor]
+    buffers: list[dict[int, Tensor]]
+
+
 @dataclass(frozen=True)
 class Flight:
     """Holds a fragment in flight.

@@ -1,10 +1,11 @@
 """One fit: everything that begins with it and ends with it."""
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.engine import Landing, StreamingDiLoCo, align_model, cut, is_aligned, require_same_model
@@ -12,6 +13,7 @@ from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
 from lightning_sdiloco.lightning.epoch_ends import EpochEnds
+from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.host.batch_hooks import replace_batch_hooks
 from lightning_sdiloco.lightning.host.ended_data import Epochs
 from lightning_sdiloco.lightning.host.patching import check_names
@@ -77,6 +79,7 @@ class Fit:
         requests: What one rank asks for and all do after the same inner step.
         steps: The inner steps, and the engine that makes them.
         checkpointer: Saves the fit, and restores a saved one.
+        evaluation: Shows validation, and the checkpoints saved with it, the chosen model.
     """
 
     def __init__(self, trainer: Any, parts: Parts) -> None:
@@ -86,14 +89,21 @@ class Fit:
         self.requests = Requests()
         self.steps = InnerSteps()
         self.checkpointer = Checkpointer(trainer, parts.groups, self.options, parts.model_format, self.requests)
+        self.evaluation = Evaluation(trainer, self.steps, parts.groups, parts.model_format, parts.options.evaluate)
         self._patches = ExitStack()
         self._signals: Signals | None = None
         self._epoch_ends: EpochEnds | None = None
         self._averaging: Averaging | None = None
         self._signal_latency: SignalLatency | None = None
         self._epoch_begins = False
+        self._has_gathered = False
+        self._is_closed = False
 
     # Start
+
+    def is_made_for(self, trainer: Any) -> bool:
+        """Returns whether this is the fit that a trainer is about to run."""
+        return trainer is self._trainer and not self._is_closed
 
     def begin(self) -> None:
         """Refuses what cannot work, and replaces what Lightning does over all ranks.
@@ -121,6 +131,7 @@ class Fit:
         )
         end_epochs_together(self._patches, epochs)
         begin_epochs_alike(trainer, self._patches)
+        self.evaluation.begin(self._patches)
 
     def take_averages(self) -> None:
         """Makes callbacks that average weights average the outer parameters."""
@@ -174,6 +185,7 @@ class Fit:
             return False
         self.meet()
         before = {name for fragment in engine.fragments for name in fragment.names}
+        self.evaluation.forget()
         # What other groups asked for with these launches is decided, and logged, at the next inner step.
         self.steps.keep(engine.recut())
         self._parts.results.cut(engine.fragments)
@@ -207,6 +219,7 @@ class Fit:
             # Before the launch: groups that wait for this one must make it too, and this one waits for its landing.
             self.meet()
         landings = self.steps.make(idle)
+        self.evaluation.forget()
         self.requests.land(landings)
         if landings and self._epoch_ends is not None:
             self._epoch_ends.collect(landings[-1].launched_at)
@@ -231,6 +244,27 @@ class Fit:
     def _watch_signals(self, engine: StreamingDiLoCo) -> None:
         is_chosen = not self.options.options.auto.names
         self._signal_latency = SignalLatency(engine.schedule) if self._trainer.is_global_zero and is_chosen else None
+
+    def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
+        """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those.
+
+        Args:
+            tensor: The tensor of this rank.
+            sync_grads: Whether gradients flow back to all of them.
+            gather: Lightning's own way to gather.
+        """
+        topology = self._parts.groups.topology
+        if not self._has_gathered and topology.num_groups > 1 and self._trainer.is_global_zero:
+            _log.warning(
+                "all_gather in a training batch gathers over the ranks of the worker group (here %d), not over all"
+                " ranks: groups do not wait for each other between launches. The negatives of a contrastive loss, for"
+                " instance, are those of the group. This is said once.",
+                topology.group_size,
+            )
+        self._has_gathered = True
+        if sync_grads:
+            return topology.in_group.all_gather_with_gradients(tensor)
+        return gather(tensor, topology.in_group.process_group)
 
     def progress(self) -> dict[str, str]:
         """Returns what a progress bar shows."""
@@ -288,6 +322,7 @@ class Fit:
 
     def close(self) -> None:
         """Undoes what was replaced in Lightning, and ends the engine's work in the background."""
+        self._is_closed = True
         self._patches.close()
         if self.steps.engine is not None:
             self.steps.engine.close()

@@ -18,7 +18,7 @@ class Options:
         worker_groups: Number of worker groups, or ``"auto"``.
         exchange_backend: ``"gloo"`` or ``"nccl"``; None for gloo.
         on_resume: ``"exact"`` or ``"restart"``.
-        evaluate: ``"outer"`` or ``"local"``.
+        evaluate: ``"outer"``, ``"mean"`` or ``"local"``.
         resumable_checkpoints: ``"all"`` or ``"newest"``.
 
     Raises:
@@ -70,10 +70,10 @@ class Options:
                 f"on_resume={self.on_resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other"
                 " settings, or 'restart', which starts the rounds anew from its outer parameters. Choose one of them."
             )
-        if self.evaluate not in ("outer", "local"):
+        if self.evaluate not in ("outer", "mean", "local"):
             raise ValueError(
                 f"evaluate={self.evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the"
-                " default, or the 'local' one of each worker group. Choose one of them."
+                " default, the 'mean' of the worker groups, or the 'local' model of each. Choose one of them."
             )
         if self.resumable_checkpoints not in ("all", "newest"):
             raise ValueError(

@@ -45,6 +45,11 @@ class WorkerGroups:
         return self._topology
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the connections between ranks have been made."""
+        return self._topology is not None
+
+    @property
     def is_alone(self) -> bool:
         """Whether this rank ends with an exception and must not wait for others, which may be gone or elsewhere."""
         return self.failed and self._topology is not None and self._topology.world.size > 1
@@ -116,14 +121,14 @@ class WorkerGroups:
             self._announce()
 
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
-        """Returns what all ranks decide together; after an exception, what this one decides alone.
+        """Returns what all ranks decide together; before they are connected, or after an exception, what this one does.
 
         Args:
             decision: The vote of this rank.
             all: Whether all ranks must vote for it; otherwise one vote is enough.
             device: The device of this rank.
         """
-        if self.is_alone:
+        if self.is_alone or not self.is_connected:
             return decision
         self.meet()
         votes = self.topology.world.all_gather(torch.tensor([int(decision)], device=device))

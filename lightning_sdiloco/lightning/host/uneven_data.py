@@ -80,23 +80,33 @@ def end_epoch(trainer: Any) -> None:
 
 
 def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
-    """Drops metrics of the epoch that ranks without a batch do not have: their reduction would hang.
+    """Drops metrics of the epoch whose reduction over all ranks would wait in vain for ranks that did not log them.
 
     All ranks must call it, at the end of every epoch: in an epoch of known length, no group knows that another had no
-    batch.
+    batch. What is not reduced stays with the ranks that logged it.
     """
     results = trainer.fit_loop.epoch_loop._results
-    logged = [key for key, metric in results.items() if metric.meta.on_epoch and not metric.has_reset]
+    logged = [key for key, result in results.items() if _is_reduced_by_epoch(result)]
     common = set.intersection(*map(set, topology.world.all_gather_object(logged)))
     dropped = [key for key in logged if key not in common]
     for key in dropped:
         del results[key]
     if dropped and topology.group_rank == 0:
         _log.warning(
-            "A worker group had no batch in epoch %d, so what the others logged for the epoch is dropped: %s.",
-            trainer.current_epoch,
+            "Not every rank logged %s in epoch %d, where a reduction would wait for those without: dropped. Log it on"
+            " every rank, or without sync_dist on one. A worker group without a batch in an epoch logs nothing.",
             ", ".join(dropped),
+            trainer.current_epoch,
         )
+
+
+def _is_reduced_by_epoch(result: Any) -> bool:
+    if not result.meta.on_epoch or result.has_reset:
+        return False
+    if result.is_tensor:
+        return bool(result.meta.sync.should and not result.meta.sync.rank_zero_only)
+    # A metric gathers its own states.
+    return bool(getattr(result.value, "sync_on_compute", True))
 
 
 def _should_validate(epochs: Epochs, original: Callable[[Any], bool], fetcher: Any) -> bool:
