@@ -45,6 +45,19 @@ def in_batch(module: Any) -> bool:
     )
 
 
+def stays_in_group(module: Any, groups: WorkerGroups) -> bool:
+    """Returns whether a collective stays inside the worker group, and announces one that does not.
+
+    Args:
+        module: The LightningModule; None if there is none yet.
+        groups: The ranks.
+    """
+    stays = in_batch(module)
+    if not stays:
+        groups.meet()
+    return stays
+
+
 @contextmanager
 def waiting_for_all(groups: WorkerGroups, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
     """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a ``with`` block.
@@ -57,6 +70,7 @@ def waiting_for_all(groups: WorkerGroups, names: Sequence[Any], engine: Streamin
     Raises:
         ExchangeError: If they do not reach it.
     """
+    groups.meet()
     try:
         yield
     except RuntimeError as error:

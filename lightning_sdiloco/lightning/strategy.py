@@ -26,7 +26,7 @@ from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
 from lightning_sdiloco.lightning.auto_settings import Measured
 from lightning_sdiloco.lightning.callback import InnerStepHooks
-from lightning_sdiloco.lightning.collectives import in_batch, waiting_for_all
+from lightning_sdiloco.lightning.collectives import stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
 from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers
 from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_divided, refuse_in_notebook
@@ -80,6 +80,7 @@ class WorkerGroupStrategy(_Base):
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
+        resumable_checkpoints: Which checkpoints keep the folder from which a fit resumes: ``"all"`` or ``"newest"``.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -122,6 +123,7 @@ class WorkerGroupStrategy(_Base):
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_resume: Literal["exact", "restart"] = "exact",
+        resumable_checkpoints: Literal["all", "newest"] = "all",
         **of_format: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "of_format", "__class__")}
@@ -364,6 +366,7 @@ class WorkerGroupStrategy(_Base):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         save = super().save_checkpoint
+        self._groups.meet()
 
         def write(checkpoint: dict[str, Any], path: Any) -> None:
             self._format.write(self, self.topology, checkpoint, path, storage_options, save)
@@ -394,7 +397,7 @@ class WorkerGroupStrategy(_Base):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
-        if group is None and in_batch(self.lightning_module):
+        if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
                 return tensor
             group = self.topology.in_group.process_group
@@ -404,7 +407,7 @@ class WorkerGroupStrategy(_Base):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
         # LightningModule.all_gather passes the world where the user gave no group.
-        if in_batch(self.lightning_module) and group in (None, self.topology.world.process_group):
+        if group in (None, self.topology.world.process_group) and stays_in_group(self.lightning_module, self._groups):
             return self.fit.all_gather(tensor, sync_grads, super().all_gather)
         return super().all_gather(tensor, group, sync_grads)
 
@@ -422,6 +425,8 @@ class WorkerGroupStrategy(_Base):
             return obj
         # ModelCheckpoint asks at every batch whether to skip a save by time interval.
         vote = self._fit.requests.vote(obj) if self._fit is not None else None
+        if vote is None:
+            self._groups.meet()
         return super().broadcast(obj, src) if vote is None else vote
 
     @override

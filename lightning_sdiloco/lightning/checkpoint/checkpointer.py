@@ -4,7 +4,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 _log = logging.getLogger(__name__)
 
 Write = Callable[[Checkpoint, Any], None]
+Written = TypeVar("Written")
 
 
 class Checkpointer:
@@ -53,6 +54,8 @@ class Checkpointer:
         self._random_state: dict[str, Any] | None = None
         # The checkpoints of this run that still exist.
         self._standing: tuple[str, ...] = ()
+        # Those that it saved itself.
+        self._saved: tuple[str, ...] = ()
         self._placing: Placing | None = None
 
     @property
@@ -232,9 +235,8 @@ class Checkpointer:
         # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
         path, save = self._of_rank_zero((str(path), uuid.uuid4().hex))
         older = files.saves(path) if self._trainer.is_global_zero else []
-        entry = files.write_rank(path, save, self._trainer.global_rank, state)
         # Gathering waits until all files are there.
-        entries = self._topology.world.all_gather_object(entry)
+        entries = self._by_all(path, save, lambda: files.write_rank(path, save, self._trainer.global_rank, state))
         header = {
             "format": files.FORMAT,
             "save": save,
@@ -242,24 +244,69 @@ class Checkpointer:
             "layout": self._layout(),
             "settings": self._settings(),
         }
-        if self._trainer.is_global_zero:
-            files.write_manifest(path, header, entries)
-            self._placing = self._placing or Placing(self._trainer.strategy.checkpoint_io)
-            self._placing.announce(save, [name for name in older if name != save])
-        checkpoint = {**checkpoint, files.KEY: header}
-        write(checkpoint, path)
-        self._format.after_write(checkpoint, path, self._topology, self._placing)
+
+        def write_common() -> None:
+            if self._trainer.is_global_zero:
+                files.write_manifest(path, header, entries)
+                self._placing = self._placing or Placing(self._trainer.strategy.checkpoint_io)
+                self._placing.announce(save, [name for name in older if name != save], self._replaced_by(path))
+            write({**checkpoint, files.KEY: header}, path)
+
+        self._by_all(path, save, write_common)
+        self._format.after_write({files.KEY: header}, path, self._topology, self._placing)
         self._note_standing(path)
+        self._saved = (*(other for other in self._saved if other != path), path)
+
+    def _replaced_by(self, path: str) -> list[str]:
+        """Returns the checkpoints of this run that lose their folders to the one that is about to be saved."""
+        newest_only = self._options.options.resumable_checkpoints == "newest"
+        return [other for other in self._saved if other != path] if newest_only else []
+
+    def _by_all(self, path: str, save: str, write: Callable[[], Written]) -> list[Written]:
+        """Writes on all ranks, and returns what they return; raises on all of them if one cannot, as on a full disk.
+
+        Raises:
+            OSError: If a rank could not write. Nothing is left of the save, and older checkpoints stand.
+        """
+        failure: Exception | None = None
+        written: Written | None = None
+        try:
+            written = write()
+        except Exception as error:
+            failure = error
+        told = self._topology.world.all_gather_object((written, failure and f"{type(failure).__name__}: {failure}"))
+        failed = [(rank, error) for rank, (_, error) in enumerate(told) if error is not None]
+        if failed:
+            files.discard(path, save)
+            if failure is not None and not isinstance(failure, (OSError, RuntimeError)):
+                raise failure
+            raise OSError(
+                f"The checkpoint {path} could not be saved: {'; '.join(f'rank {rank}: {e}' for rank, e in failed)}."
+                f" Nothing is left of it. Resume from {self._last_standing}. Make room on the disk, or keep fewer"
+                " checkpoints: save_top_k of ModelCheckpoint, and resumable_checkpoints='newest' of the strategy."
+            ) from failure
+        return [one for one, _ in told]
 
     def _save_alone(self, state: dict[str, Any], path: str) -> None:
-        entry = files.write_rank(path, "exception", self._trainer.global_rank, state)
+        try:
+            kept = files.write_rank(path, "exception", self._trainer.global_rank, state).name
+        except OSError as error:
+            files.discard(path, "exception")
+            _log.warning(
+                "After an exception this rank cannot keep its state: %s. Resume from %s.", error, self._last_standing
+            )
+            return
         _log.warning(
             "After an exception this rank kept its own state in %s beside %s, which cannot be resumed: other ranks may"
             " be at another step. Resume from %s.",
-            entry.name,
+            kept,
             path,
-            self._standing[-1] if self._standing else "an earlier run's checkpoint: this run had saved none",
+            self._last_standing,
         )
+
+    @property
+    def _last_standing(self) -> str:
+        return self._standing[-1] if self._standing else "an earlier run's checkpoint: this run had saved none"
 
     def _note_standing(self, path: str) -> None:
         self._standing = (*(other for other in self._standing if other != path), path)
@@ -287,6 +334,7 @@ class Checkpointer:
             remove: Removes what Lightning knows of it.
         """
         self._standing = tuple(other for other in self._standing if other != str(path))
+        self._saved = tuple(other for other in self._saved if other != str(path))
         if not self._trainer.is_global_zero:
             return
         if self._placing is not None:

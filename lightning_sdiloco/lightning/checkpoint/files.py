@@ -10,8 +10,10 @@ import io
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import fsspec
@@ -130,6 +132,18 @@ def saves(path: str) -> list[str]:
     return [os.path.basename(save.rstrip("/")) for save in found]
 
 
+def discard(path: str, save: str) -> None:
+    """Removes what this rank can see of a save that has failed. Other ranks may be doing the same."""
+    filesystem, folder = _folder(path)
+    if _is_local(filesystem):
+        shutil.rmtree(f"{folder}/{save}", ignore_errors=True)
+        with suppress(OSError):
+            os.rmdir(folder)  # if there is no other save in it
+    else:
+        with suppress(Exception):
+            filesystem.rm(f"{folder}/{save}", recursive=True)
+
+
 def remove_saves(path: str, names: Sequence[str]) -> None:
     """Removes some of the saves in the folder of a checkpoint file."""
     filesystem, folder = _folder(path)
@@ -215,8 +229,13 @@ def _write(path: str, save: str, name: str, data: bytes) -> None:
     if _is_local(filesystem):
         # Not in a transaction, which would write to the system's temporary folder first.
         part = f"{folder}/{save}/{name}.part"
-        filesystem.pipe_file(part, data)
-        os.replace(part, f"{folder}/{save}/{name}")
+        try:
+            filesystem.pipe_file(part, data)
+            os.replace(part, f"{folder}/{save}/{name}")
+        except OSError:
+            with suppress(OSError):
+                os.remove(part)
+            raise
     else:
         with filesystem.transaction, filesystem.open(f"{folder}/{save}/{name}", "wb") as file:
             file.write(data)
@@ -229,5 +248,6 @@ def _read(path: str, save: str, name: str) -> bytes:
     except FileNotFoundError as error:
         raise ValueError(
             f"The checkpoint {path} needs {folder}/{save}/{name}, which is not there. The folder {folder} belongs to"
-            " the checkpoint file: move or copy both. Without it, start a new fit from the weights of the file."
+            " the checkpoint file: move or copy both. With resumable_checkpoints='newest' only the newest checkpoint of"
+            " a run has one. Without it, start a new fit from the weights of the file."
         ) from error

@@ -16,9 +16,13 @@ from torch import Tensor
 from lightning_sdiloco.lightning.collectives import in_batch
 from lightning_sdiloco.lightning.host.group_collectives import keep_in_group
 from lightning_sdiloco.lightning.host.patching import replace
+from lightning_sdiloco.lightning.monitor.scalars import fitting
 from lightning_sdiloco.lightning.requests import MOST_CHECKPOINTS, Request, Requests
 from lightning_sdiloco.lightning.signals import Signals, listen_without_fit
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+
+# Columns that a bar of Rich takes for all but the metrics.
+_BESIDE_METRICS = 66
 
 
 def replace_batch_hooks(
@@ -61,7 +65,7 @@ def replace_batch_hooks(
     keep_in_group(undo, trainer, groups.topology)
     if trainer.progress_bar_callback is not None:
         bar = trainer.progress_bar_callback
-        replace(undo, bar, "get_metrics", partial(_progress, bar.get_metrics, progress))
+        replace(undo, bar, "get_metrics", partial(_progress, bar, bar.get_metrics, progress))
 
 
 def replace_signal_handlers(undo: ExitStack, trainer: Any) -> None:
@@ -122,7 +126,12 @@ def _save_last(original: Callable[..., None], groups: WorkerGroups, *args: Any) 
 
 
 def _progress(
-    original: Callable[..., dict[str, Any]], progress: Callable[[], dict[str, str]], *args: Any
+    bar: Any, original: Callable[..., dict[str, Any]], progress: Callable[[], dict[str, str]], *args: Any
 ) -> dict[str, Any]:
-    """Returns the metrics of a progress bar, with the outer step and the fragments in flight."""
-    return {**original(*args), **progress()}
+    """Returns the metrics of a progress bar, with the outer step and the fragments in flight.
+
+    Rich puts metrics into a column beside the bar, which grows by a line for every few words.
+    """
+    console = getattr(getattr(bar, "progress", None), "console", None)
+    entries = progress()
+    return {**original(*args), **(entries if console is None else fitting(entries, console.width - _BESIDE_METRICS))}

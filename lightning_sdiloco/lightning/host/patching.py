@@ -111,6 +111,7 @@ REGISTER = (
     HostName(_FIT_LOOP, "on_advance_end", "patched", _SAME_END),
     # Batches and epochs
     HostName(_FIT_LOOP, "setup_data", "patched", _UNEVEN),
+    HostName(_FIT_LOOP, "on_save_checkpoint", "patched", "the state of a loader is saved a batch ahead of training"),
     HostName(_FIT_LOOP, "_data_fetcher", "used", _UNEVEN),
     HostName(_FIT_LOOP, "_combined_loader", "used", _UNEVEN),
     HostName(_FETCHERS, "_DataLoaderIterDataFetcher", "used", _UNEVEN),
@@ -133,6 +134,7 @@ REGISTER = (
     HostName(_FIT_LOOP, "restarted_mid_epoch", "used", _EPOCHS),
     HostName(_FIT_LOOP, "reset_restart_stage", "used", _EPOCHS),
     HostName(_FIT_LOOP, "is_resuming", "used", _EPOCHS, optional=True, first="2.5.3"),
+    HostName(_EPOCH_LOOP, "run", "patched", _UNEVEN),
     HostName(_EPOCH_LOOP, "reset", "patched", _EPOCHS),
     HostName(_EPOCH_LOOP, "advance", "patched", _EPOCHS),
     HostName(_EPOCH_LOOP, "restarted_on_train_batch_end", "used", _EPOCHS),
