@@ -3,6 +3,7 @@
 #   make test    run the fast tests: at most 25 minutes on two cores
 #   make large   run those with models of real sizes
 #   make slow    run those that take more than a minute each
+#   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
 #   make lint types docs venv clean
 
@@ -21,7 +22,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 OLDEST_TESTS := tests/test_surface.py \
   $(patsubst %,tests/lightning/test_%.py,register metrics strategy silence checkpoint works_with)
 
-.PHONY: venv demo test large slow oldest lint types docs clean
+.PHONY: venv demo test large slow foreign oldest lint types docs clean
 
 venv: $(VENV)/.installed
 
@@ -30,10 +31,14 @@ demo: $(VENV)/.installed
 
 # One thread per process: tests start several ranks on the same cores, and mostly wait for each other.
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not large and not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not large and not slow and not foreign" $(PYTEST_ARGS)
 
 large slow: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ $(PYTEST_ARGS)
+
+foreign:
+	$(MAKE) .venv-foreign/.installed-foreign VENV=.venv-foreign CONSTRAINTS=constraints-foreign.txt
+	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m pytest -m foreign $(PYTEST_ARGS) tests/foreign
 
 oldest: build/constraints-oldest.txt
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=$< PYTEST_ARGS='$(PYTEST_ARGS) $(OLDEST_TESTS)'
@@ -54,7 +59,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .venv-oldest build dist site runs data .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-foreign build dist site runs data .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: PYTHON=... make")'

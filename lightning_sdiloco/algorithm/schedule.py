@@ -63,6 +63,16 @@ class Schedule:
         """Returns the fragments that land after inner step ``step``, in the order of their launch."""
         return self.launches(step - self.overlap_steps)
 
+    @property
+    def first_round(self) -> int:
+        """The inner step after which every fragment has landed once.
+
+        Examples:
+            >>> Schedule(sync_every=100, overlap_steps=5, fragments=4).first_round
+            180
+        """
+        return self.sync_every + self.offset(self.fragments - 1) + self.overlap_steps
+
     def round(self, step: int) -> int:
         """Returns how many launches of fragment 0 have landed by inner step ``step``: the outer step that users see."""
         return max(0, (step - self.overlap_steps) // self.sync_every)

@@ -1,8 +1,10 @@
 """What a user can choose: the arguments that the strategies and the engine share, checked in one place."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from numbers import Number
 from typing import Any
 
 from torch.optim import Optimizer
@@ -56,6 +58,9 @@ class Settings:
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            # A scalar of numpy is compared between ranks, and saved, as the number that it is.
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         resolve(self.compression)
         check_exchange(self.exchange)
         check_fragments(self.fragments)
@@ -68,6 +73,13 @@ class Settings:
             self.mixing,
             "it must be between 0 and 1",
             "0.5 is the default",
+        )
+        _require(
+            isinstance(self.final_sync, bool),
+            "final_sync",
+            self.final_sync,
+            "it must be True or False",
+            "True is the default",
         )
         _require_whole("layers_per_fragment", self.layers_per_fragment, 1, "3 is the paper's choice")
         _require(
@@ -82,7 +94,7 @@ class Settings:
             "timeout",
             self.timeout,
             "it must be a positive timedelta",
-            "30 minutes is the default",
+            "datetime.timedelta(minutes=30) is the default",
         )
 
     def _check_schedule(self) -> None:
@@ -100,7 +112,7 @@ class Settings:
             _number(self.outer_lr) and self.outer_lr >= 0,
             "outer_lr",
             self.outer_lr,
-            "it must not be negative",
+            "it must be at least 0",
             "0.4 is the paper's choice",
         )
         _require(
@@ -117,6 +129,7 @@ class Settings:
             "it must be a callable from an optimizer to a torch scheduler, or None",
             "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one",
         )
+        self._refuse_what_makes_no_optimizer()
         defaults = {item.name: item.default for item in fields(Settings)}
         both = [name for name in ("outer_lr", "outer_momentum") if getattr(self, name) != defaults[name]]
         if self.outer_optimizer is not None and both:
@@ -125,6 +138,17 @@ class Settings:
                 f"outer_optimizer was given together with {given}. They configure the built-in Nesterov SGD, which"
                 f" outer_optimizer replaces. Leave out {' and '.join(both)}, and set the values in outer_optimizer."
             )
+
+    def _refuse_what_makes_no_optimizer(self) -> None:
+        if self.outer_optimizer is None or callable(self.outer_optimizer):
+            return
+        kind = type(self.outer_optimizer).__name__
+        what = "already an optimizer" if isinstance(self.outer_optimizer, Optimizer) else "nothing that can be called"
+        raise ValueError(
+            f"outer_optimizer of type {kind} is {what}: it must be a callable from the flat float32 shards, which are"
+            " known only when a fit starts, to a torch optimizer. Choose one such as functools.partial(torch.optim.SGD,"
+            " lr=0.7)."
+        )
 
     def _check_aggregation(self) -> None:
         _require(
@@ -162,8 +186,18 @@ class Settings:
         return texts
 
 
+# The settings that are numbers, and those of them that are whole.
+_WHOLE = ("sync_every", "overlap_steps", "layers_per_fragment")
+_NUMBERS = (*_WHOLE, "mixing", "outer_lr", "outer_momentum", "outer_clip_norm", "outlier_guard")
+
+
+def _plain(value: Any) -> Any:
+    """Returns a scalar of numpy as the number of Python that it is, and anything else as it is."""
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+
+
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _whole(value: Any) -> bool:
@@ -176,4 +210,15 @@ def _require_whole(name: str, value: Any, least: int, advice: str) -> None:
 
 def _require(holds: bool, name: str, value: Any, rule: str, advice: str) -> None:
     if not holds:
-        raise ValueError(f"{name}={value!r} is out of range: {rule}. Choose another {name}; {advice}.")
+        raise ValueError(f"{name}={value!r} is {_fault(name, value)}: {rule}. Choose another {name}; {advice}.")
+
+
+def _fault(name: str, value: Any) -> str:
+    """Returns what is wrong with a value, as the end of a sentence."""
+    if name not in _NUMBERS:
+        return "out of range"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return f"of type {type(value).__name__}, not a number"
+    if not math.isfinite(value):
+        return "not finite"
+    return "no whole number" if name in _WHOLE and not _whole(value) else "out of range"

@@ -33,6 +33,28 @@ class Communicator:
         dist.all_gather(received, sent, group=self.process_group)
         return [to_device(part, tensor.device) for part in received]
 
+    def all_gather_with_gradients(self, tensor: Tensor) -> Tensor:
+        """Returns the tensors of all ranks, stacked, through which gradients flow back to the rank that they are from.
+
+        The gradient of a rank's tensor is the sum over the ranks, as with ``torch.distributed.nn.all_gather``, which
+        on gloo works in process groups with rank 0 only.
+        """
+        gathered: Tensor = _AllGather.apply(tensor, self)
+        return gathered
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Returns what the ranks hold for this one: their parts of that number along the first dimension, stacked.
+
+        Args:
+            tensor: One part for each rank. All ranks must have the same shape and dtype.
+        """
+        if self.size == 1:
+            return tensor
+        sent = self._staged(tensor).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.process_group)
+        return to_device(received, tensor.device)
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns the picklable objects of all ranks, in the order of the ranks."""
         if self.size == 1:
@@ -52,3 +74,31 @@ class Communicator:
 
     def _staged(self, tensor: Tensor) -> Tensor:
         return to_host(tensor) if self._on_host else tensor
+
+
+class _AllGather(torch.autograd.Function):
+    """See `Communicator.all_gather_with_gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator
+        return torch.stack(communicator.all_gather(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ours: Tensor = _AllToAll.apply(gradient, ctx.communicator)
+        return ours.sum(dim=0), None
+
+
+class _AllToAll(torch.autograd.Function):
+    """`Communicator.all_to_all` with a gradient, for gradients of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator
+        return communicator.all_to_all(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ours: Tensor = _AllToAll.apply(gradient, ctx.communicator)
+        return ours, None

@@ -1,6 +1,7 @@
 """Which rank belongs to which worker group: pure arithmetic."""
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 
@@ -63,11 +64,17 @@ def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
     Raises:
         ValueError: If it is neither.
     """
-    if worker_groups == "auto":
+    if isinstance(worker_groups, str) and worker_groups == "auto":
         return "auto"
-    if isinstance(worker_groups, bool) or not isinstance(worker_groups, int) or worker_groups < 1:
+    is_whole = isinstance(worker_groups, Integral) and not isinstance(worker_groups, bool)
+    if not is_whole or worker_groups < 1:
+        fault = "out of range" if is_whole or isinstance(worker_groups, float) else _of_type(worker_groups)
         raise ValueError(
-            f"worker_groups={worker_groups!r} is out of range: it must be a whole number of at least 1, or 'auto' for"
+            f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1, or 'auto' for"
             " one group per node (per device on a single node). Choose one of them."
         )
-    return worker_groups
+    return int(worker_groups)
+
+
+def _of_type(value: Any) -> str:
+    return f"of type {type(value).__name__}, not a number"

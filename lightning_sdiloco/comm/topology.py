@@ -35,6 +35,7 @@ class Topology:
         in_group: The ranks of this group; for the training thread.
         stages: The ranks of this group, once for each stage of the background.
         control: The exchange for control vectors, where they wait behind no outer gradient.
+        progress: The exchange for what groups say of their place in an epoch; for the training thread.
         exchange: The exchange for outer gradients. What was launched first travels first.
         second_hop: The exchange for the means of the second hop.
         background: Runs the stages of flights, made for a device; None lets the engine make its own.
@@ -49,6 +50,7 @@ class Topology:
     in_group: Communicator = field(default_factory=Communicator)
     stages: tuple[Communicator, ...] = field(default_factory=lambda: (Communicator(),) * STAGES)
     control: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
+    progress: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     exchange: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     second_hop: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     background: Callable[[torch.device], Any] | None = None
@@ -56,12 +58,13 @@ class Topology:
     @staticmethod
     def simulated(groups: int) -> list["Topology"]:
         """Returns the topologies of several worker groups of one rank each, all in this process."""
-        control, exchanges, second_hop = (InProcessExchange.connect(groups) for _ in range(3))
+        control, progress, exchanges, second_hop = (InProcessExchange.connect(groups) for _ in range(4))
         return [
             Topology(
                 num_groups=groups,
                 group_index=group,
                 control=control[group],
+                progress=progress[group],
                 exchange=exchanges[group],
                 second_hop=second_hop[group],
             )
@@ -121,7 +124,7 @@ class Topology:
             Communicator(_own(rank, layout.worker_group_ranks(), "gloo", 2 * timeout)) for _ in range(STAGES)
         )
         with joining():
-            control, exchange, second_hop = _exchanges(rank, layout, timeout, on_device)
+            control, progress, exchange, second_hop = _exchanges(rank, layout, timeout, on_device)
             peers = Communicator(_own(rank, layout.shard_groups(), None, timeout))
         return Topology(
             num_groups=layout.worker_groups,
@@ -133,6 +136,7 @@ class Topology:
             in_group=in_group,
             stages=stages,
             control=control,
+            progress=progress,
             exchange=exchange,
             second_hop=second_hop,
         )
@@ -201,25 +205,26 @@ def store() -> Any:
 
 def _exchanges(
     rank: int, layout: GroupLayout, timeout: timedelta, on_device: DeviceBackend | None
-) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any]]:
-    """Makes the exchanges for control vectors, for outer gradients, and for the means of the second hop."""
+) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any], Exchange[Any]]:
+    """Makes the exchanges for control vectors, progress, outer gradients, and the means of the second hop."""
 
     def process_group(backend: str) -> dist.ProcessGroup:
         return _own(rank, layout.shard_groups(), backend, 2 * timeout)
 
     if layout.worker_groups == 1:
-        control, exchange, second_hop = (InProcessExchange.connect(1)[0] for _ in range(3))
-        return control, exchange, second_hop
+        alone, *others = (InProcessExchange.connect(1)[0] for _ in range(4))
+        return alone, others[0], others[1], others[2]
     both = process_group("gloo")
+    control, progress = DirectExchange(both, both), DirectExchange(both, both, tag=1)
     if on_device is None:
         up, down = process_group("gloo"), process_group("gloo")
         # The second hop uses the connections of the first: a connection is fastest just after it has carried something.
-        return DirectExchange(both, both), DirectExchange(up, down), DirectExchange(up, down, tag=1)
+        return control, progress, DirectExchange(up, down), DirectExchange(up, down, tag=1)
     # One for each hop: two threads post outer gradients and means, in an order that may differ between ranks.
     on_devices = [DeviceExchange(process_group(on_device.name), on_device.device) for _ in range(2)]
     for one in on_devices:
         one.meet(time.monotonic() + timeout.total_seconds())
-    return DirectExchange(both, both), on_devices[0], on_devices[1]
+    return control, progress, on_devices[0], on_devices[1]
 
 
 def _own(rank: int, all_ranks: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:

@@ -11,9 +11,9 @@ from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.checkpoint import files
 from lightning_sdiloco.engine.checkpoint.files import random_state, set_random_state
 from lightning_sdiloco.engine.checkpoint.optimizer_state import own_state, take_up_state
-from lightning_sdiloco.engine.checkpoint.ranks import read_own, write_own, write_ranks
+from lightning_sdiloco.engine.checkpoint.ranks import Saved, read_own, write_common_file, write_own, write_ranks
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.flight import GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
@@ -21,9 +21,11 @@ from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.engine.start import cut
 
 __all__ = [
+    "GroupMean",
     "InlineBackground",
     "Landing",
     "Restart",
+    "Saved",
     "Span",
     "StreamingDiLoCo",
     "align_model",
@@ -47,6 +49,7 @@ __all__ = [
     "take_up_state",
     "trainable",
     "unwrapped",
+    "write_common_file",
     "write_own",
     "write_ranks",
 ]

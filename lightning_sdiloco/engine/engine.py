@@ -1,7 +1,7 @@
 """The engine of Streaming DiLoCo for any training loop: the public class, and what belongs to all of its rounds."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from datetime import timedelta
@@ -18,7 +18,7 @@ from lightning_sdiloco.compression import Compression, kernels_for
 from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
 from lightning_sdiloco.engine.background import Background, ThreadBackground
 from lightning_sdiloco.engine.checkpoint.ranks import load, place_of, require_own_state, save
-from lightning_sdiloco.engine.flight import Counts, Landing
+from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import OuterView
@@ -43,8 +43,7 @@ class StreamingDiLoCo:
         worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per process. Or
             `WorkerGroups`, whose process group the model is wrapped with.
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
-        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
-            ``sync_every``.
+        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.
         fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns matched
             against parameter names.
@@ -54,10 +53,8 @@ class StreamingDiLoCo:
             the number of groups and the compression.
         outer_lr: Learning rate of the outer Nesterov SGD; the paper's value by default.
         outer_momentum: Momentum of the outer Nesterov SGD.
-        outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
-            replaces the Nesterov SGD.
-        outer_lr_schedule: From the outer optimizer to a torch scheduler, which counts the rounds of each fragment; None
-            keeps the rate.
+        outer_optimizer: From the flat float32 shards, one per fragment, to an elementwise optimizer; replaces the SGD.
+        outer_lr_schedule: From the outer optimizer to a torch scheduler that counts each fragment's rounds; None: none.
         outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm; None clips nothing.
         outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
             is left out of the mean; None leaves out none.
@@ -65,7 +62,8 @@ class StreamingDiLoCo:
         offload: Whether outer parameters and outer momentum rest in page-locked memory of the host, so that the device
             holds those in flight only; ``"auto"``: where the device is CUDA. It changes no bit.
         timeout: How long a fragment may be in flight.
-        inner_optimizers: The optimizers of the training loop; their state is dropped where it is not finite.
+        inner_optimizers: The optimizers of the training loop; `save` keeps their state, and it is dropped where it is
+            not finite.
         topology: Worker groups and process groups made by the caller, in place of ``worker_groups``.
 
     Raises:
@@ -135,23 +133,17 @@ class StreamingDiLoCo:
         self.schedule = self._rounds.schedule
 
     def diagnose(self, diagnoses: bool = True) -> None:
-        """Sets whether every landing tells how far the groups agree: `Landing.diagnostics`.
-
-        It costs time in the background only. All ranks must call it alike, before the first step.
-        """
+        """Sets whether landings tell how far the groups agree. All ranks must call it alike, before the first step."""
         require_same_settings({"diagnostics": str(diagnoses)}, self.topology.world)
         self._diagnoses = diagnoses
         self._rounds.diagnose(diagnoses)
 
     def step(self, *, idle: bool = False) -> list[Landing]:
-        """Counts an inner step, launches what is due and lands what is due.
+        """Counts an inner step, launches what is due and lands what is due, which it returns.
 
         Args:
             idle: Whether this group did not train in this inner step, because it has no data left: it then counts less
                 in the next mean of every fragment. All ranks of a group say the same.
-
-        Returns:
-            What landed, in order.
 
         Raises:
             ExchangeError: If a worker group went away, or did not answer within ``timeout``.
@@ -162,8 +154,7 @@ class StreamingDiLoCo:
 
     def launch_due(self, *, idle: bool = False) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
-        if self._closed:
-            raise RuntimeError("step() was called after finish() or close(). Make a new StreamingDiLoCo to train on.")
+        self._require_open("step()")
         self._counts.inner_steps += 1
         self.step_span = (began := time.perf_counter()), began
         for fragment in self._rounds.fragments:
@@ -173,6 +164,10 @@ class StreamingDiLoCo:
         for index in due:
             self._rounds.launch(index, self._counts.inner_steps, self.mailbox)
             self._counts.launches += 1
+
+    def _require_open(self, called: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to train.")
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
@@ -272,20 +267,33 @@ class StreamingDiLoCo:
         """The fragments in flight, in the order of their launch."""
         return tuple(flight.snapshot.fragment for flight in self._rounds.flights)
 
-    def evaluate(self) -> AbstractContextManager[None]:
+    def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then the local one again, bit for bit.
 
-        In-group collective.
+        In-group collective. With a mean, of `group_mean`, it shows that, and waits for nobody.
         """
-        return self._view.shown()
+        return self._view.shown(mean)
 
-    def show_outer(self) -> None:
-        """Puts the outer parameters and buffers into the model, and the local ones aside. In-group collective."""
-        self._view.show_outer()
+    def show_outer(self, mean: GroupMean | None = None) -> None:
+        """Puts the outer model, or a mean, in the place of the local one, as `evaluate` does."""
+        self._view.show(mean)
 
     def show_local(self) -> None:
         """Puts the local parameters and buffers back."""
         self._view.show_local()
+
+    def group_mean(self) -> GroupMean:
+        """Returns the mean over the groups of what they hold now, as `finish` would take it. Changes no training.
+
+        All ranks must call it. Until inner step ``schedule.first_round`` it is what to evaluate: the outer model holds
+        values there that nobody has trained.
+        """
+        return self.launch_mean()()
+
+    def launch_mean(self) -> Callable[[], GroupMean]:
+        """Does the first half of `group_mean`; what it returns does the second, and waits for the other groups."""
+        self._require_open("group_mean()")
+        return self._rounds.launch_mean(self.inner_steps, self._counts)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
@@ -316,8 +324,7 @@ class StreamingDiLoCo:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another engine with the same settings, model and rank was. All ranks must call it.
 
-        Raises:
-            ValueError: If the state is that of another rank, of other fragments, or of another outer optimizer.
+        The state of another rank, of other fragments, or of another outer optimizer is refused.
         """
         require_own_state(state, self.topology)
         self._rounds.load_state_dict(state)
@@ -337,10 +344,7 @@ class StreamingDiLoCo:
         save(str(path), self.topology, self.settings, self.state_dict(), outer, self._means.inner_optimizers)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Goes on where `save` was called, with the same model, settings and ranks. All ranks must call it.
-
-        It is refused on all ranks if settings or ranks are others, or a file is missing or not what was written.
-        """
+        """Goes on where `save` was called; refused on all ranks if settings, ranks or files are not those of then."""
         self.load_state_dict(load(str(path), self.topology, self.settings, self._means.inner_optimizers))
 
     @torch.no_grad()
@@ -355,10 +359,7 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def choose(self, settings: Settings) -> None:
-        """Goes on as if these had been the settings from the start of the rounds. All ranks must call it alike.
-
-        There must have been no launch, and with these settings there must not have been one either.
-        """
+        """Goes on as if these had been the settings from the start. All ranks must call it, before a launch was due."""
         self._rounds.require_no_launch(self.inner_steps, settings)
         before, outer = self._rounds, named_outer(self._rounds.fragments, self.topology.in_group)
         self.settings = settings

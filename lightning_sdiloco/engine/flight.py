@@ -90,6 +90,7 @@ class SyncResult(NamedTuple):
         gradient_norm: Norm of the mean outer gradient of the whole fragment.
         bytes_sent: Bytes that this rank sent to other groups for this flight.
         bytes_received: Bytes that this rank received from other groups for this flight.
+        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if that cannot be told.
         spans: When the parts of the flight began and ended, by their names.
         diagnostics: How far the groups agree, if asked for.
     """
@@ -107,8 +108,21 @@ class SyncResult(NamedTuple):
     gradient_norm: float
     bytes_sent: int
     bytes_received: int
+    on_link_s: float
     spans: Mapping[str, Span]
     diagnostics: Diagnostics | None
+
+
+class GroupMean(NamedTuple):
+    """Holds the plain mean, over the groups, of what each group holds; see `StreamingDiLoCo.group_mean`.
+
+    Attributes:
+        gathered: The parameters of each fragment, flat, float32, as far as this rank holds them, stored.
+        buffers: The buffers of each fragment by their index.
+    """
+
+    gathered: list[Tensor]
+    buffers: list[dict[int, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -169,6 +183,8 @@ class Landing(NamedTuple):
             ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
             ``relay`` if there is a second hop, and ``outer_step`` in the background.
         diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
+        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if that cannot be told,
+            because they were there already when this rank began to wait for them.
     """
 
     fragment: int
@@ -187,6 +203,7 @@ class Landing(NamedTuple):
     group_norms: tuple[float, ...]
     spans: Mapping[str, Span]
     diagnostics: Diagnostics | None
+    on_link_s: float = math.nan
 
     def seconds(self, name: str) -> float:
         """Returns how long one of the `spans` was; 0 if there was none."""
@@ -229,14 +246,16 @@ class Landing(NamedTuple):
                 "land": (arrived, time.perf_counter()),
             },
             diagnostics=result.diagnostics,
+            on_link_s=result.on_link_s,
         )
 
     @property
     def link_gbit_s(self) -> float:
-        """The effective link rate: what went in one direction over the time from the message to that of the last group.
+        """The effective link rate: what went in one direction over the time for which it was on the link.
 
-        Where another group was late, its lateness is part of that time. 0 if nothing was sent.
+        NaN where that time cannot be told; 0 if nothing was sent.
         """
         bits = 8 * max(self.bytes_sent, self.bytes_received)
-        seconds = self.seconds("transfer") + self.seconds("relay")
-        return bits / seconds / 1e9 if bits and seconds > 0 else 0.0
+        if not bits:
+            return 0.0
+        return bits / self.on_link_s / 1e9 if self.on_link_s > 0 else math.nan

@@ -103,8 +103,14 @@ class FragmentState:
             final: Whether this is the final exchange.
             requests: What this rank asks of all groups.
         """
+        snapshot = self.snapshot(step, deadline, final, requests)
+        self.weight = 0
+        return snapshot
+
+    def snapshot(self, step: int, deadline: float, final: bool, requests: int = 0) -> LaunchSnapshot:
+        """Reads all that a flight takes along, and changes nothing; the arguments are those of `launch`."""
         outer = self.load_outer()
-        snapshot = LaunchSnapshot(
+        return LaunchSnapshot(
             fragment=self.index,
             step=step,
             outer=outer,
@@ -116,8 +122,6 @@ class FragmentState:
             deadline=deadline,
             final=final,
         )
-        self.weight = 0
-        return snapshot
 
     def load_outer(self) -> Tensor:
         """Returns the outer parameters of the shard on the device, by way of what was prefetched."""
@@ -158,6 +162,16 @@ class FragmentState:
         self.layout.write(gathered)
         self.buffers.write()
         return gathered
+
+    def write(self, gathered: Tensor, buffers: Mapping[int, Tensor]) -> None:
+        """Writes other values into the model.
+
+        Args:
+            gathered: The parameters as far as this rank holds them, flat, stored.
+            buffers: The buffers by index.
+        """
+        self.layout.write(self.storage.load(gathered))
+        self.buffers.write_values(buffers)
 
     def named(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
         """Copies the outer parameters to the host, by name. In-group collective where ranks hold parts of them."""

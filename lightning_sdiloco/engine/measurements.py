@@ -35,6 +35,36 @@ class Diagnostics(NamedTuple):
     compression_error: float
 
 
+def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
+    """Returns for how many seconds the messages of the other groups were on the link, from when all could travel.
+
+    A message travels once its receiver has posted its own. Who waits for it learns when it came, but not if it was
+    there already when the wait began, or with the word that its group has launched: an encoding lies between the two.
+
+    Args:
+        posted: When this rank posted its own messages.
+        began: When it began to wait for those of the others.
+        launched: When it learned that all groups have launched.
+        ended: When their messages were there.
+        encoding: How long this rank encoded its own.
+
+    Returns:
+        The seconds; NaN where they cannot be told.
+
+    Examples:
+        >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
+        2.0
+        >>> on_link(posted=1.0, began=2.9, launched=0.0, ended=3.0, encoding=0.5)
+        nan
+        >>> on_link(posted=1.0, began=1.0, launched=2.9, ended=3.0, encoding=0.5)
+        nan
+    """
+    since = max(posted, launched)
+    was_there = ended - max(began, launched) < (ended - since) / 2
+    came_together = launched > posted and ended - launched < encoding
+    return math.nan if was_there or came_together else ended - since
+
+
 def lost(gradient: Tensor, decoded: Tensor) -> Tensor:
     """Returns the squared norms of what a compression lost of a shard, and of the shard."""
     return _sums([decoded - gradient, gradient])

@@ -1,4 +1,4 @@
-"""The outer view: the outer model in the place of the local one, for evaluation, for checkpoints, and at the end."""
+"""The outer view: the outer model, or a mean of the groups, in the place of the local one."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco.comm import Communicator
+from lightning_sdiloco.engine.flight import GroupMean
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.offload import OuterStorage
 from lightning_sdiloco.engine.parameters.sharding import local, reshard
@@ -36,21 +37,33 @@ class OuterView:
         self.final: list[Tensor] | None = None
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Shows the outer model inside a ``with`` block; the outermost of nested blocks puts the local one back."""
+    def shown(self, mean: GroupMean | None = None) -> Iterator[None]:
+        """Shows a model inside a ``with`` block; the outermost of nested blocks chooses, and puts the local one back.
+
+        Args:
+            mean: What is shown; None for the outer model.
+        """
         shown_before = self._stash is not None
-        self.show_outer()
+        self.show(mean)
         try:
             yield
         finally:
             if not shown_before:
                 self.show_local()
 
-    def show_outer(self) -> None:
-        """Puts the local values aside and the outer ones into the model. In-group collective."""
+    def show(self, mean: GroupMean | None = None) -> None:
+        """Puts the local values aside, and a mean into the model or, in-group collective, the outer values."""
         if self._stash is None and self.final is None:
             self._stash = [self._storage.store_copy(tensor) for tensor in self._tensors()]
-            self.write_outer()
+            if mean is None:
+                self.write_outer()
+            else:
+                self._write(mean)
+
+    @torch.no_grad()
+    def _write(self, mean: GroupMean) -> None:
+        for fragment, gathered, buffers in zip(self._fragments, *mean, strict=True):
+            fragment.write(gathered, buffers)
 
     @torch.no_grad()
     def show_local(self) -> None:

@@ -34,7 +34,7 @@ from lightning_sdiloco.comm import Exchange, Topology, Unanswered
 from lightning_sdiloco.compression import Kernels
 from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.measurements import Span, agreement, diagnosed, distance, lost
+from lightning_sdiloco.engine.measurements import Span, agreement, diagnosed, distance, lost, on_link
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 
@@ -67,6 +67,7 @@ class _Sent(NamedTuple):
     words: Any
     payloads: Any
     payload_bytes: int
+    posted_at: float
 
 
 class _Averaged(NamedTuple):
@@ -76,6 +77,8 @@ class _Averaged(NamedTuple):
     mean: Tensor
     second_hop: SecondHop | None
     posted: Any
+    posted_at: float
+    on_link_s: float
     buffers: dict[int, Tensor]
     norms: list[list[float]]
     controls: list[Control]
@@ -85,10 +88,11 @@ class _Averaged(NamedTuple):
 
 
 class _Traffic(NamedTuple):
-    """Counts bytes between groups."""
+    """Counts bytes between groups, and tells when the messages of each exchange were there."""
 
     sent: int
     received: int
+    arrived: tuple[float, ...] = ()
 
 
 class Pipeline:
@@ -134,10 +138,12 @@ class Pipeline:
             # A payload that goes to all groups becomes one message.
             is_new = group == 0 or payload is not encoded.payloads[group - 1]
             messages.append(torch.cat([head, payload, *tail]) if is_new else messages[-1])
+        posted_at = time.perf_counter()
         posted = self._topology.exchange.post(messages)
         spans = {"encode": _span(began, gradient.device)}
         loss = lost(gradient, all_reduce.decode_own(encoded.payloads, gradient)) if self._diagnoses else None
-        return _Sent(_Kept(all_reduce, encoded.memory, spans, loss), words, posted, encoded.payloads[0].numel())
+        kept = _Kept(all_reduce, encoded.memory, spans, loss)
+        return _Sent(kept, words, posted, encoded.payloads[0].numel(), posted_at)
 
     def average(self, snapshot: LaunchSnapshot, sent: "_Sent") -> "_Averaged":
         """Does the second stage: waits for all groups and averages what they sent to this one."""
@@ -146,6 +152,8 @@ class Pipeline:
         posted = [(topology.control, sent.words), (topology.exchange, sent.payloads)]
         (words, messages), traffic = self._collect(posted, snapshot, _AVERAGE)
         sent.kept.spans["transfer"] = _span(began, device)
+        encode = sent.kept.spans["encode"]
+        on_link_s = on_link(sent.posted_at, began, traffic.arrived[0], traffic.arrived[1], encode[1] - encode[0])
         heads = [message[:_HEAD_BYTES].to(word.device) for word, message in zip(words, messages, strict=True)]
         end = _HEAD_BYTES + sent.payload_bytes
         payloads = [message[_HEAD_BYTES:end] for message in messages]
@@ -157,6 +165,7 @@ class Pipeline:
         mean = all_reduce.mean(payloads, count, like=snapshot.gradient)
         residual = None if fragment.residual is None else fragment.storage.load(fragment.residual)
         second_hop = all_reduce.second_hop(mean, residual)
+        posted_at = time.perf_counter()
         onward = None if second_hop is None else topology.second_hop.post([second_hop.payload] * topology.num_groups)
         sent.kept.spans["decode"] = _span(began, device)
         return _Averaged(
@@ -164,6 +173,8 @@ class Pipeline:
             mean=mean,
             second_hop=second_hop,
             posted=onward,
+            posted_at=posted_at,
+            on_link_s=on_link_s,
             buffers=self._mean_buffers([message[end:] for message in messages], count, snapshot),
             norms=norms,
             controls=controls,
@@ -176,10 +187,12 @@ class Pipeline:
         """Does the third stage: puts the mean of the whole shard together and makes the outer step."""
         kept, fragment, group = averaged.kept, self._fragments[snapshot.fragment], self._topology.stages[_STEP]
         gradient, residual, onward = averaged.mean, fragment.residual, _Traffic(0, 0)
+        on_link_s = averaged.on_link_s
         if averaged.second_hop is not None:
             began, posted = time.perf_counter(), [(self._topology.second_hop, averaged.posted)]
             (payloads,), onward = self._collect(posted, snapshot, _STEP)
             kept.spans["relay"] = _span(began, gradient.device)
+            on_link_s += on_link(averaged.posted_at, began, averaged.posted_at, onward.arrived[0], 0.0)
             gradient = kept.all_reduce.assemble(payloads, like=snapshot.gradient)
             residual = averaged.second_hop.residual
         began, storage = time.perf_counter(), fragment.storage
@@ -207,6 +220,7 @@ class Pipeline:
             gradient_norm=gradient_norm,
             bytes_sent=averaged.traffic.sent + onward.sent,
             bytes_received=averaged.traffic.received + onward.received,
+            on_link_s=on_link_s,
             spans=kept.spans,
             diagnostics=diagnostics,
         )
@@ -244,11 +258,14 @@ class Pipeline:
         A rank that misses one tells its group, so that all its ranks end alike. In-group collective.
         """
         before = [(exchange.bytes_sent, exchange.bytes_received) for exchange, _ in posted]
+        messages, arrived = list[list[Tensor]](), list[float]()
         missing: Unanswered | None = None
         try:
-            messages = [exchange.collect(sent, snapshot.deadline) for exchange, sent in posted]
+            for exchange, sent in posted:
+                messages.append(exchange.collect(sent, snapshot.deadline))
+                arrived.append(time.perf_counter())
         except Unanswered as error:
-            messages, missing = [], error
+            missing = error
         if self._topology.group_size > 1:
             missing = self._told(missing, stage)
         if missing is not None:
@@ -257,9 +274,9 @@ class Pipeline:
                 " flight. The run cannot go on without it. See why that group stopped or is unreachable; if it was only"
                 " slow, raise timeout."
             ) from missing
-        sent = sum(exchange.bytes_sent for exchange, _ in posted) - sum(sent for sent, _ in before)
-        received = sum(exchange.bytes_received for exchange, _ in posted) - sum(received for _, received in before)
-        return messages, _Traffic(sent, received)
+        gone = sum(exchange.bytes_sent for exchange, _ in posted) - sum(sent for sent, _ in before)
+        come = sum(exchange.bytes_received for exchange, _ in posted) - sum(received for _, received in before)
+        return messages, _Traffic(gone, come, tuple(arrived))
 
     def _told(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
         """Tells the ranks of this group what this one misses; returns that, or else what another one misses."""

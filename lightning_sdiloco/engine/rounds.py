@@ -1,7 +1,13 @@
-"""Rounds: launches and lands the fragments of a model that is cut in one way."""
+"""Rounds: launches and lands the fragments of a model that is cut in one way.
+
+[Note: the mean of the groups] Evaluation may want the plain mean of the local values. All fragments then fly as in the
+final exchange: without outer optimizer, error feedback and chance, with all buffers. Nothing lands. They go through the
+background, behind what is in flight there, so the ranks send everything in the same order, and the groups notice if one
+of them is somewhere else.
+"""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,8 +19,8 @@ from torch.profiler import record_function
 from lightning_sdiloco.algorithm import Fragment, Schedule, Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Kernels
-from lightning_sdiloco.engine.background import Background, Stages
-from lightning_sdiloco.engine.flight import Flight, Landing, LaunchSnapshot, SyncResult
+from lightning_sdiloco.engine.background import Background, Pending, Stages
+from lightning_sdiloco.engine.flight import Counts, Flight, GroupMean, Landing, LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.fragments import fragments_of
 from lightning_sdiloco.engine.offload import OuterStorage
 from lightning_sdiloco.engine.parameters.sharding import reshard
@@ -120,9 +126,35 @@ class Rounds:
     def _start(self, snapshot: LaunchSnapshot, began: float) -> None:
         # Noted before the background may begin.
         launch = began, time.perf_counter()
+        self.flights.append(Flight(snapshot, self._fly(snapshot), launch))
+
+    def _fly(self, snapshot: LaunchSnapshot) -> Pending[SyncResult]:
         send, average, receive = self._pipeline.send, self._pipeline.average, self._pipeline.receive
         stages = Stages(partial(send, snapshot), partial(average, snapshot), partial(receive, snapshot))
-        self.flights.append(Flight(snapshot, self._means.background.start(stages), launch))
+        return self._means.background.start(stages)
+
+    @torch.no_grad()
+    def launch_mean(self, step: int, counts: Counts) -> Callable[[], GroupMean]:
+        """Launches every fragment for the mean of the local values; see [Note: the mean of the groups].
+
+        Args:
+            step: The inner step.
+            counts: Where the bytes are counted.
+
+        Returns:
+            What waits for the mean and returns it.
+        """
+        snapshots = [fragment.snapshot(step, self._deadline(), final=True) for fragment in self.fragments]
+        return partial(self._land_mean, [self._fly(snapshot) for snapshot in snapshots], counts)
+
+    def _land_mean(self, flights: Sequence[Pending[SyncResult]], counts: Counts) -> GroupMean:
+        results = [flight.result() for flight in flights]
+        for result in results:
+            _keep_until_done([result.gathered, *result.buffers.values()])
+            counts.bytes_sent += result.bytes_sent
+            counts.bytes_received += result.bytes_received
+        store = self._means.storage.store
+        return GroupMean([store(result.gathered) for result in results], [result.buffers for result in results])
 
     def _deadline(self) -> float:
         return time.monotonic() + self._settings.timeout.total_seconds()

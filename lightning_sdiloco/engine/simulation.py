@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.flight import GroupMean, Landing
 
 
 def simulated_topologies(groups: int) -> list[Topology]:
@@ -83,6 +83,10 @@ class SimulatedGroups:
             engine.launch_final()
         for engine in self.engines:
             engine.land_final()
+
+    def group_mean(self) -> GroupMean:
+        """Returns the mean of the groups, which any of the ``engines`` shows; see `StreamingDiLoCo.group_mean`."""
+        return [land() for land in [engine.launch_mean() for engine in self.engines]][0]
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters, the same in all groups; see `StreamingDiLoCo.outer_state_dict`."""

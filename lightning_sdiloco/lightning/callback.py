@@ -63,6 +63,7 @@ class InnerStepHooks(_Base):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops metrics that cannot be reduced, and warns once if no batch has counted as an inner step."""
         if self._groups.topology.num_groups > 1:
+            self.fit.meet()
             drop_what_not_all_logged(trainer, self._groups.topology)
         if trainer.current_epoch == 0 and not self.fit.steps.made_any:
             _log.warning(

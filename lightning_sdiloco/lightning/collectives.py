@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
+from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
 # it would make every group wait for the slowest one at every step.
@@ -45,24 +45,40 @@ def in_batch(module: Any) -> bool:
     )
 
 
+def stays_in_group(module: Any, groups: WorkerGroups) -> bool:
+    """Returns whether a collective stays inside the worker group, and announces one that does not.
+
+    Args:
+        module: The LightningModule; None if there is none yet.
+        groups: The ranks.
+    """
+    stays = in_batch(module)
+    if not stays:
+        groups.meet()
+    return stays
+
+
 @contextmanager
-def waiting_for_all(topology: Topology, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
+def waiting_for_all(groups: WorkerGroups, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
     """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a ``with`` block.
 
     Args:
-        topology: The ranks.
+        groups: The ranks.
         names: What Lightning calls the barrier.
         engine: The engine of the fit, if there is one.
 
     Raises:
         ExchangeError: If they do not reach it.
     """
+    groups.meet()
     try:
         yield
     except RuntimeError as error:
+        if not groups.is_connected:
+            raise
         in_flight = list(engine.in_flight) if engine is not None else []
         raise ExchangeError(
-            f"This rank, of worker group {topology.group_index}, waited for all others at {names or 'a barrier'} and"
-            f" they did not come; fragments in flight: {in_flight or 'none'}. Other groups have stopped, or are still"
-            " training because their data is longer or trainer.should_stop was set here alone."
+            f"This rank, of worker group {groups.topology.group_index}, waited for all others at {names or 'a barrier'}"
+            f" and they did not come; fragments in flight: {in_flight or 'none'}. Other groups have stopped, or are"
+            " still training because their data is longer or trainer.should_stop was set here alone."
         ) from error

@@ -1,10 +1,11 @@
 """One fit: everything that begins with it and ends with it."""
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.engine import Landing, StreamingDiLoCo, align_model, cut, is_aligned, require_same_model
@@ -12,11 +13,14 @@ from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.lightning.announcement import Announcement
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
+from lightning_sdiloco.lightning.epoch_ends import EpochEnds
+from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.host.batch_hooks import replace_batch_hooks
+from lightning_sdiloco.lightning.host.ended_data import Epochs
 from lightning_sdiloco.lightning.host.patching import check_names
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
 from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike
-from lightning_sdiloco.lightning.host.uneven_data import Epochs, end_epochs_together
+from lightning_sdiloco.lightning.host.uneven_data import end_epochs_together
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.monitor.monitor import asks_for_diagnostics
@@ -76,6 +80,7 @@ class Fit:
         requests: What one rank asks for and all do after the same inner step.
         steps: The inner steps, and the engine that makes them.
         checkpointer: Saves the fit, and restores a saved one.
+        evaluation: Shows validation, and the checkpoints saved with it, the chosen model.
     """
 
     def __init__(self, trainer: Any, parts: Parts) -> None:
@@ -85,14 +90,22 @@ class Fit:
         self.requests = Requests()
         self.steps = InnerSteps()
         self.checkpointer = Checkpointer(trainer, parts.groups, self.options, parts.model_format, self.requests)
+        self.evaluation = Evaluation(trainer, self.steps, parts.groups, parts.model_format, parts.options.evaluate)
         self._patches = ExitStack()
         self._signals: Signals | None = None
+        self._epoch_ends: EpochEnds | None = None
         self._averaging: Averaging | None = None
         self._signal_latency: SignalLatency | None = None
         self._announcement: Announcement | None = None
         self._epoch_begins = False
+        self._has_gathered = False
+        self._is_closed = False
 
     # Start
+
+    def is_made_for(self, trainer: Any) -> bool:
+        """Returns whether this is the fit that a trainer is about to run."""
+        return trainer is self._trainer and not self._is_closed
 
     def begin(self) -> None:
         """Refuses what cannot work, and replaces what Lightning does over all ranks.
@@ -106,10 +119,21 @@ class Fit:
         refuse_what_cannot_work(trainer)
         self._signals = Signals(trainer, self.requests, groups.topology.world, self._parts.termination)
         replace_batch_hooks(self._patches, trainer, groups, self.requests, self._signals, self.progress)
-        end_epochs_together(
-            self._patches, Epochs(trainer, groups.topology, self.requests, lambda: self in _counted(trainer))
+        self._epoch_ends = EpochEnds(groups.topology, self.options.settings.timeout)
+        groups.announce_meetings(self.meet)
+        self._patches.callback(groups.announce_meetings, None)
+        epochs = Epochs(
+            trainer=trainer,
+            topology=groups.topology,
+            requests=self.requests,
+            steps=self.steps,
+            ends=self._epoch_ends,
+            meet=self.meet,
+            counts=lambda: self in _counted(trainer),
         )
+        end_epochs_together(self._patches, epochs)
         begin_epochs_alike(trainer, self._patches)
+        self.evaluation.begin(self._patches)
 
     def take_averages(self) -> None:
         """Makes callbacks that average weights average the outer parameters."""
@@ -167,7 +191,9 @@ class Fit:
         engine = self.steps.engine
         if not begins or engine is None or not engine.has_other_parameters():
             return False
+        self.meet()
         before = {name for fragment in engine.fragments for name in fragment.names}
+        self.evaluation.forget()
         # What other groups asked for with these launches is decided, and logged, at the next inner step.
         self.steps.keep(engine.recut())
         self._parts.results.cut(engine.fragments)
@@ -197,8 +223,14 @@ class Fit:
         engine = self.steps.engine
         if self._signals is not None:
             self.requests.ask(self._signals.received)
+        if engine.schedule.launches(engine.steps_in_rounds + 1):
+            # Before the launch: groups that wait for this one must make it too, and this one waits for its landing.
+            self.meet()
         landings = self.steps.make(idle)
+        self.evaluation.forget()
         self.requests.land(landings)
+        if landings and self._epoch_ends is not None:
+            self._epoch_ends.collect(landings[-1].launched_at)
         if self._signal_latency is not None:
             self._signal_latency.step(engine.inner_steps)
         if self._announcement is not None:
@@ -209,6 +241,7 @@ class Fit:
 
     def _choose(self, engine: StreamingDiLoCo) -> None:
         """Chooses the ``"auto"`` settings; see [Note: what is chosen when]."""
+        self.meet()
         trainer, auto = self._trainer, self.options.options.auto
         settings = auto.choose(self.options.settings, trainer.lightning_module, self._parts.groups.topology)
         self.options.choose(settings)
@@ -223,20 +256,54 @@ class Fit:
         is_chosen = not self.options.options.auto.names
         self._signal_latency = SignalLatency(engine.schedule) if self._trainer.is_global_zero and is_chosen else None
 
+    def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
+        """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those.
+
+        Args:
+            tensor: The tensor of this rank.
+            sync_grads: Whether gradients flow back to all of them.
+            gather: Lightning's own way to gather.
+        """
+        topology = self._parts.groups.topology
+        if not self._has_gathered and topology.num_groups > 1 and self._trainer.is_global_zero:
+            _log.warning(
+                "all_gather in a training batch gathers over the ranks of the worker group (here %d), not over all"
+                " ranks: groups do not wait for each other between launches. The negatives of a contrastive loss, for"
+                " instance, are those of the group. This is said once.",
+                topology.group_size,
+            )
+        self._has_gathered = True
+        if sync_grads:
+            return topology.in_group.all_gather_with_gradients(tensor)
+        return gather(tensor, topology.in_group.process_group)
+
     def progress(self) -> dict[str, str]:
         """Returns what a progress bar shows."""
         engine = self.steps.engine
         if engine is None:
             return {}
-        in_flight = ", ".join(map(str, engine.in_flight)) or "-"
+        flights = list(map(str, engine.in_flight))
+        in_flight = ", ".join(flights[:3] if len(flights) <= 3 else [*flights[:2], f"+{len(flights) - 2}"]) or "-"
         outer_step = str(self._parts.results.schedule.round(engine.inner_steps))
         return {"outer_step": outer_step, "in_flight": in_flight, **shown(engine.last_landing)}
+
+    def meet(self) -> None:
+        """Announces to groups that wait for the end of the epoch that this one is about to wait for all."""
+        if self._epoch_ends is not None and self.steps.is_training and self.steps.engine is not None:
+            batch = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            self._epoch_ends.reach(batch, self.steps.engine.inner_steps)
 
     # Ends
 
     def finish(self) -> list[Landing]:
         """Ends a fit that ran to its end, with the outer parameters in the module, and returns what landed."""
-        return self.steps.engine.finish() if self.steps.engine is not None and not self._parts.groups.failed else []
+        if self.steps.engine is None or self._parts.groups.failed:
+            return []
+        self.meet()
+        landings = self.steps.engine.finish()
+        if self._epoch_ends is not None:
+            self._epoch_ends.collect()
+        return landings
 
     def end(self, model: nn.Module | None) -> None:
         """Makes sure that all ranks hold the same model after training, and obeys late signals.
@@ -266,6 +333,7 @@ class Fit:
 
     def close(self) -> None:
         """Undoes what was replaced in Lightning, and ends the engine's work in the background."""
+        self._is_closed = True
         self._patches.close()
         if self.steps.engine is not None:
             self.steps.engine.close()

@@ -18,7 +18,8 @@ class Options:
         worker_groups: Number of worker groups, or ``"auto"``.
         exchange_backend: ``"gloo"`` or ``"nccl"``; None for gloo.
         on_resume: ``"exact"`` or ``"restart"``.
-        evaluate: ``"outer"`` or ``"local"``.
+        evaluate: ``"outer"``, ``"mean"`` or ``"local"``.
+        resumable_checkpoints: ``"all"`` or ``"newest"``.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -30,9 +31,17 @@ class Options:
     exchange_backend: str | None
     on_resume: str
     evaluate: str
+    resumable_checkpoints: str = "all"
 
     @staticmethod
-    def of(worker_groups: Any, exchange_backend: Any, on_resume: Any, evaluate: Any, **settings: Any) -> "Options":
+    def of(
+        worker_groups: Any,
+        exchange_backend: Any,
+        on_resume: Any,
+        evaluate: Any,
+        resumable_checkpoints: Any = "all",
+        **settings: Any,
+    ) -> "Options":
         """Checks the arguments of a strategy.
 
         Args:
@@ -40,16 +49,17 @@ class Options:
             exchange_backend: As in `WorkerGroupStrategy`.
             on_resume: As in `WorkerGroupStrategy`.
             evaluate: As in `WorkerGroupStrategy`.
+            resumable_checkpoints: As in `WorkerGroupStrategy`.
             **settings: Arguments of `Settings`, of which some may be ``"auto"``.
 
         Raises:
             ValueError: If one of them is out of its range.
         """
         auto, chosen = AutoSettings.of(**settings)
-        return Options(chosen, auto, worker_groups, exchange_backend, on_resume, evaluate)
+        return Options(chosen, auto, worker_groups, exchange_backend, on_resume, evaluate, resumable_checkpoints)
 
     def __post_init__(self) -> None:
-        checked_worker_groups(self.worker_groups)
+        object.__setattr__(self, "worker_groups", checked_worker_groups(self.worker_groups))
         if self.exchange_backend not in (None, "gloo", "nccl"):
             raise ValueError(
                 f"exchange_backend={self.exchange_backend!r} is not available: worker groups exchange over 'gloo', on"
@@ -60,10 +70,16 @@ class Options:
                 f"on_resume={self.on_resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other"
                 " settings, or 'restart', which starts the rounds anew from its outer parameters. Choose one of them."
             )
-        if self.evaluate not in ("outer", "local"):
+        if self.evaluate not in ("outer", "mean", "local"):
             raise ValueError(
                 f"evaluate={self.evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the"
-                " default, or the 'local' one of each worker group. Choose one of them."
+                " default, the 'mean' of the worker groups, or the 'local' model of each. Choose one of them."
+            )
+        if self.resumable_checkpoints not in ("all", "newest"):
+            raise ValueError(
+                f"resumable_checkpoints={self.resumable_checkpoints!r} is unknown: it must be 'all', which keeps the"
+                " folder of every checkpoint that stands, or 'newest', which keeps that of the newest. Choose one of"
+                " them."
             )
 
     def described(self) -> dict[str, str]:
@@ -73,6 +89,7 @@ class Options:
             "worker_groups": str(self.worker_groups),
             "evaluate": self.evaluate,
             "on_resume": self.on_resume,
+            "resumable_checkpoints": self.resumable_checkpoints,
             "exchange_backend": self.exchange_backend or "gloo",
         }
 

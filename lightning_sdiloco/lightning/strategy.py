@@ -8,7 +8,6 @@ the ranks, over several fits. A `Fit` begins and ends with each fit. A `ModelFor
 whole. `Results` are what users read, also afterwards.
 """
 
-import logging
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -27,16 +26,14 @@ from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
 from lightning_sdiloco.lightning.auto_settings import Measured
 from lightning_sdiloco.lightning.callback import InnerStepHooks
-from lightning_sdiloco.lightning.collectives import in_batch, waiting_for_all
+from lightning_sdiloco.lightning.collectives import stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
 from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers
-from lightning_sdiloco.lightning.host.refusals import refuse_divided
+from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_divided, refuse_in_notebook
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
-
-_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -75,13 +72,15 @@ class WorkerGroupStrategy(_Base):
         final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
         offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
             the device is CUDA.
-        evaluate: Which model validation inside a fit sees: ``"outer"``, the same in all groups, or ``"local"``, that of
-            each group. Checkpoints hold the outer one.
+        evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
+            has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
+            that of each group. Checkpoints hold the outer one, or the mean right after a validation that saw it.
         exchange_backend: What carries outer gradients between worker groups: ``"gloo"``, the default, or ``"nccl"``
             from CUDA device to CUDA device.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
+        resumable_checkpoints: Which checkpoints keep the folder from which a fit resumes: ``"all"`` or ``"newest"``.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -120,10 +119,11 @@ class WorkerGroupStrategy(_Base):
         outlier_guard: float | None = None,
         final_sync: bool = True,
         offload: bool | str = "auto",
-        evaluate: Literal["outer", "local"] = "outer",
+        evaluate: Literal["outer", "mean", "local"] = "outer",
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_resume: Literal["exact", "restart"] = "exact",
+        resumable_checkpoints: Literal["all", "newest"] = "all",
         **of_format: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "of_format", "__class__")}
@@ -142,9 +142,10 @@ class WorkerGroupStrategy(_Base):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the name, unless it is registered already."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description=cls.description)
+        """Registers the name and its variants, unless they are registered already."""
+        for name, arguments in cls.model_format.variants(cls.strategy_name).items():
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=cls.description, **arguments)
 
     # What users read
 
@@ -210,21 +211,19 @@ class WorkerGroupStrategy(_Base):
 
     @override
     def connect(self, model: Any) -> None:
-        trainer = model._trainer
-        fits = trainer.state.fn == "fit"
-        if fits:
-            # Before callbacks are set up, because some then copy the model.
-            self._format.refuse(trainer, self.precision_plugin.precision)
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
             # What the planner chose stays.
             self._options = self._fit.options.options
             self._fit.checkpointer.forget()
-        if fits:
-            self._begin(trainer)
+        # Some connect a model that has no trainer yet, or never gets one.
+        if model._trainer is not None and model._trainer.state.fn == "fit":
+            self._begin(model._trainer)
 
     def _begin(self, trainer: Any) -> None:
+        # Before callbacks are set up, because some then copy the model.
+        self._format.refuse(trainer, self.precision_plugin.precision)
         if self._fit is not None:
             self._fit.close()
         parts = Parts(self._options, self._groups, self._format, self._results, self.distribution.termination)
@@ -241,6 +240,7 @@ class WorkerGroupStrategy(_Base):
         start_method = getattr(self, "_start_method", "popen")
         if start_method != "popen":
             self._launcher = self.distribution.launcher(self, start_method=start_method)
+        refuse_in_notebook(self, self.model_format.variants(self.strategy_name))
 
     @override
     def setup_environment(self) -> None:
@@ -250,12 +250,15 @@ class WorkerGroupStrategy(_Base):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The number of ranks over which data is divided, and which of them this one is."""
-        return self._format.sampler_kwargs(self.topology)
+        connected = self._groups.is_connected
+        return self._format.sampler_kwargs(self.topology) if connected else super().distributed_sampler_kwargs
 
     @override
     def setup(self, trainer: Any) -> None:
         self._patches.close()
         if trainer.state.fn == "fit":
+            if self._fit is None or not self._fit.is_made_for(trainer):
+                self._begin(trainer)
             self.fit.begin()
             super().setup(trainer)
             self.fit.take_averages()
@@ -321,6 +324,7 @@ class WorkerGroupStrategy(_Base):
     def on_exception(self, exception: BaseException) -> None:
         if self._fit is None or not self._fit.was_ended_by(exception):
             self._groups.fail(exception)
+        advise_on_unused(exception, self.strategy_name)
         super().on_exception(exception)
 
     @override
@@ -335,26 +339,7 @@ class WorkerGroupStrategy(_Base):
             if self._fit is not None:
                 self._fit.checkpointer.close()
 
-    # Evaluation and checkpoints show the outer model
-
-    @property
-    def _shown(self) -> StreamingDiLoCo | None:
-        """The engine whose outer model validation sees, if it sees one."""
-        return self.engine if self._options.evaluate == "outer" else None
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        if self._shown is not None:
-            self._shown.show_outer()
-            self._format.begin_validation(self.model)
-
-    @override
-    def on_validation_end(self) -> None:
-        if self._shown is not None:
-            self._format.end_validation(self.model)
-            self._shown.show_local()
-        super().on_validation_end()
+    # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -364,7 +349,7 @@ class WorkerGroupStrategy(_Base):
         if self._groups.failed and self.topology.group_size > 1:
             self._groups.warn_of_local_parameters()
             return self._local_state_dict(state_dict)
-        with self.engine.evaluate():
+        with self.fit.evaluation.in_checkpoint(self.engine):
             state = self._local_state_dict(state_dict)
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
@@ -381,11 +366,14 @@ class WorkerGroupStrategy(_Base):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         save = super().save_checkpoint
+        self._groups.meet()
 
         def write(checkpoint: dict[str, Any], path: Any) -> None:
             self._format.write(self, self.topology, checkpoint, path, storage_options, save)
 
-        if self._fit is None or self._fit.steps.engine is None or "optimizer_states" not in checkpoint:
+        if not self._groups.is_connected:
+            save(checkpoint, filepath, storage_options)
+        elif self._fit is None or self._fit.steps.engine is None or "optimizer_states" not in checkpoint:
             write(checkpoint, filepath)
         else:
             self._fit.save(checkpoint, filepath, write)
@@ -409,7 +397,7 @@ class WorkerGroupStrategy(_Base):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces over the worker group for what is logged per batch, and over all ranks otherwise."""
-        if group is None and in_batch(self.lightning_module):
+        if group is None and stays_in_group(self.lightning_module, self._groups):
             if self.topology.in_group.size == 1:
                 return tensor
             group = self.topology.in_group.process_group
@@ -419,8 +407,8 @@ class WorkerGroupStrategy(_Base):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
         # LightningModule.all_gather passes the world where the user gave no group.
-        if group in (None, self.topology.world.process_group) and in_batch(self.lightning_module):
-            group = self.topology.in_group.process_group
+        if group in (None, self.topology.world.process_group) and stays_in_group(self.lightning_module, self._groups):
+            return self.fit.all_gather(tensor, sync_grads, super().all_gather)
         return super().all_gather(tensor, group, sync_grads)
 
     @override
@@ -428,7 +416,7 @@ class WorkerGroupStrategy(_Base):
         """Waits for all ranks, except after an exception, and explains what may be wrong if they do not come."""
         if self.is_alone:
             return
-        with waiting_for_all(self.topology, args, self.engine):
+        with waiting_for_all(self._groups, args, self.engine):
             super().barrier(*args, **kwargs)
 
     @override
@@ -437,6 +425,8 @@ class WorkerGroupStrategy(_Base):
             return obj
         # ModelCheckpoint asks at every batch whether to skip a save by time interval.
         vote = self._fit.requests.vote(obj) if self._fit is not None else None
+        if vote is None:
+            self._groups.meet()
         return super().broadcast(obj, src) if vote is None else vote
 
     @override

@@ -34,6 +34,7 @@ class WorkerGroups:
 
     def __init__(self) -> None:
         self.failed = False
+        self._announce: Callable[[], None] | None = None
         self._topology: Topology | None = None
         self._failures: Failures | None = None
 
@@ -42,6 +43,11 @@ class WorkerGroups:
         """Worker groups and the connections between them; known once processes are connected."""
         assert self._topology is not None, "the process groups are made in setup_environment"
         return self._topology
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connections between ranks have been made."""
+        return self._topology is not None
 
     @property
     def is_alone(self) -> bool:
@@ -105,16 +111,26 @@ class WorkerGroups:
             " ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
         )
 
+    def announce_meetings(self, announce: Callable[[], None] | None) -> None:
+        """Sets what is called before this rank waits for all others; None for nothing."""
+        self._announce = announce
+
+    def meet(self) -> None:
+        """Announces that this rank is about to wait for all others, of which some may wait for its epoch to end."""
+        if self._announce is not None and not self.failed:
+            self._announce()
+
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
-        """Returns what all ranks decide together; after an exception, what this one decides alone.
+        """Returns what all ranks decide together; before they are connected, or after an exception, what this one does.
 
         Args:
             decision: The vote of this rank.
             all: Whether all ranks must vote for it; otherwise one vote is enough.
             device: The device of this rank.
         """
-        if self.is_alone:
+        if self.is_alone or not self.is_connected:
             return decision
+        self.meet()
         votes = self.topology.world.all_gather(torch.tensor([int(decision)], device=device))
         count = sum(int(vote) for vote in votes)
         return count == len(votes) if all else count > 0
@@ -123,6 +139,7 @@ class WorkerGroups:
         """Returns the means over all ranks of the numbers that all ranks have; nothing after an exception."""
         if self.is_alone:
             return {}
+        self.meet()
         ranks = self.topology.world.all_gather_object(dict(numbers))
         common = [name for name in numbers if all(name in rank for rank in ranks)]
         return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in common}

@@ -33,11 +33,20 @@ class Encoder(nn.Module):
         return result
 
 
-def wide() -> nn.Module:
-    """220,000 parameters in eight tensors: 0.9 MB."""
-    widths = (FEATURES, 256, 512, 160, TARGETS)
+def perceptron(*widths: int) -> nn.Module:
+    """Layers of these widths."""
     layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)]
     return nn.Sequential(*layers)
+
+
+def wide() -> nn.Module:
+    """220,000 parameters in eight tensors: 0.9 MB."""
+    return perceptron(FEATURES, 256, 512, 160, TARGETS)
+
+
+def big() -> nn.Module:
+    """5,000,000 parameters in six tensors: 20 MB."""
+    return perceptron(FEATURES, 2048, 2400, TARGETS)
 
 
 def deep() -> nn.Module:
@@ -61,7 +70,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 44), *(NormedBlock() for _ in range(80)), nn.Linear(44, TARGETS))
 
 
-MODELS = {"wide": wide, "deep": deep, "normed": normed}
+MODELS = {"wide": wide, "big": big, "deep": deep, "normed": normed}
 
 
 def made(kind: str, seed: int = 0) -> nn.Module:

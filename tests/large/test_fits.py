@@ -1,5 +1,6 @@
 """Fits of large models: exact resume with flights in the air, restart with other groups, and sharded groups."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_sdiloco
 from tests import fits
@@ -138,3 +141,67 @@ def test_sharded_groups_resume_in_flight_to_the_same_bits(kind: str, layers: int
     choices = {"is_sharded": True, "layers_per_fragment": layers}
     through = run(kind, tmp_path, groups=2, size=2, **choices)
     assert_resumed(run(kind, tmp_path, True, groups=2, size=2, **choices), through)
+
+
+def test_a_file_system_without_room_ends_all_ranks_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting a small file system takes root")
+    try:
+        saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+
+        def function(rank: int, world_size: int) -> None:
+            strategy = fits.strategy(worker_groups=2, **SETTINGS)
+            choices: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": STEPS}
+            fits.trainer(strategy=strategy, devices=2, **choices).fit(Large("wide"), Batches(rank, 0, 1))
+
+        errors = run_processes(function, 2, expect_failure=True)
+        assert sorted(errors) == [0, 1]
+        told = f"Nothing is left of it. Resume from {tmp_path}/step=3.ckpt"
+        assert all(told in error and "No space left on device" in error for error in errors.values())
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step=3.ckpt", "step=3.ckpt.sdiloco"]
+        assert not list(tmp_path.rglob("*.part"))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """So many batches of a group in every epoch, without a length."""
+
+    def __init__(self, group: int, batches: int) -> None:
+        self.group, self.batches = group, batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (batch(self.group, step) for step in range(self.batches))
+
+
+class Scheduled(Large):
+    """Counts the batches that it trains, and the learning rates of each."""
+
+    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        self.rates = [*getattr(self, "rates", []), self.trainer.optimizers[0].param_groups[0]["lr"]]
+        return super().training_step(parts, index)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": CosineAnnealingLR(optimizer, 300), "interval": "step"}]
+
+
+@pytest.mark.parametrize("lengths", [(20, 20), (20, 33)])
+def test_loaders_without_a_length_train_as_many_batches_as_max_steps_says(lengths: tuple[int, int]) -> None:
+    def function(rank: int, world_size: int) -> list[Any]:
+        told = []
+        for strategy in (["ddp"] if lengths[0] == lengths[1] else []) + ["streaming_diloco"]:
+            module = Scheduled(seed=rank)
+            trainer = fits.trainer(strategy=strategy, devices=world_size, max_steps=300, num_sanity_val_steps=0)
+            trainer.fit(module, DataLoader(Stream(rank, lengths[rank]), batch_size=None))
+            scheduler = trainer.lr_scheduler_configs[0].scheduler
+            told.append((trainer.global_step, trainer.current_epoch, scheduler.last_epoch, module.rates))
+        return told
+
+    ranks = run_processes(function, 2, timeout=150.0)
+    for rank, (*ddp, ours) in enumerate(ranks):
+        assert ours[:3] == (300, 300 // max(lengths) + (lengths == (20, 33)), 300)
+        # The other group trains the rest of each epoch, and one of 27 batches after nine of 33 is left.
+        trained = 300 if lengths[rank] == max(lengths) else lengths[rank] * 9 + 3
+        assert len(ours[3]) == trained
+        assert all(other == ours for other in ddp)

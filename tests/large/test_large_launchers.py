@@ -17,6 +17,7 @@ from tests.large.models import same
 from tests.ranks import LAUNCHERS
 from tests.slurm import slurm
 
+TENSORS = {"wide": 8, "big": 6, "deep": 1000}
 KINDS = ("main", "rank")
 ROOT = Path(__file__).parents[2]
 # A fit takes about ten; on a busy machine each process needs many to import torch.
@@ -62,7 +63,7 @@ def kept(folder: Path) -> tuple[list[Any], list[Any]]:
     return read["main"], read["rank"]
 
 
-def assert_trained(ranks: list[Any], count: int, tensors: int = 8) -> None:
+def assert_trained(ranks: list[Any], count: int, tensors: int) -> None:
     """Asserts that a model of real size was trained, and that all ranks read the same."""
     assert len(ranks) == count
     assert len(ranks[0]["outer"]) >= tensors
@@ -75,14 +76,14 @@ def assert_trained(ranks: list[Any], count: int, tensors: int = 8) -> None:
 
 @pytest.mark.parametrize(
     ("start_method", "model", "metrics", "groups"),
-    [("spawn", "deep", 0, 2), ("fork", "wide", 1200, 2), ("fork", "deep", 0, 3), ("forkserver", "wide", 0, 2)],
+    [("spawn", "big", 0, 2), ("fork", "big", 1200, 2), ("fork", "deep", 0, 3), ("forkserver", "big", 0, 2)],
 )
 def test_the_main_process_reads_what_rank_0_had(
     start_method: str, model: str, metrics: int, groups: int, tmp_path: Path
 ) -> None:
     arguments = [f"--start-method={start_method}", f"--model={model}", f"--metrics={metrics}"]
     (main,), ranks = fitted(tmp_path, *arguments, f"--groups={groups}", f"--devices={groups}")
-    assert_trained(ranks, groups, tensors=1000 if model == "deep" else 8)
+    assert_trained(ranks, groups, tensors=TENSORS[model])
     for kind in ("outer", "model", "metrics"):
         assert same(main[kind], ranks[0][kind])
     for kind in ("report", "fragments", "launches"):
@@ -93,7 +94,7 @@ def test_the_main_process_reads_what_rank_0_had(
 @pytest.mark.parametrize(
     ("launcher", "model", "groups", "devices"),
     [
-        ((), "deep", 2, 4),
+        ((), "big", 2, 4),
         (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"), "wide", 3, 3),
     ],
 )
@@ -101,7 +102,7 @@ def test_ranks_that_are_scripts_of_their_own_read_the_same(
     launcher: tuple[str, ...], model: str, groups: int, devices: int, tmp_path: Path
 ) -> None:
     mains, ranks = fitted(tmp_path, f"--model={model}", f"--groups={groups}", f"--devices={devices}", launcher=launcher)
-    assert_trained(ranks, devices, tensors=1000 if model == "deep" else 8)
+    assert_trained(ranks, devices, tensors=TENSORS[model])
     assert_read_alike(mains, ranks)
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import resource
 import shutil
 import signal
 from collections.abc import Iterator
@@ -192,6 +193,68 @@ def test_there_is_a_file_for_every_rank_and_removing_a_checkpoint_removes_its_fo
     # Through the link, too.
     resumed = run_processes(run_fit, 4, LIGHTNING, STEPS, [], str(tmp_path / "last.ckpt"))
     assert sorted(resumed[0]["trace"]) == [24, 25]
+
+
+@pytest.mark.parametrize("choices", [{"save_top_k": -1}, {"save_top_k": -1, "save_last": "link"}], ids=str)
+def test_the_newest_checkpoint_alone_can_be_resumed_where_that_is_asked_for(
+    choices: dict[str, Any], tmp_path: Path
+) -> None:
+    callbacks = importlib.import_module(LIGHTNING).callbacks
+    keep = callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, **choices)
+    newest = {"resumable_checkpoints": "newest"}
+    plain = run_processes(lambda *place: run_fit(*place, LIGHTNING, STEPS, [keep], **newest), 2)
+    assert [path.name for path in tmp_path.glob("*.sdiloco")] == ["step=24.ckpt.sdiloco"]
+    for step in (6, 12, 18):
+        assert torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"], "an ordinary file"
+    path = str(tmp_path / ("last.ckpt" if "save_last" in choices else "step=24.ckpt"))
+    resumed = run_processes(lambda *place: run_fit(*place, LIGHTNING, STEPS, [], path, **newest), 2)
+    assert_same(resumed[0]["outer"], plain[0]["outer"])
+    older = str(tmp_path / "step=18.ckpt")
+    errors = run_processes(run_fit, 2, LIGHTNING, STEPS, [], older, expect_failure=True)
+    assert all("resumable_checkpoints='newest'" in error for error in errors.values())
+
+
+@pytest.mark.parametrize("limited", ["rank", "file"])
+def test_a_disk_that_is_full_ends_all_ranks_with_one_error_and_leaves_nothing_of_the_checkpoint(
+    limited: str, tmp_path: Path
+) -> None:
+    """One rank cannot write a file of more than some bytes: its own, or the checkpoint file, which is rank 0's."""
+
+    def run(rank: int, world_size: int) -> None:
+        pl = importlib.import_module(LIGHTNING)
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+        class Full(pl.callbacks.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if trainer.global_step == 12 and limited == "rank" and rank == 1:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+                if trainer.global_step == 12 and limited == "file" and rank == 0:
+                    io = trainer.strategy.checkpoint_io
+                    save = io.save_checkpoint
+
+                    def overflowing(*args: Any, **kwargs: Any) -> None:
+                        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+                        save(*args, **kwargs)
+
+                    io.save_checkpoint = overflowing
+
+        try:
+            run_fit(rank, world_size, LIGHTNING, STEPS, [Full(), *saving(LIGHTNING, tmp_path, every_n_train_steps=6)])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+    errors = run_processes(run, 2, expect_failure=True)
+    assert sorted(errors) == [0, 1]
+    for error in errors.values():
+        assert (
+            f"The checkpoint {tmp_path}/step=12.ckpt could not be saved: rank {int(limited == 'rank')}: OSError"
+            in error
+        )
+        assert f"Nothing is left of it. Resume from {tmp_path}/step=6.ckpt" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=6.ckpt", "step=6.ckpt.sdiloco"]
+    assert not list(tmp_path.rglob("*.part"))
+    resumed = run_processes(run_fit, 2, LIGHTNING, STEPS, [], str(tmp_path / "step=6.ckpt"))
+    assert sorted(resumed[0]["trace"]) == list(range(6, STEPS))
 
 
 def test_saving_weights_only_writes_no_folder(tmp_path: Path) -> None:

@@ -124,6 +124,8 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
         "fit(net, 'fork')",
         "try:\n    Trainer(strategy='streaming_diloco', accelerator='cpu', devices=2)\n"
         "except Exception as error:\n    print('refused', error)",
+        "strategy = Trainer(strategy='streaming_diloco_notebook', accelerator='cpu', devices=2).strategy\n"
+        "print('taken', strategy.launcher.is_interactive_compatible)",
     ]
     for number, cell in enumerate(cells):
         (tmp_path / f"{number}.py").write_text(cell)
@@ -133,7 +135,8 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
     assert "True" in first
     assert first != second, "the second fit starts with the weights of the first"
     (refused,) = (line for line in output.splitlines() if "refused" in line)
-    assert "is not compatible with an interactive environment" in refused
+    assert "Write strategy='streaming_diloco_notebook', or give the strategy start_method='fork'." in refused
+    assert "taken True" in output
 
 
 # Further fits in the same processes

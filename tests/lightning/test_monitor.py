@@ -7,6 +7,7 @@ import math
 import random
 import re
 import time
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from rich import console as rich_console
 from torch import Tensor, nn
 
 import lightning_sdiloco
-from lightning_sdiloco import Landing, SimulatedGroups
-from lightning_sdiloco.lightning.monitor import clocks
+from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.comm import GroupLayout, Topology
+from lightning_sdiloco.lightning.monitor import clocks, scalars
 from lightning_sdiloco.lightning.monitor.clocks import Exchange, estimated
 from lightning_sdiloco.lightning.monitor.records import Rank, read_run
 from lightning_sdiloco.lightning.monitor.scalars import Interval, scalars_of
 from lightning_sdiloco.lightning.monitor.timeline import trace
 from tests import fits
 from tests.fits import LIGHTNING, fit
-from tests.ranks import run_processes
+from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
 DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
@@ -38,9 +41,11 @@ def monitor(distribution: str = LIGHTNING, **choices: Any) -> Any:
 
 
 def landing(**told: Any) -> Landing:
+    told = {"on_link_s": 0.5, **told}
     empty: dict[str, Any] = dict.fromkeys(Landing._fields, 0)
+    groups = dict.fromkeys(("group_norms", "counted", "left_out", "outlying"), ())
     spans = {"transfer": (1.0, 1.5), "land": (9.0, 10.0)}
-    return Landing(**{**empty, "diagnostics": None, "group_norms": (), "spans": spans, **told})
+    return Landing(**{**empty, **groups, "diagnostics": None, "spans": spans, **told})
 
 
 # Numbers
@@ -157,6 +162,43 @@ def test_the_effective_link_rate_is_that_of_the_busier_direction() -> None:
     assert landing().link_gbit_s == 0
 
 
+def test_a_link_rate_that_nobody_can_tell_is_shown_and_logged_nowhere() -> None:
+    unknown = landing(bytes_sent=1_000_000, bytes_received=1_000_000, on_link_s=math.nan)
+    assert "sdiloco/link_gbit_s" not in scalars_of(unknown)
+    assert scalars.shown(unknown)["link"] == "-"
+    interval = Interval(sync_every=10, first_step=0)
+    assert "sdiloco/peak_gbit_s" not in interval.scalars_with(unknown._replace(landed_at=10))
+
+
+def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
+    """Two groups on a loopback of some Gbit/s, of which one launches late, and one looks late."""
+
+    def run(rank: int, world_size: int) -> list[float]:
+        topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=30))
+        model = nn.Linear(1000, 1000)
+        engine = StreamingDiLoCo(model, topology=topology, sync_every=2, overlap_steps=1, compression="fp32")
+        post, rates = topology.exchange.post, []
+
+        def busy(messages: Any) -> Any:
+            posted = post(messages)
+            if rank == 0 and engine.inner_steps < 6:
+                time.sleep(0.3)
+            return posted
+
+        topology.exchange.post = busy  # type: ignore[method-assign]
+        for step in range(1, 12):
+            if rank == 1 and 6 <= step < 10:
+                time.sleep(0.2)
+            rates += [landed.link_gbit_s for landed in engine.step()]
+        engine.finish()
+        return rates
+
+    for rank, rates in enumerate(run_ranks(run, 2)):
+        # 32 Mbit in no less than their time on the link: neither what 0.2 seconds would make of it, nor no time at all.
+        assert all(math.isnan(rate) or 0.2 < rate < 60 for rate in rates), rates
+        assert rank == 1 or all(math.isnan(rate) for rate in rates[:2]), rates
+
+
 def test_an_interval_ends_after_a_round_and_says_what_share_was_not_waited_for() -> None:
     interval = Interval(sync_every=10, first_step=0)
     interval._began = 0.0
@@ -191,13 +233,14 @@ def test_every_scalar_is_logged_and_documented(distribution: str, groups: int, t
     names = [name for name in header.split(",") if name.startswith("sdiloco/")]
     page = (Path(lightning_sdiloco.__file__).parents[1] / "docs" / "monitoring.md").read_text()
     # A third group brings its norm and its cosine, and the second hop.
-    assert len(names) == (24 if groups == 2 else 27)
+    names = [name for name in names if name not in ("sdiloco/link_gbit_s", "sdiloco/peak_gbit_s")]
+    assert len(names) == (22 if groups == 2 else 25)
     assert ("sdiloco/second_hop_ms" in names) == (groups > 2)
     for name in names:
         documented = name.removesuffix("_0").removesuffix("_1").removesuffix("_2")
         assert f"| `{documented}" in page, name
         values = [row.split(",")[header.split(",").index(name)] for row in rows]
-        if name not in ("sdiloco/compute_utilisation", "sdiloco/peak_gbit_s"):
+        if name != "sdiloco/compute_utilisation":
             assert all(values), f"{name} is there for every landing"
     utilisation = header.split(",").index("sdiloco/compute_utilisation")
     shares = [float(row.split(",")[utilisation]) for row in rows if row.split(",")[utilisation]]
@@ -208,7 +251,11 @@ def test_every_scalar_is_logged_and_documented(distribution: str, groups: int, t
 
 @pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_both_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link(distribution: str, bar: str) -> None:
+def test_both_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link(
+    distribution: str, bar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
     def run(rank: int, world_size: int) -> list[dict[str, str]]:
         callbacks = importlib.import_module(f"{distribution}.callbacks")
         shown: list[dict[str, str]] = []
@@ -225,7 +272,47 @@ def test_both_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_lin
     assert set(shown[0]) >= {"outer_step", "in_flight", "exposed_wait", "link"}
     assert (shown[0]["exposed_wait"], shown[0]["link"]) == ("-", "-")
     assert shown[7]["exposed_wait"].endswith(" ms")
-    assert shown[7]["link"].endswith(" Mbit/s")
+    assert shown[7]["link"].endswith((" Mbit/s", " Gbit/s")) or shown[7]["link"] == "-"
+
+
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+def test_in_80_columns_a_bar_takes_at_most_a_line_more_than_with_ddp(bar: str, tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> list[int]:
+        pl, lines = importlib.import_module(LIGHTNING), []
+
+        class Look(pl.callbacks.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+                if trainer.global_step == 15 and trainer.is_global_zero:
+                    lines.append(lines_in_80_columns(trainer.progress_bar_callback))
+
+        def losing(distribution: str, inner: str, seed: int) -> Any:
+            class Losing(type(fits.module())):  # type: ignore[misc]
+                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+                    loss: Tensor = super().training_step(parts, index)
+                    self.log("train_loss", loss, prog_bar=True)
+                    return loss
+
+            return Losing()
+
+        for strategy in ("ddp", fits.strategy(worker_groups=2, **{**SHORT, "overlap_steps": 3})):
+            chosen = getattr(pl.callbacks, bar)(**({"console_kwargs": {"width": 80}} if bar[0] == "R" else {}))
+            logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank))
+            choices = {"callbacks": [chosen, Look()], "enable_progress_bar": True, "logger": logger}
+            trainer = fits.trainer(strategy=strategy, devices=world_size, max_steps=16, log_every_n_steps=1, **choices)
+            trainer.fit(losing(LIGHTNING, "sgd", rank), fits.SomeBatches(rank, 20))
+        return lines
+
+    ddp, ours = run_processes(run, 2)[0]
+    assert ddp <= ours <= ddp + 1
+
+
+def lines_in_80_columns(bar: Any) -> int:
+    if not hasattr(bar, "progress"):
+        return -(-len(str(bar.train_progress_bar)) // 80)
+    console = rich_console.Console(width=80)
+    with console.capture() as captured:
+        console.print(bar.progress.get_renderable())
+    return len(captured.get().strip().splitlines())
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

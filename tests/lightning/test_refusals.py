@@ -21,6 +21,7 @@ from lightning_sdiloco import (
     StreamingDiLoCoModelParallelStrategy,
     StreamingDiLoCoStrategy,
 )
+from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm.exchange.on_device import nccl_on
 from lightning_sdiloco.pytorch_lightning import StreamingDiLoCoStrategy as OtherStrategy
 from tests.ranks import run_processes, run_ranks
@@ -54,7 +55,7 @@ def assert_says(message: str, *parts: str) -> None:
 
 # Arguments on their own
 
-NAN = float("nan")
+NAN, INFINITE = float("nan"), float("inf")
 OVERLAP = "it must be at least 0 and below sync_every, which is "
 MIXING = "it must be between 0 and 1"
 WHOLE = "it must be a whole number of at least 1"
@@ -80,8 +81,8 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
     ({"layers_per_fragment": 0}, "layers_per_fragment=0", WHOLE),
     ({"layers_per_fragment": -1}, "layers_per_fragment=-1", WHOLE),
     ({"layers_per_fragment": 0.5}, "layers_per_fragment=0.5", WHOLE),
-    ({"outer_lr": -0.1}, "outer_lr=-0.1", "it must not be negative"),
-    ({"outer_lr": NAN}, "outer_lr=nan", "it must not be negative"),
+    ({"outer_lr": -0.1}, "outer_lr=-0.1", "it must be at least 0"),
+    ({"outer_lr": NAN}, "outer_lr=nan", "it must be at least 0"),
     ({"outer_momentum": -0.1}, "outer_momentum=-0.1", MOMENTUM),
     ({"outer_momentum": 1.0}, "outer_momentum=1.0", MOMENTUM),
     ({"outer_momentum": 1.5}, "outer_momentum=1.5", MOMENTUM),
@@ -110,24 +111,68 @@ def test_an_argument_out_of_range_is_refused(make: Make, choices: dict[str, Any]
     assert re.search(r"\. (Choose|Set) ", message), f"says what to do: {message}"
 
 
+NUMBERS = ("mixing", "outer_lr", "outer_momentum", "outer_clip_norm", "outlier_guard")
+WHOLE_NUMBERS = ("sync_every", "overlap_steps", "layers_per_fragment")
 OF_ANOTHER_TYPE: list[tuple[dict[str, Any], str]] = [
-    ({"timeout": 60}, "timeout=60"),
-    ({"mixing": "0.5"}, "mixing='0.5'"),
-    ({"outer_lr": None}, "outer_lr=None"),
-    ({"outer_momentum": "0.9"}, "outer_momentum='0.9'"),
-    ({"outer_clip_norm": "1"}, "outer_clip_norm='1'"),
-    ({"outlier_guard": "5"}, "outlier_guard='5'"),
-    ({"sync_every": "100"}, "sync_every='100'"),
-    ({"overlap_steps": None}, "overlap_steps=None"),
+    *(({name: "0.7"}, f"{name}='0.7' is of type str, not a number: it") for name in (*NUMBERS, *WHOLE_NUMBERS)),
+    *(({name: True}, f"{name}=True is of type bool, not a number: it") for name in (*NUMBERS, *WHOLE_NUMBERS)),
+    *(({name: [1]}, f"{name}=[1] is of type list, not a number: it") for name in (*NUMBERS, *WHOLE_NUMBERS)),
+    *(({name: INFINITE}, f"{name}=inf is not finite: it") for name in (*NUMBERS, *WHOLE_NUMBERS)),
+    *(({name: NAN}, f"{name}=nan is not finite: it") for name in (*NUMBERS, *WHOLE_NUMBERS)),
+    *(({name: 2.5}, f"{name}=2.5 is no whole number: it") for name in WHOLE_NUMBERS),
+    *(({n: None}, f"{n}=None is of type NoneType, not a number: it") for n in (*NUMBERS[:3], *WHOLE_NUMBERS)),
+    ({"worker_groups": "4"}, "worker_groups='4' is of type str, not a number: it must be a whole number"),
+    ({"worker_groups": True}, "worker_groups=True is of type bool, not a number: it must be a whole number"),
+    ({"worker_groups": None}, "worker_groups=None is of type NoneType, not a number: it must be a whole number"),
+    ({"timeout": 60}, "timeout=60 is out of range: it must be a positive timedelta"),
+    ({"final_sync": "no"}, "final_sync='no' is out of range: it must be True or False"),
 ]
 
 
 @EVERYWHERE
-@pytest.mark.parametrize(("choices", "given"), OF_ANOTHER_TYPE, ids=lambda value: None)
-def test_an_argument_of_another_type_is_refused_by_name(make: Make, choices: dict[str, Any], given: str) -> None:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        make(**choices)
-    assert str(caught.value).startswith(given)
+def test_an_argument_of_another_type_is_refused_by_what_is_wrong(make: Make) -> None:
+    for choices, given in OF_ANOTHER_TYPE:
+        assert refusal(make, **choices).startswith(given)
+
+
+@EVERYWHERE
+def test_scalars_of_numpy_are_the_numbers_that_they_are(make: Make) -> None:
+    numpy = pytest.importorskip("numpy")
+    numbers = {"mixing": 0.25, "outer_lr": 0.5, "outer_momentum": 0.75, "outer_clip_norm": 8.0, "outlier_guard": 4.0}
+    whole = {"sync_every": 40, "overlap_steps": 3, "layers_per_fragment": 2, "worker_groups": 1}
+    scalars = {name: numpy.float32(value) for name, value in numbers.items()}
+    made = make(**scalars, **{name: numpy.int64(value) for name, value in whole.items()})
+    settings = made.settings if make is make_engine else made._options.settings
+    plain = Settings(**numbers, **{name: value for name, value in whole.items() if name != "worker_groups"})
+    assert settings.described() == plain.described()
+    if make is not make_engine:
+        assert type(made._options.worker_groups) is int
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (torch.optim.SGD([torch.zeros(1)], lr=0.1), "outer_optimizer of type SGD is already an optimizer"),
+        ("sgd", "outer_optimizer of type str is nothing that can be called"),
+    ],
+)
+def test_what_makes_no_outer_optimizer_is_refused(make: Make, given: Any, told: str) -> None:
+    assert_says(refusal(make, outer_optimizer=given), told, "a callable", "functools.partial(torch.optim.SGD, lr=0.7)")
+
+
+@STRATEGIES
+def test_an_unknown_start_method_is_refused(make: Make) -> None:
+    message = refusal(make, start_method="Fork")
+    assert_says(message, "start_method='Fork' is unknown", "'popen'", "'spawn', 'fork' or 'forkserver'", "Choose one")
+
+
+@STRATEGIES
+def test_arguments_for_ddp_that_are_no_dictionary_are_refused(make: Make) -> None:
+    message = refusal(make, ddp_kwargs="find_unused_parameters")
+    assert_says(
+        message, "ddp_kwargs='find_unused_parameters' is of type str", "must be a dictionary", "Write ddp_kwargs="
+    )
 
 
 IN_RANGE: list[dict[str, Any]] = [

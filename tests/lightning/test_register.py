@@ -180,7 +180,7 @@ def test_only_what_is_in_the_register_and_there_is_replaced() -> None:
         before = loop.setup_data
         patching.replace(undo, loop, "setup_data", print)
         patching.replace(undo, loop, "setup_data", repr)
-        assert loop.setup_data is repr
+        assert loop.setup_data.func is repr
     assert loop.setup_data == before
     assert "setup_data" not in vars(loop)
 

@@ -450,29 +450,6 @@ def test_tied_and_frozen_parameters() -> None:
         assert torch.equal(values, other["model"][name])
 
 
-def test_synchronised_batch_norm_stays_in_the_group() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        model = normalised(LIGHTNING, "sgd", 0)
-        strategy = fits.strategy(worker_groups=2)
-        seen: list[bool] = []
-        original = strategy._setup_model
-
-        def noting(model: nn.Module) -> Any:
-            try:
-                return original(model)
-            finally:
-                layers = [part for part in model.modules() if isinstance(part, nn.SyncBatchNorm)]
-                seen.extend(part.process_group is strategy.topology.in_group.process_group for part in layers)
-
-        strategy._setup_model = noting
-        trainer = fits.trainer(strategy=strategy, devices=4, max_steps=1, sync_batchnorm=True)
-        with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
-            trainer.fit(model, DataLoader(fits.Batches(0, 0, 1), batch_size=None))
-        return seen
-
-    assert run_processes(run, 4) == [[True, True]] * 4
-
-
 def test_fragments_and_schedule_are_known_when_training_starts() -> None:
     def run(rank: int, world_size: int) -> Any:
         read: list[tuple[int, int]] = []

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -125,7 +126,7 @@ class Warned(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
-        logging.getLogger("lightning_sdiloco.lightning.host.uneven_data").addHandler(self)
+        logging.getLogger("lightning_sdiloco.lightning.host").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
@@ -352,22 +353,138 @@ def test_the_number_of_steps_that_a_module_asks_for_is_the_agreed_one() -> None:
         ((7, 7), 2, LIGHTNING),
     ],
 )
-def test_of_unknown_lengths_all_end_where_the_launch_lands_that_says_so(
+def test_of_unknown_lengths_all_end_after_the_last_batch_that_any_has(
     lengths: tuple[int, int], world_size: int, distribution: str
 ) -> None:
     ranks = fit(world_size, partial(uneven_streams, *lengths), distribution)
     common = assert_together(ranks)
-    # No 8th batch; launches are due after 8, 12, 16, 20 and land 2 later. In the second epoch it is inner step 18.
-    assert epochs(common) == [10, 12]
-    assert common["inner_steps"] == common["global_step"] == 22
-    assert common["validated"] == [(0, 9), (1, 11)]
+    longest = max(lengths)
+    assert epochs(common) == [longest, longest]
+    assert common["inner_steps"] == common["global_step"] == 2 * longest
+    assert common["validated"] == [(0, longest - 1), (1, longest - 1)]
     size = world_size // 2
     for rank, result in enumerate(ranks):
         length = lengths[rank // size]
-        assert result["idle"] == [*range(length + 1, 11), *range(10 + length + 1, 23)]
-        says = rank % size == 0
+        assert result["idle"] == [*range(length + 1, longest + 1), *range(longest + length + 1, 2 * longest + 1)]
+        says = rank % size == 0 and length < longest
         assert len(result["warned"]) == says
         assert not says or f"Worker group {rank // size} has no more batches in epoch" in result["warned"][0]
+
+
+@pytest.mark.parametrize("lengths", [(7, 30), (30, 7), (3, 9, 30), (3, 9, 10)])
+def test_of_unknown_lengths_all_end_where_the_launch_lands_that_says_so(lengths: tuple[int, ...]) -> None:
+    ranks = fit(len(lengths), lambda place: stream(place, lengths[place[0]]), groups=len(lengths))
+    common = assert_together(ranks)
+    # With 7: no 8th batch; the launch after 8 lands after 10. In the second epoch there is none at inner step 18, and
+    # the launch after 20 lands after 22. With 3 the launch after 4 lands after 6, and that after 12 lands after 14.
+    assert epochs(common) == ([10, 12] if 7 in lengths else [6, 8])
+    assert common["validated"] == [(epoch, batches - 1) for epoch, batches in enumerate(epochs(common))]
+
+
+def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
+    """Its loader takes a second to end. Meanwhile the other group trains up to its next launch and beyond."""
+
+    class Slow(Stream):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            yield from super().__iter__()
+            if self.place[0] == 0:
+                time.sleep(1.0)
+                ended.append(time.monotonic())
+
+    ended: list[float] = []
+
+    def clocked(distribution: str, seed: int) -> Any:
+        base = type(noting(distribution, seed=seed))
+
+        class Clocked(base):  # type: ignore[misc, valid-type]
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                ended.append(time.monotonic())
+
+        return Clocked()
+
+    def run(rank: int, world_size: int) -> list[float]:
+        choices = {**CHOICES, "sync_every": 20}
+        loader = partial(lambda place: DataLoader(Slow(place, 60 if place[0] else 5), batch_size=None))
+        run_fit(rank, world_size, loader, make=clocked, choices=choices, max_epochs=1)
+        return ended
+
+    first, second = run_processes(run, 2)
+    assert second[20] < first[5] < second[21], "it launched after 20, and waits for its landing after 22"
+    assert len(second) == 22
+
+
+def recording(distribution: str, seed: int, kind: str = "plain") -> Any:
+    """A module that notes when which hook ran, with the learning rates."""
+    base = type((gan if kind == "manual" else noting)(distribution, seed=seed))
+
+    class Recording(base):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> Any:
+            configured = super().configure_optimizers()
+            optimizers = configured if isinstance(configured, list) else [configured]
+            lr = torch.optim.lr_scheduler
+            by_step = {"scheduler": lr.StepLR(optimizers[0], 1, gamma=0.99), "interval": "step"}
+            by_epoch = {"scheduler": lr.StepLR(optimizers[0], 1, gamma=0.5), "interval": "epoch"}
+            return optimizers, [by_step, by_epoch]
+
+        def note(self, name: str) -> None:
+            loop = self.trainer.fit_loop.epoch_loop
+            # Where val_check_interval asks for a validation after the last batch, rates change after it, not before.
+            rates = [o.param_groups[0]["lr"] for o in self.trainer.optimizers if name != "validation"]
+            self.noted.append((name, self.trainer.current_epoch, loop.batch_idx, self.trainer.global_step, *rates))
+
+        def on_train_start(self) -> None:
+            self.noted: list[Any] = []
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.note("batch")
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.note("step")
+
+        def on_train_epoch_end(self) -> None:
+            self.note("epoch")
+
+        def on_validation_epoch_end(self) -> None:
+            super().on_validation_epoch_end()
+            if not self.trainer.sanity_checking:
+                self.note("validation")
+
+        def on_train_end(self) -> None:
+            self.note("end")
+
+    return Recording()
+
+
+@pytest.mark.parametrize(
+    ("choices", "kind"),
+    [
+        ({"max_steps": 21, "max_epochs": -1}, "plain"),
+        ({"max_steps": 24, "max_epochs": -1}, "plain"),
+        ({"max_epochs": 3}, "plain"),
+        ({"max_epochs": 3, "val_check_interval": 3}, "plain"),
+        ({"max_epochs": 3, "val_check_interval": 4}, "plain"),
+        ({"max_epochs": 3, "val_check_interval": 5, "check_val_every_n_epoch": None}, "plain"),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 2}, "plain"),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, "plain"),
+        ({"max_epochs": 2, "accumulate_grad_batches": 4}, "plain"),
+        ({"max_steps": 5, "max_epochs": -1, "accumulate_grad_batches": 3}, "plain"),
+        ({"max_steps": 48, "max_epochs": -1}, "manual"),
+        ({"max_epochs": 2, "min_epochs": 2, "limit_train_batches": 6}, "plain"),
+    ],
+    ids=str,
+)
+def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp(choices: dict[str, Any], kind: str) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        told = []
+        for strategy in ("ddp", fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 20})):
+            model = recording(LIGHTNING, seed=rank, kind=kind)
+            trainer = fits.trainer(strategy=strategy, devices=world_size, num_sanity_val_steps=0, **choices)
+            trainer.fit(model, stream((rank, 0, 1), 8), stream((9, 0, 1), 2))
+            told.append((model.noted, trainer.global_step, trainer.current_epoch))
+        return told
+
+    for ddp, ours in run_processes(run, 2):
+        assert ours == ddp
 
 
 def test_a_group_that_finds_no_batch_asks_with_a_launch_of_the_same_inner_step() -> None:
@@ -416,7 +533,7 @@ def test_a_group_without_a_single_batch_in_a_later_epoch_makes_none_wait() -> No
     assert epochs(common) == [10, 4]
     assert len(ranks[1]["idle"]) == 5 + 4
     # It logged nothing in training_step in that epoch, so Lightning's reduction would wait for it for ever.
-    assert "so what the others logged for the epoch is dropped: training_step.loss" in ranks[0]["warned"][-1]
+    assert "Not every rank logged training_step.loss in epoch 1" in ranks[0]["warned"][-1]
 
 
 def test_a_group_without_a_single_batch_of_those_it_announced_makes_none_wait() -> None:
@@ -430,7 +547,7 @@ def test_a_group_without_a_single_batch_of_those_it_announced_makes_none_wait() 
     ranks = fit(2, lambda place: (Once if place[0] else Announced)(place, 3), choices={**CHOICES, "sync_every": 20})
     assert epochs(assert_together(ranks)) == [3, 3]
     assert ranks[1]["idle"] == [4, 5, 6]
-    assert "so what the others logged for the epoch is dropped: training_step.loss" in ranks[0]["warned"][-1]
+    assert "Not every rank logged training_step.loss in epoch 1" in ranks[0]["warned"][-1]
 
 
 def test_epochs_shorter_than_a_round_still_exchange() -> None:
@@ -438,11 +555,11 @@ def test_epochs_shorter_than_a_round_still_exchange() -> None:
         2,
         lambda place: stream(place, 2 + place[0]),
         choices={**CHOICES, "sync_every": 8},
-        max_epochs=3,
+        max_epochs=6,
     )
     common = assert_together(ranks)
-    assert epochs(common) == [10, 8, 8]
-    assert common["landings"] == 3
+    assert epochs(common) == [3] * 6
+    assert common["landings"] == 2
 
 
 def test_several_fragments_carry_the_request_with_the_next_launch_of_any() -> None:
@@ -623,7 +740,7 @@ def test_a_tuner_trains_each_rank_for_itself_and_the_fit_after_it_ends_together(
         finder = importlib.import_module(f"{LIGHTNING}.callbacks").LearningRateFinder(num_training_steps=20)
         return run_fit(rank, world_size, partial(uneven_streams, 7, 10), make=tuned, callbacks=[finder])
 
-    assert epochs(assert_together(run_processes(run, 2))) == [10, 12]
+    assert epochs(assert_together(run_processes(run, 2))) == [10, 10]
 
 
 def test_a_fit_leaves_nothing_behind_and_the_next_agrees_anew() -> None:
@@ -638,7 +755,7 @@ def test_a_fit_leaves_nothing_behind_and_the_next_agrees_anew() -> None:
         trainer.fit(model, Announced((rank, 0, 1), 5 + rank))
         return steps, trainer.global_step
 
-    assert run_processes(run, 2) == [(10, 15), (10, 15)]
+    assert run_processes(run, 2) == [(8, 13), (8, 13)]
 
 
 # What hooks and loaders see
@@ -689,7 +806,7 @@ def test_several_loaders_in_one_are_one() -> None:
     ranks = fit(2, loader, make=several, max_epochs=1)
     assert_together(ranks)
     # The longest decides within a group.
-    assert [len(rank["idle"]) for rank in ranks] == [5, 3]
+    assert [len(rank["idle"]) for rank in ranks] == [2, 0]
 
 
 def taking(distribution: str, seed: int) -> Any:
@@ -837,6 +954,57 @@ def test_a_fit_resumed_while_a_group_is_idle_gives_the_same_bits(distribution: s
             assert one["idle"] == [at for at in other["idle"] if at > step]
             for name, values in other["outer"].items():
                 assert torch.equal(one["outer"][name], values), (step, name)
+
+
+@pytest.mark.parametrize("saves", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": False}])
+def test_a_fit_resumed_where_all_groups_end_together_gives_the_same_bits(saves: dict[str, Any], tmp_path: Path) -> None:
+    def fit_saving(folder: Path, resume: str | None = None) -> list[dict[str, Any]]:
+        def run(rank: int, world_size: int) -> dict[str, Any]:
+            pl = importlib.import_module(LIGHTNING)
+            return run_fit(
+                rank,
+                world_size,
+                lambda place: Stateful(place, 5),
+                make=dropping,
+                resume=resume,
+                callbacks=[pl.callbacks.ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **saves)],
+                enable_checkpointing=True,
+                max_steps=13,
+                max_epochs=-1,
+                inspect=lambda trainer, module: trainer.fit_loop.epoch_loop._batches_that_stepped,
+            )
+
+        ranks = run_processes(run, 2)
+        assert_together(ranks)
+        return list(ranks)
+
+    plain = fit_saving(tmp_path / "plain")
+    assert epochs(plain[0]["common"]) == [5, 5, 3]
+    # 5: the last batch of an epoch, or after it; 6: the first; 9: in flight.
+    for step in (4, 5, 6, 9, 10) if "every_n_train_steps" in saves else (5, 10):
+        resumed = fit_saving(tmp_path / str(step), str(tmp_path / "plain" / f"step={step}.ckpt"))
+        for one, other in zip(resumed, plain, strict=True):
+            assert one["common"]["batches"] == [noted for noted in other["common"]["batches"] if noted[2] > step], step
+            assert one["common"]["metrics"] == other["common"]["metrics"], step
+            assert one["inspected"] == other["inspected"], step
+            for name, values in other["outer"].items():
+                assert torch.equal(one["outer"][name], values), (step, name)
+
+
+def test_a_fit_that_ended_by_steps_has_looked_at_no_batch_that_a_longer_one_misses(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        pl = importlib.import_module(LIGHTNING)
+        saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1)
+        loader = Stateful((rank, 0, 1), 8)
+        trained = run_fit(
+            rank, world_size, lambda place: loader, callbacks=[saving], enable_checkpointing=True, max_steps=3
+        )
+        path = str(tmp_path / "step=3.ckpt")
+        again = run_fit(rank, world_size, lambda place: Stateful(place, 8), resume=path, max_steps=8)
+        return trained["common"]["batches"], again["common"]["batches"]
+
+    for first, second in run_processes(run, 2):
+        assert [noted[2] for noted in first + second] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

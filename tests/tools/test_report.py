@@ -50,6 +50,7 @@ class Play:
         compression: The compression, by its name.
         ahead: How far the clock of group 1 is ahead.
         says_exchange: Whether landings say which exchange ran; older records do not.
+        rate: The link rate that landings tell; None where they cannot tell it.
     """
 
     seconds: tuple[float, ...] = (STEP, STEP)
@@ -60,6 +61,7 @@ class Play:
     compression: str = "fp4"
     ahead: float = 0.0
     says_exchange: bool = True
+    rate: float | None = 1.0
 
     @property
     def after_arrival(self) -> float:
@@ -95,6 +97,7 @@ def landing(play: Play, fragment: int, step: int, launch: float, arrive: float, 
         "left_out": [],
         "outlying": [],
         "spans": spans,
+        "link_gbit_s": play.rate,
         "diagnostics": {"cosines": [0.8, 0.6, *[0.7] * (groups - 2)]},
         **({"exchange": "gather" if play.hop is None else "two_shot"} if play.says_exchange else {}),
     }
@@ -227,6 +230,14 @@ def test_a_run_that_hardly_waited_needs_no_change(tmp_path: Path) -> None:
     assert (verdict.limit, verdict.advice) == ("nothing", None)
     assert verdict.utilisation == 1
     assert verdict.sentences[0].startswith("Training kept computing for 100.0% of the time. Nothing held it back")
+
+
+def test_a_link_of_which_no_landing_could_tell_the_rate_is_given_none(tmp_path: Path) -> None:
+    verdict = judge(played(tmp_path, link=0.3, rate=None))
+    assert (verdict.limit, verdict.link, verdict.advice) == ("link", None, None)
+    told = " ".join(verdict.sentences)
+    assert "bit/s" not in told
+    assert "How fast the link is cannot be told" in told
 
 
 def test_a_slow_link_is_named_with_the_setting_that_helps(tmp_path: Path) -> None:

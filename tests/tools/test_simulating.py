@@ -141,7 +141,7 @@ def test_choices_replace_those_of_the_file(tmp_path: Path) -> None:
     assert len(result.groups) == 3
 
 
-@pytest.mark.parametrize("strategy", ["auto", "streaming_diloco"])
+@pytest.mark.parametrize("strategy", ["auto", "streaming_diloco", "streaming_diloco_ddp_fork"])
 def test_a_configuration_without_arguments_of_the_strategy_takes_the_defaults(strategy: str, tmp_path: Path) -> None:
     result = simulated(write(tmp_path, strategy=strategy), 2)
     assert result.settings.sync_every == 100

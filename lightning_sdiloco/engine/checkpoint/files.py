@@ -10,8 +10,10 @@ import io
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import fsspec
@@ -159,6 +161,18 @@ def saves(path: str) -> list[str]:
     return [os.path.basename(save.rstrip("/")) for save in found]
 
 
+def discard(path: str, save: str) -> None:
+    """Removes what this rank can see of a save that has failed. Other ranks may be doing the same."""
+    filesystem, folder = _folder(path)
+    if _is_local(filesystem):
+        shutil.rmtree(f"{folder}/{save}", ignore_errors=True)
+        with suppress(OSError):
+            os.rmdir(folder)  # if there is no other save in it
+    else:
+        with suppress(Exception):
+            filesystem.rm(f"{folder}/{save}", recursive=True)
+
+
 def remove_saves(path: str, names: Sequence[str]) -> None:
     """Removes some of the saves in the folder of a checkpoint file."""
     filesystem, folder = _folder(path)
@@ -247,8 +261,14 @@ def _write(path: str, save: str, name: str, data: bytes) -> None:
 def _write_file(filesystem: fsspec.AbstractFileSystem, target: str, data: bytes) -> None:
     if _is_local(filesystem):
         # Not in a transaction, which would write to the system's temporary folder first.
-        filesystem.pipe_file(f"{target}.part", data)
-        os.replace(f"{target}.part", target)
+        part = f"{target}.part"
+        try:
+            filesystem.pipe_file(part, data)
+            os.replace(part, target)
+        except OSError:
+            with suppress(OSError):
+                os.remove(part)
+            raise
     else:
         with filesystem.transaction, filesystem.open(target, "wb") as file:
             file.write(data)
@@ -261,5 +281,6 @@ def _read(path: str, save: str, name: str) -> bytes:
     except FileNotFoundError as error:
         raise ValueError(
             f"The checkpoint {path} needs {folder}/{save}/{name}, which is not there. The folder {folder} belongs to"
-            " the checkpoint file: move or copy both. Without it, start a new fit from the weights of the file."
+            " the checkpoint file: move or copy both. With resumable_checkpoints='newest' only the newest checkpoint of"
+            " a run has one. Without it, start a new fit from the weights of the file."
         ) from error

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +14,9 @@ from lightning_sdiloco.engine.checkpoint import files
 from lightning_sdiloco.engine.checkpoint.optimizer_state import own_state, take_up_state
 
 State = dict[str, Any]
+Written = TypeVar("Written")
+
+_ADVICE = "Older checkpoints stand. Make room on the disk."
 
 
 class Saved(NamedTuple):
@@ -23,17 +26,24 @@ class Saved(NamedTuple):
         path: The checkpoint file, the same on all ranks.
         header: What the checkpoint file must say of its folder, under `files.KEY`.
         older: On rank 0, the names of earlier saves in the folder, to be removed once the checkpoint file is written.
+        entries: The files of all ranks, as the manifest knows them.
     """
 
     path: str
     header: dict[str, Any]
     older: list[str]
+    entries: list[files.Entry]
 
 
 def write_ranks(
-    path: str, topology: Topology, state: Mapping[str, Any], layout: Mapping[str, int], settings: Mapping[str, str]
+    path: str,
+    topology: Topology,
+    state: Mapping[str, Any],
+    layout: Mapping[str, int],
+    settings: Mapping[str, str],
+    advice: str = _ADVICE,
 ) -> Saved:
-    """Writes the files of all ranks and the manifest; see [Note: the order of a save]. All ranks must call it.
+    """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it.
 
     Args:
         path: The checkpoint file, of which that of rank 0 counts.
@@ -41,14 +51,17 @@ def write_ranks(
         state: What this rank holds.
         layout: What must be the same if ranks are to read their own files.
         settings: The settings as text, without which it cannot be resumed exactly.
+        advice: What to do if it cannot be saved.
+
+    Raises:
+        OSError: On all ranks, if one could not write. Nothing is left of the save, and older checkpoints stand.
     """
     world, rank = topology.world, topology.rank
     # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
     path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
     older = files.saves(path) if rank == 0 else []
-    entry = files.write_rank(path, save, rank, state)
     # Gathering waits until all files are there.
-    entries = world.all_gather_object(entry)
+    entries = _by_all(path, save, topology, lambda: files.write_rank(path, save, rank, state), advice)
     header = {
         "format": files.FORMAT,
         "save": save,
@@ -56,9 +69,49 @@ def write_ranks(
         "layout": dict(layout),
         "settings": dict(settings),
     }
-    if rank == 0:
-        files.write_manifest(path, header, entries)
-    return Saved(path, header, [name for name in older if name != save])
+    return Saved(path, header, [name for name in older if name != save], entries)
+
+
+def write_common_file(saved: Saved, topology: Topology, write: Callable[[], None], advice: str = _ADVICE) -> None:
+    """Writes the manifest, and then what all groups have in common. All ranks must call it.
+
+    Args:
+        saved: What `write_ranks` returned.
+        topology: The ranks.
+        write: Writes the checkpoint file.
+        advice: What to do if it cannot be saved.
+
+    Raises:
+        OSError: As `write_ranks` does.
+    """
+
+    def write_both() -> None:
+        if topology.rank == 0:
+            files.write_manifest(saved.path, saved.header, saved.entries)
+        write()
+
+    _by_all(saved.path, saved.header["save"], topology, write_both, advice)
+
+
+def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Written], advice: str) -> list[Written]:
+    """Writes on all ranks, and returns what they return; raises on all of them if one cannot, as on a full disk."""
+    failure: Exception | None = None
+    written: Written | None = None
+    try:
+        written = write()
+    except Exception as error:
+        failure = error
+    told = topology.world.all_gather_object((written, failure and f"{type(failure).__name__}: {failure}"))
+    failed = [(rank, error) for rank, (_, error) in enumerate(told) if error is not None]
+    if failed:
+        files.discard(path, save)
+        if failure is not None and not isinstance(failure, (OSError, RuntimeError)):
+            raise failure
+        raise OSError(
+            f"The checkpoint {path} could not be saved: {'; '.join(f'rank {rank}: {error}' for rank, error in failed)}."
+            f" Nothing is left of it. {advice}"
+        ) from failure
+    return [one for one, _ in told]
 
 
 def write_own(
@@ -111,11 +164,15 @@ def save(
         inner_optimizers: The optimizers of the training loop.
     """
     saved = write_own(path, topology, settings, state, inner_optimizers)
-    if topology.rank == 0:
-        files.write_checkpoint(saved.path, {"state_dict": dict(outer), files.KEY: saved.header})
-        files.remove_saves(saved.path, saved.older)
+
+    def write() -> None:
+        if topology.rank == 0:
+            files.write_checkpoint(saved.path, {"state_dict": dict(outer), files.KEY: saved.header})
+
     # No rank returns before the checkpoint is there.
-    topology.world.all_gather_object(None)
+    write_common_file(saved, topology, write)
+    if topology.rank == 0:
+        files.remove_saves(saved.path, saved.older)
 
 
 def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Sequence[Optimizer]) -> State:

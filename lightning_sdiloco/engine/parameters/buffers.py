@@ -78,6 +78,11 @@ class FragmentBuffers:
         """Overwrites all local buffers with the outer ones."""
         self.mix(0.0, range(len(self._local)))
 
+    def write_values(self, values: Mapping[int, Tensor]) -> None:
+        """Overwrites local buffers with other values, by index."""
+        for index, buffer in values.items():
+            self._local[index].copy_(buffer)
+
     def named(self) -> dict[str, Tensor]:
         """Returns the outer buffers by name."""
         return dict(zip(self.names, self.outer, strict=True))

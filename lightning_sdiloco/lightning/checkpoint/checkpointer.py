@@ -7,7 +7,15 @@ from typing import Any
 from torch import nn
 
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import Restart, StreamingDiLoCo, clean_name, files, restart_from, write_ranks
+from lightning_sdiloco.engine import (
+    Restart,
+    StreamingDiLoCo,
+    clean_name,
+    files,
+    restart_from,
+    write_common_file,
+    write_ranks,
+)
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.logged_metrics import load_metrics_state_dict, metrics_state_dict
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat
@@ -50,6 +58,8 @@ class Checkpointer:
         self._random_state: dict[str, Any] | None = None
         # The checkpoints of this run that still exist.
         self._standing: tuple[str, ...] = ()
+        # Those that it saved itself.
+        self._saved: tuple[str, ...] = ()
         self._placing: Placing | None = None
 
     @property
@@ -226,24 +236,52 @@ class Checkpointer:
 
     def _save_with_all(self, state: dict[str, Any], checkpoint: Checkpoint, path: Any, write: Write) -> None:
         """Saves together with all ranks; see [Note: the order of a save]."""
-        path, header, older = write_ranks(str(path), self._topology, state, self._layout(), self._settings())
-        if self._trainer.is_global_zero:
-            self._placing = self._placing or Placing(self._trainer.strategy.checkpoint_io)
-            self._placing.announce(header["save"], older)
-        checkpoint = {**checkpoint, files.KEY: header}
-        write(checkpoint, path)
-        self._format.after_write(checkpoint, path, self._topology, self._placing)
+        saved = write_ranks(str(path), self._topology, state, self._layout(), self._settings(), self._advice)
+
+        def write_common() -> None:
+            if self._trainer.is_global_zero:
+                self._placing = self._placing or Placing(self._trainer.strategy.checkpoint_io)
+                self._placing.announce(saved.header["save"], saved.older, self._replaced_by(saved.path))
+            write({**checkpoint, files.KEY: saved.header}, saved.path)
+
+        write_common_file(saved, self._topology, write_common, self._advice)
+        path = saved.path
+        self._format.after_write({files.KEY: saved.header}, path, self._topology, self._placing)
         self._note_standing(path)
+        self._saved = (*(other for other in self._saved if other != path), path)
+
+    def _replaced_by(self, path: str) -> list[str]:
+        """Returns the checkpoints of this run that lose their folders to the one that is about to be saved."""
+        newest_only = self._options.options.resumable_checkpoints == "newest"
+        return [other for other in self._saved if other != path] if newest_only else []
+
+    @property
+    def _advice(self) -> str:
+        return (
+            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer checkpoints: save_top_k of"
+            " ModelCheckpoint, and resumable_checkpoints='newest' of the strategy."
+        )
 
     def _save_alone(self, state: dict[str, Any], path: str) -> None:
-        entry = files.write_rank(path, "exception", self._trainer.global_rank, state)
+        try:
+            kept = files.write_rank(path, "exception", self._trainer.global_rank, state).name
+        except OSError as error:
+            files.discard(path, "exception")
+            _log.warning(
+                "After an exception this rank cannot keep its state: %s. Resume from %s.", error, self._last_standing
+            )
+            return
         _log.warning(
             "After an exception this rank kept its own state in %s beside %s, which cannot be resumed: other ranks may"
             " be at another step. Resume from %s.",
-            entry.name,
+            kept,
             path,
-            self._standing[-1] if self._standing else "an earlier run's checkpoint: this run had saved none",
+            self._last_standing,
         )
+
+    @property
+    def _last_standing(self) -> str:
+        return self._standing[-1] if self._standing else "an earlier run's checkpoint: this run had saved none"
 
     def _note_standing(self, path: str) -> None:
         self._standing = (*(other for other in self._standing if other != path), path)
@@ -271,6 +309,7 @@ class Checkpointer:
             remove: Removes what Lightning knows of it.
         """
         self._standing = tuple(other for other in self._standing if other != str(path))
+        self._saved = tuple(other for other in self._saved if other != str(path))
         if not self._trainer.is_global_zero:
             return
         if self._placing is not None:

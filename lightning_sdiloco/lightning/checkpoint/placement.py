@@ -27,7 +27,7 @@ class Placing:
             io = io.checkpoint_io
         self._io = io
         self._write: Callable[..., None] = io.save_checkpoint
-        self._older: dict[str, Sequence[str]] = {}
+        self._older: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
         self._lock = Lock()
         self._afterwards: dict[str, list[Callable[[], None]]] = {}
         self._undo = ExitStack()
@@ -37,18 +37,19 @@ class Placing:
         """Restores the CheckpointIO as it was."""
         self._undo.close()
 
-    def announce(self, save: str, older: Sequence[str]) -> None:
+    def announce(self, save: str, older: Sequence[str], replaced: Sequence[str] = ()) -> None:
         """Announces a save that is about to be handed to the CheckpointIO.
 
         Args:
             save: Its name.
             older: The saves in the same folder that are removed when the file of this one is in place.
+            replaced: Other checkpoint files, whose folders are removed then.
         """
-        self._older[save] = older
+        self._older[save] = older, replaced
 
-    def older_than(self, save: str) -> Sequence[str]:
-        """Returns the older saves announced with a save, for a checkpoint that no CheckpointIO writes."""
-        return self._older.pop(save, ())
+    def is_placed(self, save: str, path: str) -> None:
+        """Removes what was announced with a save, whose checkpoint no CheckpointIO has written."""
+        _remove_older(path, *self._older.pop(save, ((), ())))
 
     def remove(self, path: str, remove: Callable[[str], None]) -> None:
         """Removes a checkpoint file and its folder; if a thread is just writing them, as soon as they are written.
@@ -81,7 +82,7 @@ class Placing:
             with self._lock:
                 removals = self._afterwards.pop(path)
         if files.fingerprint(path) != before:
-            files.remove_saves(path, older)
+            _remove_older(path, *older)
         for removal in removals:
             removal()
 
@@ -92,3 +93,9 @@ class Placing:
         self._write(checkpoint, part or path, *args, **kwargs)
         if part is not None:
             files.take_place(part, path)
+
+
+def _remove_older(path: str, saves: Sequence[str], replaced: Sequence[str]) -> None:
+    files.remove_saves(path, saves)
+    for other in replaced:
+        files.remove_folder(other)

@@ -43,10 +43,15 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
     part = path.with_name(f"{path.name}.part")
     if group.rank == 0:
         _remove(part)
-    save(tensors, checkpoint_id=part, process_group=group.process_group)
-    if group.rank == 0:
-        torch.save(metadata, part / _METADATA)
-        take_place(part, path)
+    try:
+        save(tensors, checkpoint_id=part, process_group=group.process_group)
+        if group.rank == 0:
+            torch.save(metadata, part / _METADATA)
+            take_place(part, path)
+    except Exception:
+        if group.rank == 0:
+            _remove(part)
+        raise
 
 
 def make_room_for_file(path: Path) -> None:

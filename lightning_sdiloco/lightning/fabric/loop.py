@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine import (
     Landing,
+    Saved,
     StreamingDiLoCo,
     align_model,
     read_own,
@@ -157,15 +158,12 @@ class Loop:
         """Tells whether what a user saves or loads is this loop: an optimizer that was set up is part of it."""
         return isinstance(state, dict) and any(value is one for value in state.values() for one in self._optimizers)
 
-    def save(self, path: str, precision: dict[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
+    def save(self, path: str, precision: dict[str, Any]) -> Saved:
         """Writes the files of all ranks; see `write_ranks`.
 
         Args:
             path: The checkpoint file.
             precision: State of the precision plugin of this rank.
-
-        Returns:
-            Path, header and older saves.
         """
         engine = self.engine
         assert engine is not None, "there is nothing to save beside a checkpoint before training"

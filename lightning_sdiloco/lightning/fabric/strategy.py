@@ -6,6 +6,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -16,7 +17,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.algorithm import Fragment, Schedule
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import Landing, StreamingDiLoCo, files
+from lightning_sdiloco.engine import Landing, StreamingDiLoCo, files, write_common_file
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
 from lightning_sdiloco.lightning.collectives import waiting_for_all
 from lightning_sdiloco.lightning.fabric.loop import Loop
@@ -34,10 +35,7 @@ else:
     _Base = object
 
 # Arguments of a Trainer's strategy that say what a Trainer does.
-_OF_TRAINER = ("evaluate", "on_resume")
-
-# By the ends of the names under which the strategy is registered.
-_START_METHODS = {None: "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
+_OF_TRAINER = ("evaluate", "on_resume", "resumable_checkpoints")
 
 
 class FabricWorkerGroupStrategy(_Base):
@@ -113,11 +111,10 @@ class FabricWorkerGroupStrategy(_Base):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the name, and one for each way to start processes, unless they are registered already."""
-        for suffix, start_method in _START_METHODS.items():
-            name = cls.strategy_name if suffix is None else f"{cls.strategy_name}_{suffix}"
+        """Registers the name and its variants, unless they are registered already."""
+        for name, arguments in WholeModel.variants(cls.strategy_name).items():
             if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=cls.description, start_method=start_method)
+                strategy_registry.register(name, cls, description=cls.description, **arguments)
 
     # What users call and read
 
@@ -133,15 +130,17 @@ class FabricWorkerGroupStrategy(_Base):
     def evaluate(self) -> Iterator[None]:
         """Shows the outer model inside a ``with`` block, the same in all groups, and then the local one again.
 
-        Collective within a worker group.
+        Until every fragment has landed once it shows the mean of the groups, because nobody has trained the outer model
+        by then. So all ranks must call it.
         """
         engine = self.engine
         if engine is None or engine.is_finished:
             yield
             return
+        mean = engine.group_mean() if engine.steps_in_rounds < engine.schedule.first_round else None
         # A forward pass without gradients makes DistributedDataParallel skip the buffers of the next training step.
         due = [wrapped.require_forward_param_sync for wrapped in self._wrapped]
-        with engine.evaluate():
+        with engine.evaluate(mean):
             yield
         for wrapped, is_due in zip(self._wrapped, due, strict=True):
             wrapped.require_forward_param_sync = is_due
@@ -221,16 +220,17 @@ class FabricWorkerGroupStrategy(_Base):
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks, and explains what may be wrong if they do not come."""
-        with waiting_for_all(self._groups.topology, args, self.engine):
+        with waiting_for_all(self._groups, args, self.engine):
             super().barrier(*args, **kwargs)
 
     # Checkpoints hold the outer model, and beside it a file per rank
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        if not self._loop.trains(module):
+        engine = self.engine
+        if engine is None or not self._loop.trains(module):
             return super().get_module_state_dict(module)
-        with self.evaluate():
+        with engine.evaluate():
             state = super().get_module_state_dict(module)
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
@@ -239,10 +239,12 @@ class FabricWorkerGroupStrategy(_Base):
         if self.engine is None or not self._loop.is_saved_with(state):
             super().save_checkpoint(path, state, *args, **kwargs)
             return
-        path, header, older = self._loop.save(str(path), self.precision.state_dict())
-        super().save_checkpoint(path, {**state, files.KEY: header}, *args, **kwargs)
+        saved = self._loop.save(str(path), self.precision.state_dict())
+        state = {**state, files.KEY: saved.header}
+        write = partial(super().save_checkpoint, saved.path, state, *args, **kwargs)
+        write_common_file(saved, self.topology, write)
         if self.is_global_zero:
-            files.remove_saves(path, older)
+            files.remove_saves(saved.path, saved.older)
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:

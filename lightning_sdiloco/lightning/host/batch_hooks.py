@@ -12,14 +12,17 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_sdiloco.lightning.collectives import in_batch
+from lightning_sdiloco.lightning.host.group_collectives import keep_in_group
 from lightning_sdiloco.lightning.host.patching import replace
+from lightning_sdiloco.lightning.monitor.scalars import fitting
 from lightning_sdiloco.lightning.requests import MOST_CHECKPOINTS, Request, Requests
 from lightning_sdiloco.lightning.signals import Signals, listen_without_fit
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+
+# Columns that a bar of Rich takes for all but the metrics.
+_BESIDE_METRICS = 66
 
 
 def replace_batch_hooks(
@@ -59,12 +62,10 @@ def replace_batch_hooks(
         replace(undo, saver, "_monitor_candidates", partial(_mean_candidates, saver._monitor_candidates, groups))
     for saver in _those_with(trainer, "_save_last_checkpoint"):
         replace(undo, saver, "_save_last_checkpoint", partial(_save_last, saver._save_last_checkpoint, groups))
-    for metric in (part for part in trainer.lightning_module.modules() if isinstance(part, Metric)):
-        if metric.dist_sync_fn is None and metric.process_group is None:
-            replace(undo, metric, "dist_sync_fn", _GatherMetric(trainer.lightning_module, groups))
+    keep_in_group(undo, trainer, groups.topology)
     if trainer.progress_bar_callback is not None:
         bar = trainer.progress_bar_callback
-        replace(undo, bar, "get_metrics", partial(_progress, bar.get_metrics, progress))
+        replace(undo, bar, "get_metrics", partial(_progress, bar, bar.get_metrics, progress))
 
 
 def replace_signal_handlers(undo: ExitStack, trainer: Any) -> None:
@@ -124,25 +125,13 @@ def _save_last(original: Callable[..., None], groups: WorkerGroups, *args: Any) 
         original(*args)
 
 
-class _GatherMetric:
-    """Gathers a state of a torchmetrics metric: over the worker group inside a batch, over all ranks otherwise."""
-
-    def __init__(self, module: Any, groups: WorkerGroups) -> None:
-        self._module = module
-        self._groups = groups
-
-    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
-        if group is None and in_batch(self._module):
-            group = self._groups.topology.in_group.process_group
-        return list(gather_all_tensors(value, group))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherMetric":
-        # A copy of the module shares this object, which must copy neither the module nor the process groups.
-        return self
-
-
 def _progress(
-    original: Callable[..., dict[str, Any]], progress: Callable[[], dict[str, str]], *args: Any
+    bar: Any, original: Callable[..., dict[str, Any]], progress: Callable[[], dict[str, str]], *args: Any
 ) -> dict[str, Any]:
-    """Returns the metrics of a progress bar, with the outer step and the fragments in flight."""
-    return {**original(*args), **progress()}
+    """Returns the metrics of a progress bar, with the outer step and the fragments in flight.
+
+    Rich puts metrics into a column beside the bar, which grows by a line for every few words.
+    """
+    console = getattr(getattr(bar, "progress", None), "console", None)
+    entries = progress()
+    return {**original(*args), **(entries if console is None else fitting(entries, console.width - _BESIDE_METRICS))}

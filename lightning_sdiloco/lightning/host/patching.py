@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, partial, reduce
+from types import ModuleType
 from typing import Any, Literal
 
 _log = logging.getLogger(__name__)
@@ -71,12 +72,15 @@ _MESH = "configure_model gets no device mesh of its worker group"
 _STARTED = "processes are started in another way than start_method says"
 _SIMULATED = "sdiloco simulate does not run"
 _BY_CLOCK = "validation that goes by the clock is not refused, and worker groups wait for each other in it"
+_SHOWN = "validation sees the local model of each worker group, and callbacks that swap weights in it break training"
+_COMPUTED = "a metric that is computed in a batch waits for all worker groups"
 _BROADCAST = "all worker groups may wait for each other before every batch"
 _SAVED_BY_TIME = "a train_time_interval of a checkpoint makes all worker groups wait for each other after every batch"
 
 _CONNECTOR = "trainer._signal_connector"
 _FIT_LOOP = "trainer.fit_loop"
 _EPOCH_LOOP = "trainer.fit_loop.epoch_loop"
+_VAL_LOOP = "trainer.fit_loop.epoch_loop.val_loop"
 _MODULE = "trainer.lightning_module"
 _STRATEGY = "trainer.strategy"
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
@@ -110,6 +114,7 @@ REGISTER = (
     HostName(_FIT_LOOP, "on_advance_end", "patched", _SAME_END),
     # Batches and epochs
     HostName(_FIT_LOOP, "setup_data", "patched", _UNEVEN),
+    HostName(_FIT_LOOP, "on_save_checkpoint", "patched", "the state of a loader is saved a batch ahead of training"),
     HostName(_FIT_LOOP, "_data_fetcher", "used", _UNEVEN),
     HostName(_FIT_LOOP, "_combined_loader", "used", _UNEVEN),
     HostName(_FETCHERS, "_DataLoaderIterDataFetcher", "used", _UNEVEN),
@@ -118,6 +123,11 @@ REGISTER = (
     HostName(_EPOCH_LOOP, "_num_ready_batches_reached", "used", "worker groups do not end an epoch together"),
     HostName(_EPOCH_LOOP, "_should_check_val_fx", "patched", "worker groups do not validate after the same batch"),
     HostName(_EPOCH_LOOP, "_should_check_val_epoch", "used", "worker groups do not validate after the same batch"),
+    *(
+        HostName(loop, name, "patched", _SHOWN)
+        for loop in (_VAL_LOOP, "trainer.validate_loop", "trainer.test_loop", "trainer.predict_loop")
+        for name in ("run", "on_run_start")
+    ),
     HostName(_EPOCH_LOOP, "_should_accumulate", "used", _IDLE),
     HostName(_EPOCH_LOOP, "_batches_that_stepped", "used", "landings are logged at other steps than the user's own"),
     HostName(_EPOCH_LOOP, "_warning_cache", "used", _IDLE),
@@ -127,6 +137,7 @@ REGISTER = (
     HostName(_FIT_LOOP, "restarted_mid_epoch", "used", _EPOCHS),
     HostName(_FIT_LOOP, "reset_restart_stage", "used", _EPOCHS),
     HostName(_FIT_LOOP, "is_resuming", "used", _EPOCHS, optional=True, first="2.5.3"),
+    HostName(_EPOCH_LOOP, "run", "patched", _UNEVEN),
     HostName(_EPOCH_LOOP, "reset", "patched", _EPOCHS),
     HostName(_EPOCH_LOOP, "advance", "patched", _EPOCHS),
     HostName(_EPOCH_LOOP, "restarted_on_train_batch_end", "used", _EPOCHS),
@@ -142,7 +153,7 @@ REGISTER = (
     HostName(_METRIC, "_forward_cache", "used", _METRICS),
     HostName(_METRIC, "_update_count", "used", _METRICS),
     HostName(_METRIC, "_defaults", "used", _METRICS),
-    HostName(_METRIC, "dist_sync_fn", "patched", "a metric that is computed in a batch waits for all worker groups"),
+    HostName("torchmetrics.metric", "gather_all_tensors", "patched", _COMPUTED),
     # Callbacks
     HostName("ModelCheckpoint", "on_train_batch_end", "patched", "worker groups save at different steps"),
     HostName("ModelCheckpoint", "_train_time_interval", "used", _SAVED_BY_TIME),
@@ -234,7 +245,7 @@ def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
         undo: Puts the attribute back when it is closed.
         target: The object.
         name: Name of the attribute, which the register must have. One that is optional and missing is left alone.
-        value: What takes its place.
+        value: The function that takes its place. Who copies or pickles the object meanwhile does not see it.
 
     Raises:
         ValueError: If the object has no such attribute: nobody would read what takes its place.
@@ -248,7 +259,22 @@ def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
         undo.callback(setattr, target, name, vars(target)[name])
     else:
         undo.callback(vars(target).pop, name, None)
-    setattr(target, name, value)
+    setattr(target, name, value if isinstance(target, (type, ModuleType)) else _Replacement(target, name, value))
+
+
+class _Replacement(partial[Any]):
+    """A function in the place of a method, of which copies and pickles of the object have the method itself."""
+
+    replaced: tuple[Any, str]
+
+    def __new__(cls, target: Any, name: str, value: Any) -> "_Replacement":
+        replacement = super().__new__(cls, value)
+        replacement.replaced = target, name
+        return replacement
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        # As for a bound method. The copy has no attributes of its own yet when this is called for it.
+        return getattr, self.replaced
 
 
 # Where names are looked for

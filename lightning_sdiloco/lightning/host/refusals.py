@@ -1,14 +1,18 @@
 """Refuses trainers that would leave worker groups with different models, or waiting for each other in vain.
 
+Where Lightning refuses or fails by itself and would advise DDP, what it says is replaced too.
+
 [Note: callbacks by name] Callbacks are recognised by the names of their classes and base classes, and not with
 `isinstance`. There are two distributions of Lightning, each with classes of its own; one of them may not be installed,
 and older versions lack some of these classes.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection, Iterable
 from typing import Any
 
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+_UNUSED = "Expected to have finished reduction in the prior iteration"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning's ModelParallelStrategy
 
 
@@ -76,6 +80,48 @@ def refuse_divided(optimizers: Iterable[Any]) -> None:
                 " also between worker groups, which train apart. Return the optimizer that it divides from"
                 " configure_optimizers instead."
             )
+
+
+def refuse_in_notebook(host: Any, names: Collection[str]) -> None:
+    """Refuses to start processes in a notebook in a way that would run a script again. Lightning advises DDP there.
+
+    Args:
+        host: Lightning's strategy, with its launcher.
+        names: The names under which it is registered.
+
+    Raises:
+        ValueError: If it is about to.
+    """
+    # Lightning decides alike.
+    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    launcher = host.launcher
+    if is_interactive and launcher is not None and not launcher.is_interactive_compatible:
+        name = "_".join((host.strategy_name, "notebook"))
+        raise ValueError(
+            f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an interactive interpreter,"
+            " which has no script that they could run. "
+            + (
+                f"Write strategy={name!r}, or give the strategy start_method='fork'."
+                if name in names
+                else "Run your code as a script."
+            )
+        )
+
+
+def advise_on_unused(exception: BaseException, name: str) -> None:
+    """Replaces what torch says of parameters without a gradient, before Lightning does so and advises DDP.
+
+    Args:
+        exception: The exception that ends a fit.
+        name: The name of the strategy.
+    """
+    advice = (
+        "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+        " training_step. If this is intentional, DistributedDataParallel must look for them in every step: write"
+        f" strategy='{name}_find_unused_parameters_true', or give the strategy"
+        " ddp_kwargs={'find_unused_parameters': True}."
+    )
+    exception.args = tuple(advice if _UNUSED in str(part) else part for part in exception.args)
 
 
 def _refuse_epoch_for_statistics(trainer: Any, callback: Any) -> None:

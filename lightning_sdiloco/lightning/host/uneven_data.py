@@ -1,11 +1,12 @@
 """Makes worker groups with unequal numbers of batches end every epoch together, for the time of a fit.
 
 [Note: uneven data] Where lengths are known, all ranks agree on the smallest when Lightning loads the data. Where they
-are not, or a loader ends before the length that it announced, a group that runs out of batches asks for the end of the
-epoch, and the request travels with its next launch. Until that launch lands the group makes idle batches: Lightning
-gets None, which it takes for a batch without training. Idle batches count like those of the other groups, as inner
-steps and as global steps, so that whatever happens every so many steps happens in all groups after the same one. The
-batch in which the launch lands becomes the last of the epoch in all groups.
+are not, or a loader ends before the length that it announced, a group that runs out of batches waits for the others.
+Where all have run out, the epoch is over. If not, it asks for the end of the epoch, and the request travels with its
+next launch; it follows the others with idle batches: Lightning gets None, which it takes for a batch without training.
+Idle batches count like those of the group that trains in them, as inner steps and as global steps, so that whatever
+happens every so many steps happens in all groups after the same one. The batch in which the launch lands becomes the
+last of the epoch in all groups. See also [Note: the end of an epoch].
 """
 
 import logging
@@ -15,30 +16,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.lightning.host.ended_data import Epochs, Fetcher, run_epoch, saved_loop
 from lightning_sdiloco.lightning.host.patching import replace
-from lightning_sdiloco.lightning.requests import Request, Requests
 
 _log = logging.getLogger(__name__)
 
 # What Lightning calls the barrier before all comparisons of loaders.
 _LOADED = "train_dataloader()"
-_YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
-
-
-class Epochs(NamedTuple):
-    """What it takes to end an epoch together.
-
-    Attributes:
-        trainer: The trainer that is about to fit.
-        topology: The ranks.
-        requests: What one rank asks for and all do.
-        counts: Returns whether inner steps are counted: a tuner removes the callback that counts them.
-    """
-
-    trainer: Any
-    topology: Topology
-    requests: Requests
-    counts: Callable[[], bool]
 
 
 def end_epochs_together(undo: ExitStack, epochs: Epochs) -> None:
@@ -49,11 +33,14 @@ def end_epochs_together(undo: ExitStack, epochs: Epochs) -> None:
         epochs: The trainer, and the ranks that end its epochs together.
     """
     if epochs.topology.num_groups > 1:
-        trainer, loop = epochs.trainer, epochs.trainer.fit_loop
+        loop = epochs.trainer.fit_loop
         replace(undo, loop, "setup_data", partial(_setup_data, epochs, loop.setup_data))
+        save = loop.on_save_checkpoint
+        replace(undo, loop, "on_save_checkpoint", lambda: saved_loop(loop._data_fetcher, save()))
         epoch_loop = loop.epoch_loop
-        should_validate = partial(_should_validate, trainer, epoch_loop._should_check_val_fx)
+        should_validate = partial(_should_validate, epochs, epoch_loop._should_check_val_fx)
         replace(undo, epoch_loop, "_should_check_val_fx", should_validate)
+        replace(undo, epoch_loop, "run", partial(run_epoch, epochs, epoch_loop.run))
 
 
 # Idle batches, and the end of an epoch
@@ -93,111 +80,48 @@ def end_epoch(trainer: Any) -> None:
 
 
 def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
-    """Drops metrics of the epoch that ranks without a batch do not have: their reduction would hang.
+    """Drops metrics of the epoch whose reduction over all ranks would wait in vain for ranks that did not log them.
 
     All ranks must call it, at the end of every epoch: in an epoch of known length, no group knows that another had no
-    batch.
+    batch. What is not reduced stays with the ranks that logged it.
     """
     results = trainer.fit_loop.epoch_loop._results
-    logged = [key for key, metric in results.items() if metric.meta.on_epoch and not metric.has_reset]
+    logged = [key for key, result in results.items() if _is_reduced_by_epoch(result)]
     common = set.intersection(*map(set, topology.world.all_gather_object(logged)))
     dropped = [key for key in logged if key not in common]
     for key in dropped:
         del results[key]
     if dropped and topology.group_rank == 0:
         _log.warning(
-            "A worker group had no batch in epoch %d, so what the others logged for the epoch is dropped: %s.",
-            trainer.current_epoch,
+            "Not every rank logged %s in epoch %d, where a reduction would wait for those without: dropped. Log it on"
+            " every rank, or without sync_dist on one. A worker group without a batch in an epoch logs nothing.",
             ", ".join(dropped),
+            trainer.current_epoch,
         )
 
 
-def _should_validate(trainer: Any, original: Callable[[Any], bool], fetcher: Any) -> bool:
+def _is_reduced_by_epoch(result: Any) -> bool:
+    if not result.meta.on_epoch or result.has_reset:
+        return False
+    if result.is_tensor:
+        return bool(result.meta.sync.should and not result.meta.sync.rank_zero_only)
+    # A metric gathers its own states.
+    return bool(getattr(result.value, "sync_on_compute", True))
+
+
+def _should_validate(epochs: Epochs, original: Callable[[Any], bool], fetcher: Any) -> bool:
     """Decides as Lightning does, and also validates after an epoch with fewer batches than were announced."""
-    loop = trainer.fit_loop.epoch_loop
+    trainer, loop = epochs.trainer, epochs.trainer.fit_loop.epoch_loop
     early = loop.batch_progress.is_last_batch and loop.batch_progress.current.ready < trainer.num_training_batches
-    return original(fetcher) or (early and _validates_by_share(trainer) and loop._should_check_val_epoch())
+    due = original(fetcher) or (early and _validates_by_share(trainer) and loop._should_check_val_epoch())
+    if due:
+        epochs.meet()
+    return bool(due)
 
 
 def _validates_by_share(trainer: Any) -> bool:
     by_time = getattr(trainer, "_val_check_time_interval", None) is not None
     return isinstance(trainer.val_check_interval, float) and not by_time
-
-
-class _Fetcher:
-    """Hands out what a data fetcher of Lightning does, and None if that has nothing left before the epoch is over.
-
-    Lightning reads and sets its attributes.
-
-    Args:
-        fetcher: Lightning's fetcher, already iterating.
-        length: The number of batches that all groups agreed on, if one is known.
-        epochs: The trainer, and the ranks that end its epochs together.
-    """
-
-    def __init__(self, fetcher: Any, length: int | None, epochs: Epochs) -> None:
-        self._fetcher = fetcher
-        # Lightning fetches ahead to know the last batch. Here nobody asks for that, and a loader's saved state would
-        # be one batch ahead of training.
-        self._ahead, fetcher.batches, fetcher.prefetch_batches = fetcher.batches, [], 0
-        self._length = length
-        self._epochs = epochs
-        self._start_profiler = fetcher._start_profiler
-        self._stop_profiler = fetcher._stop_profiler
-        self.fetched = 0
-        self.done = False
-
-    def __iter__(self) -> "_Fetcher":
-        iter(self._fetcher)
-        self._ahead = []
-        self.fetched = 0
-        self.done = False
-        return self
-
-    def __next__(self) -> tuple[Any, int, int]:
-        self._fetcher._start_profiler, self._fetcher._stop_profiler = self._start_profiler, self._stop_profiler
-        item = self._ahead.pop() if self._ahead else next(self._fetcher, None)
-        if item is None:
-            item = self._idle()
-        self.fetched += 1
-        self.done = self._length is not None and self.fetched >= self._length
-        return item
-
-    def _idle(self) -> tuple[Any, int, int]:
-        if not self._epochs.counts():
-            # A tuner removed the callback that counts, and trains a fixed number of steps on each rank, so the data
-            # starts again.
-            iter(self._fetcher)
-            ahead: tuple[Any, int, int] = next(self._fetcher)
-            return ahead
-        self._epochs.requests.ask(Request.END_EPOCH)
-        _say_that_it_waits(self._epochs.trainer, self._epochs.topology, self.fetched)
-        for logged in self._epochs.trainer.fit_loop.epoch_loop._results.values():
-            # Otherwise what the last batch logged would be logged again for this one.
-            logged._forward_cache = None
-        return None, self.fetched, 0
-
-    def teardown(self) -> None:
-        """Ends the workers of the loaders."""
-        self._fetcher.teardown()
-
-
-def _say_that_it_waits(trainer: Any, topology: Topology, batches: int) -> None:
-    said = trainer.fit_loop.epoch_loop._warning_cache
-    if _YIELDED_NONE in said:
-        return
-    # Lightning would warn of a batch that is None.
-    said.add(_YIELDED_NONE)
-    if topology.group_rank == 0:
-        _log.warning(
-            "Worker group %d has no more batches in epoch %d after %d. It makes idle batches until all groups end the"
-            " epoch together, after the landing of its next launch. They count as steps, for max_steps and learning"
-            " rates too. A loader with a length, or limit_train_batches as a number of batches, avoids them. This is"
-            " said once.",
-            topology.group_index,
-            trainer.current_epoch,
-            batches,
-        )
 
 
 # Known lengths
@@ -306,7 +230,7 @@ def _shorten(trainer: Any, agreed: int) -> None:
 def _end_after(epochs: Epochs, agreed: int | None) -> None:
     loop = epochs.trainer.fit_loop
     if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
-        loop._data_fetcher = _Fetcher(loop._data_fetcher, agreed, epochs)
+        loop._data_fetcher = Fetcher(loop._data_fetcher, agreed, epochs)
     elif agreed is not None:
         # It passes its iterator to training_step, which takes the batches: it can be shortened, but not yield None.
         loop._combined_loader.limits = [min(limit, agreed) for limit in loop._combined_loader.limits]

@@ -40,6 +40,15 @@ class ModelFormat(ABC):
     def base_arguments() -> dict[str, Any]:
         """Checks the arguments that only this format has, and returns those of Lightning's strategy."""
 
+    @staticmethod
+    def variants(name: str) -> dict[str, dict[str, Any]]:
+        """Returns the names under which a strategy is registered, each with its arguments.
+
+        Args:
+            name: The name of the strategy.
+        """
+        return {name: {}}
+
     # The shape of a group
 
     @abstractmethod

@@ -225,7 +225,7 @@ class ShardedModel(ModelFormat):
     @override
     def after_write(self, checkpoint: Checkpoint, path: Any, topology: Topology, placing: Placing | None) -> None:
         if self._in_folders and topology.group_index == 0 and placing is not None:
-            files.remove_saves(str(path), placing.older_than(checkpoint[files.KEY]["save"]))
+            placing.is_placed(checkpoint[files.KEY]["save"], str(path))
 
     @override
     def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:

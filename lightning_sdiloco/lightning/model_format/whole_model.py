@@ -60,8 +60,18 @@ class WholeModel(ModelFormat):
             precision_plugin: As for every Lightning strategy.
 
         Raises:
-            ValueError: If ``ddp_kwargs`` has something that the strategy itself sets.
+            ValueError: If there is no such start method, or ``ddp_kwargs`` has something that the strategy itself sets.
         """
+        if start_method not in ("popen", "spawn", "fork", "forkserver"):
+            raise ValueError(
+                f"start_method={start_method!r} is unknown: it must be 'popen', which runs the script again and is the"
+                " default, 'spawn', 'fork' or 'forkserver'. Choose one of them."
+            )
+        if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
+            raise ValueError(
+                f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a dictionary, with"
+                " arguments of DistributedDataParallel. Write ddp_kwargs={'find_unused_parameters': True}, for example."
+            )
         for name in ddp_kwargs or {}:
             if name in _NOT_FOR_DDP:
                 raise ValueError(
@@ -77,6 +87,17 @@ class WholeModel(ModelFormat):
             "checkpoint_io": checkpoint_io,
             "precision_plugin": precision_plugin,
             **(ddp_kwargs or {}),
+        }
+
+    @staticmethod
+    @override
+    def variants(name: str) -> dict[str, dict[str, Any]]:
+        # Those that Lightning has for DDP. Some packages look for "ddp" in the name.
+        return {
+            "_".join(filter(None, (start, method, unused))): {**_START_METHODS[method], **_UNUSED_PARAMETERS[unused]}
+            for start in (name, "_".join((name, "ddp")))
+            for method in _START_METHODS
+            for unused in _UNUSED_PARAMETERS
         }
 
     @override
@@ -123,10 +144,6 @@ class WholeModel(ModelFormat):
         group = topology.in_group.process_group
         host._ddp_kwargs["process_group"] = group
         _keep_hook_in_group(host, group)
-        for part in module.modules():
-            if isinstance(part, nn.SyncBatchNorm):
-                # Lightning makes them synchronise over all ranks, which would couple the groups at every step.
-                part.process_group = group
         wrapped = wrap(module)
         if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
@@ -196,6 +213,19 @@ class WholeModel(ModelFormat):
         # An optimizer without its state keeps the learning rate from which the schedulers go on.
         checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
 
+
+# Ends of names, with the arguments for which they stand.
+_START_METHODS: dict[str, dict[str, Any]] = {
+    "": {},
+    "spawn": {"start_method": "spawn"},
+    "fork": {"start_method": "fork"},
+    "notebook": {"start_method": "fork"},
+}
+_UNUSED_PARAMETERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "find_unused_parameters_false": {"ddp_kwargs": {"find_unused_parameters": False}},
+    "find_unused_parameters_true": {"ddp_kwargs": {"find_unused_parameters": True}},
+}
 
 # What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go to it.
 _NOT_FOR_DDP = frozenset(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import socket
 import time
 from collections.abc import Iterable
@@ -154,7 +155,10 @@ class StreamingDiLoCoMonitorMixin(_Base):
             final: Whether they belong to the exchange at the end of the fit.
         """
         for landing in landings if self._file is not None else ():
-            told = landing._asdict() | {"final": final, "link_gbit_s": landing.link_gbit_s}
+            rate, on_link_s = (
+                None if math.isnan(number) else number for number in (landing.link_gbit_s, landing.on_link_s)
+            )
+            told = landing._asdict() | {"final": final, "link_gbit_s": rate, "on_link_s": on_link_s}
             told["exchange"] = exchange_of(landing.spans)
             spans = {name: self._on_clock(span) for name, span in told.pop("spans").items()}
             diagnostics = told.pop("diagnostics")

@@ -38,6 +38,7 @@ class LandingRecord:
     Attributes:
         final: Whether it belonged to the exchange at the end of the fit.
         exchange: The exchange that ran, ``"gather"`` or ``"two_shot"``.
+        link_gbit_s: As of `lightning_sdiloco.Landing`; None where it could not be told.
         spans: As of `lightning_sdiloco.Landing`, on the clock of rank 0 in seconds since 1970.
     """
 
@@ -53,6 +54,7 @@ class LandingRecord:
     left_out: list[int]
     outlying: list[int]
     exchange: str
+    link_gbit_s: float | None
     spans: dict[str, Span]
     diagnostics: dict[str, Any] | None
 
@@ -209,7 +211,7 @@ def _take(rank: Rank, part: list[dict[str, Any]], correction: _Correction) -> No
         elif kind == "landing":
             spans = {name: correction.span(span) for name, span in told["spans"].items()}
             # Records of older versions do not say which exchange ran.
-            told = {"exchange": exchange_of(spans), **told, "spans": spans}
+            told = {"exchange": exchange_of(spans), "link_gbit_s": 0.0, **told, "spans": spans}
             rank.landings.append(LandingRecord(**{name: told[name] for name in LandingRecord.__dataclass_fields__}))
         elif kind == "validation":
             rank.validations.append(Validation(told["step"], correction.span(told["span"]), told["metrics"]))

@@ -71,19 +71,20 @@ class Interval:
         self._began = time.perf_counter()
         self._first_step = first_step
         self._waited = 0.0
-        self._peak = 0.0
+        self._peak = math.nan
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
         """Counts a landing, and returns the scalars of the round if the landing ends it, otherwise none."""
         self._waited += landing.exposed_wait_s
-        self._peak = max(self._peak, landing.link_gbit_s)
+        rates = [rate for rate in (self._peak, landing.link_gbit_s) if not math.isnan(rate)]
+        self._peak = max(rates, default=math.nan)
         if landing.landed_at - self._first_step < self._sync_every:
             return {}
         now = landing.spans["land"][1]
         utilisation = 1 - min(1.0, self._waited / (now - self._began))
         scalars = {"compute_utilisation": utilisation, "peak_gbit_s": self._peak}
-        self._began, self._first_step, self._waited, self._peak = now, landing.landed_at, 0.0, 0.0
-        return {_PREFIX + name: number for name, number in scalars.items()}
+        self._began, self._first_step, self._waited, self._peak = now, landing.landed_at, 0.0, math.nan
+        return {_PREFIX + name: number for name, number in scalars.items() if not math.isnan(number)}
 
 
 def shown(landing: Landing | None) -> dict[str, str]:
@@ -93,13 +94,28 @@ def shown(landing: Landing | None) -> dict[str, str]:
     return {"exposed_wait": f"{1000 * landing.exposed_wait_s:.3g} ms", "link": _rate(landing.link_gbit_s)}
 
 
+def fitting(entries: dict[str, str], columns: int) -> dict[str, str]:
+    """Returns as many entries of a progress bar as fit into a line, and at least the first.
+
+    >>> fitting({"outer_step": "12", "in_flight": "0", "link": "-"}, columns=27)
+    {'outer_step': '12', 'in_flight': '0'}
+    """
+    shown: dict[str, str] = {}
+    for name, value in entries.items():
+        columns -= len(f"{name}: {value} ") if shown else len(f"{name}: {value}")
+        if shown and columns < 0:
+            break
+        shown[name] = value
+    return shown
+
+
 def _rate(gbit_s: float) -> str:
     """Formats a rate with three digits and a unit that suits it.
 
-    >>> _rate(1.234), _rate(0.0456), _rate(0.0)
-    ('1.23 Gbit/s', '45.6 Mbit/s', '-')
+    >>> _rate(1.234), _rate(0.0456), _rate(0.0), _rate(math.nan)
+    ('1.23 Gbit/s', '45.6 Mbit/s', '-', '-')
     """
-    if gbit_s == 0:
+    if gbit_s == 0 or math.isnan(gbit_s):
         return "-"
     return f"{gbit_s:.3g} Gbit/s" if gbit_s >= 1 else f"{1000 * gbit_s:.3g} Mbit/s"
 

@@ -48,7 +48,7 @@ class Verdict:
         limit: What limited it most: ``nothing``, ``link``, ``groups``, ``background`` or, for one group, ``alone``.
         utilisation: Share of the time in which training did not wait, the mean over the ranks.
         causes: What training waited for, summed over the ranks.
-        link: The link as measured; None if nothing travelled.
+        link: The link as measured; None if nothing travelled, or the messages were always there before a rank waited.
         advice: Which setting to change; None if no setting would help, or the planner cannot tell.
         sentences: All of it in words.
     """
@@ -68,7 +68,11 @@ def judge(run: Run) -> Verdict:
     causes, link = causes_of(run), measured_link(run)
     limit = _limit(run, share, causes)
     advice = advise(run, link) if link is not None and limit in ("link", "background") else None
-    sentences = [*_what_limited(run, limit, share, causes, link), *_what_to_change(limit, advice), *_agreement(run)]
+    sentences = [
+        *_what_limited(run, limit, share, causes, link),
+        *_what_to_change(limit, advice, link),
+        *_agreement(run),
+    ]
     return Verdict(limit, share, causes, link, advice, sentences)
 
 
@@ -112,11 +116,14 @@ def _cause(landed: LandingRecord, others: list[LandingRecord]) -> Causes:
 
 
 def measured_link(run: Run) -> Link | None:
-    """Measures the rate at which the flights of the run went, on each hop from when all groups had sent."""
+    """Measures the rate at which the flights of the run went, on each hop from when all groups had sent.
+
+    Those of which nobody knows when their messages came tell nothing.
+    """
     bits = seconds = 0.0
     for _, landed, others in _with_others(run):
         on_link = _seconds_on_link(landed, others)
-        if landed.bytes_sent and on_link > 0:
+        if landed.link_gbit_s is not None and landed.bytes_sent and on_link > 0:
             bits, seconds = bits + 8 * landed.bytes_sent, seconds + on_link
     if seconds == 0:
         return None
@@ -242,9 +249,14 @@ def _shares(causes: Causes) -> str:
     return ", ".join(f"{seconds / total:.0%} was {words[name]}" for name, seconds in parts)
 
 
-def _what_to_change(limit: str, advice: Advice | None) -> list[str]:
+def _what_to_change(limit: str, advice: Advice | None, link: Link | None) -> list[str]:
     if limit not in ("link", "background"):
         return []
+    if link is None:
+        return [
+            "How fast the link is cannot be told: all messages were there before a rank began to wait for them, so the"
+            " planner cannot say what to change."
+        ]
     if advice is None:
         return ["The planner cannot tell what to change: it knows compressions by their names only."]
     if not advice.changes and advice.now >= planner.TARGET:

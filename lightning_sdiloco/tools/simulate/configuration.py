@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_sdiloco.lightning import WorkerGroupStrategy, check_class
+from lightning_sdiloco.lightning import WholeModel, WorkerGroupStrategy, check_class
 from lightning_sdiloco.tools.simulate.processes import SimulatedRank
 
 # For each distribution our module with its strategy, and the module with its LightningCLI.
@@ -127,7 +127,7 @@ class Configuration:
 def _arguments_of(trainer: Any) -> dict[str, Any]:
     """Returns the arguments of the chosen strategy."""
     strategy = trainer.strategy
-    if strategy in ("auto", "streaming_diloco"):
+    if isinstance(strategy, str) and strategy in ("auto", *WholeModel.variants("streaming_diloco")):
         return {}
     path = getattr(strategy, "class_path", None)
     cls = _class_named(path)

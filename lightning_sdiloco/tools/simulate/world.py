@@ -22,12 +22,13 @@ def simulated_topologies(groups: int, until: Until) -> list[Topology]:
         until: Lets the other threads have their turns until a condition holds.
     """
     tables: dict[int, _Meeting] = defaultdict(_Meeting)
-    words, sent, sent_on = ([0] * groups for _ in range(3))
+    words, places, sent, sent_on = ([0] * groups for _ in range(4))
     return [
         replace(
             topology,
             world=SimulatedWorld(topology.group_index, groups, tables, until),
             control=TurnTakingExchange(topology.control, topology.group_index, words, until),
+            progress=TurnTakingExchange(topology.progress, topology.group_index, places, until),
             exchange=TurnTakingExchange(topology.exchange, topology.group_index, sent, until),
             second_hop=TurnTakingExchange(topology.second_hop, topology.group_index, sent_on, until),
             # Each alone: what another group has to do first, it does when it has its turn.

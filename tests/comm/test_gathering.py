@@ -1,0 +1,45 @@
+"""Gathering with gradients inside a group gives the bits of ``torch.distributed.nn`` over a world of the same ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+
+from lightning_sdiloco.comm import Communicator
+from tests.ranks import run_ranks
+
+
+def derivatives(gather: Any, rank: int) -> list[Tensor]:
+    """Values, gradients and gradients of gradients of a function of what all ranks hold."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(3, 5, generator=generator, requires_grad=True)
+    gathered = gather(x)
+    loss = (gathered.sin() * (1 + rank + torch.arange(len(gathered)))[:, None, None]).square().sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    gradient.square().sum().backward()
+    assert x.grad is not None
+    return [gathered.detach(), gradient.detach(), x.grad]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group(size: int) -> None:
+    def grouped(rank: int, world_size: int) -> list[Tensor]:
+        groups = [dist.new_group(list(range(first, first + size))) for first in (0, size)]
+        return derivatives(Communicator(groups[rank // size]).all_gather_with_gradients, rank)
+
+    def alone(rank: int, world_size: int, first: int) -> list[Tensor]:
+        return derivatives(lambda x: torch.stack(all_gather(x)), first + rank)
+
+    ranks = run_ranks(grouped, 2 * size)
+    expected = [*run_ranks(alone, size, 0), *run_ranks(alone, size, size)]
+    for one, other in zip(ranks, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_single_rank_without_a_process_group_gathers_itself() -> None:
+    gathered, gradient, _ = derivatives(Communicator().all_gather_with_gradients, 0)
+    assert gathered.shape == (1, 3, 5)
+    assert gradient.abs().sum() > 0
