@@ -175,6 +175,7 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "exchange_backend": None,
         "timeout": "0:30:00",
         "on_resume": "exact",
+        "resumable_checkpoints": "all",
         "start_method": "popen",
         "ddp_kwargs": None,
         "process_group_backend": None,
