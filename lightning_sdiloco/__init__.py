@@ -9,6 +9,7 @@ from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.simulation import SimulatedGroups
+from lightning_sdiloco.engine.start import WorkerGroups
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "Schedule",
     "SimulatedGroups",
     "StreamingDiLoCo",
+    "WorkerGroups",
 ]
 
 # Importing a module of a distribution registers the strategy there. Both may be installed; without any, there is the
@@ -33,9 +35,15 @@ if find_spec("pytorch_lightning") is not None:
     from lightning_sdiloco import pytorch_lightning as pytorch_lightning
 if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning_sdiloco.lightning_pytorch import (
+        StreamingDiLoCoFabricStrategy,
         StreamingDiLoCoModelParallelStrategy,
         StreamingDiLoCoMonitor,
         StreamingDiLoCoStrategy,
     )
 
-    __all__ += ["StreamingDiLoCoModelParallelStrategy", "StreamingDiLoCoMonitor", "StreamingDiLoCoStrategy"]
+    __all__ += [
+        "StreamingDiLoCoFabricStrategy",
+        "StreamingDiLoCoModelParallelStrategy",
+        "StreamingDiLoCoMonitor",
+        "StreamingDiLoCoStrategy",
+    ]

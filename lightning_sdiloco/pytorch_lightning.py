@@ -1,5 +1,7 @@
 """The strategies, the monitor and the callback for ``pytorch_lightning``."""
 
+from lightning_fabric.strategies import STRATEGY_REGISTRY
+from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
@@ -8,6 +10,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from lightning_sdiloco.lightning import (
     Distribution,
+    FabricWorkerGroupStrategy,
     InnerStepHooks,
     LauncherMixin,
     ShardedModel,
@@ -52,6 +55,13 @@ class StreamingDiLoCoModelParallelStrategy(WorkerGroupStrategy, ModelParallelStr
     model_format = ShardedModel
 
 
+class StreamingDiLoCoFabricStrategy(FabricWorkerGroupStrategy, FabricDDPStrategy):
+    """See `FabricWorkerGroupStrategy`, of which this documentation is made."""
+
+    strategy_name = "streaming_diloco"
+    description = "Streaming DiLoCo over worker groups"
+
+
 class SimulatedStrategy(StreamingDiLoCoStrategy, SimulatedProcessesMixin, DDPStrategy):
     """The strategy of a worker group that ``sdiloco simulate`` runs as a thread."""
 
@@ -64,3 +74,4 @@ class Recorder(RecorderMixin, Callback):
 
 StreamingDiLoCoStrategy.register_strategies(StrategyRegistry)
 StreamingDiLoCoModelParallelStrategy.register_strategies(StrategyRegistry)
+StreamingDiLoCoFabricStrategy.register_strategies(STRATEGY_REGISTRY)

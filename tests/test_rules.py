@@ -203,8 +203,8 @@ def test_only_its_face_imports_a_distribution(distribution: str, face: str) -> N
 
 @pytest.mark.parametrize("module", of_rooms(*BELOW_LIGHTNING))
 def test_what_is_below_lightning_needs_torch_alone(module: str) -> None:
-    # typing_extensions comes with torch.
-    assert tops_of(module) <= {NAME, "torch", "typing_extensions"} | sys.stdlib_module_names
+    # typing_extensions and fsspec come with torch.
+    assert tops_of(module) <= {NAME, "torch", "typing_extensions", "fsspec"} | sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("module", sorted(WITHOUT_TENSORS))

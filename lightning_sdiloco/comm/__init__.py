@@ -10,7 +10,7 @@ from lightning_sdiloco.comm.exchange import DeviceBackend, Exchange, Unanswered
 from lightning_sdiloco.comm.exchange.on_device import nccl_on
 from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
 from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
-from lightning_sdiloco.comm.topology import STAGES, Topology, is_connected, mesh_of, store, world
+from lightning_sdiloco.comm.topology import STAGES, Topology, is_connected, mesh_of, ranks_in, store, world
 
 __all__ = [
     "Communicator",
@@ -25,6 +25,7 @@ __all__ = [
     "mesh_of",
     "nccl_on",
     "page_locked",
+    "ranks_in",
     "store",
     "to_device",
     "to_host",

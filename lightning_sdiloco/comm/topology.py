@@ -76,6 +76,11 @@ class Topology:
         """The ranks of this group, numbered as in the world."""
         return range(self.group_index * self.group_size, (self.group_index + 1) * self.group_size)
 
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the world."""
+        return self.ranks[self.group_rank]
+
     def is_stale(self) -> bool:
         """Returns whether the default process group is no longer the one for which this was made."""
         return self.world.process_group is not dist.group.WORLD
@@ -186,6 +191,11 @@ def is_connected() -> bool:
 def world() -> Communicator:
     """Returns a communicator of all ranks of the default process group."""
     return Communicator(dist.group.WORLD)
+
+
+def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
+    """Returns the ranks of a process group that somebody else has made, numbered as in the world."""
+    return list(dist.get_process_group_ranks(process_group))
 
 
 def store() -> Any:

@@ -8,10 +8,14 @@ through what a `Topology` holds.
 
 from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model, require_same_settings
 from lightning_sdiloco.engine.background import InlineBackground
+from lightning_sdiloco.engine.checkpoint import files
+from lightning_sdiloco.engine.checkpoint.files import random_state, set_random_state
+from lightning_sdiloco.engine.checkpoint.optimizer_state import own_state, take_up_state
+from lightning_sdiloco.engine.checkpoint.ranks import Saved, read_own, write_common_file, write_own, write_ranks
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span
-from lightning_sdiloco.engine.parameters.naming import clean_name, trainable
+from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
 from lightning_sdiloco.engine.restart import Restart, restart_from
 from lightning_sdiloco.engine.start import cut
@@ -21,20 +25,31 @@ __all__ = [
     "InlineBackground",
     "Landing",
     "Restart",
+    "Saved",
     "Span",
     "StreamingDiLoCo",
     "align_model",
     "clean_name",
     "cut",
+    "files",
     "is_aligned",
     "is_sharded",
     "like",
     "local",
+    "own_state",
     "part_of",
+    "random_state",
     "ranks_of",
+    "read_own",
     "require_same_model",
     "require_same_settings",
     "reshard",
     "restart_from",
+    "set_random_state",
+    "take_up_state",
     "trainable",
+    "unwrapped",
+    "write_common_file",
+    "write_own",
+    "write_ranks",
 ]

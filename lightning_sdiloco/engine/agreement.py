@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_sdiloco.algorithm import digest
-from lightning_sdiloco.comm import Communicator, Topology
+from lightning_sdiloco.comm import Communicator, Topology, ranks_in
 from lightning_sdiloco.engine.parameters.naming import clean_name
-from lightning_sdiloco.engine.parameters.sharding import described, is_sharded, local, reshard
+from lightning_sdiloco.engine.parameters.sharding import described, is_sharded, local, ranks_of, reshard
 
 
 def require_same_settings(settings: Mapping[str, str], world: Communicator) -> None:
@@ -48,6 +49,52 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
             f"The model differs between ranks: {shown}. All ranks must build the same model, with the same names,"
             " shapes and dtypes. Do not let its construction depend on the rank."
         )
+
+
+def require_own_group(model: nn.Module, topology: Topology) -> None:
+    """Refuses a model that is trained by other ranks than those of its worker group.
+
+    Args:
+        model: The model as it was given, with whatever wraps it or a part of it.
+        topology: The ranks of this group.
+
+    Raises:
+        ValueError: If a wrapper averages gradients over other ranks, or parameters are sharded over them.
+    """
+    for name, parameter in model.named_parameters():
+        if others := sorted(set(ranks_of(parameter)) - set(topology.ranks)):
+            raise ValueError(
+                f"The parameter {name!r} is sharded over ranks of several worker groups: {_listed(others)} do not"
+                f" belong to that of this rank. Shard the model over a mesh of {_listed(list(topology.ranks))}."
+            )
+    for name, part in model.named_modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
+            raise ValueError(
+                f"{_part(name)} is wrapped in FullyShardedDataParallel, which keeps flat parts of its parameters that"
+                " the worker groups cannot exchange by name. Use fully_shard over the ranks of the worker group."
+            )
+        ranks = ranks_in(part.process_group) if isinstance(part, DistributedDataParallel) else list(topology.ranks)
+        # A single rank without others, such as a simulated worker group, may count itself as any.
+        if ranks != list(topology.ranks) and max(len(ranks), topology.group_size) > 1:
+            raise ValueError(
+                f"{_part(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, and the worker group of"
+                f" this rank is {_listed(list(topology.ranks))}: gradients must be averaged inside the group and"
+                " nowhere else, or all groups train in step. Give the model unwrapped if groups have one rank, and"
+                " otherwise wrap it with DistributedDataParallel(model,"
+                f" process_group=WorkerGroups({topology.num_groups}).process_group). Fabric does so with"
+                " strategy='streaming_diloco'."
+            )
+
+
+def _part(name: str) -> str:
+    # The outermost module of a wrapper is the model itself, whatever the wrapper calls it.
+    own = ".".join(word for word in name.split(".") if word not in ("_orig_mod", "_forward_module"))
+    return f"The module {own!r} of the model" if own else "The model"
+
+
+def _listed(ranks: list[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 def align_model(model: nn.Module, topology: Topology) -> None:

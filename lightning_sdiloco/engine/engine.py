@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from datetime import timedelta
+from os import PathLike
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Absences, Fragment, OuterLRSchedule, OuterOptimizer, Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression, kernels_for
-from lightning_sdiloco.engine.agreement import require_same_settings
+from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
 from lightning_sdiloco.engine.background import Background, ThreadBackground
+from lightning_sdiloco.engine.checkpoint.ranks import load, place_of, require_own_state, save
 from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.offload import storage_for
@@ -25,7 +27,7 @@ from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_para
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
-from lightning_sdiloco.engine.start import agreed_fragments, align_ranks, cut, default_topology
+from lightning_sdiloco.engine.start import WorkerGroups, agreed_fragments, align_ranks, cut, default_topology
 
 
 class StreamingDiLoCo:
@@ -38,10 +40,10 @@ class StreamingDiLoCo:
 
     Args:
         model: The model that is trained; inside ``DistributedDataParallel`` if a worker group has several ranks.
-        worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per process.
+        worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per process. Or
+            `WorkerGroups`, whose process group the model is wrapped with.
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
-        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
-            ``sync_every``.
+        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.
         fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns matched
             against parameter names.
@@ -51,10 +53,8 @@ class StreamingDiLoCo:
             the number of groups and the compression.
         outer_lr: Learning rate of the outer Nesterov SGD; the paper's value by default.
         outer_momentum: Momentum of the outer Nesterov SGD.
-        outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
-            replaces the Nesterov SGD.
-        outer_lr_schedule: From the outer optimizer to a torch scheduler, which counts the rounds of each fragment; None
-            keeps the rate.
+        outer_optimizer: From the flat float32 shards, one per fragment, to an elementwise optimizer; replaces the SGD.
+        outer_lr_schedule: From the outer optimizer to a torch scheduler that counts each fragment's rounds; None: none.
         outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm; None clips nothing.
         outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
             is left out of the mean; None leaves out none.
@@ -62,7 +62,8 @@ class StreamingDiLoCo:
         offload: Whether outer parameters and outer momentum rest in page-locked memory of the host, so that the device
             holds those in flight only; ``"auto"``: where the device is CUDA. It changes no bit.
         timeout: How long a fragment may be in flight.
-        inner_optimizers: The optimizers of the training loop; their state is dropped where it is not finite.
+        inner_optimizers: The optimizers of the training loop; `save` keeps their state, and it is dropped where it is
+            not finite.
         topology: Worker groups and process groups made by the caller, in place of ``worker_groups``.
 
     Raises:
@@ -86,7 +87,7 @@ class StreamingDiLoCo:
         self,
         model: nn.Module,
         *,
-        worker_groups: int | str = "auto",
+        worker_groups: int | str | WorkerGroups = "auto",
         sync_every: int = 100,
         overlap_steps: int = 5,
         mixing: float = 0.5,
@@ -113,10 +114,9 @@ class StreamingDiLoCo:
         self.step_span: Span = (0.0, 0.0)
         self.last_landing: Landing | None = None
         self.final_landings: list[Landing] = []
-        self._absences = Absences(self.topology.num_groups)
-        self._counts = Counts()
-        self._diagnoses = False
-        self._closed, self._unfinished = False, dict[str, Any]()
+        self._absences, self._counts = Absences(self.topology.num_groups), Counts()
+        self._diagnoses, self._closed, self._unfinished = False, False, dict[str, Any]()
+        require_own_group(model, self.topology)
         self._model = unwrapped(model)
         partition, device = agreed_fragments(self._model, self.settings, self.topology)
         storage, kernels = storage_for(device, offload), kernels_for(device)
@@ -133,26 +133,17 @@ class StreamingDiLoCo:
         self.schedule = self._rounds.schedule
 
     def diagnose(self, diagnoses: bool = True) -> None:
-        """Sets whether every landing tells how far the groups agree: `Landing.diagnostics`. All ranks must call it.
-
-        It costs time in the background only. Call it before the first step.
-
-        Raises:
-            ValueError: If it is not the same on all ranks.
-        """
+        """Sets whether landings tell how far the groups agree. All ranks must call it alike, before the first step."""
         require_same_settings({"diagnostics": str(diagnoses)}, self.topology.world)
         self._diagnoses = diagnoses
         self._rounds.diagnose(diagnoses)
 
     def step(self, *, idle: bool = False) -> list[Landing]:
-        """Counts an inner step, launches what is due and lands what is due.
+        """Counts an inner step, launches what is due and lands what is due, which it returns.
 
         Args:
             idle: Whether this group did not train in this inner step, because it has no data left: it then counts less
                 in the next mean of every fragment. All ranks of a group say the same.
-
-        Returns:
-            What landed, in order.
 
         Raises:
             ExchangeError: If a worker group went away, or did not answer within ``timeout``.
@@ -165,12 +156,10 @@ class StreamingDiLoCo:
         """Does the first half of `step`: counts an inner step and launches what is due."""
         self._require_open("step()")
         self._counts.inner_steps += 1
-        began = time.perf_counter()
-        self.step_span = began, began
+        self.step_span = (began := time.perf_counter()), began
         for fragment in self._rounds.fragments:
             fragment.weight += 0 if idle else 1
-        due = self.schedule.launches(self.steps_in_rounds)
-        if due:
+        if due := self.schedule.launches(self.steps_in_rounds):
             require_coverage(self._model, self._rounds.parameters)
         for index in due:
             self._rounds.launch(index, self._counts.inner_steps, self.mailbox)
@@ -178,9 +167,7 @@ class StreamingDiLoCo:
 
     def _require_open(self, called: str) -> None:
         if self._closed:
-            raise RuntimeError(
-                f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to train on."
-            )
+            raise RuntimeError(f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to train.")
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
@@ -205,13 +192,7 @@ class StreamingDiLoCo:
 
         With ``final_sync`` every fragment then takes the plain mean over the groups of their local parameters, through
         the same compression, without outer learning rate and momentum. The model is left with the outer parameters,
-        the same bits in every group. A second call does nothing.
-
-        Returns:
-            What landed, in order, the final exchange not included.
-
-        Raises:
-            ExchangeError, AgreementError: As for `step`.
+        the same bits in every group. Returns what landed, without the final exchange. A second call does nothing.
         """
         if self.is_finished:
             return []
@@ -221,7 +202,7 @@ class StreamingDiLoCo:
         return landed
 
     def land_all(self) -> list[Landing]:
-        """Does the first part of `finish`: lands every fragment in flight, in the order of the launches."""
+        """Does the first part of `finish`: lands every fragment in flight."""
         require_coverage(self._model, self._rounds.parameters)
         self._unfinished = self._state()
         return self._land_in_flight()
@@ -332,6 +313,7 @@ class StreamingDiLoCo:
     def _state(self) -> dict[str, Any]:
         return {
             "counts": asdict(self._counts),
+            "rank": place_of(self.topology),
             "requests": self.mailbox.pending,
             "local": self._view.local_values(),
             **self._absences.state_dict(),
@@ -342,15 +324,28 @@ class StreamingDiLoCo:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another engine with the same settings, model and rank was. All ranks must call it.
 
-        Raises:
-            ValueError: If the state is that of other fragments, or of another outer optimizer or schedule of its rate.
+        The state of another rank, of other fragments, or of another outer optimizer is refused.
         """
+        require_own_state(state, self.topology)
         self._rounds.load_state_dict(state)
         self._view.load_local(state["local"])
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
         self.mailbox.pending = state["requests"]
         self._rounds.start_flights(state["flights"])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Saves all that a run needs to go on bit for bit, what is in flight included. All ranks must call it.
+
+        Beside the file ``path``, an ordinary one whose ``state_dict`` holds the outer parameters, a folder has a file
+        for every rank: state of engine and ``inner_optimizers``, local parameters, and random numbers.
+        """
+        outer = self.outer_state_dict()
+        save(str(path), self.topology, self.settings, self.state_dict(), outer, self._means.inner_optimizers)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Goes on where `save` was called; refused on all ranks if settings, ranks or files are not those of then."""
+        self.load_state_dict(load(str(path), self.topology, self.settings, self._means.inner_optimizers))
 
     @torch.no_grad()
     def restart(self, restart: Restart) -> None:
@@ -364,12 +359,7 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def choose(self, settings: Settings) -> None:
-        """Goes on as if these had been the settings from the start of the rounds. All ranks must call it alike.
-
-        Raises:
-            RuntimeError: If there has been a launch, or with these settings there would have been.
-            ValueError: If the model cannot be cut as they ask.
-        """
+        """Goes on as if these had been the settings from the start. All ranks must call it, before a launch was due."""
         self._rounds.require_no_launch(self.inner_steps, settings)
         before, outer = self._rounds, named_outer(self._rounds.fragments, self.topology.in_group)
         self.settings = settings
@@ -386,14 +376,8 @@ class StreamingDiLoCo:
     def recut(self) -> list[Landing]:
         """Cuts the model anew after parameters were frozen or became trainable. All ranks must call it.
 
-        What is in flight lands first. A parameter that was frozen takes its outer value, one that became trainable
-        starts from its value without momentum, and rounds begin anew.
-
-        Returns:
-            What landed, in order.
-
-        Raises:
-            ValueError: If parameters are sharded, differ between ranks, or do not fit the fragments asked for.
+        What is in flight lands first, and is returned. A parameter that was frozen takes its outer value, one that
+        became trainable starts from its value without momentum, and rounds begin anew.
         """
         before = self._rounds.fragments
         fragments = cut_again(self._model, before, self.settings, self.topology)

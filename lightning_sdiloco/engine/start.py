@@ -4,12 +4,13 @@ import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_sdiloco.algorithm import Fragment, Partition, Settings, partition
+from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Partition, Settings, partition
 from lightning_sdiloco.comm import GroupLayout, Topology, checked_worker_groups, is_connected, world
 from lightning_sdiloco.compression import missing_for
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
@@ -20,16 +21,69 @@ from lightning_sdiloco.engine.parameters.sharding import reshard
 _log = logging.getLogger(__name__)
 
 
-def default_topology(worker_groups: int | str, timeout: timedelta) -> Topology:
+class WorkerGroups:
+    """Divides the ranks of ``torch.distributed`` into worker groups, before there is a model.
+
+    Make it in all processes, once ``torch.distributed`` is initialised. Where a group has several ranks, the model is
+    wrapped with its `process_group`, and the engine takes the object as its ``worker_groups``.
+
+    Args:
+        worker_groups: Number of worker groups, of consecutive ranks. ``"auto"``: one per process.
+        timeout: How long a fragment may be in flight.
+
+    Attributes:
+        topology: The ranks, for ``StreamingDiLoCo(topology=...)``.
+
+    Raises:
+        ValueError: If it is no number of groups, differs between ranks, or does not divide the ranks.
+
+    Examples:
+        >>> groups = WorkerGroups()
+        >>> groups.num_groups, groups.group_index, groups.group_size, groups.group_rank
+        (1, 0, 1, 0)
+    """
+
+    def __init__(self, worker_groups: int | str = "auto", timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        self.topology = default_topology(worker_groups, timeout)
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks of this group, for ``DistributedDataParallel(model, process_group=...)``; None if it is alone."""
+        return self.topology.in_group.process_group
+
+    @property
+    def num_groups(self) -> int:
+        """Number of worker groups."""
+        return self.topology.num_groups
+
+    @property
+    def group_index(self) -> int:
+        """The worker group of this rank."""
+        return self.topology.group_index
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks in a group."""
+        return self.topology.group_size
+
+    @property
+    def group_rank(self) -> int:
+        """The number of this rank in its group."""
+        return self.topology.group_rank
+
+
+def default_topology(worker_groups: int | str | WorkerGroups, timeout: timedelta) -> Topology:
     """Divides the default process group into worker groups; one group where there is none. All ranks must call it.
 
     Args:
-        worker_groups: Number of worker groups, or ``"auto"`` for one per process.
+        worker_groups: Number of worker groups, or ``"auto"`` for one per process; or those that have been made.
         timeout: Bound of one flight.
 
     Raises:
         ValueError: If it is no number of groups, differs between ranks, or does not divide the ranks.
     """
+    if isinstance(worker_groups, WorkerGroups):
+        return worker_groups.topology
     groups = checked_worker_groups(worker_groups)
     if is_connected():
         # Before the process groups are made: ranks that make different ones would wait for each other.

@@ -9,8 +9,8 @@ collectives past ``comm``, or touch a private name of Lightning that ``host/patc
 """
 
 from lightning_sdiloco.lightning.callback import InnerStepHooks
-from lightning_sdiloco.lightning.checkpoint.files import random_state, set_random_state
 from lightning_sdiloco.lightning.collectives import in_batch
+from lightning_sdiloco.lightning.fabric.strategy import FabricWorkerGroupStrategy
 from lightning_sdiloco.lightning.fit import Distribution
 from lightning_sdiloco.lightning.host.patching import check_class, replace
 from lightning_sdiloco.lightning.launcher import LauncherMixin
@@ -24,6 +24,7 @@ from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
 __all__ = [
     "Distribution",
+    "FabricWorkerGroupStrategy",
     "InnerStepHooks",
     "LandingRecord",
     "LauncherMixin",
@@ -36,9 +37,7 @@ __all__ = [
     "WorkerGroups",
     "check_class",
     "in_batch",
-    "random_state",
     "read_run",
     "replace",
-    "set_random_state",
     "write_timeline",
 ]

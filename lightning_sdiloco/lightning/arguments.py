@@ -1,7 +1,8 @@
 """The arguments of a strategy, collected from where each is described: to document them, and to refuse all others."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -9,22 +10,26 @@ from torch.nn.parallel import DistributedDataParallel
 _ARGUMENTS, _RAISES = "    Args:\n", "    Raises:\n"
 
 
-def document(strategy: type[Any], shared: type[Any], model_format: Any) -> None:
+def document(strategy: type[Any], shared: type[Any], model_format: Any, without: Iterable[str] = ()) -> None:
     """Gives a strategy the docstring and the signature that ``help()`` and editors show.
 
     Args:
         strategy: A class in front of one of Lightning's strategies.
         shared: The class whose ``__init__`` it inherits; its docstring describes the arguments that all have.
         model_format: Its ``base_arguments`` has the other arguments; its ``summary`` says what the strategy does.
+        without: Arguments of ``shared`` that it does not take.
     """
-    arguments = _section(shared.__doc__, _ARGUMENTS) + _section(_indented(model_format.base_arguments), _ARGUMENTS)
+    arguments = _section(shared.__doc__, _ARGUMENTS)
+    for name in without:
+        arguments = re.sub(rf"^        {name}: .*\n(?:         .*\n)*", "", arguments, flags=re.MULTILINE)
+    arguments += _section(_indented(model_format.base_arguments), _ARGUMENTS)
     raises = _section(shared.__doc__, _RAISES)
     strategy.__doc__ = f"{model_format.summary}\n\n{_ARGUMENTS}{arguments}\n{_RAISES}{raises}    "
     own = inspect.signature(model_format.base_arguments).parameters.values()
     parameters = [
         parameter
         for parameter in inspect.signature(shared.__init__).parameters.values()
-        if parameter.name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        if parameter.name not in ("self", *without) and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     ]
     parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
     strategy.__signature__ = inspect.Signature(parameters)

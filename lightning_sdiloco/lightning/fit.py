@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_sdiloco.engine import Landing, StreamingDiLoCo, align_model, cut, is_aligned, require_same_model
 from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.lightning.announcement import Announcement
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
 from lightning_sdiloco.lightning.epoch_ends import EpochEnds
@@ -95,6 +96,7 @@ class Fit:
         self._epoch_ends: EpochEnds | None = None
         self._averaging: Averaging | None = None
         self._signal_latency: SignalLatency | None = None
+        self._announcement: Announcement | None = None
         self._epoch_begins = False
         self._has_gathered = False
         self._is_closed = False
@@ -164,6 +166,12 @@ class Fit:
                 # In manual optimization they may be stepped without Lightning's wrapper.
                 optimizer.register_step_post_hook(self.steps.note_step)
         self.checkpointer.resume(engine, self._averaging)
+        self._announce(engine)
+
+    def _announce(self, engine: StreamingDiLoCo) -> None:
+        # What is left to the planner is told once it has chosen.
+        if self._trainer.is_global_zero and not self.options.options.auto.names:
+            self._announcement = Announcement(engine, self._trainer.lightning_module)
 
     # Batches
 
@@ -225,6 +233,8 @@ class Fit:
             self._epoch_ends.collect(landings[-1].launched_at)
         if self._signal_latency is not None:
             self._signal_latency.step(engine.inner_steps)
+        if self._announcement is not None:
+            self._announcement.step()
         if self.options.options.auto.step(self.options.settings.sync_every - engine.steps_in_rounds):
             self._choose(engine)
         return landings
@@ -238,6 +248,7 @@ class Fit:
         engine.choose(settings)
         self._parts.results.cut(engine.fragments)
         self._watch_signals(engine)
+        self._announce(engine)
         if trainer.is_global_zero:
             tell(settings, len(engine.fragments), auto.measured, trainer.loggers, trainer.global_step)
 

@@ -79,6 +79,10 @@ class Results:
     def begin(self, options: CurrentOptions) -> None:
         """Forgets the previous fit, and shows the options of the one that begins."""
         self._options = options
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets what was trained."""
         self._fragments = ()
         self._engine = self._summary = None
 

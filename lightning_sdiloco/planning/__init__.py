@@ -20,6 +20,7 @@ from lightning_sdiloco.planning.planner import (
     candidates,
     recommend,
 )
+from lightning_sdiloco.planning.units import readable, short
 from lightning_sdiloco.planning.workload import Groups, Model
 
 __all__ = [
@@ -44,5 +45,7 @@ __all__ = [
     "paper",
     "planner",
     "play",
+    "readable",
     "recommend",
+    "short",
 ]

@@ -20,7 +20,7 @@ import torch
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from torch import Tensor, nn
 
-from lightning_sdiloco.lightning.checkpoint import files
+from lightning_sdiloco.engine import files
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import CHOICES, STEPS, StatefulBatches, assert_same, traced

@@ -2,14 +2,17 @@
 
 import importlib
 import json
+import logging
 import math
 import random
+import re
 import time
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from rich import console as rich_console
@@ -490,3 +493,39 @@ def test_a_record_that_ends_in_the_middle_of_a_line_is_read(tmp_path: Path) -> N
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no records \(rank_00000.jsonl and so on\). Give the folder"):
         read_run(tmp_path)
+
+
+# The two lines at the start
+
+
+def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry() -> None:
+    def run(rank: int, world_size: int) -> tuple[list[str], list[int]]:
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        for name in ("lightning.pytorch", "pytorch_lightning"):
+            logging.getLogger(name).addHandler(handler)
+        sent: list[int] = []
+
+        class Sent(pl.Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                landing = trainer.strategy.engine.last_landing
+                sent.append(landing.bytes_sent if landing else 0)
+
+        fragments = [[f"net.{layer[0]}"] for layer in LAYERS]
+        choices = {"sync_every": 6, "overlap_steps": 2, "fragments": fragments}
+        fits.fit(rank, world_size, 2, 16, choices, trainer_choices={"callbacks": [Sent()]})
+        return [message for message in messages if message.startswith("Streaming DiLoCo")], sorted({*sent} - {0})
+
+    (lines, sent), *others = run_processes(run, 4)
+    assert [told for told, _ in others] == [[]] * 3
+    start, measured = lines
+    assert start == (
+        "Streaming DiLoCo: 2 worker groups of 2 ranks, 4 fragments, sync_every=6, overlap_steps=2; each rank sends"
+        f" {sent[0]} bytes to {sent[-1]} bytes a fragment; the first launch follows inner step 6."
+    )
+    seconds = float(re.findall(r"an inner step takes (\S+) s", measured)[0])
+    window, rate = map(float, re.findall(r"gives the link (\S+) s .* carry (\S+) Gbit/s", measured)[0])
+    assert window == pytest.approx(2 * seconds, rel=0.02)
+    # All four fragments in six steps are more than the largest in two.
+    assert rate >= 8 * sent[-1] / window / 1e9 * 0.98

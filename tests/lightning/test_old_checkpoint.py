@@ -129,6 +129,8 @@ def test_a_checkpoint_of_an_earlier_version_is_taken_up_bit_for_bit(tmp_path: Pa
     assert all(f["memory"] is not None for f in expected[0]["at the checkpoint"]["fragments"][:2])
     path = str(tmp_path / "old" / f"step={SAVED}.ckpt")
     resumed = run_processes(lambda rank, world_size: fit(rank, world_size, tmp_path, path), 2)
+    # States of that version did not say whose they are.
+    assert [rank["at the checkpoint"].pop("rank")["group_index"] for rank in resumed] == [0, 1]
     assert differences(resumed, expected) == []
 
 

@@ -17,7 +17,16 @@ import pytest
 import lightning_sdiloco
 from lightning_sdiloco import lightning_pytorch as ours
 from lightning_sdiloco.lightning.host import patching
-from lightning_sdiloco.lightning.host.patching import NEWEST, OLDEST, REGISTER, HostName, check_class, check_names
+from lightning_sdiloco.lightning.host.patching import (
+    FABRIC,
+    NEWEST,
+    OLDEST,
+    REGISTER,
+    HostName,
+    check_class,
+    check_fabric,
+    check_names,
+)
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
@@ -56,6 +65,9 @@ def hosts_of(entry: HostName, distribution: str) -> list[Any]:
     """The objects that have a name, in a trainer of either strategy."""
     if entry.place == "LightningCLI":
         return [importlib.import_module(f"{distribution}.cli").LightningCLI]
+    if entry.place == FABRIC:
+        fabric = "lightning.fabric" if distribution == LIGHTNING else "lightning_fabric"
+        return [importlib.import_module(f"{fabric}.strategies.ddp").DDPStrategy()]
     sharded = entry.place == "ModelParallelStrategy"
     return [host for host in patching._hosts(entry.place, prepared(distribution, sharded)) if host is not None]
 
@@ -77,8 +89,10 @@ def take_away(patch: pytest.MonkeyPatch, host: Any, entry: HostName) -> None:
             patch.delattr(place, entry.name)
 
 
-def check(entry: HostName, distribution: str) -> None:
-    if entry.place == "LightningCLI":
+def check(entry: HostName, distribution: str, hosts: list[Any]) -> None:
+    if entry.place == FABRIC:
+        check_fabric(hosts[0])
+    elif entry.place == "LightningCLI":
         check_class(hosts_of(entry, distribution)[0])
     else:
         check_names(prepared(distribution, entry.place == "ModelParallelStrategy"))
@@ -91,7 +105,7 @@ def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
 ) -> None:
     hosts = hosts_of(entry, distribution)
     if not entry.is_expected_in(VERSION):
-        check(entry, distribution)
+        check(entry, distribution, hosts)
         assert warnings_of(caplog) == []
         return
     assert hosts, "there is no object to look at"
@@ -99,12 +113,12 @@ def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
         take_away(monkeypatch, host, entry)
     told = f"without {entry} {entry.without}"
     if entry.optional:
-        check(entry, distribution)
+        check(entry, distribution, hosts)
         (warning,) = warnings_of(caplog)
         assert told in warning
     else:
         with pytest.raises(ValueError, match=re.escape(told)) as refusal:
-            check(entry, distribution)
+            check(entry, distribution, hosts)
         assert f"tried with Lightning {OLDEST} to {NEWEST}. Install one of these" in str(refusal.value)
 
 
@@ -265,6 +279,7 @@ def test_what_our_classes_share_with_lightnings_is_in_the_register() -> None:
         ours.StreamingDiLoCoStrategy: strategies.DDPStrategy(),
         ours.SimulatedStrategy: strategies.DDPStrategy(),
         ours.StreamingDiLoCoModelParallelStrategy: strategies.ModelParallelStrategy(),
+        ours.StreamingDiLoCoFabricStrategy: importlib.import_module("lightning.fabric.strategies.ddp").DDPStrategy(),
         ours._Launcher: launcher(strategies.DDPStrategy()),
         ours.StreamingDiLoCoCallback: importlib.import_module(LIGHTNING).Callback(),
     }

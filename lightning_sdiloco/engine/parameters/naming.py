@@ -11,12 +11,20 @@ from lightning_sdiloco.errors import AgreementError
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the module that the user wrote, inside DistributedDataParallel and torch.compile."""
+    """Returns the module that the user wrote, inside DistributedDataParallel, torch.compile and Fabric's wrapper."""
     while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        inner = _inner(model)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def _inner(model: nn.Module) -> object:
+    # A wrapper of another library may offer the module as a property. A child of that name is the user's own.
+    offers = isinstance(getattr(type(model), "module", None), property)
+    if offers or isinstance(model, DistributedDataParallel):
+        return model.module
+    return getattr(model, "_orig_mod", None)
 
 
 def clean_name(name: str) -> str:

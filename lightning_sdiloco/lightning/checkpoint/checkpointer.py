@@ -1,16 +1,21 @@
 """How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with what each rank holds."""
 
 import logging
-import uuid
 from collections.abc import Callable
-from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import Restart, StreamingDiLoCo, clean_name, restart_from
-from lightning_sdiloco.lightning.checkpoint import files
+from lightning_sdiloco.engine import (
+    Restart,
+    StreamingDiLoCo,
+    clean_name,
+    files,
+    restart_from,
+    write_common_file,
+    write_ranks,
+)
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.logged_metrics import load_metrics_state_dict, metrics_state_dict
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat
@@ -22,7 +27,6 @@ from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 _log = logging.getLogger(__name__)
 
 Write = Callable[[Checkpoint, Any], None]
-Written = TypeVar("Written")
 
 
 class Checkpointer:
@@ -232,28 +236,17 @@ class Checkpointer:
 
     def _save_with_all(self, state: dict[str, Any], checkpoint: Checkpoint, path: Any, write: Write) -> None:
         """Saves together with all ranks; see [Note: the order of a save]."""
-        # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
-        path, save = self._of_rank_zero((str(path), uuid.uuid4().hex))
-        older = files.saves(path) if self._trainer.is_global_zero else []
-        # Gathering waits until all files are there.
-        entries = self._by_all(path, save, lambda: files.write_rank(path, save, self._trainer.global_rank, state))
-        header = {
-            "format": files.FORMAT,
-            "save": save,
-            "version": version("lightning-sdiloco"),
-            "layout": self._layout(),
-            "settings": self._settings(),
-        }
+        saved = write_ranks(str(path), self._topology, state, self._layout(), self._settings(), self._advice)
 
         def write_common() -> None:
             if self._trainer.is_global_zero:
-                files.write_manifest(path, header, entries)
                 self._placing = self._placing or Placing(self._trainer.strategy.checkpoint_io)
-                self._placing.announce(save, [name for name in older if name != save], self._replaced_by(path))
-            write({**checkpoint, files.KEY: header}, path)
+                self._placing.announce(saved.header["save"], saved.older, self._replaced_by(saved.path))
+            write({**checkpoint, files.KEY: saved.header}, saved.path)
 
-        self._by_all(path, save, write_common)
-        self._format.after_write({files.KEY: header}, path, self._topology, self._placing)
+        write_common_file(saved, self._topology, write_common, self._advice)
+        path = saved.path
+        self._format.after_write({files.KEY: saved.header}, path, self._topology, self._placing)
         self._note_standing(path)
         self._saved = (*(other for other in self._saved if other != path), path)
 
@@ -262,30 +255,12 @@ class Checkpointer:
         newest_only = self._options.options.resumable_checkpoints == "newest"
         return [other for other in self._saved if other != path] if newest_only else []
 
-    def _by_all(self, path: str, save: str, write: Callable[[], Written]) -> list[Written]:
-        """Writes on all ranks, and returns what they return; raises on all of them if one cannot, as on a full disk.
-
-        Raises:
-            OSError: If a rank could not write. Nothing is left of the save, and older checkpoints stand.
-        """
-        failure: Exception | None = None
-        written: Written | None = None
-        try:
-            written = write()
-        except Exception as error:
-            failure = error
-        told = self._topology.world.all_gather_object((written, failure and f"{type(failure).__name__}: {failure}"))
-        failed = [(rank, error) for rank, (_, error) in enumerate(told) if error is not None]
-        if failed:
-            files.discard(path, save)
-            if failure is not None and not isinstance(failure, (OSError, RuntimeError)):
-                raise failure
-            raise OSError(
-                f"The checkpoint {path} could not be saved: {'; '.join(f'rank {rank}: {e}' for rank, e in failed)}."
-                f" Nothing is left of it. Resume from {self._last_standing}. Make room on the disk, or keep fewer"
-                " checkpoints: save_top_k of ModelCheckpoint, and resumable_checkpoints='newest' of the strategy."
-            ) from failure
-        return [one for one, _ in told]
+    @property
+    def _advice(self) -> str:
+        return (
+            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer checkpoints: save_top_k of"
+            " ModelCheckpoint, and resumable_checkpoints='newest' of the strategy."
+        )
 
     def _save_alone(self, state: dict[str, Any], path: str) -> None:
         try:

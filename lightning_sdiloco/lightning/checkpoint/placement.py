@@ -11,7 +11,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from lightning_sdiloco.lightning.checkpoint import files
+from lightning_sdiloco.engine import files
 from lightning_sdiloco.lightning.host.patching import replace
 
 

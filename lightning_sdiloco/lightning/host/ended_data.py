@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.lightning.checkpoint.files import random_state, set_random_state
+from lightning_sdiloco.engine import random_state, set_random_state
 from lightning_sdiloco.lightning.epoch_ends import EpochEnds
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
 from lightning_sdiloco.lightning.requests import Request, Requests

@@ -88,6 +88,9 @@ _FETCHERS = "lightning.pytorch.loops.fetchers"
 _FETCHER = "lightning.pytorch.loops.fetchers._PrefetchDataFetcher"
 _METRIC = "torchmetrics.SumMetric"
 
+FABRIC = "Fabric's DDPStrategy"
+"""Stands for the base class of Fabric's strategy, which has the name of another class."""
+
 _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
 REGISTER = (
@@ -185,6 +188,9 @@ REGISTER = (
     HostName("_MultiProcessingLauncher", "_wrapping_function", "overridden", "a terminated process goes unnoticed"),
     HostName("_MultiProcessingLauncher", "_start_method", "used", "processes of a forkserver share their parameters"),
     HostName("_MultiProcessingLauncher", "_strategy", "used", "a terminated process goes unnoticed"),
+    HostName(FABRIC, "_configure_launcher", "overridden", "worker groups of unequal size are not refused at once"),
+    HostName(FABRIC, "_ddp_kwargs", "used", _GROUPS),
+    HostName(FABRIC, "_set_world_ranks", "used", "ranks of several nodes cannot meet before they are connected"),
     # The command line, which `sdiloco simulate` uses
     HostName("LightningCLI", "_get", "used", _SIMULATED),
     HostName("LightningCLI", "_run_subcommand", "overridden", "sdiloco simulate trains where it should only read"),
@@ -218,6 +224,18 @@ def check_class(kind: type) -> None:
         ValueError: If one is missing.
     """
     _require(entry for entry in REGISTER if entry.place in _class_names(kind) and not _has(kind, entry))
+
+
+def check_fabric(strategy: Any) -> None:
+    """Looks for the names of the register in a strategy of Fabric.
+
+    Args:
+        strategy: The strategy.
+
+    Raises:
+        ValueError: If one is missing.
+    """
+    _require(entry for entry in REGISTER if entry.place == FABRIC and not _has(strategy, entry))
 
 
 def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:

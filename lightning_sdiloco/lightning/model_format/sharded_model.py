@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sdiloco.comm import GroupLayout, Topology, mesh_of
-from lightning_sdiloco.engine import align_model, local, ranks_of, reshard
-from lightning_sdiloco.lightning.checkpoint import files, sharded_model
-from lightning_sdiloco.lightning.checkpoint.optimizer_state import own_state, take_up_state
+from lightning_sdiloco.engine import align_model, files, local, own_state, ranks_of, reshard, take_up_state
+from lightning_sdiloco.lightning.checkpoint import sharded_model
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work_sharded
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat, Save, by_node_or_device

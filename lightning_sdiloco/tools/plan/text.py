@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sdiloco.planning import MARGIN, TARGET, TARGETS, Entry, Memory, Plan, Prediction
+from lightning_sdiloco.planning import MARGIN, TARGET, TARGETS, Entry, Memory, Plan, Prediction, readable, short
 
 NAMES: Mapping[str, str] = {
     "ddp": "DDP",
@@ -88,10 +88,10 @@ def _predictions(rows: Mapping[str, Prediction], kind: str, names: Mapping[str, 
     columns = [kind, "compute\nutilisation", "bytes\nper step", "bytes\nin all", "peak\nGbit/s"]
     table = new_table([*columns, *(f"Gbit/s\nfor {percent(float(target))}" for target in _SHOWN)], left=1)
     for name, row in rows.items():
-        peak = _short(row.peak_gbit_s)
+        peak = short(row.peak_gbit_s)
         numbers = [percent(row.utilisation), readable(row.bytes_per_step), readable(row.bytes), peak]
         needs = [row.gbit_s_for[target] for target in _SHOWN]
-        table.add_row(names.get(name, name), *numbers, *("never" if need is None else _short(need) for need in needs))
+        table.add_row(names.get(name, name), *numbers, *("never" if need is None else short(need) for need in needs))
     return rendered(table)
 
 
@@ -107,9 +107,9 @@ def _recommendation(plan: Plan) -> list[str]:
         f" layers_per_fragment={settings.layers_per_fragment}, compression={settings.compression!r}",
         "",
         f"  {_fragments(chosen.fragments)}, compute utilisation {percent(prediction.utilisation)}"
-        f" ({percent(chosen.utilisation_with_margin)} at {_short(MARGIN * plan.link.gbit_s)} Gbit/s)",
+        f" ({percent(chosen.utilisation_with_margin)} at {short(MARGIN * plan.link.gbit_s)} Gbit/s)",
         f"  {readable(prediction.bytes_per_step)} per step, {readable(prediction.bytes)} in all,"
-        f" peak {_short(prediction.peak_gbit_s)} Gbit/s",
+        f" peak {short(prediction.peak_gbit_s)} Gbit/s",
         f"  {_memory(chosen.memory)}",
     ]
 
@@ -155,22 +155,3 @@ def percent(share: float) -> str:
     """Formats a share in percent, to a tenth."""
     # Cut rather than rounded: 100 % is said only where nothing waits.
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
-
-
-def _short(number: float) -> str:
-    """Formats a number with three digits, without an exponent."""
-    return f"{float(f'{number:.3g}'):f}".rstrip("0").rstrip(".")
-
-
-def readable(size: float) -> str:
-    """Formats a number of bytes with three digits and a decimal unit.
-
-    Examples:
-        >>> readable(5_156_253.28), readable(40)
-        ('5.16 MB', '40 bytes')
-    """
-    units = ["bytes", "kB", "MB", "GB", "TB", "PB"]
-    power = 0
-    while float(f"{size:.3g}") >= 1000 and power < len(units) - 1:
-        size, power = size / 1000, power + 1
-    return f"{_short(size)} {units[power]}"

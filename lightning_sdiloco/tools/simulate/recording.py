@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.lightning import random_state, replace, set_random_state
+from lightning_sdiloco.engine import random_state, set_random_state
+from lightning_sdiloco.lightning import replace
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from lightning_sdiloco.tools.plan.text import new_table, percent, readable, rendered
+from lightning_sdiloco.planning import readable
+from lightning_sdiloco.tools.plan.text import new_table, percent, rendered
 from lightning_sdiloco.tools.simulate.recording import LAST
 from lightning_sdiloco.tools.simulate.running import Run
 from lightning_sdiloco.tools.simulate.sweeping import Circumstances, Outcome, Prediction

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_sdiloco.lightning import random_state, set_random_state
+from lightning_sdiloco.engine import random_state, set_random_state
 
 Result = TypeVar("Result")
 

@@ -118,6 +118,35 @@ def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
     return bool(filesystem.exists(f"{folder}/{header['save']}/{_rank_file(rank)}"))
 
 
+def write_checkpoint(path: str, checkpoint: Mapping[str, Any]) -> None:
+    """Writes a checkpoint file, which takes its place in one step.
+
+    Args:
+        path: The checkpoint file.
+        checkpoint: Plain values and tensors; under `KEY` what it says of its folder.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(checkpoint), buffer)
+    _write_file(*_filesystem(path), buffer.getvalue())
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Reads a checkpoint file.
+
+    Args:
+        path: The checkpoint file.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    filesystem, target = _filesystem(path)
+    try:
+        data = filesystem.cat_file(target)
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no checkpoint {path}. Give a path that was saved.") from error
+    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
 def remove_folder(path: str) -> None:
     """Removes the folder that belongs to a checkpoint file, if there is one."""
     filesystem, folder = _folder(path)
@@ -226,18 +255,22 @@ def _is_local(filesystem: fsspec.AbstractFileSystem) -> bool:
 def _write(path: str, save: str, name: str, data: bytes) -> None:
     filesystem, folder = _folder(path)
     filesystem.makedirs(f"{folder}/{save}", exist_ok=True)
+    _write_file(filesystem, f"{folder}/{save}/{name}", data)
+
+
+def _write_file(filesystem: fsspec.AbstractFileSystem, target: str, data: bytes) -> None:
     if _is_local(filesystem):
         # Not in a transaction, which would write to the system's temporary folder first.
-        part = f"{folder}/{save}/{name}.part"
+        part = f"{target}.part"
         try:
             filesystem.pipe_file(part, data)
-            os.replace(part, f"{folder}/{save}/{name}")
+            os.replace(part, target)
         except OSError:
             with suppress(OSError):
                 os.remove(part)
             raise
     else:
-        with filesystem.transaction, filesystem.open(f"{folder}/{save}/{name}", "wb") as file:
+        with filesystem.transaction, filesystem.open(target, "wb") as file:
             file.write(data)
 
 

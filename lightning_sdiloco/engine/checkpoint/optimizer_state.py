@@ -1,11 +1,11 @@
-"""The state of an inner optimizer as one rank of a sharded group holds it, as plain values and tensors."""
+"""The state of an inner optimizer as one rank holds it, sharded or not, as plain values and tensors."""
 
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sdiloco.engine import is_sharded, like, local
+from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local
 
 
 def own_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -21,10 +21,11 @@ def own_state(optimizer: Optimizer) -> dict[str, Any]:
 
 def take_up_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Restores what `own_state` returned, for the same parameters, sharded in the same way."""
+    divided = saved.get("divided", {})
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         index: {
-            key: like(parameters[index], value) if key in saved["divided"][index] else value
+            key: like(parameters[index], value) if key in divided.get(index, ()) else value
             for key, value in entry.items()
         }
         for index, entry in saved["state"].items()

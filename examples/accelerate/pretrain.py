@@ -1,0 +1,60 @@
+"""Pretrains a byte-level GPT with accelerate on several worker groups, of one rank or of several; ``--resume`` goes on.
+
+torchrun --nproc-per-node 4 examples/accelerate/pretrain.py --groups 2
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).parents[1]))
+from gpt import BYTE_VALUES, GPT
+from text_data import StandardLibraryText
+
+from lightning_sdiloco import StreamingDiLoCo, WorkerGroups
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--groups", type=int, default=2)
+parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--folder", default="runs/accelerate")
+parser.add_argument("--resume", action="store_true")
+args = parser.parse_args()
+torch.manual_seed(0)
+by_seed = DataLoaderConfiguration(use_seedable_sampler=True)  # a resumed run sees the same order of the data
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=by_seed)
+groups = WorkerGroups(args.groups)  # before the model, for the process group to wrap it with
+data = StandardLibraryText()
+with accelerator.main_process_first():
+    data.prepare_data()
+data.setup("fit")
+# For evaluation, so that accelerate does not wrap it over the ranks of all groups.
+model: Any = accelerator.prepare_model(GPT(layers=4, width=128, heads=4, context=data.context), evaluation_mode=True)
+if groups.group_size > 1:
+    model = DistributedDataParallel(model, process_group=groups.process_group)
+optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3), data.train_dataloader())
+choices: dict[str, Any] = {"sync_every": 20, "overlap_steps": 4, "layers_per_fragment": 1}
+engine = StreamingDiLoCo(model, worker_groups=groups, inner_optimizers=[optimizer], **choices)
+if args.resume:
+    accelerator.load_state(args.folder)  # what rank 0 saved, but for random numbers
+    engine.load(f"{args.folder}/engine.ckpt")  # what each rank saved
+
+for tokens, targets in accelerator.skip_first_batches(loader, 2 * engine.inner_steps):
+    with accelerator.accumulate(model):
+        loss = F.cross_entropy(model(tokens).view(-1, BYTE_VALUES), targets.flatten())
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if accelerator.sync_gradients:  # the optimizer has stepped: an inner step
+        engine.step()
+        if engine.inner_steps == args.steps:
+            break
+accelerator.save_state(args.folder)
+engine.save(f"{args.folder}/engine.ckpt")
+engine.finish()  # the model holds the outer parameters now
+accelerator.print(f"loss {accelerator.reduce(loss.detach(), 'mean'):.6f}, {engine.report()['bytes_sent']} bytes sent")

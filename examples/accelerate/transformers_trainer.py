@@ -1,0 +1,50 @@
+"""Streaming DiLoCo in the Trainer of transformers: a callback, and one line that its hooks have no place for."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from lightning_sdiloco import StreamingDiLoCo
+
+
+class StreamingDiLoCoCallback(TrainerCallback):
+    """Makes an inner step of every step of a Trainer, one worker group per process.
+
+    Args:
+        trainer: The trainer, which must not have begun.
+        resume_from: The checkpoint folder that ``trainer.train(resume_from_checkpoint=...)`` is given.
+        **settings: Arguments of `StreamingDiLoCo`.
+    """
+
+    def __init__(self, trainer: Trainer, resume_from: str | None = None, **settings: Any) -> None:
+        self.resume_from, self.settings = resume_from, settings
+        # Before any hook the Trainer wraps the model over all ranks, except for evaluation.
+        prepare = trainer.accelerator.prepare_model
+        trainer.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
+        # It would ask all ranks in every step, and worker groups would wait for each other.
+        trainer.args.average_tokens_across_devices = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.engine = StreamingDiLoCo(kwargs["model"], inner_optimizers=[kwargs["optimizer"]], **self.settings)
+        if self.resume_from is not None:
+            self.engine.load(Path(self.resume_from) / "engine.ckpt")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.engine.show_local()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.engine.step()
+        self.on_epoch_end(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_evaluate or control.should_save:
+            self.engine.show_outer()  # evaluation and checkpoints see the model that all groups agree on
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.engine.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / "engine.ckpt")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.engine.show_local()
+        self.engine.finish()

@@ -1,0 +1,295 @@
+"""Saves what every rank holds, and reads it back on the same rank of the same worker group."""
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.engine.checkpoint import files
+from lightning_sdiloco.engine.checkpoint.optimizer_state import own_state, take_up_state
+
+State = dict[str, Any]
+Written = TypeVar("Written")
+
+_ADVICE = "Older checkpoints stand. Make room on the disk."
+
+
+class Saved(NamedTuple):
+    """What all ranks know after they have written their files.
+
+    Attributes:
+        path: The checkpoint file, the same on all ranks.
+        header: What the checkpoint file must say of its folder, under `files.KEY`.
+        older: On rank 0, the names of earlier saves in the folder, to be removed once the checkpoint file is written.
+        entries: The files of all ranks, as the manifest knows them.
+    """
+
+    path: str
+    header: dict[str, Any]
+    older: list[str]
+    entries: list[files.Entry]
+
+
+def write_ranks(
+    path: str,
+    topology: Topology,
+    state: Mapping[str, Any],
+    layout: Mapping[str, int],
+    settings: Mapping[str, str],
+    advice: str = _ADVICE,
+) -> Saved:
+    """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it.
+
+    Args:
+        path: The checkpoint file, of which that of rank 0 counts.
+        topology: The ranks.
+        state: What this rank holds.
+        layout: What must be the same if ranks are to read their own files.
+        settings: The settings as text, without which it cannot be resumed exactly.
+        advice: What to do if it cannot be saved.
+
+    Raises:
+        OSError: On all ranks, if one could not write. Nothing is left of the save, and older checkpoints stand.
+    """
+    world, rank = topology.world, topology.rank
+    # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
+    path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
+    older = files.saves(path) if rank == 0 else []
+    # Gathering waits until all files are there.
+    entries = _by_all(path, save, topology, lambda: files.write_rank(path, save, rank, state), advice)
+    header = {
+        "format": files.FORMAT,
+        "save": save,
+        "version": version("lightning-sdiloco"),
+        "layout": dict(layout),
+        "settings": dict(settings),
+    }
+    return Saved(path, header, [name for name in older if name != save], entries)
+
+
+def write_common_file(saved: Saved, topology: Topology, write: Callable[[], None], advice: str = _ADVICE) -> None:
+    """Writes the manifest, and then what all groups have in common. All ranks must call it.
+
+    Args:
+        saved: What `write_ranks` returned.
+        topology: The ranks.
+        write: Writes the checkpoint file.
+        advice: What to do if it cannot be saved.
+
+    Raises:
+        OSError: As `write_ranks` does.
+    """
+
+    def write_both() -> None:
+        if topology.rank == 0:
+            files.write_manifest(saved.path, saved.header, saved.entries)
+        write()
+
+    _by_all(saved.path, saved.header["save"], topology, write_both, advice)
+
+
+def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Written], advice: str) -> list[Written]:
+    """Writes on all ranks, and returns what they return; raises on all of them if one cannot, as on a full disk."""
+    failure: Exception | None = None
+    written: Written | None = None
+    try:
+        written = write()
+    except Exception as error:
+        failure = error
+    told = topology.world.all_gather_object((written, failure and f"{type(failure).__name__}: {failure}"))
+    failed = [(rank, error) for rank, (_, error) in enumerate(told) if error is not None]
+    if failed:
+        files.discard(path, save)
+        if failure is not None and not isinstance(failure, (OSError, RuntimeError)):
+            raise failure
+        raise OSError(
+            f"The checkpoint {path} could not be saved: {'; '.join(f'rank {rank}: {error}' for rank, error in failed)}."
+            f" Nothing is left of it. {advice}"
+        ) from failure
+    return [one for one, _ in told]
+
+
+def write_own(
+    path: str,
+    topology: Topology,
+    settings: Settings,
+    state: State,
+    inner_optimizers: Sequence[Optimizer],
+    **others: Any,
+) -> Saved:
+    """Writes what `read_own` reads. All ranks must call it.
+
+    Args:
+        path: The checkpoint file.
+        topology: The ranks.
+        settings: The settings of the engine.
+        state: Its state.
+        inner_optimizers: The optimizers of the training loop.
+        **others: What else this rank holds.
+
+    Raises:
+        ValueError: If the worker groups are simulated in one process.
+    """
+    if topology.world.size != topology.num_groups * topology.group_size:
+        raise ValueError(
+            "save() writes one file per process, and these worker groups are simulated in one. Save state_dict() of"
+            " each engine instead."
+        )
+    optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
+    own = {"engine": state, "optimizer_states": optimizer_states, "random": files.random_state(), **others}
+    return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
+
+
+def save(
+    path: str,
+    topology: Topology,
+    settings: Settings,
+    state: State,
+    outer: Mapping[str, Tensor],
+    inner_optimizers: Sequence[Optimizer],
+) -> None:
+    """Saves an engine; see `StreamingDiLoCo.save`. All ranks must call it.
+
+    Args:
+        path: The checkpoint file.
+        topology: The ranks.
+        settings: The settings of the engine.
+        state: Its state.
+        outer: Its outer parameters by name.
+        inner_optimizers: The optimizers of the training loop.
+    """
+    saved = write_own(path, topology, settings, state, inner_optimizers)
+
+    def write() -> None:
+        if topology.rank == 0:
+            files.write_checkpoint(saved.path, {"state_dict": dict(outer), files.KEY: saved.header})
+
+    # No rank returns before the checkpoint is there.
+    write_common_file(saved, topology, write)
+    if topology.rank == 0:
+        files.remove_saves(saved.path, saved.older)
+
+
+def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Sequence[Optimizer]) -> State:
+    """Restores inner optimizers and random numbers, and returns the state of the engine. All ranks must call it.
+
+    Args:
+        path: The checkpoint file.
+        topology: The ranks.
+        settings: The settings of the engine.
+        inner_optimizers: The optimizers of the training loop.
+
+    Raises:
+        ValueError: On all ranks, if one of them cannot go on from this checkpoint.
+    """
+    own = read_own(path, lambda: files.read_checkpoint(path), topology, settings, inner_optimizers)
+    return dict(own["engine"])
+
+
+def read_own(
+    path: str,
+    read: Callable[[], Mapping[str, Any]],
+    topology: Topology,
+    settings: Settings,
+    inner_optimizers: Sequence[Optimizer],
+) -> State:
+    """Reads the file of this rank, and restores inner optimizers and random numbers. All ranks must call it.
+
+    Args:
+        path: The checkpoint file.
+        read: Reads it.
+        topology: The ranks.
+        settings: The settings of the engine.
+        inner_optimizers: The optimizers of the training loop.
+
+    Returns:
+        All that this rank saved.
+
+    Raises:
+        ValueError: On all ranks, if one of them cannot go on from this checkpoint.
+    """
+    own: State = {}
+    refusal = None
+    try:
+        own = _read(path, read().get(files.KEY), topology, settings, len(inner_optimizers))
+    except Exception as error:
+        # Of any error, because the other ranks would wait for this one.
+        refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
+    refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
+    if refusals:
+        raise ValueError(refusals[0])
+    for optimizer, state in zip(inner_optimizers, own["optimizer_states"], strict=True):
+        take_up_state(optimizer, state)
+    files.set_random_state(own["random"])
+    return own
+
+
+def _read(
+    path: str, header: Mapping[str, Any] | None, topology: Topology, settings: Settings, optimizers: int
+) -> State:
+    if header is None:
+        raise ValueError(f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give another file.")
+    if header["layout"] != _layout(topology):
+        raise ValueError(f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}")
+    now = settings.fixed_by_a_checkpoint()
+    if other := [name for name, text in now.items() if header["settings"].get(name) != text]:
+        told = "; ".join(f"{name} was {header['settings'].get(name)}, now it is {now[name]}" for name in other)
+        raise ValueError(f"{path} cannot be resumed exactly with other settings: {told}. {_SAME}")
+    own = files.read_rank(path, header, topology.rank)
+    if len(own["optimizer_states"]) != optimizers:
+        raise ValueError(
+            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, and there are {optimizers}."
+            " Give the engine the same inner_optimizers as when it was saved."
+        )
+    return own
+
+
+_SAME = "Resume with those that it was saved with, or start anew from the outer parameters that it holds."
+
+
+def _layout(topology: Topology) -> dict[str, int]:
+    return {"worker_groups": topology.num_groups, "group_size": topology.group_size}
+
+
+def place_of(topology: Topology) -> dict[str, int]:
+    """Returns which rank of which worker group this is, for the state of an engine."""
+    return {
+        "num_groups": topology.num_groups,
+        "group_index": topology.group_index,
+        "group_size": topology.group_size,
+        "group_rank": topology.group_rank,
+    }
+
+
+def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
+    """Refuses the state of another rank: every worker group would go on from the values of one.
+
+    Args:
+        state: What an engine returned as its state. That of an older version does not say whose it is.
+        topology: The ranks.
+
+    Raises:
+        ValueError: If it is that of another rank, or of other worker groups.
+    """
+    own = place_of(topology)
+    saved = state.get("rank", own)
+    if saved != own:
+        raise ValueError(
+            f"This is the state of {_told(saved)}, and this process is {_told(own)}. Each rank needs its own state,"
+            " because worker groups hold different values. A checkpoint that rank 0 writes alone, as torch.save in one"
+            " process, fabric.save({'engine': engine}) and accelerator.register_for_checkpointing(engine) do, keeps"
+            " only that of rank 0. Save with engine.save(path) and load with engine.load(path) in all processes: they"
+            " keep a file per rank."
+        )
+
+
+def _told(place: Mapping[str, int]) -> str:
+    return (
+        f"rank {place['group_rank']} of worker group {place['group_index']} ({place['num_groups']} groups of"
+        f" {place['group_size']})"
+    )

@@ -1,0 +1,212 @@
+"""The training loop of a user of Fabric as the strategy sees it: a model, its optimizers, and the engine."""
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.engine import (
+    Landing,
+    Saved,
+    StreamingDiLoCo,
+    align_model,
+    read_own,
+    require_same_model,
+    unwrapped,
+    write_own,
+)
+from lightning_sdiloco.lightning.announcement import Announcement
+from lightning_sdiloco.lightning.results import Results
+from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+
+_log = logging.getLogger(__name__)
+
+
+class Loop:
+    """Makes an inner step of every step of an optimizer.
+
+    The engine is made at the first of them, or when a checkpoint is resumed: then the weights are final.
+
+    Args:
+        settings: The settings of the engine.
+        groups: The ranks.
+        results: What users read.
+
+    Attributes:
+        landings: What landed with the last inner step.
+    """
+
+    def __init__(self, settings: Settings, groups: WorkerGroups, results: Results) -> None:
+        self._settings = settings
+        self._groups = groups
+        self._results = results
+        self._modules: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self.landings: list[Landing] = []
+        self._unfinished = _Unfinished()
+        self._announcement: Announcement | None = None
+
+    @property
+    def engine(self) -> StreamingDiLoCo | None:
+        """The engine; None before the first step of an optimizer."""
+        return self._results.engine
+
+    # Setup
+
+    def add_module(self, module: nn.Module) -> None:
+        """Makes all ranks start from the same values of a module that Fabric sets up."""
+        if self.engine is not None and self.engine.is_finished:
+            # Whoever sets up a model after the end begins to train anew.
+            self._modules, self._optimizers = [], []
+            self._results.forget()
+        topology = self._groups.topology
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and topology.num_groups > 1:
+                raise ValueError(
+                    f"{name!r} is a SyncBatchNorm over all ranks, so that all worker groups would wait for each other"
+                    " in every step. Convert the model with nn.SyncBatchNorm.convert_sync_batchnorm(model,"
+                    " fabric.strategy.topology.in_group.process_group)."
+                )
+        require_same_model(module, topology.world)
+        align_model(module, topology)
+        self._modules.append(module)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer that Fabric sets up."""
+        self._optimizers.append(optimizer)
+
+    def trains(self, module: Any) -> bool:
+        """Tells whether the engine trains a module, so that groups hold different values of it."""
+        return self.engine is not None and self.engine.is_training(unwrapped(module))
+
+    # Inner steps
+
+    @contextmanager
+    def inner_step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Makes an inner step after its ``with`` block, in which an optimizer steps.
+
+        Of several optimizers of one model the last one that was set up counts, so that a step of each is one inner
+        step.
+
+        Raises:
+            RuntimeError: If training has finished.
+        """
+        if not any(optimizer is one for one in self._optimizers):
+            # It was not set up with this strategy, so it is none of ours.
+            yield
+            return
+        engine = self.engine or self._begin()
+        if self._announcement is None:
+            self._announcement = Announcement(engine, self._trained())
+        if engine.is_finished:
+            raise RuntimeError(
+                "An optimizer was stepped after fabric.strategy.finish(): the worker groups have joined. Call finish()"
+                " once, after the last step; to train on, set up the model and its optimizer again."
+            )
+        yield
+        if optimizer is self._optimizers[-1]:
+            self.landings = engine.step()
+            self._unfinished.inner_steps = engine.inner_steps
+            self._announcement.step()
+
+    def _begin(self) -> StreamingDiLoCo:
+        engine = StreamingDiLoCo(
+            self._trained(),
+            topology=self._groups.topology,
+            inner_optimizers=self._optimizers,
+            **vars(self._settings),
+        )
+        if self.engine is None and engine.topology.rank == 0:
+            # Called when the loop is dropped, or at the end of the process.
+            weakref.finalize(self, self._unfinished.warn)
+        self._results.read(engine)
+        self._announcement = None
+        return engine
+
+    def _trained(self) -> nn.Module:
+        """Returns the module that has the parameters of all optimizers."""
+        stepped = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
+        for module in self._modules:
+            if stepped <= {id(parameter) for parameter in module.parameters()}:
+                return module
+        raise ValueError(
+            f"No module that fabric.setup was given has all parameters of the {len(self._optimizers)} optimizers. One"
+            " strategy trains one model: put the networks into one nn.Module, set that up, and then its optimizers."
+        )
+
+    def finish(self) -> list[Landing]:
+        """Ends training; see `StreamingDiLoCo.finish`. Returns what landed."""
+        if self.engine is None:
+            _log.warning(
+                "fabric.strategy.finish() was called, and no optimizer that was set up with fabric.setup has stepped:"
+                " the worker groups have exchanged nothing."
+            )
+            return []
+        self.landings = self.engine.finish()
+        self._unfinished.inner_steps = 0
+        return self.landings
+
+    # Checkpoints
+
+    def is_saved_with(self, state: Any) -> bool:
+        """Tells whether what a user saves or loads is this loop: an optimizer that was set up is part of it."""
+        return isinstance(state, dict) and any(value is one for value in state.values() for one in self._optimizers)
+
+    def save(self, path: str, precision: dict[str, Any]) -> Saved:
+        """Writes the files of all ranks; see `write_ranks`.
+
+        Args:
+            path: The checkpoint file.
+            precision: State of the precision plugin of this rank.
+        """
+        engine = self.engine
+        assert engine is not None, "there is nothing to save beside a checkpoint before training"
+        topology, state = self._groups.topology, engine.state_dict()
+        return write_own(path, topology, self._settings, state, self._optimizers, precision=precision)
+
+    def resume(self, path: str, header: dict[str, Any]) -> dict[str, Any]:
+        """Goes on where this rank was when a checkpoint was saved. All ranks must call it.
+
+        Args:
+            path: The checkpoint file.
+            header: All that the file says of its folder, under its key.
+
+        Returns:
+            State of the precision plugin.
+
+        Raises:
+            ValueError: If it cannot go on from there.
+        """
+        if self.engine is not None:
+            self.engine.close()
+        # Before the random numbers are restored, because it may draw some.
+        engine = self._begin()
+        own = read_own(path, lambda: header, self._groups.topology, self._settings, self._optimizers)
+        engine.load_state_dict(own["engine"])
+        return dict(own["precision"])
+
+
+@dataclass
+class _Unfinished:
+    """Remembers whether training was finished, beyond the loop.
+
+    Attributes:
+        inner_steps: Inner steps of a training that has not been finished.
+    """
+
+    inner_steps: int = 0
+
+    def warn(self) -> None:
+        """Warns if it has not been."""
+        if self.inner_steps:
+            _log.warning(
+                "Training ended after %d inner steps without fabric.strategy.finish(): what was in flight is lost, and"
+                " each worker group ended with a model of its own. Call it in all processes after the last step.",
+                self.inner_steps,
+            )

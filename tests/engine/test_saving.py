@@ -1,0 +1,105 @@
+"""Files of a loop of one's own: what they hold, and whose state is refused; `tests/large` resumes from them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from tests.ranks import run_ranks
+from tests.training import LAYERS, inner_optimizer, mlp, train_step
+
+CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": LAYERS}
+
+
+def trained(rank: int, steps: int = 5, **choices: Any) -> StreamingDiLoCo:
+    model = mlp(rank)
+    optimizer = inner_optimizer("adamw", model)
+    engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], **{**CHOICES, **choices})
+    for step in range(1, steps + 1):
+        train_step(model, optimizer, rank, step)
+        engine.step()
+    return engine
+
+
+def test_the_state_of_another_rank_is_refused_there() -> None:
+    def resume(rank: int, world_size: int) -> str | None:
+        states = [trained(rank).state_dict()]
+        torch.distributed.broadcast_object_list(states)  # as from a file that rank 0 wrote alone
+        engine = trained(rank, 0)
+        try:
+            engine.load_state_dict(states[0])
+        except ValueError as error:
+            return str(error)
+        finally:
+            engine.close()
+        return None
+
+    own, other = run_ranks(resume, 2)
+    assert own is None
+    assert "rank 0 of worker group 0 (2 groups of 1), and this process is rank 0 of worker group 1 (2" in other
+    assert "engine.save(path)" in other
+    assert "register_for_checkpointing" in other
+
+
+def test_a_state_from_before_it_said_whose_it_is_is_taken() -> None:
+    state = trained(0).state_dict()
+    del state["rank"]
+    engine = trained(0, 0)
+    engine.load_state_dict(state)
+    assert engine.inner_steps == 5
+
+
+def test_a_second_save_replaces_the_first(tmp_path: Path) -> None:
+    engine = trained(0)
+    for _ in range(2):
+        engine.save(tmp_path / "a.ckpt")
+    assert len(list((tmp_path / "a.ckpt.sdiloco").iterdir())) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "a.ckpt.sdiloco"]
+    assert (
+        torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"].keys() == dict(mlp().named_parameters()).keys()
+    )
+
+
+def test_what_cannot_go_on_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    def resume(rank: int, world_size: int) -> list[str]:
+        path = tmp_path / "a.ckpt"
+        trained(rank).save(path)
+        texts = []
+
+        def refused(path: Path, **choices: Any) -> None:
+            with pytest.raises(ValueError, match=r"\w") as caught:
+                trained(rank, 0, **choices).load(path)
+            texts.append(str(caught.value))
+
+        refused(path, sync_every=5)
+        refused(path, worker_groups=1)
+        refused(tmp_path / "b.ckpt")
+        torch.distributed.barrier()
+        if rank == 0:
+            next(tmp_path.rglob("rank_00001.pt")).write_bytes(b"cut off")
+        torch.distributed.barrier()
+        refused(path)
+        return texts
+
+    one, other = run_ranks(resume, 2)
+    assert one == other
+    settings, layout, missing, broken = one
+    assert "other settings: sync_every was 4, now it is 5" in settings
+    assert "saved with {'worker_groups': 2, 'group_size': 1}, now there are {'worker_groups': 1" in layout
+    assert "There is no checkpoint" in missing
+    assert "rank_00001.pt" in broken
+    assert "is not what was saved" in broken
+
+
+def test_optimizers_that_were_not_saved_are_refused(tmp_path: Path) -> None:
+    trained(0).save(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match="holds the state of 1 inner optimizers, and there are 0"):
+        StreamingDiLoCo(mlp(), **CHOICES).load(tmp_path / "a.ckpt")
+
+
+def test_simulated_groups_are_told_how_to_save(tmp_path: Path) -> None:
+    groups = SimulatedGroups([mlp(), mlp()], **CHOICES)
+    with pytest.raises(ValueError, match="simulated in one"):
+        groups.engines[1].save(tmp_path / "a.ckpt")

@@ -1,0 +1,256 @@
+"""Loops of Fabric: the bits of the engine in a plain loop, DDP inside the group only, outer checkpoints."""
+
+import importlib
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_sdiloco
+from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
+from lightning_sdiloco import pytorch_lightning as other_distribution
+from tests.ranks import run_processes, run_ranks
+from tests.training import LAYERS, batch, inner_optimizer, mlp
+
+CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": LAYERS}
+STEPS = 11
+STRATEGIES = {
+    "lightning.fabric": StreamingDiLoCoFabricStrategy,
+    "lightning_fabric": other_distribution.StreamingDiLoCoFabricStrategy,
+}
+
+
+def fabric_of(world_size: int, distribution: str = "lightning.fabric", **choices: Any) -> Any:
+    """A Fabric that is launched, of two worker groups."""
+    strategy = STRATEGIES[distribution](worker_groups=2, **{**CHOICES, **choices})
+    fabric = importlib.import_module(distribution).Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+def part(rank: int, world_size: int, step: int) -> tuple[Tensor, Tensor]:
+    """What a rank sees of the batch of its group."""
+    size = world_size // 2
+    x, y = batch(rank // size, step)
+    return x.chunk(size)[rank % size], y.chunk(size)[rank % size]
+
+
+def in_fabric(rank: int, world_size: int, distribution: str) -> dict[str, Tensor]:
+    fabric = fabric_of(world_size, distribution)
+    model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
+    for step in range(1, STEPS + 1):
+        x, y = part(rank, world_size, step)
+        halves = zip(x.chunk(2), y.chunk(2), strict=True)
+        for index, (half, other) in enumerate(halves):
+            with fabric.no_backward_sync(model, enabled=index == 0):
+                fabric.backward(nn.functional.mse_loss(model(half), other) / 2)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.strategy.finish()
+    assert fabric.strategy.finish() == []
+    assert [name for fragment in fabric.strategy.fragments for name in fragment.names] == list(model.state_dict())
+    assert fabric.strategy.report()["inner_steps"] == STEPS
+    return {name: values.clone() for name, values in model.state_dict().items()}
+
+
+def in_plain_loop(rank: int, world_size: int) -> dict[str, Tensor]:
+    groups = WorkerGroups(2)
+    model = DistributedDataParallel(net := mlp(rank), process_group=groups.process_group)
+    optimizer = inner_optimizer("adamw", model)
+    engine = StreamingDiLoCo(model, worker_groups=groups, inner_optimizers=[optimizer], **CHOICES)
+    for step in range(1, STEPS + 1):
+        x, y = part(rank, world_size, step)
+        first, second = zip(x.chunk(2), y.chunk(2), strict=True)
+        with model.no_sync():
+            (nn.functional.mse_loss(model(first[0]), first[1]) / 2).backward()
+        (nn.functional.mse_loss(model(second[0]), second[1]) / 2).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.step()
+    engine.finish()
+    return {name: values.clone() for name, values in net.state_dict().items()}
+
+
+@pytest.mark.parametrize(("ranks", "distribution"), [(2, "lightning_fabric"), (4, "lightning.fabric")])
+def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution: str) -> None:
+    expected = run_ranks(in_plain_loop, ranks)
+    for actual in run_processes(in_fabric, ranks, distribution):
+        assert actual.keys() == expected[0].keys()
+        assert [name for name in actual if not torch.equal(actual[name], expected[0][name])] == []
+
+
+def test_what_goes_over_all_ranks_and_what_stays_in_the_group() -> None:
+    def loop(rank: int, world_size: int) -> dict[str, Any]:
+        fabric = fabric_of(world_size)
+        model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("sgd", net))
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
+        seen = [int(value) for (value,) in loader]
+        fabric.backward(model(torch.full((2, 5), float(rank))).square().mean())
+        optimizer.step()
+        local = [parameter.clone() for parameter in net.parameters()]
+        with fabric.strategy.evaluate():
+            outer = model(torch.ones(1, 5)).detach()
+        assert all(map(torch.equal, local, net.parameters()))
+        fabric.barrier()
+        return {
+            "seen": seen,
+            "reduced": float(fabric.all_reduce(torch.tensor(float(rank)))),
+            "gathered": fabric.all_gather(torch.tensor(rank)).tolist(),
+            "outer": outer,
+            "local": local[0],
+        }
+
+    ranks = run_processes(loop, 4)
+    assert sorted(value for one in ranks for value in one["seen"]) == list(range(8))
+    assert [one["reduced"] for one in ranks] == [1.5] * 4
+    assert [one["gathered"] for one in ranks] == [[0, 1, 2, 3]] * 4
+    assert all(torch.equal(one["outer"], ranks[0]["outer"]) for one in ranks)
+    assert torch.equal(ranks[0]["local"], ranks[1]["local"])
+    assert not torch.equal(ranks[1]["local"], ranks[2]["local"])
+
+
+def test_a_checkpoint_holds_the_outer_model_and_its_weights_can_be_taken_alone(tmp_path: Path) -> None:
+    def loop(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+        fabric = fabric_of(world_size)
+        model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
+        for step in range(1, 8):
+            x, y = part(rank, world_size, step)
+            fabric.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer, "step": 7})
+        fabric.save(tmp_path / "weights.ckpt", {"model": model})
+        outer = fabric.strategy.outer_state_dict()
+        fabric.strategy.engine.close()
+        other = fabric_of(world_size, sync_every=5)  # whatever its settings
+        fresh = other.setup(mlp(5))
+        assert other.load(tmp_path / "a.ckpt", {"model": fresh}).keys() == {"optimizer", "step"}
+        with pytest.raises(ValueError, match="other settings: sync_every was 4, now it is 5"):
+            other.load(
+                tmp_path / "a.ckpt",
+                {"model": fresh, "optimizer": other.setup_optimizers(inner_optimizer("adamw", fresh))},
+            )
+        return [outer, dict(fresh.state_dict())]
+
+    for outer, loaded in run_processes(loop, 2):
+        stored = torch.load(tmp_path / "a.ckpt", weights_only=True)
+        alone = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+        assert alone.keys() == {"model"}
+        assert stored["step"] == 7
+        for name, values in outer.items():
+            assert torch.equal(stored["model"][name], values)
+            assert torch.equal(alone["model"][name], values)
+            assert torch.equal(loaded[name], values)
+    assert not (tmp_path / "weights.ckpt.sdiloco").exists()
+
+
+def test_what_one_strategy_cannot_train_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def loop(rank: int, world_size: int) -> list[str]:
+        texts = []
+        fabric = fabric_of(world_size)
+        with caplog.at_level(logging.WARNING):
+            fabric.strategy.finish()
+            texts.append(caplog.text)
+        pairs = [fabric.setup(net, inner_optimizer("sgd", net)) for net in (mlp(0), mlp(1))]
+        for model, optimizer in pairs:
+            fabric.backward(model(torch.ones(2, 5)).sum())
+            with pytest.raises(ValueError, match="One strategy trains one model") as caught:
+                optimizer.step()
+        texts.append(str(caught.value))
+        fabric = fabric_of(world_size)
+        model, optimizer = fabric.setup(net := mlp(), inner_optimizer("sgd", net))
+        optimizer.step()
+        fabric.strategy.finish()
+        with pytest.raises(RuntimeError, match="after fabric.strategy.finish"):
+            optimizer.step()
+        model, optimizer = fabric.setup(net, inner_optimizer("sgd", net))  # and that begins anew
+        optimizer.step()
+        assert fabric.strategy.report()["inner_steps"] == 1
+        fabric.strategy.finish()
+        with pytest.raises(ValueError, match="'1' is a SyncBatchNorm over all ranks"):
+            fabric.setup(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+        return texts
+
+    for nothing, several in run_processes(loop, 2):
+        assert "no optimizer that was set up" in nothing
+        assert "put the networks into one nn.Module" in several
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"sync_every": "auto"}, "sync_every='auto' is for the Trainer's strategy"),
+        ({"overlap_steps": 100}, "overlap_steps=100 is out of range"),
+        ({"ddp_kwargs": {"process_group": None}}, "ddp_kwargs contains 'process_group'"),
+        ({"evaluate": "local"}, "StreamingDiLoCoFabricStrategy has no argument 'evaluate'"),
+        ({"find_unused_parameters": True}, "give ddp_kwargs="),
+    ],
+)
+def test_arguments_are_refused_in_the_constructor(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        StreamingDiLoCoFabricStrategy(**choices)
+
+
+def test_ranks_that_cannot_be_divided_are_refused_before_any_process_starts() -> None:
+    with pytest.raises(ValueError, match="worker_groups=3 cannot split 4 processes"):
+        importlib.import_module("lightning.fabric").Fabric(
+            accelerator="cpu", devices=4, strategy=StreamingDiLoCoFabricStrategy(worker_groups=3)
+        )
+
+
+SCRIPT = """
+import sys
+import torch
+from lightning.fabric import Fabric
+import lightning_sdiloco
+
+
+def main(fabric):
+    torch.manual_seed(fabric.global_rank)
+    net = torch.nn.Linear(300, 400)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(3):
+        fabric.backward(model(torch.randn(4, 300)).square().mean())
+        optimizer.step()
+    if "finish" in sys.argv:
+        fabric.strategy.finish()
+    values = fabric.all_gather(net.weight.detach().sum())
+    told = "equal" if values[0] == values[1] else "different"
+    sys.stdout.write(f"{told} {fabric.strategy.topology.num_groups}\\n")  # at once, since both ranks write
+
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
+    if sys.argv[1] == "streaming_diloco":
+        fabric.launch()
+        main(fabric)
+    else:
+        fabric.launch(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["streaming_diloco", "streaming_diloco_fork", pytest.param("streaming_diloco_spawn", marks=pytest.mark.large)],
+)
+def test_processes_start_by_the_name_of_the_strategy(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, str(script), name, *(["finish"] if "_" in name.removeprefix("streaming_") else [])]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=Path(lightning_sdiloco.__file__).parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+    finished = "finish" in command
+    assert done.stdout.count("equal 2" if finished else "different 2") == 2
+    assert ("without fabric.strategy.finish()" in done.stderr) != finished
