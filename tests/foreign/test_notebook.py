@@ -16,7 +16,7 @@ import lightning_sdiloco
 class Model(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 2048), nn.Tanh(), nn.Linear(2048, 2400), nn.Tanh(), nn.Linear(2400, 1))
+        self.net = nn.Sequential(nn.Linear(32, 2048), nn.Tanh(), nn.Linear(2048, 2500), nn.Tanh(), nn.Linear(2500, 1))
 
     def training_step(self, batch, index):
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[0][:, :1])
@@ -24,7 +24,7 @@ class Model(pl.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 torch.manual_seed(0)
@@ -46,7 +46,7 @@ print(
     all(torch.equal(values, outer[name]) for name, values in model.state_dict().items()),
     bool((model.net[0].weight != before).any()),
     sorted(trainer.callback_metrics),
-    trainer.strategy.report()["launches"] > 0,
+    trainer.strategy.report()["inner_steps"] == 40,
 )
 """
 

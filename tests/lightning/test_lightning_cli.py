@@ -175,8 +175,10 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "exchange_backend": None,
         "timeout": "0:30:00",
         "on_resume": "exact",
+        "resumable_checkpoints": "all",
         "start_method": "popen",
         "ddp_kwargs": None,
+        "process_group_backend": None,
         "accelerator": None,
         "parallel_devices": None,
         "cluster_environment": None,
@@ -191,8 +193,9 @@ def test_print_config_shows_the_arguments_of_the_strategy_for_sharded_models(tmp
     printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", chosen, "--print_config"))
     arguments = printed["trainer"]["strategy"]["init_args"]
     own = {"data_parallel_size": "auto", "tensor_parallel_size": "auto", "save_distributed_checkpoint": True}
+    own["process_group_backend"] = None
     assert list(arguments)[:2] == ["worker_groups", "sync_every"]
-    assert list(arguments)[-4:] == ["on_resume", *own]
+    assert list(arguments)[-5:] == ["resumable_checkpoints", *own]
     assert {key: arguments[key] for key in own} == own
 
 

@@ -400,6 +400,7 @@ def test_both_strategies_have_the_same_arguments_with_the_same_words() -> None:
         arguments = [dict(inspect.signature(kind).parameters) for kind in (first, second)]
         common = list(arguments[0])[: list(arguments[0]).index("start_method")]
         own = ["data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"]
+        own.append("process_group_backend")
         assert list(arguments[1]) == [*common, *own]
         for name in common:
             assert str(arguments[0][name]) == str(arguments[1][name])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -69,6 +70,17 @@ def test_a_trainer_that_is_given_after_connecting_is_in_time_for_the_setup(distr
         return wrapped
 
     assert run_processes(run, 1) == [[True, False, True]]
+
+
+@DISTRIBUTIONS
+def test_the_backend_of_process_groups_is_that_of_the_argument(distribution: str) -> None:
+    def run(rank: int, world_size: int) -> str:
+        strategy = fits.strategy(distribution, process_group_backend="cpu:gloo")
+        trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, max_steps=1)
+        trainer.fit(fits.module(distribution), DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
+        return str(dist.get_backend_config())
+
+    assert run_processes(run, 2) == ["cpu:gloo", "cpu:gloo"]
 
 
 # Metrics that not every rank logs

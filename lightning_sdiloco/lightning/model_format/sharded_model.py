@@ -47,6 +47,7 @@ class ShardedModel(ModelFormat):
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
     ) -> dict[str, Any]:
         """Checks the arguments of groups that share a sharded model.
 
@@ -57,6 +58,8 @@ class ShardedModel(ModelFormat):
                 node, or what ``data_parallel_size`` leaves.
             save_distributed_checkpoint: Whether a checkpoint is a folder to which the ranks of a group write their
                 parts, or a single file.
+            process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
+                ``"gloo"``. None: what suits the device.
 
         Raises:
             ValueError: If a size is out of its range.
@@ -71,6 +74,7 @@ class ShardedModel(ModelFormat):
             "data_parallel_size": data_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
             "save_distributed_checkpoint": save_distributed_checkpoint,
+            "process_group_backend": process_group_backend,
         }
 
     # The mesh of a group

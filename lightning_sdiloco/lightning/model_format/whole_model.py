@@ -41,6 +41,7 @@ class WholeModel(ModelFormat):
     def base_arguments(
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_kwargs: dict[str, Any] | None = None,
+        process_group_backend: str | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -53,6 +54,8 @@ class WholeModel(ModelFormat):
             start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or
                 ``"forkserver"``.
             ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
+            process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
+                ``"gloo"``. None: what suits the device.
             accelerator: As for every Lightning strategy.
             parallel_devices: As for every Lightning strategy.
             cluster_environment: As for every Lightning strategy.
@@ -81,6 +84,7 @@ class WholeModel(ModelFormat):
                 )
         return {
             "start_method": start_method,
+            "process_group_backend": process_group_backend,
             "accelerator": accelerator,
             "parallel_devices": parallel_devices,
             "cluster_environment": cluster_environment,
