@@ -111,17 +111,18 @@ ROOT = Path(lightning_sdiloco.__file__).parents[1]
 
 def example(folder: Path, *arguments: str) -> list[str]:
     """What the example prints, the corpus of the first call being that of the next."""
-    command = [sys.executable, str(ROOT / "examples" / "fabric" / "pretrain.py"), "--save-every", "26", *arguments]
+    command = [sys.executable, str(ROOT / "examples" / "fabric" / "pretrain.py"), "--save-every", "22", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if "validation loss" in line]
 
 
+@pytest.mark.timeout(300)
 def test_the_example_of_fabric_resumes_to_the_same_loss(tmp_path: Path) -> None:
-    whole = example(tmp_path, "--steps", "52", "--accumulate", "2")
-    assert len(whole) == 3
-    assert float(whole[-1].split("loss ")[1].split(",")[0]) < 3.0
-    stopped = example(tmp_path, "--steps", "26", "--accumulate", "2", "--checkpoint", "runs/stopped.ckpt")
+    whole = example(tmp_path, "--steps", "30", "--accumulate", "2")
+    assert len(whole) == 2
+    assert float(whole[-1].split("loss ")[1].split(",")[0]) < 4.0
+    stopped = example(tmp_path, "--steps", "22", "--accumulate", "2", "--checkpoint", "runs/stopped.ckpt")
     assert stopped[0] == whole[0]
     again = ["--resume", "--checkpoint", "runs/stopped.ckpt"]
-    assert example(tmp_path, "--steps", "52", "--accumulate", "2", *again) == whole[1:]
+    assert example(tmp_path, "--steps", "30", "--accumulate", "2", *again) == whole[1:]
