@@ -152,7 +152,8 @@ class Settings:
 
     def _check_aggregation(self) -> None:
         _require(
-            self.outer_clip_norm is None or (_number(self.outer_clip_norm) and self.outer_clip_norm > 0),
+            # As for torch, inf measures norms and clips none.
+            self.outer_clip_norm in (None, math.inf) or (_number(self.outer_clip_norm) and self.outer_clip_norm > 0),
             "outer_clip_norm",
             self.outer_clip_norm,
             "it must be a number above 0, or None",
