@@ -254,3 +254,20 @@ def test_processes_start_by_the_name_of_the_strategy(name: str, tmp_path: Path) 
     finished = "finish" in command
     assert done.stdout.count("equal 2" if finished else "different 2") == 2
     assert ("without fabric.strategy.finish()" in done.stderr) != finished
+
+
+@pytest.mark.parametrize("distribution", STRATEGIES)
+def test_every_argument_of_the_base_class_arrives_under_its_own_name(distribution: str) -> None:
+    plugins = importlib.import_module(f"{distribution}.plugins")
+    given = {
+        "accelerator": importlib.import_module(f"{distribution}.accelerators").CPUAccelerator(),
+        "parallel_devices": [torch.device("cpu")],
+        "cluster_environment": importlib.import_module(f"{distribution}.plugins.environments").LightningEnvironment(),
+        "checkpoint_io": plugins.TorchCheckpointIO(),
+        "precision": plugins.Precision(),
+    }
+    strategy = STRATEGIES[distribution](process_group_backend="cpu:gloo", start_method="fork", **given)
+    assert {name: getattr(strategy, name) for name in given} == given
+    assert strategy._get_process_group_backend() == "cpu:gloo"
+    assert strategy._start_method == "fork"
+    assert strategy._ddp_kwargs == {}

@@ -60,6 +60,7 @@ class FabricWorkerGroupStrategy(_Base):
     def base_arguments(
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_kwargs: dict[str, Any] | None = None,
+        process_group_backend: str | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -72,6 +73,8 @@ class FabricWorkerGroupStrategy(_Base):
             start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or
                 ``"forkserver"``.
             ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
+            process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
+                ``"gloo"``. None: what suits the device.
             accelerator: As for every strategy of Fabric.
             parallel_devices: As for every strategy of Fabric.
             cluster_environment: As for every strategy of Fabric.
@@ -79,10 +82,17 @@ class FabricWorkerGroupStrategy(_Base):
             precision: As for every strategy of Fabric.
         """
         arguments = WholeModel.base_arguments(
-            start_method, ddp_kwargs, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
+            start_method=start_method,
+            ddp_kwargs=ddp_kwargs,
+            process_group_backend=process_group_backend,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
         )
-        arguments["precision"] = arguments.pop("precision_plugin")
-        return arguments
+        # Fabric calls the plugin by a shorter name.
+        del arguments["precision_plugin"]
+        return {**arguments, "precision": precision}
 
     def __init__(self, worker_groups: int | Literal["auto"] = "auto", **given: Any) -> None:
         shared = {
@@ -140,10 +150,12 @@ class FabricWorkerGroupStrategy(_Base):
         mean = engine.group_mean() if engine.steps_in_rounds < engine.schedule.first_round else None
         # A forward pass without gradients makes DistributedDataParallel skip the buffers of the next training step.
         due = [wrapped.require_forward_param_sync for wrapped in self._wrapped]
-        with engine.evaluate(mean):
-            yield
-        for wrapped, is_due in zip(self._wrapped, due, strict=True):
-            wrapped.require_forward_param_sync = is_due
+        try:
+            with engine.evaluate(mean):
+                yield
+        finally:
+            for wrapped, is_due in zip(self._wrapped, due, strict=True):
+                wrapped.require_forward_param_sync = is_due
 
     @property
     def landings(self) -> list[Landing]:
