@@ -58,6 +58,7 @@ class FabricWorkerGroupStrategy(_Base):
 
     @staticmethod
     def base_arguments(
+        *,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_kwargs: dict[str, Any] | None = None,
         process_group_backend: str | None = None,

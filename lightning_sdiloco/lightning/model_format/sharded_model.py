@@ -44,6 +44,7 @@ class ShardedModel(ModelFormat):
     @staticmethod
     @override
     def base_arguments(
+        *,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,

@@ -39,6 +39,7 @@ class WholeModel(ModelFormat):
     @staticmethod
     @override
     def base_arguments(
+        *,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         ddp_kwargs: dict[str, Any] | None = None,
         process_group_backend: str | None = None,
