@@ -19,22 +19,26 @@ from rich.console import Console
 from rich.table import Table
 
 
-def options(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line.
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Makes the command line that all benchmarks have.
 
     Args:
         description: What the benchmark is about.
-        arguments: The command line, by default that of the process.
 
     Returns:
-        ``quick``: whether to only try that it runs; ``json``, ``picture``: files to write, or None.
+        A parser of ``quick``: whether to only try that it runs; ``json``, ``picture``: files to write, or None.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--picture", type=Path, help="draw them into this .svg or .png file")
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="as little as shows that it runs")
+    made.add_argument("--json", type=Path, help="write the numbers to this file")
+    made.add_argument("--picture", type=Path, help="draw them into this .svg or .png file")
     torch.set_num_threads(1)
-    return parser.parse_args(arguments)
+    return made
+
+
+def options(description: str | None, arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line of a benchmark without options of its own."""
+    return parser(description).parse_args(arguments)
 
 
 def measured(module: str, quick: bool) -> dict[str, Any]:
