@@ -23,7 +23,7 @@ NAME = "lightning_sdiloco"
 FLOORS = [
     {"errors"},
     {"compression", "comm"},
-    {"algorithm", "launch"},
+    {"algorithm", "federation", "launch"},
     {"engine", "planning"},
     {"lightning"},
     {"tools"},
@@ -212,8 +212,8 @@ def test_arithmetic_needs_neither_torch_nor_the_rest_of_the_package(module: str)
     assert tops_of(module) <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("module", of_rooms("planning"))
-def test_planning_is_plain_numbers(module: str) -> None:
+@pytest.mark.parametrize("module", of_rooms("federation", "planning"))
+def test_planning_and_federation_are_plain_numbers(module: str) -> None:
     assert tops_of(module) <= {NAME, "typing_extensions"} | sys.stdlib_module_names
 
 
@@ -226,6 +226,15 @@ def test_a_member_of_a_family_knows_no_other_member(family: str, shared: set[str
     for member in members:
         assert GRAPH[member] <= bases
     assert GRAPH[f"{NAME}.{family}.base"] == set()
+
+
+CLOCKS_AND_FILES = {"time", "datetime", "random", "secrets", "os", "pathlib", "socket", "threading", "asyncio"}
+
+
+@pytest.mark.parametrize("module", of_rooms("federation"))
+def test_the_rules_of_a_federation_have_no_clock_no_chance_and_no_file(module: str) -> None:
+    assert tops_of(module) & CLOCKS_AND_FILES == set()
+    assert GRAPH[module] <= {*of_rooms("federation"), f"{NAME}.errors"}
 
 
 # The environment and the network
