@@ -194,7 +194,16 @@ class Follower:
             return None
         norm_squared = norm_squared if finite else 0.0
         sent = Contribution(
-            fragment, own.next_round, self.site, self.life, own.samples, digest, payloads, finite, norm_squared
+            fragment,
+            own.next_round,
+            self.site,
+            self.life,
+            own.applied.key,
+            own.samples,
+            digest,
+            payloads,
+            finite,
+            norm_squared,
         )
         own.launch(sent, step)
         return sent

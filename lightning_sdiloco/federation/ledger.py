@@ -114,7 +114,7 @@ class Ledger:
         for record in records:
             self.append(record)
         for own in contributions:
-            if own.round == self.closed[own.fragment].round + 1:
+            if Position(own.round - 1, own.previous) == self.closed[own.fragment]:
                 self._take(own, now)
         self._renew_leases(now)
 
@@ -213,6 +213,10 @@ class Ledger:
             raise Refused(f"round {own.round} of fragment {own.fragment} rests on records that are not here: {closed}")
         if own.round <= closed or self.has_ended(own.fragment):
             return Answer.LATE
+        if own.previous != self.closed[own.fragment].key:
+            raise Refused(
+                f"round {own.round} of fragment {own.fragment} rests on another history than that of this hub"
+            )
         round = self.open.get(own.fragment)
         return Answer.KNOWN if round and own.site in round.here else Answer.OPEN
 

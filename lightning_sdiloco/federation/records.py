@@ -69,6 +69,7 @@ class Contribution:
         round: The round. It is measured against the outer parameters after the round before.
         site: The site.
         life: The life of the site that trained it.
+        previous: The key of the record of the round before, which the site has applied; see [Note: the chain].
         weight: Samples trained since the site was last counted: steps, times batch size, times ranks.
         digest: The digest of the outer parameters that it is measured against.
         payloads: The bytes, one entry for each rank of the site.
@@ -80,6 +81,7 @@ class Contribution:
     round: int
     site: str
     life: str
+    previous: str
     weight: int
     digest: int
     payloads: tuple[Payload, ...]
@@ -119,6 +121,7 @@ def contribution(value: Any, name: str = "contribution") -> Contribution:
             round=whole(1),
             site=text(NAME),
             life=text(LIFE),
+            previous=text(KEY),
             weight=whole(),
             digest=whole(-(2**63)),
             payloads=listed(_payload, _MOST_SHARDS),
@@ -233,7 +236,7 @@ def _require_one_round(record: Record) -> None:
     for own in record.counted:
         if (own.fragment, own.round) != (record.fragment, record.round) or own.reason:
             raise Malformed(f"record.counted has what {own.site} cannot have contributed to this round")
-        if own.digest != record.digest:
+        if own.digest != record.digest or own.previous != record.previous:
             raise Malformed("record.counted was measured against different outer parameters")
 
 

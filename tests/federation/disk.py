@@ -1,6 +1,6 @@
 """A mailbox in memory, which survives the hubs that write to it: blobs, records, and what else a hub keeps durably."""
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -20,7 +20,8 @@ class Disk:
         self.blobs: dict[str, bytes] = {}
         self.contributions: dict[tuple[int, str], Contribution] = {}
         self.anchors: list[tuple[StateHeader, list[tuple[np.ndarray, np.ndarray]], list[str]]] = []
-        self.rounds: dict[int, deque[Record]] = defaultdict(deque)
+        self.chains: dict[int, list[Record]] = defaultdict(list)
+        self.dropped: dict[int, int] = defaultdict(int)
         self.ending = False
         self.is_real = True
         # For the judge: the trained steps that records have counted, each with its round, by site and fragment.
@@ -39,7 +40,7 @@ class Disk:
             return self.records[seq] == record
         assert seq == len(self.records), "a record without the one before it"
         self.records.append(record)
-        self.rounds[read(record).fragment].append(read(record))
+        self.chains[read(record).fragment].append(read(record))
         return True
 
     def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
@@ -56,16 +57,18 @@ class Disk:
     def drop_payloads(self, kept: tuple[int, ...]) -> None:
         """Drops the payloads of rounds that are no longer kept."""
         for p, first in enumerate(kept):
-            while self.rounds[p] and self.rounds[p][0].round < first:
-                for own in self.rounds[p].popleft().counted:
+            for record in self.chains[p][self.dropped[p] : first - 1]:
+                for own in record.counted:
                     for payload in own.payloads:
                         self.blobs.pop(payload.key, None)
+            self.dropped[p] = max(self.dropped[p], first - 1)
 
     def without_the_last(self, count: int, steps: dict[Contribution, list[int]]) -> "Disk":
         """What a backup of a while ago holds."""
         backup = Disk()
         backup.is_real = False
-        backup.records = self.records[: len(self.records) - count]
+        for data in self.records[: len(self.records) - count]:
+            backup.append(len(backup.records), data)
         backup.blobs = dict(self.blobs)
         backup.anchors = self.anchors[:1]
         for record in backup.all_records():

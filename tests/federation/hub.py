@@ -1,5 +1,6 @@
 """A simulated hub: the real ledger, with a disk, and messages that come and go."""
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.errors import AgreementError
@@ -34,7 +35,7 @@ class SimulatedHub:
         self.waiting: list[tuple[Any, ...]] = []
         self.started = world.now
         self.beats: dict[str, tuple[float, bool, tuple[int, ...]]] = {}
-        self.undecided_since: float | None = None
+        self.overdue: dict[int, int] = defaultdict(int)
         self.ledger = ledger(
             world.terms,
             world.charter,
@@ -146,9 +147,8 @@ class SimulatedHub:
         follows = self.beats.get(site, (0, False, ()))[1]
         self.beats[site] = (self.world.now, follows, tuple(own.round for own in hello.applied))
         self.world.tell(site, life, "welcome", welcome)
-        for record in self.disk.all_records():
-            if record.round > hello.applied[record.fragment].round:
-                self.world.tell(site, life, "record", record, self.payloads(record), reliably=True)
+        missing = [own for p, at in enumerate(hello.applied) for own in self.disk.chains[p][at.round :]]
+        self.world.tell(site, life, "records", [(own, self.payloads(own)) for own in missing], reliably=True)
         for call in self.ledger.calls():
             self.world.tell(site, life, "call", call)
 

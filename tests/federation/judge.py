@@ -128,17 +128,12 @@ class Judge:
                 continue
             here = f"round {ledger.closed[p].round + 1} of {p}"
             living = hub.living()
-            if not hub.is_ending(p):
-                over = now > min(round.arrived.values()) + terms.grace + 0.05
-                self.deny(
-                    over,
-                    f"{here} is open beyond the grace",
-                )
-            if now > hub.started + terms.lease:
-                waits = all(site in round.arrived for site in living) and now > max(round.arrived.values()) + 0.3
-                self.deny(
-                    waits, f"{here} waits for somebody who is not there: {living} {round.arrived} {ledger.members}"
-                )
+            over = not hub.is_ending(p) and now > min(round.arrived.values()) + terms.grace
+            alone = now > hub.started + terms.lease and all(site in round.arrived for site in living)
+            # What has just changed is seen by the next tick.
+            hub.overdue[p] = hub.overdue[p] + 1 if over or alone else 0
+            self.deny(hub.overdue[p] > 2 and over, f"{here} is open beyond the grace")
+            self.deny(hub.overdue[p] > 2 and alone, f"{here} waits for somebody who is not there")
 
     # The run
 

@@ -1,6 +1,5 @@
 """A simulated site: the real follower, with arithmetic on a few float32 values, a disk for checkpoints, and faults."""
 
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,32 +111,30 @@ class SimulatedSite:
     def save(self) -> None:
         if any(own.digest is None for own in self.follower.fragments):
             return
-        saved = deepcopy(
-            {
-                "follower": self.follower.state_dict(),
-                "values": [(own.outer, own.momentum, own.local, own.lineage) for own in self.values],
-                "held": self.held,
-                "flying": self.flying,
-                "sent": self.sent_payloads,
-                "step": self.step,
-                "not_finite": self.is_not_finite,
-            }
-        )
+        saved = {
+            "follower": self.follower.state_dict(),
+            "values": [(own.outer.copy(), own.momentum.copy(), own.local.copy(), own.lineage) for own in self.values],
+            "held": [list(ids) for ids in self.held],
+            "flying": dict(self.flying),
+            "sent": dict(self.sent_payloads),
+            "step": self.step,
+            "not_finite": list(self.is_not_finite),
+        }
         self.checkpoints = [*self.checkpoints[-4:], saved]
 
     def load(self, saved: dict[str, Any]) -> bool:
-        saved = deepcopy(saved)
         values = []
         for outer, momentum, local, lineage in saved["values"]:
-            values.append(Values(outer, momentum, lineage))
-            values[-1].local = local
+            values.append(Values(outer.copy(), momentum.copy(), lineage))
+            values[-1].local = local.copy()
         try:
             self.follower.load_state_dict(saved["follower"], [own.digest() for own in values])
         except ValueError as error:
             self.world.judge.halts[f"checkpoint: {type(error).__name__}"] += 1
             return False
-        self.values, self.held, self.flying = values, saved["held"], saved["flying"]
-        self.sent_payloads, self.step, self.is_not_finite = saved["sent"], saved["step"], saved["not_finite"]
+        self.values, self.held, self.flying = values, [list(ids) for ids in saved["held"]], dict(saved["flying"])
+        self.sent_payloads, self.step = dict(saved["sent"]), saved["step"]
+        self.is_not_finite = list(saved["not_finite"])
         return True
 
     # Messages
@@ -227,6 +224,10 @@ class SimulatedSite:
             return
         self.payloads[record.key] = payloads
 
+    def on_records(self, records: list[tuple[Record, list[bytes] | None]]) -> None:
+        for record, payloads in records:
+            self.on_record(record, payloads)
+
     def on_asked(self, donor: str) -> None:
         # If it does not answer, another one is asked.
         self.asked = (*self.asked[-1:], donor) if self.world.random.random() < 0.3 else self.asked[:-1]
@@ -249,7 +250,10 @@ class SimulatedSite:
     def on_state(self, header: StateHeader, arrays: Any, lineages: list[str]) -> None:
         if not self.follower.wants_state:
             return
-        came = [Values(*pair, lineage) for pair, lineage in zip(deepcopy(arrays), lineages, strict=True)]
+        came = [
+            Values(outer.copy(), momentum.copy(), lineage)
+            for (outer, momentum), lineage in zip(arrays, lineages, strict=True)
+        ]
         try:
             landings = self.follower.adopt(header, [own.digest() for own in came])
         except Refused:

@@ -11,6 +11,7 @@ from lightning_sdiloco.federation import (
     Answer,
     Call,
     Charter,
+    Contribution,
     Founding,
     Hello,
     Ledger,
@@ -28,8 +29,13 @@ def ledger(*sites: str, **changes: object) -> Ledger:
     return made
 
 
-def offer(made: Ledger, *contributions: object, now: float = 1.0) -> list[Answer]:
-    return [made.contribute(each, each.life, now) for each in contributions]  # type: ignore[attr-defined]
+def offer(made: Ledger, *contributions: Contribution, now: float = 1.0) -> list[Answer]:
+    """Offers contributions that rest on what is closed."""
+    return [made.contribute(based(made, each), each.life, now) for each in contributions]
+
+
+def based(made: Ledger, each: Contribution) -> Contribution:
+    return replace(each, previous=made.closed[each.fragment].key)
 
 
 def sites_of(record: Record) -> list[str]:
@@ -88,6 +94,8 @@ def test_a_beat_and_nothing_else_keeps_a_site_awaited() -> None:
 
 def test_a_site_that_needs_a_state_or_is_far_behind_is_not_awaited() -> None:
     made = ledger("a", "b")
+    with pytest.raises(Refused, match="another history"):
+        made.contribute(own("a", previous="11" * 32), life(), 1.0)
     for record in chain(*[(own("a", round),) for round in range(1, RETENTION + 2)]):
         made.append(record)
     beat(made, "a", 1.0)
@@ -180,7 +188,7 @@ def test_a_hub_that_comes_back_goes_on_where_it_was_and_waits_for_those_before()
     offer(before, own("a"), own("b"))
     (first,) = close(before, 1.0)
     offer(before, own("a", 2))
-    after = Ledger(TERMS, CHARTER, 100.0, [first], [own("a", 2)])
+    after = Ledger(TERMS, CHARTER, 100.0, [first], [based(before, own("a", 2))])
     assert (after.seq, after.closed) == (1, before.closed)
     assert close(after, 101.9) == []
     come(after, "b", now=101.0)

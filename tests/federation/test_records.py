@@ -36,6 +36,7 @@ POSITIONS = st.builds(Position, WHOLE, KEYS)
 @st.composite
 def records(draw: Any) -> Record:
     fragment, round, digest = draw(st.integers(0, 99)), draw(st.integers(1, 2**40)), draw(DIGESTS)
+    previous = draw(KEYS)
     sites = sorted(draw(st.sets(NAMES, min_size=1, max_size=4)))
     counted = tuple(
         Contribution(
@@ -43,6 +44,7 @@ def records(draw: Any) -> Record:
             round,
             site,
             draw(LIVES),
+            previous,
             draw(st.integers(1, 2**40)),
             digest,
             tuple(draw(st.lists(st.builds(Payload, KEYS, WHOLE), max_size=2))),
@@ -51,7 +53,7 @@ def records(draw: Any) -> Record:
         for site in sites
     )
     left_out = (LeftOut("absent", "not finite"),) if draw(st.booleans()) else ()
-    return Record(draw(WHOLE), fragment, round, draw(KEYS), counted, left_out, draw(st.booleans()))
+    return Record(draw(WHOLE), fragment, round, previous, counted, left_out, draw(st.booleans()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +97,7 @@ def test_a_message_comes_back_as_it_was(message: Any) -> None:
     assert type(message).from_bytes(message.to_bytes()) == message
 
 
-OWN = Contribution(1, 5, "site-a", "ab" * 8, 100, -7, (Payload("cd" * 32, 40),))
+OWN = Contribution(1, 5, "site-a", "ab" * 8, "ef" * 32, 100, -7, (Payload("cd" * 32, 40),))
 RECORD = Record(9, 1, 5, "ef" * 32, (OWN, replace(OWN, site="site-b")))
 
 
@@ -142,6 +144,7 @@ def test_json_with_surprises_is_refused(data: bytes) -> None:
         (replace(OWN, site="z"), OWN),
         (OWN, replace(OWN, site="site-b", round=6)),
         (OWN, replace(OWN, site="site-b", digest=8)),
+        (OWN, replace(OWN, site="site-b", previous="00" * 32)),
         (replace(OWN, finite=False),),
         (replace(OWN, weight=0),),
     ],

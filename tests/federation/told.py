@@ -1,5 +1,7 @@
 """Short ways to tell a ledger and a follower what happens, for tests with known answers."""
 
+from dataclasses import replace
+
 from lightning_sdiloco.federation import Beat, Contribution, Follower, Hello, Ledger, Payload, Record, Terms
 
 TERMS = Terms(fragments=1, sync_every=20, overlap_steps=3, grace=2.0, lease=10.0)
@@ -11,12 +13,21 @@ def life(number: int = 1) -> str:
     return f"{number:016x}"
 
 
-def own(site: str = "a", round: int = 1, *, weight: int = 100, digest: int = DIGEST, born: int = 1) -> Contribution:
+def own(
+    site: str = "a",
+    round: int = 1,
+    *,
+    previous: str = CHARTER,
+    weight: int = 100,
+    digest: int = DIGEST,
+    born: int = 1,
+) -> Contribution:
     payload = Payload(f"{ord(site[0]):02x}{round:02x}{born:02x}" + "0" * 58, 8)
-    return Contribution(0, round, site, life(born), weight, digest, (payload,))
+    return Contribution(0, round, site, life(born), previous, weight, digest, (payload,))
 
 
 def record(round: int, *counted: Contribution, previous: str = CHARTER, final: bool = False) -> Record:
+    counted = tuple(replace(each, previous=previous) for each in counted)
     return Record(round - 1, 0, round, previous, counted, final=final)
 
 
