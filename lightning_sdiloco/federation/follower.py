@@ -221,7 +221,9 @@ class Follower:
         A flight lands ``overlap_steps`` after its launch, or when its record is there, whichever is later. Without a
         flight a record lands at once.
         """
-        return [record for own in self.fragments if (record := own.due(step, self.terms))]
+        # Who trains no more has nothing to overlap with.
+        overlap = 0 if self._finishing else self.terms.overlap_steps
+        return [record for own in self.fragments if (record := own.due(step, overlap))]
 
     def waits(self, step: int, now: float) -> bool:
         """Tells whether training waits for a landing now. It never does while the hub cannot be reached.

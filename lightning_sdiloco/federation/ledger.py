@@ -267,14 +267,15 @@ class Ledger:
         undecided: list[AgreementError] = []
         for fragment in sorted(self.open):
             round = self.open[fragment]
-            if not self._closes(fragment, round, now):
+            # Who is there and does not count is still there: otherwise a round might never close.
+            if len(round.here) < self._quorum.least or not self._closes(fragment, round, now):
                 continue
             try:
                 camp = self._largest_camp(fragment, round, now)
             except AgreementError as error:
                 undecided.append(error)
                 continue
-            if len(camp) >= max(1, self._quorum.least):
+            if camp:
                 records.append(self._record(self.seq + len(records), fragment, round, camp))
         if undecided and not records:
             raise undecided[0]

@@ -182,9 +182,9 @@ class Progress:
             " have parted: resume this site from a checkpoint of before, or restore the ledger of the hub."
         )
 
-    def due(self, step: int, terms: Terms) -> Record | None:
+    def due(self, step: int, overlap_steps: int) -> Record | None:
         """Returns the record that lands after an inner step, if one does."""
-        early = self.flight is not None and step < self.flight.launched_at + terms.overlap_steps
+        early = self.flight is not None and step < self.flight.launched_at + overlap_steps
         return None if early or self.digest is None else self.records.get(self.next_round)
 
     def landing(self, record: Record, site: str) -> Landing:

@@ -11,7 +11,7 @@ class Quorum(Protocol):
     """Decides which sites a round waits for, and when it closes. Only the hub asks, on its own monotonic clock.
 
     Attributes:
-        least: With fewer contributions that count no round closes, whatever `closes` says.
+        least: With fewer contributions no round closes, whatever `closes` says.
     """
 
     least: int

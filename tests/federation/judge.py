@@ -60,6 +60,7 @@ class Judge:
         where = f"{site.name}, round {record.round} of {p}"
         if landing is Landing.REFUSE:
             self.deny(old.digest() == record.digest, f"{where}: refused what was right")
+            self.deny(old.lineage != record.previous, f"{where}: nearly landed a record of another history")
             self.counts["wrong values refused"] += 1
             return
         self.deny(old.lineage != record.previous, f"silent divergence: {where} has another history")
@@ -124,7 +125,7 @@ class Judge:
         now, ledger, terms = hub.world.now, hub.ledger, hub.world.terms
         for p, round in ledger.open.items():
             able = [own for own in round.here.values() if not own.reason]
-            if len(able) < max(1, terms.quorum) or len({own.digest for own in able}) > 1:
+            if not able or len(round.here) < terms.quorum or len({own.digest for own in able}) > 1:
                 continue
             here = f"round {ledger.closed[p].round + 1} of {p}"
             living = hub.living()

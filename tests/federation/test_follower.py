@@ -296,6 +296,8 @@ def test_a_site_at_its_end_launches_all_and_leaves_when_it_is_counted() -> None:
     sent = made.launch(0, 2, DIGEST, own().payloads)
     assert sent is not None
     assert not made.finished
+    made.learn(record(1, own("b")))
+    assert made.due(2) == [record(1, own("b"))], "no step will come any more"
     made.land(record(1, own("b")), DIGEST, 8)
     assert not made.finished, "it was late, and launches again"
     assert made.launches(2) == [0]

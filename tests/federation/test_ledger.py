@@ -75,6 +75,12 @@ def test_no_round_closes_below_the_quorum() -> None:
     assert len(close(made, 100.0)) == 1
 
 
+def test_a_round_closes_with_the_one_that_counts_if_enough_are_there() -> None:
+    made = ledger("a", "b", quorum=2)
+    offer(made, own("a"), replace(own("b"), finite=False))
+    assert sites_of(close(made, 1.0)[0]) == ["a"]
+
+
 def test_asking_what_is_due_changes_nothing() -> None:
     made = ledger("a")
     offer(made, own("a"))

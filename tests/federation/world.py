@@ -351,10 +351,12 @@ class World:
         self.check_shares()
 
     def check_shares(self) -> None:
-        """Sites that can answer a call within the grace count, whatever their speed."""
+        """Sites that can answer a call within the grace count, also those at half the speed of the others."""
         records = [own for own in self.quiet_records or () if own.round]
         for site in self.sites.values():
-            prompt = site.alive and site.calm_since < self.now - QUIET + 1 and site.speed + 0.35 < self.terms.grace
+            prompt = (
+                site.alive and site.calm_since < self.now - QUIET + 1 and site.speed <= 0.3 and self.terms.grace >= 0.65
+            )
             counted = sum(own.of(site.name) is not None for own in records[len(records) // 2 :])
             share = counted / max(1, len(records) - len(records) // 2)
             self.judge.deny(prompt and not site.finishing and share < 0.5, f"{site.name} counts in {share:.0%}")
