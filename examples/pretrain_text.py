@@ -128,7 +128,8 @@ class ByteGPT(LightningModule):
 
     @override
     def on_validation_end(self) -> None:
-        self.val_losses[self.trainer.global_step] = float(self.trainer.callback_metrics["val_loss"])
+        if not self.trainer.sanity_checking:
+            self.val_losses[self.trainer.global_step] = float(self.trainer.callback_metrics["val_loss"])
         self.clock.resume()
 
 
