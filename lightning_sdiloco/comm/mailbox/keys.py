@@ -98,9 +98,7 @@ class Bundle(NamedTuple):
 
     def revoked(self) -> frozenset[str]:
         """Returns the fingerprints of certificates that the authority has taken back."""
-        if self.folder is None or not (self.folder / "revoked").exists():
-            return frozenset()
-        return frozenset(line.split()[0] for line in (self.folder / "revoked").read_text().splitlines() if line.strip())
+        return frozenset() if self.folder is None else _fingerprints(self.folder / "revoked")
 
 
 def checked_name(what: str, name: str) -> str:
@@ -163,7 +161,7 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
 
 
 def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365) -> Path:
-    """Makes a bundle for a holder. If it had one, that stays valid until it expires or is revoked.
+    """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its keys are revoked.
 
     Args:
         folder: The folder of the authority.
@@ -202,29 +200,31 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
     path = folder / f"{name}.bundle"
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
-    write_synced(part, _private(key) + _pem(_signed(builder, authority_key)) + authority)
+    certificate = _pem(_signed(builder, authority_key))
+    # Noted first, so that it can be taken back whatever becomes of the bundle.
+    _add_lines(folder / "issued", [f"{fingerprint(certificate)} {name}"])
+    write_synced(part, _private(key) + certificate + authority)
     part.replace(path)
     sync_folder(folder)
     return path
 
 
-def revoke_keys(folder: str | Path, name: str) -> str:
-    """Takes back the certificate in a holder's bundle. A hub that was started with the folder then refuses it.
+def revoke_keys(folder: str | Path, name: str) -> list[str]:
+    """Takes back all certificates that a holder was ever given. A hub that was started with the folder refuses them.
 
     Returns:
-        The fingerprint of the certificate.
+        The fingerprints of the certificates.
 
     Raises:
-        ValueError: If there is no bundle of this name.
+        ValueError: If none was made for this name, or all have been taken back.
     """
     folder = Path(folder)
-    taken = fingerprint(load(folder, name).certificate)
-    handle = os.open(folder / "revoked", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(f"{taken} {name}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    (folder / f"{name}.bundle").unlink()
+    before = _fingerprints(folder / "revoked", checked_name("name", name))
+    taken = sorted(_fingerprints(folder / "issued", name) - before)
+    if not taken:
+        raise ValueError(f"{folder} has made no keys for {name!r} that could be revoked.")
+    _add_lines(folder / "revoked", [f"{one} {name}" for one in taken])
+    (folder / f"{name}.bundle").unlink(missing_ok=True)
     return taken
 
 
@@ -320,6 +320,20 @@ def _loaded(forms: Any, folder: Path) -> Any:
         return forms.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except FileNotFoundError:
         raise ValueError(f"{folder} has no keys yet. Make them: sdiloco keys init {folder}.") from None
+
+
+def _add_lines(path: Path, lines: list[str]) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.writelines(f"{line}\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fingerprints(path: Path, name: str | None = None) -> frozenset[str]:
+    """Returns the fingerprints in a file, those of a name or all."""
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return frozenset(line[0] for line in lines if line and name in (None, line[-1]))
 
 
 def _run_of(folder: Path) -> str:

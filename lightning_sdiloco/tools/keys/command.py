@@ -37,16 +37,16 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
 
 
 def revoke(folder: str, names: list[str]) -> str:
-    """Take back the bundles of holders: a hub that runs with the folder refuses them from then on.
+    """Take back all keys of holders: a hub that runs with the folder refuses them from then on.
 
     Args:
         folder: The folder of `sdiloco keys init`.
         names: Names of holders.
 
     Raises:
-        ValueError: If one of them has no bundle in the folder.
+        ValueError: If one of them has none.
     """
-    return "\n".join(f"{name}: revoked, certificate {revoke_keys(folder, name)}" for name in names)
+    return "\n".join(f"{name}: revoked {one}" for name in names for one in revoke_keys(folder, name))
 
 
 def _require_days(days: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_sdiloco.comm import Hub, HubMailbox, add_keys, init_keys, revoke_keys
-from lightning_sdiloco.comm.mailbox.keys import UNBOUND, Identity, load
+from lightning_sdiloco.comm.mailbox.keys import UNBOUND, Identity, fingerprint, load
 from lightning_sdiloco.tools.cli import main
 from tests.comm.mailbox.hubs import RUN, require_extra
 
@@ -62,7 +62,7 @@ def test_the_commands_make_keys(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["add", "{keys}", "site", "--days", "0"], "days=0 is out of range"),
         (["add", "{keys}", "site", "--role", "king"], "role"),
         (["add", "{keys}"], "names"),
-        (["revoke", "{keys}", "nobody"], "There are no keys"),
+        (["revoke", "{keys}", "nobody"], "has made no keys for 'nobody'"),
     ],
 )
 def test_what_the_commands_refuse(
@@ -113,12 +113,16 @@ def test_a_hub_alone_does_not_bind_keys_to_a_run(tmp_path: Path) -> None:
 def test_a_holder_may_get_new_keys_before_the_old_ones_are_taken_back(tmp_path: Path) -> None:
     require_extra()
     init_keys(tmp_path, RUN)
-    old = load(add_keys(tmp_path, "site-a"))
-    new = load(add_keys(tmp_path, "site-a"))
-    assert old.certificate != new.certificate
-    taken = revoke_keys(tmp_path, "site-a")
-    assert load(tmp_path).revoked() == {taken}
+    old, new = (load(add_keys(tmp_path, "site-a")).certificate for _ in range(2))
+    add_keys(tmp_path, "site-b")
+    # An old one that leaked goes too.
+    assert sorted(revoke_keys(tmp_path, "site-a")) == sorted(map(fingerprint, (old, new)))
+    assert load(tmp_path).revoked() == {fingerprint(old), fingerprint(new)}
     assert not (tmp_path / "site-a.bundle").exists()
+    with pytest.raises(ValueError, match="could be revoked"):
+        revoke_keys(tmp_path, "site-a")
+    newest = load(add_keys(tmp_path, "site-a")).certificate
+    assert revoke_keys(tmp_path, "site-a") == [fingerprint(newest)]
 
 
 WITHOUT = """
