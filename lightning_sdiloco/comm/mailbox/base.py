@@ -72,7 +72,7 @@ class Mailbox(Protocol):
             HubUnreachable: If the mailbox does not answer in time.
         """
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes | bytearray:
         """Returns the blob under a key, whose digest has been verified.
 
         Raises:

@@ -53,7 +53,15 @@ def record_of(event: Event) -> tuple[int, bytes]:
     return seq, checked_blob(str(event.header.get("digest")), event.body, f"record {seq}")
 
 
-_SIZES = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", MAX_MESSAGE)]
+_WINDOW = 1 << 20
+
+_SIZES: list[tuple[str, int | str]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    # On a long link a connection carries a window per round trip; gRPC's own begins with 64 KiB.
+    ("grpc.http2.lookahead_bytes", _WINDOW),
+    ("grpc.http2.write_buffer_size", _WINDOW // 4),
+]
 _PING_MS = 10_000
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [

@@ -111,7 +111,7 @@ class HubMailbox:
         header = self._header(about) | {"key": key_of(view), "size": len(view)}
         return upload(self._link, header, view, timeout)
 
-    def get(self, key: str, timeout: float | None = None) -> bytes:
+    def get(self, key: str, timeout: float | None = None) -> bytearray:
         """See `Mailbox.get`; ``timeout`` is as in `send`."""
         return download(self._link, self._header(), checked_key(key), self.max_blob, timeout)
 

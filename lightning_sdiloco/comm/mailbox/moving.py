@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lightning_sdiloco.comm.mailbox.base import Altered, Bytes, HubUnreachable, MailboxError, Malformed, checked_size
-from lightning_sdiloco.comm.mailbox.chunks import Arrivals, Dispenser, Runs, bounds, count
+from lightning_sdiloco.comm.mailbox.chunks import Arrivals, Dispenser, Runs, bounds, checked_runs, count
 from lightning_sdiloco.comm.mailbox.frames import Header, pack, pack_chunk, unpack, unpack_chunk
 from lightning_sdiloco.comm.mailbox.link import Link
 
@@ -110,10 +110,10 @@ class _Outgoing:
         if answer.get("stored") is True:
             self.answer = dict(answer.get("answer", {}))
         else:
-            self.missing = answer["missing"]
+            self.missing = checked_runs(answer.get("missing"), len(self._blob))
 
 
-def download(link: Link, header: Header, key: str, max_blob: int, timeout: float | None) -> bytes:
+def download(link: Link, header: Header, key: str, max_blob: int, timeout: float | None) -> bytearray:
     """Fetches a blob and verifies it.
 
     Args:
@@ -199,12 +199,12 @@ class _Incoming:
         self.begin(call)
         self.take_all(call)
 
-    def verified(self, key: str) -> bytes:
+    def verified(self, key: str) -> bytearray:
         """Returns the blob, if it is the one that was asked for."""
         assert self._arrivals is not None, "complete comes first"
         if self._arrivals.digest() != key:
             raise Altered(f"the hub sent other bytes than those whose digest is {key}.")
-        return bytes(self._blob)
+        return self._blob
 
     def _write(self, offset: int, data: Bytes) -> None:
         self._blob[offset : offset + len(data)] = data
