@@ -105,7 +105,8 @@ class _EarlierFlights:
         self._shards = shards
         self._buffers = buffers
         self._aggregation = Aggregation(settings.outer_clip_norm, settings.outlier_guard)
-        self._all_reduce = all_reduce_for(settings.exchange, len(groups), settings.codec, settings.mixing)
+        mixing = settings.numbers["mixing"]
+        self._all_reduce = all_reduce_for(settings.exchange, len(groups), settings.codec, mixing)
         self._optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]
 
     def land(self, index: int) -> bool:
