@@ -182,7 +182,7 @@ class Checkpointer:
         restart: Restart | ValueError | None = None
         if self._trainer.is_global_zero:
             # What is in flight lands as it would have landed.
-            settings = self._options.settings.taken_from(header["settings"]).chosen_for(self._topology.num_groups)
+            settings = self._options.settings.taken_from(header["settings"])
             same_optimizer = header["settings"].get("outer_optimizer") == settings.described()["outer_optimizer"]
             try:
                 states = files.read_groups(path, header, ("counts", "fragments", "flights"))
