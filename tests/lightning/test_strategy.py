@@ -29,6 +29,9 @@ REPORT = {
     "bytes_received",
     "exposed_wait_s",
     "in_flight_s",
+    "outer_lr",
+    "outer_momentum",
+    "mixing",
 }
 
 
