@@ -85,6 +85,7 @@ class SimulatedHub:
                 # Somebody else has written: there is a second hub, and this one is not it.
                 self.dead = True
                 self.world.judge.counts["fenced"] += 1
+                self.world.after(1.0, self.world.hub_starts, self.disk, self)
                 return
 
     def record(self, record: Record) -> bool:

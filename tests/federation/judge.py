@@ -140,6 +140,9 @@ class Judge:
 
     def looks_around(self, sites: list["SimulatedSite"], hub: "SimulatedHub") -> None:
         """Looks, when nothing has been wrong for a while, for sites that stay behind."""
+        if not isinstance(hub.ledger.source("the judge", hub.world.now), str):
+            # The hub says that nobody has a state: who has one is on the way, or an operator decides.
+            return
         for site in sites:
             calm = site.world.now - max(site.calm_since, hub.started) > 15
             pairs = zip(hub.ledger.closed, site.follower.fragments, strict=True) if site.is_well else ()

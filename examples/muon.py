@@ -1,0 +1,123 @@
+"""Muon for the matrices of the blocks and AdamW for all else, as one optimizer.
+
+    optimizer = muon_and_adamw(model, lr=3e-3)
+
+A scheduler, a checkpoint or a gradient scaler sees an optimizer like any other: one list of groups, one state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from typing_extensions import override
+
+
+def require_muon() -> None:
+    """Refuses a torch without Muon, before anything is trained.
+
+    Raises:
+        ValueError: If ``torch.optim.Muon`` is missing.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"The optimizer 'muon' needs torch.optim.Muon, which torch {torch.__version__} does not have. "
+            "Install torch 2.9 or newer, or choose the optimizer 'adamw'."
+        )
+
+
+def is_matrix_of_a_block(name: str, parameter: Tensor) -> bool:
+    """Tells whether Muon takes a parameter: a matrix in a list called ``blocks``, so no embedding, norm or head."""
+    return parameter.dim() == 2 and "blocks" in name.split(".")
+
+
+def muon_and_adamw(
+    model: nn.Module,
+    lr: float,
+    muon_lr: float | None = None,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+) -> MuonAndAdamW:
+    """Makes the optimizer for a model whose layers lie in a list called ``blocks``, as those of `gpt.GPT` do.
+
+    Muon's steps are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one rate serves both.
+
+    Args:
+        model: The model.
+        lr: Learning rate.
+        muon_lr: Another learning rate for what Muon takes; ``lr`` if ``None``.
+        weight_decay: Decay of matrices and embeddings; vectors have none.
+        betas: Those of AdamW.
+
+    Raises:
+        ValueError: If torch has no Muon, or the model no matrix in a list called ``blocks``.
+    """
+    require_muon()
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in trainable.items() if is_matrix_of_a_block(name, p)]
+    others = [p for name, p in trainable.items() if not is_matrix_of_a_block(name, p)]
+    if not matrices:
+        raise ValueError(
+            f"Muon trains the matrices of the blocks, and {type(model).__name__} has no trainable matrix in a list "
+            "called 'blocks'. Call the list of layers so, or train with AdamW alone."
+        )
+    decay_of = {True: weight_decay, False: 0.0}
+    groups = [
+        {"params": [p for p in others if (p.dim() > 1) == decays], "weight_decay": decay_of[decays]}
+        for decays in (True, False)
+    ]
+    muon = torch.optim.Muon(
+        matrices, lr=lr if muon_lr is None else muon_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return MuonAndAdamW(muon, AdamW([group for group in groups if group["params"]], lr=lr, betas=betas))
+
+
+class MuonAndAdamW(Optimizer):
+    """Two optimizers of different parameters, with the groups and the state of both.
+
+    Args:
+        muon: The optimizer of the matrices; its groups come first.
+        adamw: The optimizer of the others.
+    """
+
+    def __init__(self, muon: Optimizer, adamw: Optimizer) -> None:
+        self.parts: tuple[Optimizer, ...] = ()
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self.parts = (muon, adamw)
+        self._share()
+
+    def _share(self) -> None:
+        """Lets the parts work on the groups and the state of this optimizer, which may be new objects."""
+        first = len(self.parts[0].param_groups)
+        for part, groups in zip(self.parts, (self.param_groups[:first], self.param_groups[first:]), strict=True):
+            part.param_groups, part.state = groups, self.state
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": self.parts}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Called on a copy, and by load_state_dict with new groups and a new state.
+        super().__setstate__(state)
+        self._share()
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.parts:
+            raise ValueError("Muon and AdamW divide the parameters once: make the optimizer of all of them instead.")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    @override
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
