@@ -393,7 +393,7 @@ class Ledger:
         """The first round of every fragment whose payloads are kept: the last rounds, and all since the anchor.
 
         So a site that has a state can always come back without one, and the run goes on from the anchor if there is
-        none.
+        none. Equal payloads have one key: what goes must not be named by a later record or an open contribution.
         """
         best = self.anchors.best
         anchored = (

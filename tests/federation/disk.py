@@ -1,6 +1,6 @@
 """A mailbox in memory, which survives the hubs that write to it: blobs, records, and what else a hub keeps durably."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -22,6 +22,7 @@ class Disk:
         self.anchors: list[tuple[StateHeader, list[tuple[np.ndarray, np.ndarray]], list[str]]] = []
         self.chains: dict[int, list[Record]] = defaultdict(list)
         self.dropped: dict[int, int] = defaultdict(int)
+        self.named: Counter[str] = Counter()
         self.ending = False
         self.is_real = True
         # For the judge: the trained steps that records have counted, each with its round, by site and fragment.
@@ -41,6 +42,7 @@ class Disk:
         assert seq == len(self.records), "a record without the one before it"
         self.records.append(record)
         self.chains[read(record).fragment].append(read(record))
+        self.named.update(payload.key for own in read(record).counted for payload in own.payloads)
         return True
 
     def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
@@ -55,12 +57,15 @@ class Disk:
             del self.contributions[key]
 
     def drop_payloads(self, kept: tuple[int, ...]) -> None:
-        """Drops the payloads of rounds that are no longer kept."""
+        """Drops the payloads of rounds that are no longer kept, if nobody else has sent the same bytes since."""
+        open_ones = {payload.key for own in self.contributions.values() for payload in own.payloads}
         for p, first in enumerate(kept):
             for record in self.chains[p][self.dropped[p] : first - 1]:
                 for own in record.counted:
                     for payload in own.payloads:
-                        self.blobs.pop(payload.key, None)
+                        self.named[payload.key] -= 1
+                        if not self.named[payload.key] and payload.key not in open_ones:
+                            self.blobs.pop(payload.key, None)
             self.dropped[p] = max(self.dropped[p], first - 1)
 
     def without_the_last(self, count: int, steps: dict[Contribution, list[int]]) -> "Disk":
