@@ -245,10 +245,13 @@ class Follower:
 
         Returns:
             What to do to the values. With `REFUSE` the new outer parameters are dropped.
+
+        Raises:
+            AgreementError: If a round is refused again, after a state was fetched.
         """
         own = self.fragments[record.fragment]
         if before != record.digest:
-            own.forget()
+            own.refuse(record.round)
             return Landing.REFUSE
         landing = own.landing(record, self.site)
         own.land(landing, record.position, after)

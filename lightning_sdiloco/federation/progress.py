@@ -82,6 +82,7 @@ class Progress:
         records: Records that have not landed, by round.
         closed: The last round that is known to be closed.
         kept: The first round whose payloads can be had.
+        refused: The last round that was measured against other outer parameters than those here.
     """
 
     fragment: int
@@ -97,6 +98,7 @@ class Progress:
     records: dict[int, Record] = field(default_factory=dict)
     closed: int = 0
     kept: int = 1
+    refused: int = 0
 
     @property
     def next_round(self) -> int:
@@ -121,6 +123,17 @@ class Progress:
         """Finds that the outer parameters are wrong: what was measured against them is worth nothing."""
         self.digest = self.flight = None
         self.drop()
+
+    def refuse(self, round: int) -> None:
+        """Refuses a round, whose record was measured against other outer parameters than those here."""
+        self.forget()
+        if self.refused == round:
+            raise AgreementError(
+                f"Round {round} of fragment {self.fragment} was measured against outer parameters that cannot be made"
+                " again: with another state this site came to others too. Its arithmetic differs from that of the others,"
+                " or those who held them are gone. Roll the run back to a round before (sdiloco hub rollback)."
+            )
+        self.refused = round
 
     # Launching
 

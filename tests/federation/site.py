@@ -279,8 +279,10 @@ class SimulatedSite:
             world.send(self, "skip", call)
         for p in follower.launches(self.step):
             self.launch(p)
-        while self.land_due():
+        while self.alive and self.land_due():
             pass
+        if not self.alive:
+            return
         if not self.waits:
             self.waited_since = world.now
         self.waits = follower.waits(self.step, world.now)
@@ -325,7 +327,7 @@ class SimulatedSite:
     def land_due(self) -> bool:
         landed = False
         for record in self.follower.due(self.step):
-            if record.key in self.payloads:
+            if self.alive and record.key in self.payloads:
                 self.land(record)
                 landed = True
         return landed
@@ -337,7 +339,11 @@ class SimulatedSite:
         if self.does_wrong:
             new.outer[0] = np.nextafter(new.outer[0], np.float32(9))
             self.does_wrong, self.was_wrong = False, True
-        landing = self.follower.land(record, old.digest(), new.digest())
+        try:
+            landing = self.follower.land(record, old.digest(), new.digest())
+        except AgreementError as error:
+            self.halt(error)
+            return
         self.world.judge.lands(self, record, landing, old, new)
         if landing is Landing.REFUSE:
             self.held[p] = []

@@ -175,6 +175,15 @@ def test_a_record_measured_against_other_values_does_not_land() -> None:
     assert made.fragments[0].applied.round == 0
 
 
+def test_a_round_that_cannot_be_made_again_is_an_error() -> None:
+    made = follower()
+    wrong = record(1, own("b", digest=8))
+    assert made.land(wrong, DIGEST, 9) is Landing.REFUSE
+    made.found([DIGEST])
+    with pytest.raises(AgreementError, match="cannot be made again"):
+        made.land(wrong, DIGEST, 9)
+
+
 def follow(records: list[Record], made: Follower) -> Follower:
     for each in records:
         made.learn(each)

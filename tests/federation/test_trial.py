@@ -1,4 +1,4 @@
-"""The trial in virtual time: 10,000 faults, and not one silent divergence; and the trial notices what is left out."""
+"""The trial in virtual time: 10,000 faults, and not one silent divergence."""
 
 from collections import Counter
 
@@ -18,4 +18,5 @@ def test_nothing_diverges_in_silence_and_nothing_counts_twice(part: int) -> None
         counts += judge.counts + judge.halts
     happened = sum(count for name, count in counts.items() if name.startswith("fault"))
     assert happened == SEEDS // PARTS * FAULTS
-    print(dict(sorted(counts.items())))
+    # Nearly all runs come to their end; the others stop with an error that says what an operator can do.
+    assert counts["the run waits for an operator"] <= SEEDS // PARTS // 20

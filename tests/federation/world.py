@@ -278,7 +278,8 @@ class World:
                 self.tell(own.site, None, "evicted")
 
     def halted(self, site: SimulatedSite, error: Exception) -> None:
-        self.judge.halts[f"site: {type(error).__name__}"] += 1
+        again = "cannot be made again" in str(error)
+        self.judge.halts["site: cannot be made again" if again else f"site: {type(error).__name__}"] += 1
 
     # The run
 
@@ -305,6 +306,9 @@ class World:
         self.be_quiet()
         until = self.now + QUIET
         self.run_until(lambda: self.now > until)
+        if self.is_orphaned:
+            self.judge.halts["the run waits for an operator"] += 1
+            return self.judge
         self.check_quiet()
         self.disk.ending = True
         self.hub.ledger.end()
@@ -330,15 +334,13 @@ class World:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether nobody has a state, which the hub says: an operator has to decide."""
+        """Whether nobody has a state from which the run can go on, and hub or sites have said so to people."""
         living = [site for site in self.sites.values() if site.alive]
-        sound = any(all(own.is_sound for own in site.follower.fragments) for site in living)
-        return not sound and self.hub.ledger.source("nobody", self.now) is None
+        donor = isinstance(self.hub.ledger.source("nobody", self.now), str)
+        said = self.judge.counts["nobody has a state"] or self.judge.halts["site: cannot be made again"]
+        return bool(said) and not donor and not any(site.follower.follows for site in living)
 
     def check_quiet(self) -> None:
-        if self.is_orphaned:
-            self.judge.halts["nobody has a state"] += 1
-            return
         ledger, deny = self.hub.ledger, self.judge.deny
         for site in self.sites.values():
             fragments = site.follower.fragments
@@ -370,7 +372,7 @@ class World:
                 self.judge.deny(not same, f"silent divergence: {site.name} holds other values of fragment {p}")
 
     def check_end(self) -> None:
-        if self.is_orphaned or self.judge.violations:
+        if self.judge.violations:
             return
         left = [site.name for site in self.sites.values() if not site.gone_for_good]
         self.judge.deny(bool(left), f"{left} have not come to the end of the run")
