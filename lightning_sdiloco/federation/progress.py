@@ -130,8 +130,8 @@ class Progress:
         if self.refused == round:
             raise AgreementError(
                 f"Round {round} of fragment {self.fragment} was measured against outer parameters that cannot be made"
-                " again: with another state this site came to others too. Its arithmetic differs from that of the others,"
-                " or those who held them are gone. Roll the run back to a round before (sdiloco hub rollback)."
+                " again: with another state this site came to others too. Its arithmetic is not that of the others, or"
+                " those who held them are gone. Roll the run back to a round before (sdiloco hub rollback)."
             )
         self.refused = round
 

@@ -361,7 +361,7 @@ class World:
             )
             counted = sum(own.of(site.name) is not None for own in records[len(records) // 2 :])
             share = counted / max(1, len(records) - len(records) // 2)
-            self.judge.deny(prompt and not site.finishing and share < 0.5, f"{site.name} counts in {share:.0%}")
+            self.judge.deny(prompt and not site.finishing and share < 0.75, f"{site.name} counts in {share:.0%}")
 
     def check_same_values(self) -> None:
         for p in range(self.terms.fragments):
