@@ -26,7 +26,7 @@ OLDEST_TESTS := tests/test_surface.py \
 
 venv: $(VENV)/.installed
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 # One thread per process: tests start several ranks on the same cores, and mostly wait for each other.

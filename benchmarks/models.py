@@ -38,7 +38,7 @@ TINY = Size(layers=2, width=32, heads=2, context=16)
 """31,000 parameters: does it run at all."""
 
 DEMO = Size(layers=4, width=128, heads=4, context=128)
-"""0.87 million parameters: that of examples/demo.py."""
+"""0.87 million parameters: the default of examples/pretrain_text.py."""
 
 TEN_MILLION = Size(layers=6, width=384, heads=6, context=128)
 """10.9 million parameters."""

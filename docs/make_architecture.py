@@ -33,6 +33,7 @@ ROOMS = {
     "engine": (3, "launches and lands fragments"),
     "planning": (3, "what a link allows"),
     "algorithm": (2, "when, what, how much"),
+    "federation": (2, "who counts as sites come and go"),
     "launch": (2, "how ranks start and meet"),
     "compression": (1, "bits of an outer gradient"),
     "comm": (1, "the door to the network"),

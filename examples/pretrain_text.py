@@ -13,7 +13,9 @@ import math
 import os
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -22,6 +24,7 @@ from gpt import GPT
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from muon import muon_and_adamw, require_muon
 from text_data import StandardLibraryText
 from torch import Tensor
 from torchmetrics.text import Perplexity
@@ -29,7 +32,7 @@ from typing_extensions import override
 
 
 class ByteGPT(LightningModule):
-    """A byte-level GPT trained with AdamW.
+    """A byte-level GPT trained with AdamW, or with Muon for the matrices of its blocks.
 
     Args:
         layers: Blocks of the transformer.
@@ -40,6 +43,7 @@ class ByteGPT(LightningModule):
         warmup_steps: Steps over which the learning rate rises from zero.
         schedule: After the warm-up, fall along a cosine to a tenth of ``lr``, or stay.
         weight_decay: Decay of matrices and embeddings; norms have none.
+        optimizer: AdamW for all, or Muon for the matrices of the blocks and AdamW for the rest; see ``muon.py``.
     """
 
     def __init__(
@@ -52,13 +56,18 @@ class ByteGPT(LightningModule):
         warmup_steps: int = 40,
         schedule: Literal["cosine", "constant"] = "cosine",
         weight_decay: float = 0.1,
+        optimizer: Literal["adamw", "muon"] = "adamw",
     ) -> None:
         super().__init__()
+        if optimizer == "muon":
+            require_muon()
         self.save_hyperparameters()
+        self.optimizer = optimizer
         self.lr, self.warmup_steps, self.schedule, self.weight_decay = lr, warmup_steps, schedule, weight_decay
         self.net = GPT(layers, width, heads, context)
         self.perplexity = Perplexity()
-        self.train_seconds = 0.0
+        self.clock = Clock()
+        self.val_losses: dict[int, float] = {}
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -82,13 +91,19 @@ class ByteGPT(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        matrices = [p for p in self.parameters() if p.dim() > 1]
-        vectors = [p for p in self.parameters() if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
+        optimizer = (
+            muon_and_adamw(self, self.lr, weight_decay=self.weight_decay) if self.optimizer == "muon" else self.adamw()
+        )
         total_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.lr_factor(step, total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def adamw(self) -> torch.optim.Optimizer:
+        """Makes AdamW for all parameters."""
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        vectors = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
 
     def lr_factor(self, step: int, total_steps: int) -> float:
         """Returns the share of ``lr`` that holds at a step."""
@@ -100,12 +115,49 @@ class ByteGPT(LightningModule):
         return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     @override
-    def on_train_start(self) -> None:
-        self._started = time.perf_counter()
+    def on_train_batch_start(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.clock.tick()
 
     @override
-    def on_fit_end(self) -> None:
-        self.train_seconds = time.perf_counter() - self._started
+    def on_train_end(self) -> None:
+        self.clock.tick()
+
+    @override
+    def on_validation_start(self) -> None:
+        self.clock.pause()
+
+    @override
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.val_losses[self.trainer.global_step] = float(self.trainer.callback_metrics["val_loss"])
+        self.clock.resume()
+
+
+class Clock:
+    """Measures training without the validations in it; `tick` is called at the start of every step, and at the end."""
+
+    def __init__(self) -> None:
+        self.ticks: list[float] = []
+        self.paused_at = self.paused = 0.0
+
+    def tick(self) -> None:
+        self.ticks.append(time.perf_counter() - self.paused)
+
+    def pause(self) -> None:
+        self.paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        self.paused += time.perf_counter() - self.paused_at
+
+    @property
+    def seconds(self) -> float:
+        """All of training."""
+        return self.ticks[-1] - self.ticks[0]
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of the steps, so that those in which something starts or waits do not count."""
+        return median(after - before for before, after in pairwise(self.ticks))
 
 
 def bytes_sent(trainer: Trainer, model: LightningModule) -> int:
@@ -138,16 +190,22 @@ class PretrainCLI(LightningCLI):
         if self.trainer.is_global_zero:
             Path(path).write_text(json.dumps(self.summary(metrics), indent=2) + "\n", encoding="utf-8")
 
-    def summary(self, metrics: Any) -> dict[str, float]:
+    def summary(self, metrics: Any) -> dict[str, Any]:
+        """Returns what was trained, how long it took, and the loss on the way, by step."""
         steps, data = self.trainer.global_step, self.datamodule
+        tokens = steps * self.trainer.world_size * data.batch_size * data.context
         return {
             **metrics,
+            "val_losses": {**self.model.val_losses, steps: metrics["val_loss"]},
             "steps": steps,
             "ranks": self.trainer.world_size,
-            "tokens": steps * self.trainer.world_size * data.batch_size * data.context,
+            "tokens": tokens,
+            "passes": tokens / (len(data.training) * data.context),
             "parameters": sum(p.numel() for p in self.model.parameters()),
+            "shapes": {name: list(p.shape) for name, p in self.model.named_parameters()},
             "bytes_sent": bytes_sent(self.trainer, self.model),
-            "train_seconds": self.model.train_seconds,
+            "train_seconds": self.model.clock.seconds,
+            "step_seconds": self.model.clock.step_seconds,
         }
 
 

@@ -23,7 +23,7 @@ NAME = "lightning_sdiloco"
 FLOORS = [
     {"errors"},
     {"compression", "comm"},
-    {"algorithm", "launch"},
+    {"algorithm", "federation", "launch"},
     {"engine", "planning"},
     {"lightning"},
     {"tools"},
@@ -201,10 +201,16 @@ def test_only_its_face_imports_a_distribution(distribution: str, face: str) -> N
         assert not [node for node in statements if ast.unparse(node).split()[1].split(".")[0] == distribution]
 
 
+def called(node: ast.AST, function: str) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == function
+
+
 @pytest.mark.parametrize("module", of_rooms(*BELOW_LIGHTNING))
 def test_what_is_below_lightning_needs_torch_alone(module: str) -> None:
-    # typing_extensions and fsspec come with torch.
+    # typing_extensions and fsspec come with torch. An extra is imported by its name, where it is used: by `extra`.
     assert tops_of(module) <= {NAME, "torch", "typing_extensions", "fsspec"} | sys.stdlib_module_names
+    modules = {node.args[0].value.split(".")[0] for node in nodes_of(module) if called(node, "extra")}
+    assert modules <= ({"grpc", "cryptography"} if module.startswith(f"{NAME}.comm.mailbox.") else set())
 
 
 @pytest.mark.parametrize("module", sorted(WITHOUT_TENSORS))
@@ -212,8 +218,8 @@ def test_arithmetic_needs_neither_torch_nor_the_rest_of_the_package(module: str)
     assert tops_of(module) <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("module", of_rooms("planning"))
-def test_planning_is_plain_numbers(module: str) -> None:
+@pytest.mark.parametrize("module", of_rooms("federation", "planning"))
+def test_planning_and_federation_are_plain_numbers(module: str) -> None:
     assert tops_of(module) <= {NAME, "typing_extensions"} | sys.stdlib_module_names
 
 
@@ -226,6 +232,30 @@ def test_a_member_of_a_family_knows_no_other_member(family: str, shared: set[str
     for member in members:
         assert GRAPH[member] <= bases
     assert GRAPH[f"{NAME}.{family}.base"] == set()
+
+
+CLOCKS_AND_FILES = {"time", "datetime", "random", "secrets", "os", "pathlib", "socket", "threading", "asyncio"}
+
+
+@pytest.mark.parametrize("module", of_rooms("federation"))
+def test_the_rules_of_a_federation_have_no_clock_no_chance_and_no_file(module: str) -> None:
+    assert tops_of(module) & CLOCKS_AND_FILES == set()
+    assert GRAPH[module] <= {*of_rooms("federation"), f"{NAME}.errors"}
+
+
+def test_nothing_from_the_network_is_unpickled() -> None:
+    modules = [module for module in MODULES if module.startswith(f"{NAME}.comm.mailbox")]
+    assert len(modules) > 10
+    for module in modules:
+        names = {
+            node.attr if isinstance(node, ast.Attribute) else node.id for node in nodes_of(module) if is_name(node)
+        }
+        assert tops_of(module) & {"pickle", "cPickle", "marshal", "shelve", "dill"} == set(), module
+        assert names & {"eval", "exec", "torch"} == set(), module
+
+
+def is_name(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Attribute, ast.Name))
 
 
 # The environment and the network

@@ -22,7 +22,7 @@ from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 FILE = Path(__file__).with_name("surface.json")
 FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
 STRATEGIES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
-COMMANDS = ("doctor", "plan", "report", "schedule", "simulate")
+COMMANDS = ("doctor", "keys", "keys add", "keys init", "keys revoke", "plan", "report", "schedule", "simulate")
 
 
 def arguments_of(function: Any) -> list[str]:
@@ -51,7 +51,7 @@ def options_of(command: str) -> list[str]:
             continue
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     # An option of torch's classes, which jsonargparse lists, is none of ours.
     return sorted(set(re.findall(r"(?<![\w.-])--[a-z][\w-]*(?![\w.])", printed.getvalue())))
 

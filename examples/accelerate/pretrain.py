@@ -5,7 +5,9 @@ torchrun --nproc-per-node 4 examples/accelerate/pretrain.py --groups 2
 
 import argparse
 import sys
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,9 +22,8 @@ from text_data import StandardLibraryText
 from lightning_sdiloco import StreamingDiLoCo, WorkerGroups
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--groups", type=int, default=2)
-parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--folder", default="runs/accelerate")
+for name, default in {"--groups": 2, "--steps": 100, "--folder": "runs/accelerate"}.items():
+    parser.add_argument(name, type=type(default), default=default)
 parser.add_argument("--resume", action="store_true")
 args = parser.parse_args()
 torch.manual_seed(0)
@@ -38,13 +39,15 @@ model: Any = accelerator.prepare_model(GPT(layers=4, width=128, heads=4, context
 if groups.group_size > 1:
     model = DistributedDataParallel(model, process_group=groups.process_group)
 optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3), data.train_dataloader())
-choices: dict[str, Any] = {"sync_every": 20, "overlap_steps": 4, "layers_per_fragment": 1}
-engine = StreamingDiLoCo(model, worker_groups=groups, inner_optimizers=[optimizer], **choices)
+engine = StreamingDiLoCo(model, sync_every=20, overlap_steps=4, worker_groups=groups, inner_optimizers=[optimizer])
+file = f"{args.folder}/engine.ckpt"
+# accelerate asks every rank for the state but writes that of rank 0 alone, so each rank keeps a file of its own.
+accelerator.register_for_checkpointing(
+    SimpleNamespace(state_dict=lambda: {"saved": engine.save(file)}, load_state_dict=lambda _: engine.load(file))
+)
 if args.resume:
-    accelerator.load_state(args.folder)  # what rank 0 saved, but for random numbers
-    engine.load(f"{args.folder}/engine.ckpt")  # what each rank saved
-
-for tokens, targets in accelerator.skip_first_batches(loader, 2 * engine.inner_steps):
+    accelerator.load_state(args.folder)
+for tokens, targets in islice(loader, 2 * engine.inner_steps, 2 * args.steps):
     with accelerator.accumulate(model):
         loss = F.cross_entropy(model(tokens).view(-1, BYTE_VALUES), targets.flatten())
         accelerator.backward(loss)
@@ -52,9 +55,6 @@ for tokens, targets in accelerator.skip_first_batches(loader, 2 * engine.inner_s
         optimizer.zero_grad()
     if accelerator.sync_gradients:  # the optimizer has stepped: an inner step
         engine.step()
-        if engine.inner_steps == args.steps:
-            break
 accelerator.save_state(args.folder)
-engine.save(f"{args.folder}/engine.ckpt")
 engine.finish()  # the model holds the outer parameters now
 accelerator.print(f"loss {accelerator.reduce(loss.detach(), 'mean'):.6f}, {engine.report()['bytes_sent']} bytes sent")

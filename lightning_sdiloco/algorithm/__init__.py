@@ -8,6 +8,7 @@ from lightning_sdiloco.algorithm.aggregation import Absences, Aggregation, Count
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.algorithm.digest import digest
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
+from lightning_sdiloco.algorithm.recommended import AUTO, SPARSE_GAINS, OuterStep, recommended
 from lightning_sdiloco.algorithm.reduction import (
     AllReduce,
     SecondHop,
@@ -19,6 +20,7 @@ from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT, OuterLRSchedule, OuterOptimizer, Settings
 
 __all__ = [
+    "AUTO",
     "Absences",
     "Aggregation",
     "AllReduce",
@@ -30,8 +32,10 @@ __all__ = [
     "HOST_BYTES",
     "OuterLRSchedule",
     "OuterOptimizer",
+    "OuterStep",
     "Parameter",
     "Partition",
+    "SPARSE_GAINS",
     "Schedule",
     "SecondHop",
     "Settings",
@@ -41,5 +45,6 @@ __all__ = [
     "kind_of_all_reduce",
     "partition",
     "plain",
+    "recommended",
     "remembered",
 ]

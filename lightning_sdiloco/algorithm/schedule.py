@@ -77,6 +77,15 @@ class Schedule:
         """Returns how many launches of fragment 0 have landed by inner step ``step``: the outer step that users see."""
         return max(0, (step - self.overlap_steps) // self.sync_every)
 
+    def rounds_in(self, steps: int) -> int:
+        """Returns how often every fragment has landed by the end of a run of so many inner steps.
+
+        Examples:
+            >>> Schedule(sync_every=100, overlap_steps=5, fragments=8).rounds_in(300)
+            2
+        """
+        return max(0, (steps - self.overlap_steps - self.offset(self.fragments - 1)) // self.sync_every)
+
     def longest_wait(self, since: int = 0) -> int:
         """Returns how many inner steps it takes at most until a request has travelled with the next launch and landed.
 

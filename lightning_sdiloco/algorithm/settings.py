@@ -1,16 +1,18 @@
 """What a user can choose: the arguments that the strategies and the engine share, checked in one place."""
 
+import ast
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from numbers import Number
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sdiloco.algorithm.partition import check_fragments
+from lightning_sdiloco.algorithm.recommended import AUTO, EARLIER, SPARSE, SPARSE_GAINS, OuterStep, recommended
 from lightning_sdiloco.algorithm.reduction import check_exchange
 from lightning_sdiloco.compression import Compression, resolve
 
@@ -42,13 +44,13 @@ class Settings:
 
     sync_every: int = 100
     overlap_steps: int = 5
-    mixing: float = 0.5
+    mixing: float | Literal["auto"] = AUTO
     fragments: str | Sequence[Sequence[str]] = "strided"
     layers_per_fragment: int = 3
     compression: str | Compression = "fp4"
     exchange: str = "auto"
-    outer_lr: float = 0.4
-    outer_momentum: float = 0.9
+    outer_lr: float | Literal["auto"] = AUTO
+    outer_momentum: float | Literal["auto"] = AUTO
     outer_optimizer: OuterOptimizer | None = None
     outer_lr_schedule: OuterLRSchedule | None = None
     outer_clip_norm: float | None = None
@@ -68,11 +70,11 @@ class Settings:
         self._check_outer_optimizer()
         self._check_aggregation()
         _require(
-            _number(self.mixing) and 0 <= self.mixing <= 1,
+            self.mixing == AUTO or (_number(self.mixing) and 0 <= self.mixing <= 1),
             "mixing",
             self.mixing,
-            "it must be between 0 and 1",
-            "0.5 is the default",
+            "it must be between 0 and 1, or 'auto'",
+            "'auto' is the default",
         )
         _require(
             isinstance(self.final_sync, bool),
@@ -109,18 +111,18 @@ class Settings:
 
     def _check_outer_optimizer(self) -> None:
         _require(
-            _number(self.outer_lr) and self.outer_lr >= 0,
+            self.outer_lr == AUTO or (_number(self.outer_lr) and self.outer_lr >= 0),
             "outer_lr",
             self.outer_lr,
-            "it must be at least 0",
-            "0.4 is the paper's choice",
+            "it must be at least 0, or 'auto'",
+            "'auto' is the default",
         )
         _require(
-            _number(self.outer_momentum) and 0 <= self.outer_momentum < 1,
+            self.outer_momentum == AUTO or (_number(self.outer_momentum) and 0 <= self.outer_momentum < 1),
             "outer_momentum",
             self.outer_momentum,
-            "it must be at least 0 and below 1",
-            "0.9 is the default",
+            "it must be at least 0 and below 1, or 'auto'",
+            "'auto' is the default",
         )
         _require(
             self.outer_lr_schedule is None or callable(self.outer_lr_schedule),
@@ -130,8 +132,8 @@ class Settings:
             "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one",
         )
         self._refuse_what_makes_no_optimizer()
-        defaults = {item.name: item.default for item in fields(Settings)}
-        both = [name for name in ("outer_lr", "outer_momentum") if getattr(self, name) != defaults[name]]
+        # Configurations that were written by earlier versions name the defaults of then.
+        both = [name for name in _OF_SGD if repr(getattr(self, name)) not in (repr(AUTO), EARLIER[name])]
         if self.outer_optimizer is not None and both:
             given = " and ".join(f"{name}={getattr(self, name)}" for name in both)
             raise ValueError(
@@ -167,14 +169,79 @@ class Settings:
             "5.0 leaves out what is five times as long as usual",
         )
 
+    @staticmethod
+    def among(arguments: Mapping[str, Any]) -> "Settings":
+        """Makes the settings from their arguments among others."""
+        return Settings(**{choice.name: arguments[choice.name] for choice in fields(Settings)})
+
     @property
     def codec(self) -> Compression:
         """The compression itself, even if it was given by name."""
         return resolve(self.compression)
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers of outer step and landing, as far as they are chosen: by name, as in `OuterStep`.
+
+        Where ``outer_optimizer`` replaces the Nesterov SGD there is only that of the landing.
+        """
+        values = {name: getattr(self, name) for name in OuterStep._fields}
+        return {name: value for name, value in values.items() if value != AUTO}
+
+    def chosen_for(self, num_groups: int) -> "Settings":
+        """Returns the settings with numbers in place of ``"auto"``: those that `recommended` returns.
+
+        Args:
+            num_groups: Number of worker groups.
+
+        Examples:
+            >>> Settings(outer_lr=0.9).chosen_for(num_groups=2).outer_lr
+            0.9
+        """
+        suits = recommended(num_groups, self.sync_every, self._is_sparse and self.outer_momentum in (AUTO, 0))
+        return replace(self, **{name: getattr(suits, name) for name in self._left_open})
+
+    def taken_from(self, saved: Mapping[str, str] | None) -> "Settings":
+        """Returns the settings with the numbers of a checkpoint in place of ``"auto"``.
+
+        Args:
+            saved: The settings of the checkpoint, as text; ``'auto'`` there if it was saved before the choice. None:
+                those of an earlier version that did not save them.
+        """
+        texts = {name: (EARLIER if saved is None else saved).get(name, repr(AUTO)) for name in self._left_open}
+        return replace(self, **{name: ast.literal_eval(text) for name, text in texts.items()})
+
+    @property
+    def _left_open(self) -> tuple[str, ...]:
+        names = ("mixing",) if self.outer_optimizer is not None else OuterStep._fields
+        return tuple(name for name in names if getattr(self, name) == AUTO)
+
+    @property
+    def _is_sparse(self) -> bool:
+        return self.codec.remembers() and self.codec.chosen_share() <= SPARSE
+
+    def better_for_sparse(self, num_groups: int) -> dict[str, float]:
+        """Returns what to choose in place of numbers that are known not to suit a sparse compression.
+
+        Args:
+            num_groups: Number of worker groups.
+
+        Returns:
+            Rate and momentum of the outer step; nothing where the compression is not sparse, or they suit it.
+        """
+        chosen = self.chosen_for(num_groups).numbers
+        least, most = SPARSE_GAINS
+        if not self._is_sparse or self.outer_optimizer is not None:
+            return {}
+        if least <= chosen["outer_lr"] / (1 - chosen["outer_momentum"]) <= most:
+            return {}
+        suits = recommended(num_groups, self.sync_every, is_sparse=True)
+        return {name: getattr(suits, name) for name in _OF_SGD}
+
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
         """Returns, as text, the settings without which a checkpoint cannot be resumed exactly."""
-        return {name: text for name, text in self.described().items() if name not in _MAY_CHANGE}
+        unused = _OF_SGD if self.outer_optimizer is not None else ()
+        return {name: text for name, text in self.described().items() if name not in (*_MAY_CHANGE, *unused)}
 
     def described(self) -> dict[str, str]:
         """Returns every setting as text that is the same on all ranks if and only if the setting is."""
@@ -186,6 +253,9 @@ class Settings:
                 texts[name] = getattr(made_by, "__qualname__", type(made_by).__name__)
         return texts
 
+
+# The settings of the Nesterov SGD that outer_optimizer replaces.
+_OF_SGD = ("outer_lr", "outer_momentum")
 
 # The settings that are numbers, and those of them that are whole.
 _WHOLE = ("sync_every", "overlap_steps", "layers_per_fragment")

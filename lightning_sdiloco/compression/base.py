@@ -90,6 +90,14 @@ class Compression(ABC):
         """
         return True
 
+    def chosen_share(self) -> float:
+        """Returns the share of the values that each group chooses for itself; 1 where all groups send the same ones."""
+        return 1.0
+
+    def remembers(self) -> bool:
+        """Returns whether what is not sent waits for the next launch, as `remembered` says."""
+        return False
+
     def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
         """Returns what encoding lost and what must therefore be added to the next values.
 

@@ -68,6 +68,16 @@ class ErrorFeedback(Compression):
         return self.compression.suits_sums()
 
     @override
+    def chosen_share(self) -> float:
+        """Returns what the wrapped compression returns."""
+        return self.compression.chosen_share()
+
+    @override
+    def remembers(self) -> bool:
+        """Returns True."""
+        return True
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """Returns the size of the payload of the wrapped compression."""
         return self.compression.wire_bytes(numel)

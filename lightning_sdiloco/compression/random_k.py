@@ -51,6 +51,11 @@ class _Chance(Compression):
         return self.values.suits_sums()
 
     @override
+    def chosen_share(self) -> float:
+        """Returns what the compression of the values returns, since all groups pick the same ones."""
+        return self.values.chosen_share()
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """Returns the exact size in bytes of the payload of ``numel`` values.
 

@@ -66,6 +66,11 @@ class TopK(Compression):
         return False
 
     @override
+    def chosen_share(self) -> float:
+        """Returns the share that is sent."""
+        return float(self.share)
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """Returns the exact size in bytes of the payload of ``numel`` values.
 

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import timedelta
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,26 +44,22 @@ class StreamingDiLoCo:
             `WorkerGroups`, whose process group the model is wrapped with.
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
-        mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.
-        fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns matched
-            against parameter names.
+        mixing: Share of the local parameters that is kept on landing (alpha in the paper), or ``"auto"``.
+        fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns of names.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
-        exchange: How they become their mean in every group: ``"gather"``, ``"two_shot"``, or ``"auto"`` for what suits
-            the number of groups and the compression.
-        outer_lr: Learning rate of the outer Nesterov SGD; the paper's value by default.
-        outer_momentum: Momentum of the outer Nesterov SGD.
+        exchange: How they become their mean in every group: ``"gather"``, ``"two_shot"``, or ``"auto"``.
+        outer_lr: Learning rate of the outer Nesterov SGD. Like the other three, ``"auto"`` chooses what suits the
+            number of groups, ``sync_every`` and the compression.
+        outer_momentum: Momentum of the outer Nesterov SGD, or ``"auto"``.
         outer_optimizer: From the flat float32 shards, one per fragment, to an elementwise optimizer; replaces the SGD.
         outer_lr_schedule: From the outer optimizer to a torch scheduler that counts each fragment's rounds; None: none.
         outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm; None clips nothing.
-        outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
-            is left out of the mean; None leaves out none.
+        outlier_guard: A group whose outer gradient is so many times as long as the median of its last is left out.
         final_sync: Whether `finish` ends with a plain mean of the groups' local parameters.
-        offload: Whether outer parameters and outer momentum rest in page-locked memory of the host, so that the device
-            holds those in flight only; ``"auto"``: where the device is CUDA. It changes no bit.
+        offload: Whether outer parameters and momentum rest in page-locked memory of the host; ``"auto"``: with CUDA.
         timeout: How long a fragment may be in flight.
-        inner_optimizers: The optimizers of the training loop; `save` keeps their state, and it is dropped where it is
-            not finite.
+        inner_optimizers: Those of the training loop. `save` keeps their state; what is not finite of it is dropped.
         topology: Worker groups and process groups made by the caller, in place of ``worker_groups``.
 
     Raises:
@@ -90,13 +86,13 @@ class StreamingDiLoCo:
         worker_groups: int | str | WorkerGroups = "auto",
         sync_every: int = 100,
         overlap_steps: int = 5,
-        mixing: float = 0.5,
+        mixing: float | Literal["auto"] = "auto",
         fragments: str | Sequence[Sequence[str]] = "strided",
         layers_per_fragment: int = 3,
         compression: str | Compression = "fp4",
         exchange: str = "auto",
-        outer_lr: float = 0.4,
-        outer_momentum: float = 0.9,
+        outer_lr: float | Literal["auto"] = "auto",
+        outer_momentum: float | Literal["auto"] = "auto",
         outer_optimizer: OuterOptimizer | None = None,
         outer_lr_schedule: OuterLRSchedule | None = None,
         outer_clip_norm: float | None = None,
@@ -107,9 +103,9 @@ class StreamingDiLoCo:
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
     ) -> None:
-        arguments = locals()
-        self.settings = Settings(**{choice.name: arguments[choice.name] for choice in fields(Settings)})
+        self._given = Settings.among(locals())
         self.topology = topology or default_topology(worker_groups, timeout)
+        self.settings = self._given.chosen_for(self.topology.num_groups)
         self.mailbox = Mailbox()
         self.step_span: Span = (0.0, 0.0)
         self.last_landing: Landing | None = None
@@ -314,6 +310,7 @@ class StreamingDiLoCo:
         return {
             "counts": asdict(self._counts),
             "rank": place_of(self.topology),
+            "settings": self.settings.fixed_by_a_checkpoint(),
             "requests": self.mailbox.pending,
             "local": self._view.local_values(),
             **self._absences.state_dict(),
@@ -324,9 +321,13 @@ class StreamingDiLoCo:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another engine with the same settings, model and rank was. All ranks must call it.
 
-        The state of another rank, of other fragments, or of another outer optimizer is refused.
+        For ``"auto"`` it has the numbers of then. The state of another rank, other fragments, or another outer
+        optimizer is refused.
         """
         require_own_state(state, self.topology)
+        if (settings := self._given.taken_from(state.get("settings"))) != self.settings:
+            self.settings = settings
+            self._divide(self.fragments)
         self._rounds.load_state_dict(state)
         self._view.load_local(state["local"])
         self._absences.load_state_dict(state)
@@ -345,7 +346,7 @@ class StreamingDiLoCo:
 
     def load(self, path: str | PathLike[str]) -> None:
         """Goes on where `save` was called; refused on all ranks if settings, ranks or files are not those of then."""
-        self.load_state_dict(load(str(path), self.topology, self.settings, self._means.inner_optimizers))
+        self.load_state_dict(load(str(path), self.topology, self._given, self._means.inner_optimizers))
 
     @torch.no_grad()
     def restart(self, restart: Restart) -> None:
@@ -362,7 +363,7 @@ class StreamingDiLoCo:
         """Goes on as if these had been the settings from the start. All ranks must call it, before a launch was due."""
         self._rounds.require_no_launch(self.inner_steps, settings)
         before, outer = self._rounds, named_outer(self._rounds.fragments, self.topology.in_group)
-        self.settings = settings
+        self._given, self.settings = settings, settings.chosen_for(self.topology.num_groups)
         self._divide(cut(self._model, settings).fragments)
         self._rounds.begin(outer, before.began_at)
         for fragment in self._rounds.fragments:
@@ -389,10 +390,10 @@ class StreamingDiLoCo:
         return landed
 
     def report(self) -> dict[str, float]:
-        """Tells what happened so far.
+        """Tells what happened so far, and the numbers of outer step and landing.
 
         ``flights_dropped`` were lost when a run went on with other groups or settings. ``bytes_sent`` and
         ``bytes_received`` are those of this rank, to and from other groups. ``exposed_wait_s`` is how long training
         waited for fragments, and ``in_flight_s`` how long these were in flight, added up.
         """
-        return asdict(self._counts)
+        return {**asdict(self._counts), **self.settings.numbers}

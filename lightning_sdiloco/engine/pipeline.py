@@ -118,7 +118,7 @@ class Pipeline:
     ) -> None:
         self._fragments = fragments
         self._topology = topology
-        groups, codec, mixing = topology.num_groups, settings.codec, settings.mixing
+        groups, codec, mixing = topology.num_groups, settings.codec, settings.numbers["mixing"]
         self._all_reduce = all_reduce_for(settings.exchange, groups, codec, mixing, kernels)
         self._final_all_reduce = final_all_reduce_for(groups, codec, mixing, kernels)
         self._aggregation = Aggregation(settings.outer_clip_norm, settings.outlier_guard)

@@ -37,8 +37,8 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
 
     Args:
         groups: The states of every rank of every worker group, None where one is missing.
-        settings: How flights land; None if the outer optimizer is not that of the states, so that it has no use for
-            theirs, and flights are dropped.
+        settings: How flights land; for ``"auto"`` the states say it. None if the outer optimizer is not that of the
+            states, so that it has no use for theirs, and flights are dropped.
 
     Raises:
         ValueError: If no worker group is complete.
@@ -54,7 +54,7 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     shards = [[_shard(fragment, settings is not None) for fragment in state["fragments"]] for state in ranks]
     buffers = [dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in ranks[0]["fragments"]]
     if settings is not None and len(whole) == len(groups):
-        earlier = _EarlierFlights(whole, shards, buffers, settings)
+        earlier = _EarlierFlights(whole, shards, buffers, settings.taken_from(ranks[0].get("settings")))
         landed = sum(earlier.land(index) for index in range(flights))
     parameters: dict[str, OuterParameter] = {}
     for index, fragment in enumerate(ranks[0]["fragments"]):
@@ -105,7 +105,8 @@ class _EarlierFlights:
         self._shards = shards
         self._buffers = buffers
         self._aggregation = Aggregation(settings.outer_clip_norm, settings.outlier_guard)
-        self._all_reduce = all_reduce_for(settings.exchange, len(groups), settings.codec, settings.mixing)
+        mixing = settings.numbers["mixing"]
+        self._all_reduce = all_reduce_for(settings.exchange, len(groups), settings.codec, mixing)
         self._optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]
 
     def land(self, index: int) -> bool:

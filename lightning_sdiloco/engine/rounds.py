@@ -186,7 +186,7 @@ class Rounds:
             mixing = 0.0
         else:
             # Where no group has trained, nothing moves.
-            mixing = self._settings.mixing if result.counted.factors else 1.0
+            mixing = self._settings.numbers["mixing"] if result.counted.factors else 1.0
         _keep_until_done([result.gathered, result.outer.values, *result.buffers.values()])
         reshard(self._model)
         fragment.land(result, mixing, group, snapshot.final)

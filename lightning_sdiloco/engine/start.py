@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Partition, Settings, partition
+from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, SPARSE_GAINS, Fragment, Partition, Settings, partition
 from lightning_sdiloco.comm import GroupLayout, Topology, checked_worker_groups, is_connected, world
 from lightning_sdiloco.compression import missing_for
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
@@ -167,11 +167,26 @@ def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Top
             settings.fragments,
             len(partition.fragments),
         )
+    _say_what_does_not_suit(settings, topology.num_groups)
     if missing := missing_for(device):
         _log.warning(
             "Outer gradients are encoded and averaged operation by operation, which gives the same values and takes"
             " longer: %s. For compiled kernels install torch 2.13 or newer, with Triton, on all ranks.",
             missing,
+        )
+
+
+def _say_what_does_not_suit(settings: Settings, num_groups: int) -> None:
+    if suits := settings.better_for_sparse(num_groups):
+        _log.warning(
+            "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: what is not sent adds up until it"
+            " is, so that training is slow or diverges where outer_lr / (1 - outer_momentum) is not between %g and %g."
+            " Leave both out, which chooses outer_lr=%g and outer_momentum=%g.",
+            settings.outer_lr,
+            settings.outer_momentum,
+            settings.compression,
+            *SPARSE_GAINS,
+            *suits.values(),
         )
 
 

@@ -1,15 +1,27 @@
-"""Tells on one line what is active, and on another, once steps have been measured, what the link has to carry."""
+"""Tells on one line what is active, and on another, once steps have been measured, what the link has to carry.
 
+A warning comes before them where a fit has so few rounds that the worker groups hardly exchange.
+"""
+
+import logging
+import math
 import time
+from dataclasses import replace
 from itertools import count
 from statistics import median
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_sdiloco.algorithm import CONTROL_BYTES, all_reduce_for
+from lightning_sdiloco.algorithm import CONTROL_BYTES, Schedule, all_reduce_for
 from lightning_sdiloco.engine import StreamingDiLoCo, clean_name
 from lightning_sdiloco.planning import readable, short
+
+_log = logging.getLogger(__name__)
+
+ENOUGH_ROUNDS = 10
+"""With fewer rounds in a fit there is a warning."""
 
 # The first inner steps are slow for reasons of their own.
 _FIRST, _LAST = 3, 10
@@ -49,7 +61,7 @@ def wire_bytes(engine: StreamingDiLoCo, module: nn.Module) -> list[int]:
     """
     topology, settings = engine.topology, engine.settings
     others = topology.num_groups - 1
-    all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.mixing)
+    all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.numbers["mixing"])
     numels = {clean_name(name): parameter.numel() for name, parameter in module.named_parameters()}
     shards = [-(-sum(numels[name] for name in own.names) // topology.group_size) for own in engine.fragments]
     return [
@@ -69,11 +81,12 @@ def at_start(engine: StreamingDiLoCo, nbytes: list[int]) -> str:
     began_at = engine.inner_steps - engine.steps_in_rounds
     first = next(step for step in count(engine.steps_in_rounds + 1) if engine.schedule.launches(step))
     least, most = readable(min(nbytes)), readable(max(nbytes))
+    sent = least if least == most else f"{least} to {most}"
     return (
         f"Streaming DiLoCo: {_counted(topology.num_groups, 'worker group')} of {_counted(topology.group_size, 'rank')},"
         f" {_counted(len(nbytes), 'fragment')}, sync_every={settings.sync_every},"
-        f" overlap_steps={settings.overlap_steps}; each rank sends {least if least == most else f'{least} to {most}'}"
-        f" a fragment; the first launch follows inner step {began_at + first}."
+        f" overlap_steps={settings.overlap_steps}, {_numbers(engine)}; each rank sends {sent} a fragment; the first"
+        f" launch follows inner step {began_at + first}."
     )
 
 
@@ -98,6 +111,46 @@ def when_measured(engine: StreamingDiLoCo, nbytes: list[int], seconds: float) ->
         f"{line}; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, for which it has"
         f" to carry {short(8 * rate / 1e9)} Gbit/s from each rank."
     )
+
+
+def _numbers(engine: StreamingDiLoCo) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in engine.settings.numbers.items())
+
+
+def inner_steps_of(trainer: Any) -> int | None:
+    """Returns how many inner steps a fit makes; None where nobody knows."""
+    steps = trainer.estimated_stepping_batches
+    # Lightning says -1 where loaders have no length and nothing else ends the fit.
+    return int(steps) if math.isfinite(steps) and steps >= 0 and not trainer.fast_dev_run else None
+
+
+def warn_of_few_rounds(schedule: Schedule, steps: int | None) -> None:
+    """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every`` would do.
+
+    Args:
+        schedule: The schedule.
+        steps: Inner steps of the run; None if nobody knows.
+    """
+    if steps is None or (rounds := schedule.rounds_in(steps)) >= ENOUGH_ROUNDS:
+        return
+    _log.warning(
+        "With sync_every=%d only %d %s into the %d inner steps of this fit, so the worker groups hardly learn from"
+        " each other: %s.",
+        schedule.sync_every,
+        rounds,
+        "round fits" if rounds == 1 else "rounds fit",
+        steps,
+        _advice(schedule, steps),
+    )
+
+
+def _advice(schedule: Schedule, steps: int) -> str:
+    for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
+        overlap_steps = min(schedule.overlap_steps, sync_every - 1)
+        if replace(schedule, sync_every=sync_every, overlap_steps=overlap_steps).rounds_in(steps) >= ENOUGH_ROUNDS:
+            less = "" if overlap_steps == schedule.overlap_steps else f" and overlap_steps={overlap_steps}"
+            return f"sync_every={sync_every}{less} would give {ENOUGH_ROUNDS}"
+    return f"for {ENOUGH_ROUNDS} rounds it needs more inner steps"
 
 
 def _counted(number: int, what: str) -> str:

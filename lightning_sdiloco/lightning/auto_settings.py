@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.algorithm import AUTO, Settings
 from lightning_sdiloco.comm import Exchange, Topology
 from lightning_sdiloco.engine import trainable
 from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, recommend
 
 _log = logging.getLogger(__name__)
-
-AUTO = "auto"
 
 # The first inner steps are slow for reasons of their own. The median of a few more is enough.
 _FIRST, STEPS = 3, 8

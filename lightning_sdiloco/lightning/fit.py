@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_sdiloco.engine import Landing, StreamingDiLoCo, align_model, cut, is_aligned, require_same_model
 from lightning_sdiloco.errors import AgreementError
-from lightning_sdiloco.lightning.announcement import Announcement
+from lightning_sdiloco.lightning.announcement import Announcement, inner_steps_of, warn_of_few_rounds
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
 from lightning_sdiloco.lightning.epoch_ends import EpochEnds
@@ -171,6 +171,7 @@ class Fit:
     def _announce(self, engine: StreamingDiLoCo) -> None:
         # What is left to the planner is told once it has chosen.
         if self._trainer.is_global_zero and not self.options.options.auto.names:
+            warn_of_few_rounds(engine.schedule, inner_steps_of(self._trainer))
             self._announcement = Announcement(engine, self._trainer.lightning_module)
 
     # Batches
@@ -250,7 +251,7 @@ class Fit:
         self._watch_signals(engine)
         self._announce(engine)
         if trainer.is_global_zero:
-            tell(settings, len(engine.fragments), auto.measured, trainer.loggers, trainer.global_step)
+            tell(engine.settings, len(engine.fragments), auto.measured, trainer.loggers, trainer.global_step)
 
     def _watch_signals(self, engine: StreamingDiLoCo) -> None:
         is_chosen = not self.options.options.auto.names

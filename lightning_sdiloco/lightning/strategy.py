@@ -51,7 +51,9 @@ class WorkerGroupStrategy(_Base):
             ``"auto"`` leaves it to the planner, which measures the first inner steps and the link between groups.
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
             ``sync_every``; or ``"auto"``.
-        mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.
+        mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1. Here, in
+            ``outer_lr`` and in ``outer_momentum``, ``"auto"`` is what suits the number of groups, ``sync_every`` and
+            the compression; a fit that is resumed takes the numbers of its checkpoint.
         fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
             shell-style patterns matched against parameter names, one list for each fragment; or ``"auto"``, which
             chooses ``layers_per_fragment`` too.
@@ -60,8 +62,8 @@ class WorkerGroupStrategy(_Base):
             as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``.
         exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, or
             ``"auto"`` for what suits the number of groups and the compression.
-        outer_lr: Learning rate of the outer Nesterov SGD.
-        outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it.
+        outer_lr: Learning rate of the outer Nesterov SGD, or ``"auto"``.
+        outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
             replaces the Nesterov SGD.
         outer_lr_schedule: From the outer optimizer to a torch scheduler, which counts the rounds of each fragment:
@@ -106,13 +108,13 @@ class WorkerGroupStrategy(_Base):
         *,
         sync_every: int | Literal["auto"] = 100,
         overlap_steps: int | Literal["auto"] = 5,
-        mixing: float = 0.5,
+        mixing: float | Literal["auto"] = "auto",
         fragments: str | list[list[str]] = "strided",
         layers_per_fragment: int = 3,
         compression: str | Compression = "fp4",
         exchange: Literal["auto", "gather", "two_shot"] = "auto",
-        outer_lr: float = 0.4,
-        outer_momentum: float = 0.9,
+        outer_lr: float | Literal["auto"] = "auto",
+        outer_momentum: float | Literal["auto"] = "auto",
         outer_optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
         outer_lr_schedule: Callable[[Optimizer], LRScheduler] | None = None,
         outer_clip_norm: float | None = None,
@@ -214,8 +216,7 @@ class WorkerGroupStrategy(_Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            # What the planner chose stays.
-            self._options = self._fit.options.options
+            self._options = self._options.after(self._fit.options.options)
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.
         if model._trainer is not None and model._trainer.state.fn == "fit":

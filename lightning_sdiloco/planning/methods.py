@@ -124,8 +124,9 @@ class Streaming(Method):
         self.numels = model.fragments(settings)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels))
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
-        all_reduce = all_reduce_for(settings.exchange, groups.groups, settings.codec, settings.mixing).at(0)
-        final = final_all_reduce_for(groups.groups, settings.codec, settings.mixing)
+        mixing = settings.chosen_for(groups.groups).numbers["mixing"]
+        all_reduce = all_reduce_for(settings.exchange, groups.groups, settings.codec, mixing).at(0)
+        final = final_all_reduce_for(groups.groups, settings.codec, mixing)
         self._parts = [all_reduce.part_numel(shard) for shard in self._shards]
         self._messages = [CONTROL_BYTES + all_reduce.payload_bytes(shard) for shard in self._shards]
         self._second_hops = [all_reduce.second_hop_bytes(shard) for shard in self._shards]

@@ -1,6 +1,7 @@
 """The command ``sdiloco``: every function in `COMMANDS` is a subcommand, and its parameters are the options.
 
-A subcommand is added by writing one function that returns the text to print. jsonargparse reads its type hints and its
+Where `COMMANDS` has several functions under one name, they are subcommands of that one, as in ``sdiloco keys init``. A
+subcommand is added by writing one function that returns the text to print. jsonargparse reads its type hints and its
 docstring, which are the help. A parameter without a default is positional, one of type bool is a flag, and one that is
 a list can be given several times. What a user can get wrong is a ``ValueError``: its message goes to stderr, and the
 command ends with exit code 2.
@@ -15,6 +16,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_sdiloco.algorithm import Schedule, Settings
 from lightning_sdiloco.tools.doctor.command import Unwell, doctor
+from lightning_sdiloco.tools.keys.command import add, init, revoke
 from lightning_sdiloco.tools.plan.command import plan
 from lightning_sdiloco.tools.report.command import report
 from lightning_sdiloco.tools.simulate.command import simulate
@@ -53,8 +55,9 @@ def schedule(
     return Schedule(sync_every, overlap_steps, fragments).table(first, last)
 
 
-COMMANDS: Mapping[str, Callable[..., str]] = {
+COMMANDS: Mapping[str, Callable[..., str] | Mapping[str, Callable[..., str]]] = {
     "doctor": doctor,
+    "keys": {"init": init, "add": add, "revoke": revoke},
     "plan": plan,
     "report": report,
     "schedule": schedule,
@@ -81,7 +84,7 @@ def main(args: list[str] | None = None) -> None:
     # Objects in place of class paths; the method was renamed in jsonargparse 4.49.
     chosen = getattr(parser, "instantiate", parser.instantiate_classes)(chosen)
     try:
-        text = COMMANDS[chosen.command](**vars(chosen[chosen.command]))
+        text = _run(COMMANDS, chosen)
     except ValueError as error:
         parser.error(str(error))
     except Unwell as found:
@@ -95,13 +98,32 @@ def main(args: list[str] | None = None) -> None:
 def _parser() -> ArgumentParser:
     """Makes the parser of all subcommands; jsonargparse's auto_cli would take --config, of `simulate`, for itself."""
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.")
-    subcommands = parser.add_subcommands(dest="command")
-    for name, command in COMMANDS.items():
-        summary = (inspect.getdoc(command) or "").partition("\n")[0]
-        subparser = _Parser(description=summary)
-        subparser.add_function_arguments(command, as_group=False, as_positional=True)
-        subcommands.add_subcommand(name, subparser, help=summary)
+    _add_subcommands(parser, COMMANDS)
     return parser
+
+
+def _add_subcommands(parser: ArgumentParser, commands: Mapping[str, Any]) -> None:
+    subcommands = parser.add_subcommands(dest="command")
+    for name, command in commands.items():
+        several = isinstance(command, Mapping)
+        summary = " ".join(map(_summary, command.values() if several else [command]))
+        subparser = _Parser(description=summary)
+        if not several:
+            subparser.add_function_arguments(command, as_group=False, as_positional=True)
+        subcommands.add_subcommand(name, subparser, help=summary)
+        # From the top down: jsonargparse takes no other order.
+        if several:
+            _add_subcommands(subparser, command)
+
+
+def _summary(command: Callable[..., str]) -> str:
+    return (inspect.getdoc(command) or "").partition("\n")[0]
+
+
+def _run(commands: Mapping[str, Any], chosen: Any) -> str:
+    """Runs what was chosen, down to the last subcommand."""
+    command, arguments = commands[chosen.command], chosen[chosen.command]
+    return _run(command, arguments) if isinstance(command, Mapping) else command(**vars(arguments))
 
 
 class _Parser(ArgumentParser):
@@ -109,6 +131,9 @@ class _Parser(ArgumentParser):
 
     def add_argument(self, *args: str, **kwargs: Any) -> Any:
         if not args[0].startswith("--"):
+            # By itself jsonargparse takes a list as one word of JSON.
+            if args[0] != "-h" and "action" in kwargs:
+                return super().add_argument(args[0], nargs="+", help=kwargs["help"])
             return super().add_argument(*args, **kwargs)
         spellings = dict.fromkeys([args[0].replace("_", "-"), *args])
         if kwargs.get("type") is bool:

@@ -158,7 +158,7 @@ def test_no_scheduler_complains(schedule: Schedule) -> None:
 def simulate(steps: int, **choices: Any) -> tuple[SimulatedGroups, list[Landing]]:
     models = [mlp(seed) for seed in range(2)]
     optimizers = [inner_optimizer("sgd", model) for model in models]
-    groups = SimulatedGroups(models, fragments=LAYERS, compression="fp32", **choices)
+    groups = SimulatedGroups(models, fragments=LAYERS, compression="fp32", **{"outer_lr": 0.4, **choices})
     landings = []
     for step in range(1, steps + 1):
         for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -243,7 +243,7 @@ def refusals(schedules: list[Schedule | None]) -> list[str]:
 
     def run(rank: int, world_size: int) -> str:
         with pytest.raises(ValueError) as caught:  # noqa: PT011  the callers read all of it
-            StreamingDiLoCo(mlp(), outer_lr_schedule=schedules[rank])
+            StreamingDiLoCo(mlp(), outer_lr=0.4, outer_lr_schedule=schedules[rank])
         return str(caught.value)
 
     return list(run_ranks(run, 2))

@@ -120,7 +120,7 @@ WITH_STATISTICS: dict[str, Any] = {**ENGINE, "fragments": [*LAYERS[:3], ["6.*", 
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize("exchange", ["gather", "two_shot"])
 def test_flights_land_as_their_groups_would_have_landed_them(compression: str, poisoned: bool, exchange: str) -> None:
-    choices = {**WITH_STATISTICS, "compression": compression, "exchange": exchange}
+    choices = {**WITH_STATISTICS, "compression": compression, "exchange": exchange, "outer_momentum": 0.9}
     run = Run(IN_FLIGHT_AFTER, **choices)
     if poisoned:
         run.models[1][4].weight.data[0, 0] = float("nan")

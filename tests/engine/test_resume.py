@@ -115,6 +115,9 @@ def runs_dry(group: int, step: int) -> bool:
 
 COUNTING: dict[str, Any] = {
     "idle": runs_dry,
+    "outer_lr": 0.4,
+    "outer_momentum": 0.9,
+    "mixing": 0.5,
     "outer_lr_schedule": partial(LinearLR, start_factor=0.1, total_iters=7),
     "outer_clip_norm": 0.5,
     "outlier_guard": 1.05,

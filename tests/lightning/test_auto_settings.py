@@ -1,6 +1,7 @@
 """``"auto"``: what the planner chooses from measured numbers, the same in all ranks, saved and taken up again."""
 
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy
+from lightning_sdiloco.algorithm.recommended import _Row, recommended
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.parameters.naming import trainable
@@ -137,7 +139,52 @@ def test_an_engine_chooses_as_if_from_the_start() -> None:
         run(6)
 
 
+def test_rate_and_mixing_suit_the_sync_every_that_the_planner_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_slow_link(monkeypatch)
+    sync_every = choice(("sync_every",), Settings(), mlp(), Topology.simulated(2)[0], Measured(0.05, SLOW))[
+        "sync_every"
+    ]
+    rows = [_Row(2, sync_every, outer_lr=0.75, mixing=0.25), _Row(2, 100 * sync_every, outer_lr=0.125, mixing=0.0)]
+    monkeypatch.setattr(sys.modules[recommended.__module__], "_TABLE", tuple(rows))
+    trained = run_processes(fit, 2, 2, 12, {"sync_every": "auto"}, "lightning.pytorch", "sgd", numbers)
+    assert [rank["inspected"] for rank in trained] == [{"outer_lr": 0.75, "outer_momentum": 0.9, "mixing": 0.25}] * 2
+
+
+def numbers(trainer: Any, model: Any) -> dict[str, float]:
+    own: dict[str, float] = trainer.strategy.engine.settings.numbers
+    return own
+
+
 # Checkpoints
+
+
+def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(tmp_path: Path) -> None:
+    """By as many groups and by others; a fit after it chooses anew."""
+    saved = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
+
+    def run(
+        rank: int, world_size: int, groups: int, path: str | None, choices: dict[str, Any]
+    ) -> list[dict[str, float]]:
+        seen, model = [], module(seed=rank)
+        strategy = StreamingDiLoCoStrategy(groups, sync_every=4, overlap_steps=1, **choices)
+        runner = trainer(strategy=strategy, devices=world_size, max_steps=10 if path else 6)
+        runner.fit(model, SomeBatches(rank, 20), ckpt_path=path)
+        seen.append(numbers(runner, model))
+        if path is None:
+            runner.save_checkpoint(tmp_path / "given.ckpt")
+        else:
+            runner.fit_loop.epoch_loop.max_steps = 14
+            runner.fit(model, SomeBatches(rank, 20))
+            seen.append(numbers(runner, model))
+        return seen
+
+    run_processes(run, 2, 2, None, saved)
+    for ranks, groups in ((2, 2), (1, 1)):
+        own = recommended(groups, 4)._asdict()
+        for seen in run_processes(run, ranks, groups, str(tmp_path / "given.ckpt"), {}):
+            assert seen == [saved, own]
+    on_restart = run_processes(run, 2, 2, str(tmp_path / "given.ckpt"), {"on_resume": "restart"})
+    assert [seen[0] for seen in on_restart] == [recommended(2, 4)._asdict()] * 2
 
 
 @pytest.mark.parametrize("saved_at", [40, 5])
@@ -203,8 +250,7 @@ def test_the_choice_is_announced_and_logged(caplog: pytest.LogCaptureFixture) ->
         ({"sync_every": 8, "overlap_steps": "auto"}, "sync_every=8 leaves no time for overlap_steps='auto'"),
         ({"fragments": "auto", "layers_per_fragment": 2}, "fragments='auto' was given together with"),
         ({"sync_every": "auto", "overlap_steps": 500}, "overlap_steps=500 leaves nothing for sync_every='auto'"),
-        ({"mixing": "auto"}, "mixing='auto' is of type str"),
-        ({"outer_lr": "auto"}, "outer_lr='auto' is of type str"),
+        ({"outer_clip_norm": "auto"}, "outer_clip_norm='auto' is of type str"),
         ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
         ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
     ],

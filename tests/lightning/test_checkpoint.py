@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.utils.data import DataLoader
 
+from lightning_sdiloco.algorithm.recommended import recommended
 from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
 from tests import fits
 from tests.fits import LIGHTNING
@@ -26,6 +27,7 @@ from tests.training import batch, mlp
 
 STEPS = 26
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "layers_per_fragment": 1}
+CHOSEN = recommended(num_groups=2, sync_every=8)
 
 
 class StatefulBatches:
@@ -316,8 +318,11 @@ def test_a_folder_of_a_newer_version_is_refused(checkpoint: Path) -> None:
         ({"sync_every": 9}, "sync_every was 8, now it is 9"),
         ({"compression": "fp32"}, "compression was 'fp4', now it is 'fp32'"),
         ({"fragments": "balanced"}, "fragments was 'strided', now it is 'balanced'"),
-        ({"mixing": 0.25}, "mixing was 0.5, now it is 0.25"),
-        ({"outer_lr": 0.7, "outer_momentum": 0.8}, "outer_lr was 0.4, now it is 0.7; outer_momentum was 0.9, now it"),
+        ({"mixing": 0.375}, f"mixing was {CHOSEN.mixing}, now it is 0.375"),
+        (
+            {"outer_lr": 0.375, "outer_momentum": 0.75},
+            f"outer_lr was {CHOSEN.outer_lr}, now it is 0.375; outer_momentum was {CHOSEN.outer_momentum}, now it",
+        ),
         ({"outlier_guard": 5.0, "outer_clip_norm": 2.0}, "outer_clip_norm was None, now it is 2.0; outlier_guard was"),
         ({"outer_lr_schedule": ExponentialLR}, "outer_lr_schedule was None, now it is ExponentialLR"),
     ],

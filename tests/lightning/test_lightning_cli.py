@@ -135,6 +135,7 @@ trainer:
       overlap_steps: 1
       layers_per_fragment: 1
       start_method: fork
+      outer_lr: 0.4
       outer_clip_norm: 1.0
       outer_lr_schedule:
         class_path: torch.optim.lr_scheduler.CosineAnnealingLR
@@ -158,13 +159,13 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "worker_groups": "auto",
         "sync_every": 100,
         "overlap_steps": 5,
-        "mixing": 0.5,
+        "mixing": "auto",
         "fragments": "strided",
         "layers_per_fragment": 3,
         "compression": "fp4",
         "exchange": "auto",
-        "outer_lr": 0.4,
-        "outer_momentum": 0.9,
+        "outer_lr": "auto",
+        "outer_momentum": "auto",
         "outer_optimizer": None,
         "outer_lr_schedule": None,
         "outer_clip_norm": None,

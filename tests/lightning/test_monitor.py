@@ -513,7 +513,8 @@ def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry() -
                 sent.append(landing.bytes_sent if landing else 0)
 
         fragments = [[f"net.{layer[0]}"] for layer in LAYERS]
-        choices = {"sync_every": 6, "overlap_steps": 2, "fragments": fragments}
+        numbers = {"outer_lr": 0.75, "outer_momentum": 0.5, "mixing": 0.25}
+        choices = {"sync_every": 6, "overlap_steps": 2, "fragments": fragments, **numbers}
         fits.fit(rank, world_size, 2, 16, choices, trainer_choices={"callbacks": [Sent()]})
         return [message for message in messages if message.startswith("Streaming DiLoCo")], sorted({*sent} - {0})
 
@@ -521,8 +522,9 @@ def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry() -
     assert [told for told, _ in others] == [[]] * 3
     start, measured = lines
     assert start == (
-        "Streaming DiLoCo: 2 worker groups of 2 ranks, 4 fragments, sync_every=6, overlap_steps=2; each rank sends"
-        f" {sent[0]} bytes to {sent[-1]} bytes a fragment; the first launch follows inner step 6."
+        "Streaming DiLoCo: 2 worker groups of 2 ranks, 4 fragments, sync_every=6, overlap_steps=2, outer_lr=0.75,"
+        f" outer_momentum=0.5, mixing=0.25; each rank sends {sent[0]} bytes to {sent[-1]} bytes a fragment; the first"
+        " launch follows inner step 6."
     )
     seconds = float(re.findall(r"an inner step takes (\S+) s", measured)[0])
     window, rate = map(float, re.findall(r"gives the link (\S+) s .* carry (\S+) Gbit/s", measured)[0])

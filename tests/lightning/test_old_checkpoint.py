@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -87,12 +88,14 @@ class Look(Callback):
             self.state = trainer.strategy.engine.state_dict()
 
 
-def fit(rank: int, world_size: int, folder: Path, resume: str | None) -> dict[str, Any]:
+def fit(
+    rank: int, world_size: int, folder: Path, resume: str | None, choices: dict[str, Any] = CHOICES
+) -> dict[str, Any]:
     """What a rank holds at the checkpoint, and at the end."""
     look, model = Look(), Exact()
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
     trainer = fits.trainer(
-        strategy=fits.strategy(**CHOICES),
+        strategy=fits.strategy(**choices),
         devices=world_size,
         max_steps=LAST,
         callbacks=[look, *([saving] if resume is None else [])],
@@ -122,15 +125,18 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 SECONDS = ("exposed_wait_s", "in_flight_s")
 
 
-def test_a_checkpoint_of_an_earlier_version_is_taken_up_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left_open", [(), ("outer_lr", "outer_momentum", "mixing")], ids=["numbers", "auto"])
+def test_a_checkpoint_of_an_earlier_version_is_taken_up_bit_for_bit(left_open: tuple[str, ...], tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "old")
     expected = torch.load(tmp_path / "old" / "expected.pt", weights_only=True)
     assert all(rank["at the checkpoint"]["flights"] for rank in expected), "nothing is in flight there"
     assert all(f["memory"] is not None for f in expected[0]["at the checkpoint"]["fragments"][:2])
     path = str(tmp_path / "old" / f"step={SAVED}.ckpt")
-    resumed = run_processes(lambda rank, world_size: fit(rank, world_size, tmp_path, path), 2)
-    # States of that version did not say whose they are.
+    choices = {name: value for name, value in CHOICES.items() if name not in left_open}
+    resumed = run_processes(lambda rank, world_size: fit(rank, world_size, tmp_path, path, choices), 2)
+    # States of that version did not say whose they are, and with which settings.
     assert [rank["at the checkpoint"].pop("rank")["group_index"] for rank in resumed] == [0, 1]
+    assert {rank["at the checkpoint"].pop("settings")["outer_lr"] for rank in resumed} == {"0.5"}
     assert differences(resumed, expected) == []
 
 

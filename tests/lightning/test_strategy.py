@@ -29,6 +29,9 @@ REPORT = {
     "bytes_received",
     "exposed_wait_s",
     "in_flight_s",
+    "outer_lr",
+    "outer_momentum",
+    "mixing",
 }
 
 
@@ -209,7 +212,7 @@ def test_a_landing_is_logged_and_the_progress_bar_shows_what_is_in_flight(distri
 
         logger = importlib.import_module(f"{distribution}.loggers").CSVLogger(tmp_path, name="", version="")
         choices = {"callbacks": [Bar()], "enable_progress_bar": True, "logger": logger}
-        trained = fit(rank, world_size, 2, 9, SHORT, distribution, trainer_choices=choices)
+        trained = fit(rank, world_size, 2, 9, {**SHORT, "outer_lr": 0.75}, distribution, trainer_choices=choices)
         return shown, trained["report"]["landings"]
 
     (shown, landings), _ = run_processes(run, 2)
@@ -232,7 +235,7 @@ def test_a_landing_is_logged_and_the_progress_bar_shows_what_is_in_flight(distri
     values = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
     assert all(float(row["sdiloco/bytes_sent"]) > 40 for row in values)
     assert all(float(row["sdiloco/outer_grad_norm"]) > 0 for row in values)
-    assert {(row["sdiloco/outer_lr"], row["sdiloco/groups_outlying"]) for row in values} == {("0.4", "0")}
+    assert {(row["sdiloco/outer_lr"], row["sdiloco/groups_outlying"]) for row in values} == {("0.75", "0")}
 
 
 def test_every_rank_sees_its_own_share_of_the_data() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES
+from lightning_sdiloco.algorithm.recommended import recommended
 from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.tools.cli import main
@@ -40,7 +41,9 @@ def told(capsys: pytest.CaptureFixture[str], folder: Path, *args: str) -> dict[s
 def test_one_run_tells_losses_bytes_and_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = run(capsys, f"--config={write(tmp_path)}", "--groups=3", *LINK)
     assert "3 worker groups, 30 inner steps each, 74 parameters" in text
-    assert "sync_every=6, overlap_steps=2, mixing=0.5, compression='fp4', outer_lr=0.4" in text
+    chosen = recommended(num_groups=3, sync_every=6)
+    assert f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4', outer_lr={chosen.outer_lr}" in text
+    assert f", outer_momentum={chosen.outer_momentum}" in text
     rows = [line.split() for line in text.splitlines() if line[:2].strip() in ("0", "1", "2")]
     assert len(rows) == 3
     assert "Outer model: loss " in text

@@ -103,14 +103,17 @@ def test_the_simulator_gives_the_losses_of_real_processes(
     assert len(logged) > 0
 
 
-def test_the_demo_fits_as_its_own_command_line_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [(), ("muon",)])
+def test_the_demo_fits_as_its_own_command_line_would(more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    if more and not hasattr(torch.optim, "Muon"):
+        pytest.skip("needs torch 2.9, which has Muon")
     examples = Path(__file__).parents[2] / "examples"
     monkeypatch.syspath_prepend(str(examples))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script = importlib.import_module("pretrain_text")
-    files = tuple(str(examples / "configs" / f"{name}.yaml") for name in ("base", "streaming_fp4"))
-    small = ("model.layers=1", "model.width=16", "data.context=16", "trainer.max_steps=6", "trainer.logger=false")
-    off = ("trainer.enable_checkpointing=false", "trainer.limit_val_batches=0")
+    files = tuple(str(examples / "configs" / f"{name}.yaml") for name in ("base", "streaming_fp4", *more))
+    small = ("model.layers=1", "model.width=16", "model.heads=2", "data.context=16", "trainer.max_steps=6")
+    off = ("trainer.enable_checkpointing=false", "trainer.limit_val_batches=0", "trainer.logger=false")
     configuration = Configuration(files, (*small, *off), script.PretrainCLI, script.ByteGPT, script.StandardLibraryText)
     result = run(configuration, 2, {"sync_every": 3, "overlap_steps": 1})
     assert [group.inner_steps for group in result.groups] == [6, 6]

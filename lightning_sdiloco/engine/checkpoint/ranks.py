@@ -236,7 +236,7 @@ def _read(
         raise ValueError(f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give another file.")
     if header["layout"] != _layout(topology):
         raise ValueError(f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}")
-    now = settings.fixed_by_a_checkpoint()
+    now = settings.taken_from(header["settings"]).fixed_by_a_checkpoint()
     if other := [name for name, text in now.items() if header["settings"].get(name) != text]:
         told = "; ".join(f"{name} was {header['settings'].get(name)}, now it is {now[name]}" for name in other)
         raise ValueError(f"{path} cannot be resumed exactly with other settings: {told}. {_SAME}")
@@ -246,6 +246,8 @@ def _read(
             f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, and there are {optimizers}."
             " Give the engine the same inner_optimizers as when it was saved."
         )
+    # Earlier versions told the settings in the header alone.
+    own["engine"].setdefault("settings", header["settings"])
     return own
 
 

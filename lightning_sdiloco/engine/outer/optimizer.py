@@ -163,9 +163,12 @@ def outer_optimizer_for(
     settings: Settings, shards: Sequence[Tensor], storage: OuterStorage | None = None
 ) -> ShardOptimizer:
     """Makes the outer optimizer that the settings ask for; see `ShardOptimizer` for arguments and errors."""
-    momentum = settings.outer_momentum
-    sgd = partial(SGD, lr=settings.outer_lr, momentum=momentum, nesterov=momentum > 0)
-    return ShardOptimizer(shards, settings.outer_optimizer or sgd, settings.outer_lr_schedule, storage)
+    return ShardOptimizer(shards, settings.outer_optimizer or _nesterov(settings), settings.outer_lr_schedule, storage)
+
+
+def _nesterov(settings: Settings) -> Make:
+    momentum = settings.numbers["outer_momentum"]
+    return partial(SGD, lr=settings.numbers["outer_lr"], momentum=momentum, nesterov=momentum > 0)
 
 
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:

@@ -138,8 +138,8 @@ class Checkpointer:
         self._format.take_up_optimizers(checkpoint, self._trainer.strategy.optimizers, own["optimizer_states"])
 
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
-        auto = self._options.options.auto
-        self._options.choose(auto.restored(self._options.settings, header["settings"]))
+        saved = header["settings"]
+        self._options.choose(self._options.options.auto.restored(self._options.settings.taken_from(saved), saved))
         if other := self._other_settings(header):
             raise ValueError(
                 f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"
@@ -181,7 +181,8 @@ class Checkpointer:
         """Returns what rank 0 reads, or raises its error on all ranks: they may see different files."""
         restart: Restart | ValueError | None = None
         if self._trainer.is_global_zero:
-            settings = self._options.settings
+            # What is in flight lands as it would have landed.
+            settings = self._options.settings.taken_from(header["settings"])
             same_optimizer = header["settings"].get("outer_optimizer") == settings.described()["outer_optimizer"]
             try:
                 states = files.read_groups(path, header, ("counts", "fragments", "flights"))
@@ -327,7 +328,10 @@ class Checkpointer:
     # What is compared
 
     def _settings(self) -> dict[str, str]:
-        return self._options.options.auto.described(self._options.settings.fixed_by_a_checkpoint())
+        auto, settings = self._options.options.auto, self._options.settings
+        # What suits sync_every is known once the planner has chosen that.
+        chosen = settings if auto.names else settings.chosen_for(self._topology.num_groups)
+        return auto.described(chosen.fixed_by_a_checkpoint())
 
     def _layout(self) -> dict[str, int]:
         """Returns what must be the same if ranks are to read their own files."""

@@ -168,7 +168,7 @@ class Loop:
         engine = self.engine
         assert engine is not None, "there is nothing to save beside a checkpoint before training"
         topology, state = self._groups.topology, engine.state_dict()
-        return write_own(path, topology, self._settings, state, self._optimizers, precision=precision)
+        return write_own(path, topology, engine.settings, state, self._optimizers, precision=precision)
 
     def resume(self, path: str, header: dict[str, Any]) -> dict[str, Any]:
         """Goes on where this rank was when a checkpoint was saved. All ranks must call it.

@@ -148,12 +148,12 @@ def _as_json(planned: Plan) -> dict[str, Any]:
         **vars(planned.groups),
         "link": vars(planned.link),
         "steps": planned.steps,
-        "settings": _settings(planned.settings, planned.fragments),
+        "settings": _settings(planned.settings, planned.fragments, planned.groups),
         "methods": {name: one._asdict() for name, one in planned.methods.items()},
         "compressions": {name: one._asdict() for name, one in planned.compressions.items()},
         "memory": planned.memory._asdict(),
         "recommendation": {
-            **_settings(chosen.settings, chosen.fragments),
+            **_settings(chosen.settings, chosen.fragments, planned.groups),
             **chosen.prediction._asdict(),
             "utilisation_with_margin": chosen.utilisation_with_margin,
             "memory": chosen.memory._asdict(),
@@ -161,9 +161,10 @@ def _as_json(planned: Plan) -> dict[str, Any]:
     }
 
 
-def _settings(settings: Settings, fragments: tuple[int, ...]) -> dict[str, Any]:
+def _settings(settings: Settings, fragments: tuple[int, ...], groups: Groups) -> dict[str, Any]:
     names = ("sync_every", "overlap_steps", "layers_per_fragment", "compression")
-    return {**{name: getattr(settings, name) for name in names}, "fragments": len(fragments)}
+    told = {name: getattr(settings, name) for name in names}
+    return {**told, **settings.chosen_for(groups.groups).numbers, "fragments": len(fragments)}
 
 
 def _draw_plan(path: str, planned: Plan) -> None:

@@ -98,6 +98,7 @@ def _predictions(rows: Mapping[str, Prediction], kind: str, names: Mapping[str, 
 def _recommendation(plan: Plan) -> list[str]:
     chosen = plan.recommendation
     settings, prediction = chosen.settings, chosen.prediction
+    numbers = settings.chosen_for(plan.groups.groups).numbers
     reached = chosen.utilisation_with_margin >= TARGET
     verdict = "Recommended" if reached else f"No settings reach {percent(TARGET)} on this link; closest"
     return [
@@ -105,6 +106,7 @@ def _recommendation(plan: Plan) -> list[str]:
         "",
         f"  sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
         f" layers_per_fragment={settings.layers_per_fragment}, compression={settings.compression!r}",
+        f"  for which 'auto' means {', '.join(f'{name}={value:g}' for name, value in numbers.items())}",
         "",
         f"  {_fragments(chosen.fragments)}, compute utilisation {percent(prediction.utilisation)}"
         f" ({percent(chosen.utilisation_with_margin)} at {short(MARGIN * plan.link.gbit_s)} Gbit/s)",

@@ -24,12 +24,12 @@ def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
         The settings, a table of the groups, the validations, and how long it would take.
     """
     run, settings = outcome.run, outcome.run.settings
-    steps = max(group.inner_steps for group in run.groups)
+    steps, numbers = max(group.inner_steps for group in run.groups), dict(settings.numbers)
     parts = [
         f"{len(run.groups)} worker group{'s' if len(run.groups) > 1 else ''}, {steps:,} inner steps each,"
         f" {run.model.numel:,} parameters in {len(run.model.fragments(settings))} fragments\n"
-        f"sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, mixing={settings.mixing},"
-        f" compression={settings.compression!r}, outer_lr={settings.outer_lr}",
+        f"sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, mixing={numbers.pop('mixing')},"
+        f" compression={settings.compression!r}{''.join(f', {name}={value}' for name, value in numbers.items())}",
         _groups(run, outcome.prediction),
         *_validations(run),
     ]

@@ -1,0 +1,70 @@
+"""How sites of a federation leave blobs and records for each other, without a process group that joins them.
+
+A `Mailbox` has four methods. Behind it is memory, a folder or bucket, or a `Hub`, which speaks gRPC with certificates
+at both ends. It knows bytes: neither what a record says, nor when one is due. gRPC and cryptography are the extra
+``federated``; without them all but `Hub`, `HubMailbox` and keys can be used.
+"""
+
+from lightning_sdiloco.comm.mailbox.access import MAY, Peer
+from lightning_sdiloco.comm.mailbox.base import (
+    EVERYTHING,
+    MAX_BLOB,
+    MAX_RECORD,
+    Altered,
+    Denied,
+    HubUnreachable,
+    Mailbox,
+    MailboxError,
+    Malformed,
+    Missing,
+    NoSpace,
+    Refused,
+    key_of,
+)
+from lightning_sdiloco.comm.mailbox.blobs import BlobStore
+from lightning_sdiloco.comm.mailbox.channels import Event, record_event, record_of
+from lightning_sdiloco.comm.mailbox.folder import FolderMailbox
+from lightning_sdiloco.comm.mailbox.frames import Header
+from lightning_sdiloco.comm.mailbox.hub_client import HubMailbox
+from lightning_sdiloco.comm.mailbox.hub_server import Handler, Hub, Push
+from lightning_sdiloco.comm.mailbox.in_process import InProcessMailbox
+from lightning_sdiloco.comm.mailbox.keys import ROLES, Role, add_keys, init_keys, revoke_keys
+from lightning_sdiloco.comm.mailbox.ledger import LedgerError, SQLiteLedger
+from lightning_sdiloco.comm.mailbox.ledger_handler import LedgerHandler
+
+__all__ = [
+    "EVERYTHING",
+    "MAX_BLOB",
+    "MAX_RECORD",
+    "MAY",
+    "ROLES",
+    "Altered",
+    "BlobStore",
+    "Denied",
+    "Event",
+    "FolderMailbox",
+    "Handler",
+    "Header",
+    "Hub",
+    "HubMailbox",
+    "HubUnreachable",
+    "InProcessMailbox",
+    "LedgerError",
+    "LedgerHandler",
+    "Mailbox",
+    "MailboxError",
+    "Malformed",
+    "Missing",
+    "NoSpace",
+    "Peer",
+    "Push",
+    "Refused",
+    "Role",
+    "SQLiteLedger",
+    "add_keys",
+    "init_keys",
+    "key_of",
+    "record_event",
+    "record_of",
+    "revoke_keys",
+]

@@ -1,0 +1,127 @@
+"""Who asks a hub, and what each role may ask: every call passes here before anything else is looked at."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from lightning_sdiloco.comm.mailbox.base import Denied, Malformed, Refused
+from lightning_sdiloco.comm.mailbox.frames import PROTOCOL, Header
+from lightning_sdiloco.comm.mailbox.keys import ROLES, UNBOUND, Identity, fingerprint
+
+EVERY_ROLE = frozenset(ROLES)
+
+MAY: Mapping[str, frozenset[str]] = {
+    "ping": EVERY_ROLE,
+    "watch": EVERY_ROLE,
+    "status": EVERY_ROLE,
+    "put": frozenset({"site", "hub"}),
+    "get": frozenset({"site", "hub"}),
+    "contribute": frozenset({"site"}),
+    "state": frozenset({"site"}),
+    "leave": frozenset({"site"}),
+    "append": frozenset({"hub"}),
+    "evict": frozenset({"operator"}),
+    "end": frozenset({"operator"}),
+    "rollback": frozenset({"operator"}),
+}
+"""Which roles may make which call. What is not in the table, nobody may."""
+
+
+class Peer(NamedTuple):
+    """Who makes a call, as its certificate says.
+
+    Attributes:
+        role: What it may do.
+        name: Its name, such as that of a site.
+        life: One start of it: a random word of its own choice.
+        address: From where it calls.
+    """
+
+    role: str
+    name: str
+    life: str
+    address: str
+
+
+class Access:
+    """Tells who makes a call, and whether it may.
+
+    Args:
+        run: The run that the hub serves.
+        certified: Whether callers have certificates. Without, they are who they say they are.
+        revoked: Returns the fingerprints of certificates that are no longer taken.
+        may: Which roles may make which call.
+    """
+
+    def __init__(
+        self, run: str, certified: bool, revoked: Any = frozenset, may: Mapping[str, Collection[str]] = MAY
+    ) -> None:
+        self.run = run
+        self._certified, self._revoked, self._may = certified, revoked, may
+
+    def peer(self, call: str, header: Header, context: Any) -> Peer:
+        """Returns who makes a call.
+
+        Args:
+            call: What is asked.
+            header: The header of its first message. Its field ``from`` says who asks, and about which run.
+            context: gRPC's context of the call.
+
+        Raises:
+            Denied: If the certificate is for another run, role or name, was revoked, or the role may not ask that.
+            Malformed: If the header does not say who asks.
+            Refused: If it speaks another version.
+        """
+        claimed, life = _claimed(header)
+        if self._certified:
+            self._check(claimed, context)
+        if claimed.run != self.run:
+            raise Denied(f"this hub serves run {self.run!r}, and not {claimed.run!r}.")
+        if claimed.role not in self._may.get(call, ()):
+            raise Denied(f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that.")
+        speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
+        return Peer(claimed.role, claimed.name, life, context.peer())
+
+    def _check(self, claimed: Identity, context: Any) -> None:
+        found = context.auth_context()
+        names = [name.decode(errors="replace") for name in found.get("x509_subject_alternative_name", [])]
+        known = [identity for identity in map(Identity.of_uri, names) if identity is not None]
+        if len(known) != 1:
+            raise Denied("the certificate does not say for which run, role and name it speaks.")
+        (own,) = known
+        # An authority that was not bound to a run when it signed has been bound to that of this hub since.
+        if own.run not in (self.run, UNBOUND):
+            raise Denied(f"this hub serves run {self.run!r}, and the certificate is for run {own.run!r}.")
+        if (own.role, own.name) != (claimed.role, claimed.name):
+            raise Denied(
+                f"the certificate of {own.role} {own.name!r} does not speak for {claimed.role} {claimed.name!r}."
+            )
+        revoked = self._revoked()
+        if revoked and fingerprint(found["x509_pem_cert"][0]) in revoked:
+            raise Denied(f"the certificate of {own.role} {own.name!r} has been revoked.")
+
+
+def speaks_for_itself(role: str, name: str, about: Any) -> Header:
+    """Returns what a call is about, if a site that makes it names no other as its own.
+
+    Raises:
+        Denied: If its field ``site`` names another site.
+        Malformed: If it is no JSON object.
+    """
+    if not isinstance(about, dict):
+        raise Malformed("what a call is about is a JSON object.")
+    if role == "site" and about.get("site", name) != name:
+        raise Denied(f"site {name!r} does not speak for {str(about['site'])[:80]!r}.")
+    return about
+
+
+def _claimed(header: Header) -> tuple[Identity, str]:
+    who = header.get("from")
+    fields = ("run", "role", "name", "life")
+    if not isinstance(who, dict) or not all(isinstance(who.get(f), str) and len(who[f]) <= 63 for f in fields):
+        raise Malformed("the header of a call says who makes it: run, role, name and life.")
+    if who.get("protocol") != PROTOCOL:
+        other = str(who.get("protocol"))[:20]
+        raise Refused(f"this hub speaks version {PROTOCOL}, and not {other}: update the older side.")
+    if who["role"] not in ROLES:
+        raise Denied(f"{who['role']!r} is no role.")
+    return Identity(who["run"], who["role"], who["name"]), who["life"]

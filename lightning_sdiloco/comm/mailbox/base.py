@@ -1,0 +1,170 @@
+"""What a mailbox is: blobs under their digests, and numbered records that everybody sees in the same order."""
+
+import hashlib
+import importlib
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Protocol
+
+Bytes = bytes | bytearray | memoryview
+
+MAX_BLOB = 16 << 30
+"""Bytes of the largest blob, if nothing smaller is chosen."""
+
+MAX_RECORD = 128 << 10
+"""Bytes of the largest record: it names blobs, it does not hold them."""
+
+EVERYTHING = -1
+"""After which number `Mailbox.watch` begins, to see all records: they are numbered from 0."""
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+class MailboxError(RuntimeError):
+    """A mailbox could not do what was asked. The kinds below say whether asking again may help."""
+
+
+class HubUnreachable(MailboxError):
+    """The hub does not answer, but may later. What was sent may or may not have arrived, and may be sent again."""
+
+
+class Refused(MailboxError):
+    """What was asked is not allowed, or does not fit. To ask again is of no use."""
+
+
+class Denied(Refused):
+    """The certificate does not speak for who asked, or not for what was asked."""
+
+
+class Malformed(Refused):
+    """A message is none, or says what cannot be: no header, a size out of bounds, a field of another type."""
+
+
+class NoSpace(MailboxError):
+    """The store is full, or may hold no more. What it has is not touched."""
+
+
+class Missing(MailboxError):
+    """There is no blob under this key: it was never there, or has been dropped."""
+
+
+class Altered(MailboxError):
+    """Bytes are not those that their digest announced."""
+
+
+class Mailbox(Protocol):
+    """Where sites leave blobs and records for each other.
+
+    A blob lies under its SHA-256 digest, so it cannot change. Records are numbered from 0 without a gap; each number is
+    given once, and what was given stays. All methods may be called from several threads.
+    """
+
+    def put(self, blob: Bytes) -> str:
+        """Leaves a blob, durably.
+
+        Returns:
+            The key: its SHA-256 digest, in 64 hexadecimal digits.
+
+        Raises:
+            Refused: If it is larger than the mailbox takes.
+            NoSpace: If there is no room.
+            HubUnreachable: If the mailbox does not answer in time.
+        """
+
+    def get(self, key: str) -> bytes | bytearray:
+        """Returns the blob under a key, whose digest has been verified.
+
+        Raises:
+            Missing: If there is none.
+            Altered: If its bytes have changed.
+            HubUnreachable: If the mailbox does not answer in time.
+        """
+
+    def append(self, seq: int, record: Bytes) -> bool:
+        """Gives a number to a record, durably, unless another record has it.
+
+        Args:
+            seq: The number, one more than the last.
+            record: At most `MAX_RECORD` bytes.
+
+        Returns:
+            Whether this record has the number, also if it was given by an earlier call. If not, somebody else was
+            first, and `watch` tells with what.
+
+        Raises:
+            Refused: If the number before it has not been given, or the record is too large.
+            HubUnreachable: If the mailbox does not answer in time.
+        """
+
+    def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
+        """Yields records with their numbers, in order; waits for more, until the mailbox is closed.
+
+        Args:
+            after: The last number that is known already, or `EVERYTHING`.
+
+        Raises:
+            Altered: If the bytes of a record have changed.
+        """
+
+
+def key_of(blob: Bytes) -> str:
+    """Returns the key of a blob: its SHA-256 digest.
+
+    Examples:
+        >>> key_of(b"")[:8]
+        'e3b0c442'
+    """
+    return hashlib.sha256(blob).hexdigest()
+
+
+def checked_key(key: Any) -> str:
+    """Returns a key that has the form of one, so that it can be the name of a file.
+
+    Raises:
+        Malformed: If it has another.
+    """
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise Malformed(f"{str(key)[:80]!r} is no key: a key has 64 hexadecimal digits.")
+    return key
+
+
+def checked_size(size: Any, limit: int, what: str) -> int:
+    """Returns a size that has been announced, before any memory is taken for it.
+
+    Raises:
+        Malformed: If it is no whole number.
+        Refused: If it is larger than the limit.
+    """
+    if type(size) is not int or size < 0:
+        raise Malformed(f"the size of a {what} is a whole number, and not {str(size)[:80]!r}.")
+    if size > limit:
+        raise Refused(f"a {what} of {size:,} bytes is too large: at most {limit:,} are taken.")
+    return size
+
+
+def checked_blob(key: str, blob: bytes, where: str) -> bytes:
+    """Returns a blob whose digest is its key.
+
+    Raises:
+        Altered: If it is another.
+    """
+    if key_of(blob) != key:
+        raise Altered(f"{where} holds other bytes than those whose digest is {key}: they have been altered.")
+    return blob
+
+
+def extra(module: str) -> ModuleType:
+    """Imports what the extra ``federated`` brings.
+
+    Raises:
+        ValueError: If it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = {"grpc": "grpcio"}.get(module.split(".")[0], module.split(".")[0])
+        raise ValueError(
+            f"A federation needs {package}, which is not installed. Install it with all else that a federation needs: "
+            "pip install 'lightning-sdiloco[federated]'"
+        ) from error

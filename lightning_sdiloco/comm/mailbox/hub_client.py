@@ -1,0 +1,288 @@
+"""A site's end of the connections to the hub: a mailbox behind gRPC that fails soon, and is there again by itself."""
+
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lightning_sdiloco.comm.mailbox.base import (
+    MAX_BLOB,
+    MAX_RECORD,
+    Altered,
+    Bytes,
+    HubUnreachable,
+    MailboxError,
+    Refused,
+    checked_key,
+    checked_size,
+    extra,
+    key_of,
+)
+from lightning_sdiloco.comm.mailbox.channels import Event, record_of
+from lightning_sdiloco.comm.mailbox.frames import PROTOCOL, Header, pack, unpack
+from lightning_sdiloco.comm.mailbox.keys import Bundle, Identity, Role, load
+from lightning_sdiloco.comm.mailbox.link import Link
+from lightning_sdiloco.comm.mailbox.moving import download, upload
+
+_SILENT_BEATS = 4  # beats of the hub that may be missing before it counts as gone
+_LONGEST_PAUSE = 5.0
+
+
+class HubMailbox:
+    """The mailbox of a hub.
+
+    Every call ends by a deadline, and at once with `HubUnreachable` while `events` or `watch` know that the hub is
+    gone. Calls wait all the same, so a training thread leaves them to others. Connections are made again by themselves.
+
+    Args:
+        hub: Address and port of the hub.
+        run: The run.
+        name: The name of this site, or of whoever this is.
+        keys: Its bundle, or the folder of the authority.
+        insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
+        role: What it is, if there are no keys to say so.
+        channels: Connections over which a blob travels. On links that lose packets each of them has its own share.
+        timeout: Seconds for a call.
+        beat: Seconds between two signs of life.
+        max_blob: Bytes of the largest blob that it fetches.
+
+    Attributes:
+        life: A random word for this start of the site.
+
+    Raises:
+        ValueError: If neither keys nor ``insecure=True`` are given, or both; keys are of another run or name; or a
+            package is missing.
+    """
+
+    def __init__(
+        self,
+        hub: str,
+        run: str,
+        name: str,
+        keys: str | Path | None = None,
+        insecure: bool = False,
+        role: Role = "site",
+        channels: int = 8,
+        timeout: float = 10.0,
+        beat: float = 1.0,
+        max_blob: int = MAX_BLOB,
+    ) -> None:
+        if channels < 1:
+            raise ValueError(f"channels={channels} is out of range: it must be at least 1.")
+        extra("grpc")
+        bundle = _bundle(hub, run, name, keys, insecure)
+        self.identity = Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
+        self.life = secrets.token_hex(8)
+        self.max_blob = max_blob
+        self._beat = beat
+        self._link = Link(hub, bundle, channels, timeout)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the hub is not known to be gone, which `events` and `watch` notice while they are at work."""
+        return self._link.away is None
+
+    def put(self, blob: Bytes) -> str:
+        """See `Mailbox.put`."""
+        self.send(blob)
+        return key_of(blob)
+
+    def send(self, blob: Bytes, about: Header | None = None, timeout: float | None = None) -> Header:
+        """Leaves a blob at the hub, and says what it is.
+
+        What has arrived when a connection breaks is not sent again.
+
+        Args:
+            blob: The blob.
+            about: What the hub is told with it, such as the contribution whose payload it is.
+            timeout: Seconds for all of it; by default as many as its size asks for on a slow link.
+
+        Returns:
+            The hub's answer.
+
+        Raises:
+            Refused: If the hub does not take it.
+            NoSpace: If the hub has no room.
+            HubUnreachable: If it did not get through.
+        """
+        view = memoryview(blob).cast("B")
+        header = self._header(about) | {"key": key_of(view), "size": len(view)}
+        return upload(self._link, header, view, timeout)
+
+    def get(self, key: str, timeout: float | None = None) -> bytearray:
+        """See `Mailbox.get`; ``timeout`` is as in `send`."""
+        return download(self._link, self._header(), checked_key(key), self.max_blob, timeout)
+
+    def append(self, seq: int, record: Bytes) -> bool:
+        """See `Mailbox.append`; the certificate of a hub is needed for it."""
+        checked_size(len(record), MAX_RECORD, "record")
+        answer, _ = self.call("append", {"seq": seq}, bytes(record))
+        return answer.get("given") is True
+
+    def call(
+        self, name: str, about: Header | None = None, body: bytes = b"", timeout: float | None = None
+    ) -> tuple[Header, bytes]:
+        """Asks the hub something, such as its status.
+
+        Args:
+            name: What is asked.
+            about: What it is about.
+            body: Bytes that belong to it: at most `CHUNK`.
+            timeout: Seconds, in place of those of the mailbox.
+
+        Raises:
+            Denied: If the certificate does not allow it.
+            Refused: If the hub refuses it for another reason.
+            HubUnreachable: If it does not answer in time.
+        """
+        link = self._link
+        message = pack(self._header(about) | {"call": name}, body)
+        with link.cancelled_at_the_end() as take:
+            try:
+                return unpack(
+                    take(link.method("unary_unary", "call").future(message, timeout or link.timeout)).result()
+                )
+            except Exception as error:
+                raise link.error(error) from error
+
+    def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
+        """Yields what the hub tells, of its own accord and for as long as the mailbox is not closed.
+
+        When the connection breaks or the hub is silent, it yields an event ``lost``, with the reason as ``why``, and
+        connects again. What the hub tells after its first words may repeat what was told before.
+
+        Args:
+            hello: Returns what to say first, on each connection.
+            beat: Returns what to say with each sign of life; called in another thread.
+
+        Raises:
+            Refused: If the hub does not let this site in, or sends it away.
+            Altered: As the hub finds that what it knows is not whole.
+        """
+        broken = 0
+        try:
+            while not self._link.closed.is_set():
+                why = f"hub {self._link.hub} ended the connection."
+                try:
+                    for event in self._connection(hello(), beat):
+                        broken = 0
+                        if event.kind != "beat":
+                            yield event
+                except (Refused, Altered):
+                    raise
+                except MailboxError as error:
+                    why = str(error)
+                if self._link.closed.is_set():
+                    return
+                self._link.lost(why)
+                yield Event("lost", {"why": why})
+                self._link.closed.wait(min(self._beat * 2**broken / 5, _LONGEST_PAUSE))
+                broken = min(broken + 1, 10)
+        finally:
+            # Nobody would notice that it is back.
+            self._link.found()
+
+    def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
+        """See `Mailbox.watch`. It waits where the hub is gone."""
+        seen = [after]
+        for event in self.events(lambda: {"after": seen[0]}):
+            if event.kind != "record":
+                continue
+            seq, record = record_of(event)
+            if seq > seen[0] + 1:
+                raise MailboxError(f"the hub left out records {seen[0] + 1} to {seq - 1}.")
+            if seq == seen[0] + 1:
+                seen[0] = seq
+                yield seq, record
+
+    def close(self) -> None:
+        """Ends all connections, and every `events` and `watch`."""
+        self._link.close()
+
+    def _header(self, about: Header | None = None) -> Header:
+        who = self.identity._asdict() | {"life": self.life, "protocol": PROTOCOL}
+        return {"from": who} if about is None else {"from": who, "about": about}
+
+    def _connection(self, hello: Header, beat: Callable[[], Header]) -> Iterator[Event]:
+        """Yields what comes on one connection, beats included."""
+        ear = _Ear(self._link.timeout)
+        over = threading.Event()
+
+        def said() -> Iterator[bytes]:
+            yield pack(self._header(hello))
+            while not over.wait(self._beat):
+                if ear.silent():
+                    call.cancel()
+                    return
+                yield pack({"about": beat()})
+
+        call = self._link.method("stream_stream", "watch")(said())
+        try:
+            while True:
+                with ear:
+                    message = next(call, None)
+                if message is None:
+                    return
+                self._link.found()
+                ear.patience = _SILENT_BEATS * self._beat
+                header, body = unpack(message)
+                yield Event(str(header.get("kind")), header.get("about", {}), body)
+        except Exception as error:
+            if ear.silent():
+                raise ear.error(self._link.hub) from error
+            raise self._link.error(error) from error
+        finally:
+            over.set()
+            call.cancel()
+
+
+class _Ear:
+    """Knows for how long the hub has been listened to in vain: not while what it said is being worked on.
+
+    Attributes:
+        patience: Seconds after which it counts as silent.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self._since: float | None = None
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        # What ended in an error may have been cancelled for the silence.
+        if error[0] is None:
+            self._since = None
+
+    def silent(self) -> bool:
+        """Whether the hub is silent."""
+        since = self._since
+        return since is not None and time.monotonic() - since > self.patience
+
+    def error(self, hub: str) -> HubUnreachable:
+        """Returns the error of a silent hub."""
+        return HubUnreachable(f"hub {hub} has been silent for {self.patience:g} s.")
+
+
+def _bundle(hub: str, run: str, name: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
+    """Returns the keys of a site, if it shall have some."""
+    if (keys is None) != insecure:
+        raise ValueError(
+            f"To reach hub {hub} site {name!r} needs either keys or insecure=True. Ask whoever has the folder of keys "
+            f"for a bundle: sdiloco keys add FOLDER {name}."
+        )
+    if keys is None:
+        warnings.warn(
+            f"What goes to hub {hub} can be read and changed by others on the way (insecure=True).", stacklevel=3
+        )
+        return None
+    bundle = load(keys, name).bound(run)
+    if bundle.identity.name != name:
+        raise ValueError(
+            f"The keys are those of {bundle.identity.role} {bundle.identity.name!r}, and not of {name!r}: a "
+            "certificate speaks for one site. Give its bundle."
+        )
+    return bundle

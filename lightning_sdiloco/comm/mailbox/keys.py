@@ -1,0 +1,341 @@
+"""Keys of a federation: an authority in a folder, and for each holder one file that says who it is, in which run."""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import re
+import ssl
+import warnings
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from lightning_sdiloco.comm.mailbox.base import extra
+from lightning_sdiloco.comm.mailbox.files import sync_folder, write_synced
+
+Role = Literal["hub", "site", "operator", "reader"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+UNBOUND = "-"
+"""In place of the run in certificates of an authority that has not been bound to one yet."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_DAY = datetime.timedelta(days=1)
+_BLOCKS = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOTALL)
+
+
+class Identity(NamedTuple):
+    """For whom a certificate speaks.
+
+    Attributes:
+        run: The run, or `UNBOUND`.
+        role: What its holder may do.
+        name: The name of the holder, such as that of a site.
+    """
+
+    run: str
+    role: str
+    name: str
+
+    @property
+    def uri(self) -> str:
+        """How it stands in a certificate, as a subject alternative name."""
+        return f"sdiloco://{self.run}/{self.role}/{self.name}"
+
+    @classmethod
+    def of_uri(cls, uri: str) -> "Identity | None":
+        """Returns the identity that a URI stands for; None if it is another URI."""
+        scheme, _, rest = uri.partition("://")
+        parts = rest.split("/")
+        if scheme != "sdiloco" or len(parts) != 3 or parts[1] not in ROLES:
+            return None
+        return cls(*parts)
+
+
+class Bundle(NamedTuple):
+    """What a holder needs to be known, and to know the others. The key of the authority is not in it.
+
+    Attributes:
+        identity: For whom it speaks.
+        key: Its private key, as PEM.
+        certificate: Its certificate, as PEM.
+        authority: The certificate of the authority, as PEM.
+        folder: The folder of the authority, where keys are revoked; None if only the file is here.
+    """
+
+    identity: Identity
+    key: bytes
+    certificate: bytes
+    authority: bytes
+    folder: Path | None = None
+
+    def bound(self, run: str) -> "Bundle":
+        """Returns the bundle for a run. An authority that has none yet is bound to it for good.
+
+        Raises:
+            ValueError: If it belongs to another run; or to none, and the folder of the authority is not here.
+        """
+        own = self.identity.run if self.folder is None else _run_of(self.folder)
+        if own == UNBOUND and self.folder is not None:
+            with contextlib.suppress(FileExistsError):
+                write_synced(self.folder / "run", f"{checked_name('run', run)}\n".encode())
+            own = _run_of(self.folder)
+        if own == UNBOUND and self.identity.role == "hub":
+            raise ValueError(
+                f"The keys of hub {self.identity.name!r} name no run. Start the hub with the folder of keys, or make "
+                "them for this run: sdiloco keys init FOLDER --run RUN."
+            )
+        if own not in (run, UNBOUND):
+            raise ValueError(
+                f"These keys are for run {own!r}, and not for run={run!r}: a certificate speaks for one run. "
+                "Give the name of that run, or make keys for this one: sdiloco keys init FOLDER --run RUN."
+            )
+        if self.identity.role == "hub" and self.identity.run == UNBOUND and self.folder is not None:
+            # Sites that are added from now on look for the hub of this run.
+            add_keys(self.folder, self.identity.name, role="hub")
+            return load(self.folder, self.identity.name)
+        return self
+
+    def revoked(self) -> frozenset[str]:
+        """Returns the fingerprints of certificates that the authority has taken back."""
+        return frozenset() if self.folder is None else _fingerprints(self.folder / "revoked")
+
+
+def checked_name(what: str, name: str) -> str:
+    """Returns the name of a run or holder, if it can be one.
+
+    Raises:
+        ValueError: If it has characters that a name cannot have, or too many.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{what}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes and underscores, and "
+            "begins with a letter or digit."
+        )
+    return name
+
+
+def host_of(run: str) -> str:
+    """Returns the name under which a hub is known to TLS: by its run, and not by its address, which may change."""
+    return f"{hashlib.sha256(run.encode()).hexdigest()[:32]}.hub.sdiloco.internal"
+
+
+def fingerprint(certificate: bytes) -> str:
+    """Returns the SHA-256 fingerprint of a certificate in PEM."""
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).hexdigest()
+
+
+def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> Path:
+    """Makes an authority in a new folder, with a bundle for the hub.
+
+    Args:
+        folder: The folder. Whoever can read it can speak for everybody.
+        run: The run for which it speaks; without it, the first for which a hub is started with the folder.
+        days: For how long its own certificate is valid.
+
+    Returns:
+        The bundle of the hub.
+
+    Raises:
+        ValueError: If there is an authority already, a name cannot be one, or the package is missing.
+    """
+    folder = Path(folder)
+    x509, hazmat = extra("cryptography.x509"), extra("cryptography.hazmat.primitives.asymmetric.ec")
+    if run is not None:
+        checked_name("run", run)
+    if (folder / "ca.key").exists():
+        raise ValueError(f"{folder} has keys already, and new ones would shut out their holders. Give another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    key = hazmat.generate_private_key(hazmat.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"sdiloco {run or 'federation'}")])
+    usage = dict.fromkeys(_USAGES, False) | {"key_cert_sign": True, "crl_sign": True}
+    builder = _builder(x509, subject, subject, key.public_key(), days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
+    if run is not None:
+        write_synced(folder / "run", f"{run}\n".encode())
+    write_synced(folder / "ca.pem", _pem(_signed(builder, key)))
+    write_synced(folder / "ca.key", _private(key))
+    return add_keys(folder, "hub", role="hub")
+
+
+def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365) -> Path:
+    """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its keys are revoked.
+
+    Args:
+        folder: The folder of the authority.
+        name: The name of the holder.
+        role: What it may do.
+        days: For how long the certificate is valid.
+
+    Returns:
+        The bundle: the one file to give to the holder, on a way that others cannot read.
+
+    Raises:
+        ValueError: If there is no authority in the folder, a name or a role cannot be one, or the package is missing.
+    """
+    folder = Path(folder)
+    x509, hazmat = extra("cryptography.x509"), extra("cryptography.hazmat.primitives.asymmetric.ec")
+    if role not in ROLES:
+        raise ValueError(f"role={role!r} is none. Choose one of {', '.join(ROLES)}.")
+    authority_key = _loaded(extra("cryptography.hazmat.primitives.serialization"), folder)
+    authority = (folder / "ca.pem").read_bytes()
+    issuer = x509.load_pem_x509_certificate(authority)
+    identity = Identity(_run_of(folder), role, checked_name("name", name))
+    key = hazmat.generate_private_key(hazmat.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    names = [x509.UniformResourceIdentifier(identity.uri)]
+    purposes = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
+    if role == "hub":
+        # Sites that were added before the run had a name look for it under none.
+        names += [x509.DNSName(host) for host in sorted({host_of(identity.run), host_of(UNBOUND)})]
+        purposes.append(x509.ExtendedKeyUsageOID.SERVER_AUTH)
+    usage = dict.fromkeys(_USAGES, False) | {"digital_signature": True}
+    builder = _builder(x509, subject, issuer.subject, key.public_key(), days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    path = folder / f"{name}.bundle"
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)
+    certificate = _pem(_signed(builder, authority_key))
+    # Noted first, so that it can be taken back whatever becomes of the bundle.
+    _add_lines(folder / "issued", [f"{fingerprint(certificate)} {name}"])
+    write_synced(part, _private(key) + certificate + authority)
+    part.replace(path)
+    sync_folder(folder)
+    return path
+
+
+def revoke_keys(folder: str | Path, name: str) -> list[str]:
+    """Takes back all certificates that a holder was ever given. A hub that was started with the folder refuses them.
+
+    Returns:
+        The fingerprints of the certificates.
+
+    Raises:
+        ValueError: If none was made for this name, or all have been taken back.
+    """
+    folder = Path(folder)
+    before = _fingerprints(folder / "revoked", checked_name("name", name))
+    taken = sorted(_fingerprints(folder / "issued", name) - before)
+    if not taken:
+        raise ValueError(f"{folder} has made no keys for {name!r} that could be revoked.")
+    _add_lines(folder / "revoked", [f"{one} {name}" for one in taken])
+    (folder / f"{name}.bundle").unlink(missing_ok=True)
+    return taken
+
+
+def load(keys: str | Path, name: str = "hub") -> Bundle:
+    """Returns the bundle of a holder.
+
+    Args:
+        keys: The file of the bundle, or the folder of the authority.
+        name: Whose bundle to take from a folder.
+
+    Raises:
+        ValueError: If there is none, it is not whole, or has expired; or the package is missing.
+    """
+    path = Path(keys)
+    folder = path if path.is_dir() else None
+    if folder is not None:
+        path = folder / f"{checked_name('name', name)}.bundle"
+    if not path.is_file():
+        made = "" if folder is None else f" Make one: sdiloco keys add {folder} {name}."
+        raise ValueError(f"There are no keys at {path}.{made}")
+    if path.stat().st_mode & 0o077:
+        warnings.warn(f"Other users may read the keys in {path}: chmod 600 {path}", stacklevel=2)
+    return _parsed(path, folder)
+
+
+def _parsed(path: Path, folder: Path | None) -> Bundle:
+    x509 = extra("cryptography.x509")
+    blocks = [(match[1], match[0]) for match in _BLOCKS.finditer(path.read_bytes())]
+    if [kind for kind, _ in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
+        raise ValueError(f"{path} is no bundle: it must hold a key, its certificate and that of the authority.")
+    (_, key), (_, certificate), (_, authority) = blocks
+    try:
+        parsed = x509.load_pem_x509_certificate(certificate)
+        names = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        (uri,) = names.get_values_for_type(x509.UniformResourceIdentifier)
+        identity = Identity.of_uri(uri)
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise ValueError(f"{path} is no bundle: {error}") from error
+    if identity is None:
+        raise ValueError(f"{path} is no bundle: its certificate speaks for {uri!r}.")
+    ends = parsed.not_valid_after_utc
+    if ends < datetime.datetime.now(datetime.timezone.utc):
+        raise ValueError(
+            f"The certificate in {path} expired on {ends:%Y-%m-%d}. Make another where the folder of keys is: "
+            f"sdiloco keys add FOLDER {identity.name} --role {identity.role}."
+        )
+    return Bundle(identity, key, certificate, authority, folder)
+
+
+_USAGES = (
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
+)
+
+
+def _builder(x509: Any, subject: Any, issuer: Any, public_key: Any, days: int) -> Any:
+    # A clock may be some hours wrong.
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _DAY - max(-days, 0) * _DAY)
+        .not_valid_after(now + days * _DAY)
+    )
+
+
+def _signed(builder: Any, key: Any) -> Any:
+    return builder.sign(key, extra("cryptography.hazmat.primitives.hashes").SHA256())
+
+
+def _pem(certificate: Any) -> bytes:
+    encoding = extra("cryptography.hazmat.primitives.serialization").Encoding.PEM
+    return bytes(certificate.public_bytes(encoding))
+
+
+def _private(key: Any) -> bytes:
+    forms = extra("cryptography.hazmat.primitives.serialization")
+    return bytes(key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption()))
+
+
+def _loaded(forms: Any, folder: Path) -> Any:
+    try:
+        return forms.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no keys yet. Make them: sdiloco keys init {folder}.") from None
+
+
+def _add_lines(path: Path, lines: list[str]) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.writelines(f"{line}\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fingerprints(path: Path, name: str | None = None) -> frozenset[str]:
+    """Returns the fingerprints in a file, those of a name or all."""
+    lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return frozenset(line[0] for line in lines if line and name in (None, line[-1]))
+
+
+def _run_of(folder: Path) -> str:
+    path = folder / "run"
+    return path.read_text().strip() if path.exists() else UNBOUND

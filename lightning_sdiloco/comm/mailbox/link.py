@@ -1,0 +1,149 @@
+"""The connections of a site to its hub: made when needed, made again by themselves, never waited for without end."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_sdiloco.comm.mailbox.base import HubUnreachable, MailboxError, extra
+from lightning_sdiloco.comm.mailbox.channels import CLIENT_OPTIONS, SERVICE, error_of
+from lightning_sdiloco.comm.mailbox.keys import Bundle, host_of
+
+_THREADS = 128
+
+
+class Link:
+    """Channels to a hub: one for calls and events, and some for blobs.
+
+    Args:
+        hub: Address and port.
+        bundle: Keys; None to speak without TLS.
+        channels: Connections for blobs.
+        timeout: Seconds for a call.
+    """
+
+    def __init__(self, hub: str, bundle: Bundle | None, channels: int, timeout: float) -> None:
+        self.hub, self.timeout = hub, timeout
+        self._grpc = extra("grpc")
+        self._control = self._channel(bundle)
+        self.data = [self._channel(bundle) for _ in range(channels)]
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-link")
+        self._lock = threading.Lock()
+        self._running: set[Any] = set()
+        self._away: str | None = None
+        self.closed = threading.Event()
+
+    @property
+    def away(self) -> str | None:
+        """Why the hub counts as gone; None if it does not."""
+        return self._away
+
+    def lost(self, why: str) -> None:
+        """Notes that the hub is gone: what waits for it ends at once."""
+        self._away = why
+        self._cancel_all()
+
+    def found(self) -> None:
+        """Notes that the hub is there."""
+        self._away = None
+
+    def method(self, kind: str, name: str, channel: Any = None) -> Any:
+        """Returns a method of the hub, such as of the kind ``unary_unary``, on the channel for calls by default."""
+        return getattr(channel or self._control, kind)(f"/{SERVICE}/{name}")
+
+    @contextmanager
+    def cancelled_at_the_end(self) -> Iterator[Callable[[Any], Any]]:
+        """Yields a function that takes calls: those that are still running at the end are cancelled.
+
+        Raises:
+            HubUnreachable: If the hub is known to be gone.
+        """
+        calls: list[Any] = []
+
+        def take(call: Any) -> Any:
+            calls.append(call)
+            with self._lock:
+                self._running.add(call)
+            if self._away is not None:
+                call.cancel()
+            return call
+
+        self.require()
+        try:
+            yield take
+        finally:
+            for call in calls:
+                call.cancel()
+            with self._lock:
+                self._running.difference_update(calls)
+
+    def require(self) -> None:
+        """Looks whether the hub may be asked.
+
+        Raises:
+            HubUnreachable: If it is known to be gone, or this end is closed.
+        """
+        if self.closed.is_set():
+            raise HubUnreachable(f"the connection to hub {self.hub} has been closed.")
+        if (why := self._away) is not None:
+            raise HubUnreachable(why)
+
+    def errors_of(
+        self, tasks: list[Callable[[], None]], progress: Callable[[], int], patience: float
+    ) -> list[MailboxError]:
+        """Runs tasks, each of which waits for calls, at the same time.
+
+        Args:
+            tasks: What to run.
+            progress: Returns a number that grows while something happens.
+            patience: Seconds without progress after which the tasks are given up.
+
+        Returns:
+            The errors of those that failed.
+        """
+        futures = [self._pool.submit(task) for task in tasks]
+        waiting: set[Future[None]] = set(futures)
+        before = progress()
+        while waiting:
+            done, waiting = wait(waiting, timeout=patience, return_when="FIRST_COMPLETED")
+            now = progress()
+            if not done and now == before:
+                return [HubUnreachable(f"hub {self.hub}: no progress within {patience:g} s.")]
+            before = now
+        return [self.error(error) for error in (future.exception() for future in futures) if error is not None]
+
+    def error(self, error: BaseException) -> MailboxError:
+        """Returns what an error of gRPC stands for.
+
+        Raises:
+            BaseException: If it is none of gRPC's or the mailbox's.
+        """
+        if isinstance(error, MailboxError):
+            return error
+        if isinstance(error, self._grpc.RpcError):
+            return HubUnreachable(self._away) if self._away is not None else error_of(error, self.hub)
+        if isinstance(error, self._grpc.FutureCancelledError):
+            return HubUnreachable(self._away or f"the call to hub {self.hub} was cancelled.")
+        raise error
+
+    def close(self) -> None:
+        """Ends all connections, and what waits for them."""
+        self.closed.set()
+        self._cancel_all()
+        for channel in (self._control, *self.data):
+            channel.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _cancel_all(self) -> None:
+        with self._lock:
+            running = list(self._running)
+        for call in running:
+            call.cancel()
+
+    def _channel(self, bundle: Bundle | None) -> Any:
+        if bundle is None:
+            return self._grpc.insecure_channel(self.hub, CLIENT_OPTIONS)
+        credentials = self._grpc.ssl_channel_credentials(bundle.authority, bundle.key, bundle.certificate)
+        name = ("grpc.ssl_target_name_override", host_of(bundle.identity.run))
+        return self._grpc.secure_channel(self.hub, credentials, [*CLIENT_OPTIONS, name])

@@ -1,0 +1,53 @@
+"""The rules by which sites come and go: what a round is, who counts in it, and what becomes of what does not.
+
+In come messages, digests and the time, as arguments; out come records, answers and decisions. The ledger is the hub's
+side, the follower a site's, and the charter is what a run was founded on. What is made durable, sent, trained and
+averaged is the business of those who call. This room knows no network, no clock, no file and no tensor.
+"""
+
+from lightning_sdiloco.federation.anchors import Anchors
+from lightning_sdiloco.federation.charter import Charter
+from lightning_sdiloco.federation.follower import Follower
+from lightning_sdiloco.federation.founding import Founding
+from lightning_sdiloco.federation.ledger import Answer, Ledger, Member, OpenRound
+from lightning_sdiloco.federation.messages import Beat, Call, Hello, Refused, StateHeader, Welcome
+from lightning_sdiloco.federation.parsing import KEY, LIFE, NAME, Malformed
+from lightning_sdiloco.federation.progress import Flight, Landing, Progress
+from lightning_sdiloco.federation.quorum import Grace, Quorum
+from lightning_sdiloco.federation.records import Contribution, LeftOut, Payload, Position, Record
+from lightning_sdiloco.federation.terms import ANCHOR_EVERY, RETENTION, Terms, automatic_grace
+
+__all__ = [
+    "ANCHOR_EVERY",
+    "Anchors",
+    "Answer",
+    "Beat",
+    "Call",
+    "Charter",
+    "Contribution",
+    "Flight",
+    "Follower",
+    "Founding",
+    "Grace",
+    "Hello",
+    "KEY",
+    "LIFE",
+    "LeftOut",
+    "Landing",
+    "Ledger",
+    "Malformed",
+    "Member",
+    "NAME",
+    "OpenRound",
+    "Payload",
+    "Position",
+    "Progress",
+    "Quorum",
+    "RETENTION",
+    "Record",
+    "Refused",
+    "StateHeader",
+    "Terms",
+    "Welcome",
+    "automatic_grace",
+]

@@ -1,0 +1,330 @@
+"""The follower: a site's side of the rules. When it launches and lands, and what becomes of its own training.
+
+It touches no tensor. Whoever owns it, the engine, tells it the digests of the outer parameters, and does to the values
+what a `Landing` says. See [Note: the weight of a site].
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_sdiloco.errors import AgreementError, ExchangeError
+from lightning_sdiloco.federation.messages import Beat, Call, Hello, Refused, StateHeader, Welcome
+from lightning_sdiloco.federation.progress import Landing, Progress
+from lightning_sdiloco.federation.records import Contribution, Payload, Position, Record
+from lightning_sdiloco.federation.terms import RETENTION, Terms
+
+
+class Follower:
+    """Follows the records of a run for one site. Times are in seconds, on any clock that never goes back.
+
+    Args:
+        terms: The terms of the run.
+        charter: The key of its charter.
+        site: The name of the site.
+        life: A random number of this start, 16 hexadecimal digits.
+        patience: How long it trains without the hub before it gives up.
+        step: Inner steps that the site has trained so far.
+
+    Attributes:
+        fragments: What is remembered of every fragment.
+        reachable: Whether the hub is.
+    """
+
+    def __init__(
+        self, terms: Terms, charter: str, site: str, life: str, patience: float = 3600.0, step: int = 0
+    ) -> None:
+        self.terms = terms
+        self.site = site
+        self.life = life
+        self.reachable = False
+        self._charter = charter
+        self._patience = patience
+        self._alone_since: float | None = None
+        self._finishing = False
+        offsets = [fragment * terms.sync_every // terms.fragments for fragment in range(terms.fragments)]
+        self.fragments = [
+            Progress(fragment, Position(0, charter), step + offset) for fragment, offset in enumerate(offsets)
+        ]
+
+    # The hub
+
+    def found(self, digests: Sequence[int]) -> None:
+        """Begins at round 0 with the outer parameters that this site has: only the founder does, and only once.
+
+        Args:
+            digests: Of its outer parameters, by fragment.
+        """
+        for own, digest in zip(self.fragments, digests, strict=True):
+            own.digest = digest
+
+    def hello(self, run: str) -> Hello:
+        """Returns what the site says when it comes. The hub sends all records after those that it has applied."""
+        return Hello(run, self.site, self.life, self._charter, tuple(own.applied for own in self.fragments))
+
+    def welcome(self, welcome: Welcome) -> None:
+        """Hears what the hub has.
+
+        Raises:
+            AgreementError: If the hub knows less than this site has applied, or something else.
+        """
+        for own, closed in zip(self.fragments, welcome.closed, strict=True):
+            if own.digest is not None and closed.round < own.applied.round:
+                raise AgreementError(
+                    f"The hub knows {closed.round} rounds of fragment {own.fragment}, and {self.site} has applied"
+                    f" {own.applied.round}. It has lost records, or it is not the hub of this run: restore its ledger."
+                )
+            if own.digest is not None and closed.round == own.applied.round and closed != own.applied:
+                raise own.parted(closed.round)
+        for own, closed, kept in zip(self.fragments, welcome.closed, welcome.kept, strict=True):
+            own.closed = max(own.closed, closed.round)
+            own.kept = kept
+        self.reachable, self._alone_since = True, None
+
+    def lose(self, now: float) -> None:
+        """Hears that the hub cannot be reached, and again whenever another try has failed. Training goes on.
+
+        Raises:
+            ExchangeError: If patience is over.
+        """
+        self.reachable = False
+        self._alone_since = now if self._alone_since is None else self._alone_since
+        if now - self._alone_since > self._patience:
+            raise ExchangeError(
+                f"{self.site} has not reached the hub for {now - self._alone_since:.0f} s, which is more than"
+                f" patience={self._patience:.0f} s. Its checkpoint holds what it trained: start it again when the hub"
+                " is back."
+            )
+
+    @property
+    def lag(self) -> int:
+        """How many rounds this site is behind, in the fragment where it is worst."""
+        return max(own.closed - own.applied.round for own in self.fragments)
+
+    @property
+    def wants_state(self) -> bool:
+        """Whether to ask for a state: there is none, or it is the shorter way.
+
+        Where records and payloads suffice, they go on landing meanwhile, and bring the site back if nobody has a state.
+        """
+        return self.lag > RETENTION or not all(own.is_sound for own in self.fragments)
+
+    @property
+    def follows(self) -> bool:
+        """Whether this site can contribute, and give others a state."""
+        return not self.wants_state
+
+    def beat(self) -> Beat:
+        """Returns the sign of life."""
+        return Beat(self.site, self.life, self.follows, tuple(own.applied.round for own in self.fragments))
+
+    def hear(self, call: Call) -> None:
+        """Hears that somebody has launched."""
+        own = self.fragments[call.fragment]
+        if own.call is None or call.round >= own.call.round:
+            own.call = call
+
+    def learn(self, record: Record) -> None:
+        """Takes a record, in any order, once or more often.
+
+        Raises:
+            AgreementError: If it belongs to another history than what this site has applied.
+        """
+        self.fragments[record.fragment].learn(record)
+
+    # Training
+
+    def trained(self, samples: int) -> None:
+        """Counts an inner step.
+
+        Args:
+            samples: How many samples it took, over all ranks of the site.
+        """
+        for own in self.fragments:
+            own.steps += 1
+            own.samples += samples
+
+    def finish(self) -> None:
+        """Hears that the site trains no more. All that it holds is launched; then it is `finished`."""
+        self._finishing = True
+
+    @property
+    def finished(self) -> bool:
+        """Whether the site may leave: the run is over, or the site is, and all that it trained is counted."""
+        unsettled = [own for own in self.fragments if not own.ended]
+        return not unsettled or (self._finishing and not any(own.flight or own.steps for own in unsettled))
+
+    # Launching
+
+    def launches(self, step: int) -> list[int]:
+        """Returns the fragments that launch after an inner step, in order."""
+        if not self.follows:
+            return []
+        return [own.fragment for own in self.fragments if own.launches(step, self.terms, self._finishing)]
+
+    def skips(self) -> list[Call]:
+        """Returns the calls that this site will not answer, each once, so that nobody waits for it."""
+        calls = [] if self._finishing else [own.skips(self.terms) for own in self.fragments]
+        return [call for call in calls if call]
+
+    def launch(
+        self,
+        fragment: int,
+        step: int,
+        digest: int,
+        payloads: tuple[Payload, ...],
+        finite: bool = True,
+        norm_squared: float = 0.0,
+    ) -> Contribution | None:
+        """Launches a fragment.
+
+        Args:
+            fragment: The fragment, one of `launches`.
+            step: The inner step.
+            digest: Of the outer parameters now.
+            payloads: The outer gradient, encoded.
+            finite: Whether all its values are.
+            norm_squared: Its squared norm.
+
+        Returns:
+            What to send; None if the outer parameters are not those of the last landing, so that a state is needed.
+        """
+        own = self.fragments[fragment]
+        if digest != own.digest:
+            own.forget()
+            return None
+        norm_squared = norm_squared if finite else 0.0
+        sent = Contribution(
+            fragment,
+            own.next_round,
+            self.site,
+            self.life,
+            own.applied.key,
+            own.samples,
+            digest,
+            payloads,
+            finite,
+            norm_squared,
+        )
+        own.launch(sent, step)
+        return sent
+
+    def outstanding(self) -> list[Contribution]:
+        """Returns what to send again after a hello: flights whose round is not known to be closed."""
+        flights = [own.flight.own for own in self.fragments if own.flight]
+        return [own for own in flights if own.round > self.fragments[own.fragment].closed]
+
+    # Landing
+
+    def due(self, step: int) -> list[Record]:
+        """Returns the records that land after an inner step, at most one of every fragment; then it may be asked again.
+
+        A flight lands ``overlap_steps`` after its launch, or when its record is there, whichever is later. Without a
+        flight a record lands at once.
+        """
+        # Who trains no more has nothing to overlap with.
+        overlap = 0 if self._finishing else self.terms.overlap_steps
+        return [record for own in self.fragments if (record := own.due(step, overlap))]
+
+    def waits(self, step: int, now: float) -> bool:
+        """Tells whether training waits for a landing now. It never does while the hub cannot be reached.
+
+        It waits where a flight has not landed ``sync_every - 1`` steps after its launch, once for every flight, and not
+        longer than the grace and a second.
+        """
+        flights = [own.flight for own in self.fragments if own.flight]
+        # Every flight is asked, so that all their waits begin together.
+        return self.reachable and sum(flight.waits(step, now, self.terms) for flight in flights) > 0
+
+    def land(self, record: Record, before: int, after: int) -> Landing:
+        """Lands a record.
+
+        Args:
+            record: One of `due`.
+            before: The digest of the outer parameters to which it is applied.
+            after: The digest of those that come of it.
+
+        Returns:
+            What to do to the values. With `REFUSE` the new outer parameters are dropped.
+
+        Raises:
+            AgreementError: If a round is refused again, after a state was fetched.
+        """
+        own = self.fragments[record.fragment]
+        if before != record.digest:
+            own.refuse(record.round)
+            return Landing.REFUSE
+        landing = own.landing(record, self.site)
+        own.land(landing, record.position, after)
+        return landing
+
+    # States
+
+    def header(self) -> StateHeader:
+        """Describes the state of this site, for a donor. It must be asked between landings."""
+        digests = tuple(own.digest for own in self.fragments if own.digest is not None)
+        assert len(digests) == len(self.fragments), "a site that needs a state cannot give one"
+        return StateHeader(tuple(own.applied for own in self.fragments), digests)
+
+    def adopt(self, state: StateHeader, digests: Sequence[int]) -> dict[int, Landing]:
+        """Takes over the state of a donor, or the anchor. Then the site says hello again, for the records after it.
+
+        Args:
+            state: What it says of itself.
+            digests: Of the outer parameters that came, by fragment, computed here.
+
+        Returns:
+            What to do to the values of each fragment that is taken over; the others stay as they are.
+
+        Raises:
+            Refused: If it is not what it says, not what the records say, or so old that payloads are gone. Then nothing
+                has changed, and another donor is asked.
+        """
+        for own, position, said, digest in zip(self.fragments, state.applied, state.digests, digests, strict=True):
+            _require_sound(own, position, said, digest)
+        landings = {}
+        for own, position, digest in zip(self.fragments, state.applied, digests, strict=True):
+            if own.digest is None or position.round > own.applied.round:
+                # Values that are wrong, or none, make nothing that could be carried.
+                landing = Landing.TAKE if own.digest is None else own.passed(position.round, self.site)
+                own.land(landing, position, digest)
+                landings[own.fragment] = landing
+        return landings
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint of this site holds, as plain numbers and texts."""
+        return {"fragments": [own.described() for own in self.fragments]}
+
+    def load_state_dict(self, state: Mapping[str, Any], digests: Sequence[int]) -> None:
+        """Restores what `state_dict` returned. This life goes on where the other one was.
+
+        Args:
+            state: What was saved.
+            digests: Of the outer parameters that were loaded, by fragment, computed now.
+
+        Raises:
+            ValueError: If the outer parameters are not those that were saved.
+        """
+        loaded = [Progress.restored(fragment, own) for fragment, own in enumerate(state["fragments"])]
+        for own, digest in zip(loaded, digests, strict=True):
+            if own.digest not in (digest, None):
+                raise ValueError(
+                    f"The checkpoint was damaged: fragment {own.fragment} has other outer parameters than were saved."
+                    " Resume from another one, or start without: the site then fetches a state."
+                )
+        self.fragments = loaded
+
+
+def _require_sound(own: Progress, position: Position, said: int, digest: int) -> None:
+    """Refuses a state that is not what it says, or not what the records say."""
+    if said != digest:
+        raise Refused(f"the state was damaged: fragment {own.fragment} has the digest {digest:x} and not {said:x}")
+    if position.round + 1 < own.kept:
+        raise Refused(f"the state is at round {position.round} of fragment {own.fragment}; what follows is gone")
+    at, after = own.records.get(position.round), own.records.get(position.round + 1)
+    known = own.applied if own.applied.round == position.round else at.position if at else position
+    if position != known or (after and after.previous != position.key):
+        raise Refused(f"the state has another history of fragment {own.fragment} than the records")
+    if after and after.digest != digest:
+        raise Refused(f"the state is not what the others hold of fragment {own.fragment} after round {position.round}")

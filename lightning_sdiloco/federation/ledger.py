@@ -1,0 +1,403 @@
+"""The ledger: who is there, what was contributed, and which rounds close. Time comes in, records go out.
+
+[Note: durable before visible] The ledger does no input or output. Whoever owns it, the hub, makes things durable
+between two of its calls, and tells nobody before:
+
+    answer = ledger.examine(contribution, life)         # changes nothing
+    store payloads and contribution durably             # only if the answer is OPEN
+    answer = ledger.contribute(contribution, life, now)
+
+    for record in ledger.due(now):                      # changes nothing
+        append the record durably, created once
+        ledger.append(record)
+        tell everybody
+
+No other call comes between ``due`` and the last ``append``. If somebody else has created a record of that number, there
+is a second hub: this one tells nobody, and begins anew from what is durable.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.federation.anchors import Anchors
+from lightning_sdiloco.federation.messages import Beat, Call, Hello, Refused, StateHeader, Welcome
+from lightning_sdiloco.federation.quorum import Grace, Quorum
+from lightning_sdiloco.federation.records import Contribution, LeftOut, Position, Record
+from lightning_sdiloco.federation.terms import RETENTION, Terms
+
+
+class Answer(Enum):
+    """What the ledger says to a contribution."""
+
+    OPEN = "open"
+    KNOWN = "known"
+    LATE = "late"
+
+
+@dataclass
+class Member:
+    """Holds what the ledger knows of a site.
+
+    Attributes:
+        life: Its life.
+        until: When its lease ends.
+        follows: Whether it can contribute.
+        applied: The rounds that have landed at the site, by fragment.
+        connected: Whether it has said hello to this hub and has not gone since.
+    """
+
+    life: str
+    until: float
+    follows: bool
+    applied: tuple[int, ...]
+    connected: bool = True
+
+
+@dataclass
+class OpenRound:
+    """Holds what was contributed to a round so far.
+
+    Attributes:
+        here: The contributions by site.
+        arrived: When each site contributed, or said that it will not.
+        undecided_since: Since when no camp is the largest.
+    """
+
+    here: dict[str, Contribution] = field(default_factory=dict)
+    arrived: dict[str, float] = field(default_factory=dict)
+    undecided_since: float | None = None
+
+
+class Ledger:
+    """Decides what counts; see [Note: durable before visible].
+
+    Args:
+        terms: The terms of the run.
+        charter: The key of its charter, with which all chains begin.
+        now: The time, in seconds, on a clock that never goes back. All times are of that clock.
+        records: All records so far, in the order of their numbers.
+        contributions: What was contributed to rounds that are still open.
+        anchors: The states at the hub, the oldest first.
+        quorum: When rounds close; by default the grace and the quorum of the terms.
+
+    Attributes:
+        seq: The number of the next record.
+        closed: The last record of every fragment.
+        members: The sites that are known, by name.
+        open: The rounds that are open, by fragment.
+        anchors: The states at the hub.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        charter: str,
+        now: float,
+        records: Iterable[Record] = (),
+        contributions: Iterable[Contribution] = (),
+        anchors: Iterable[StateHeader] = (),
+        quorum: Quorum | None = None,
+    ) -> None:
+        self.terms = terms
+        self.seq = 0
+        self.closed = [Position(0, charter)] * terms.fragments
+        self.members: dict[str, Member] = {}
+        self.open: dict[int, OpenRound] = {}
+        self.anchors = Anchors(anchors)
+        self._quorum = quorum or Grace(terms.grace, terms.quorum)
+        self._history: list[deque[Record]] = [deque(maxlen=RETENTION) for _ in range(terms.fragments)]
+        self._evicted: set[tuple[str, str]] = set()
+        self._ending = False
+        for record in records:
+            self.append(record)
+        for own in contributions:
+            if Position(own.round - 1, own.previous) == self.closed[own.fragment]:
+                self._take(own, now)
+        self._renew_leases(now)
+
+    def _renew_leases(self, now: float) -> None:
+        """Waits, after a start, for those that were there before it: they may not have found the hub yet."""
+        before = (own for history in self._history for record in list(history)[-1:] for own in record.counted)
+        opened = (own for round in self.open.values() for own in round.here.values())
+        applied = tuple(position.round for position in self.closed)
+        for own in (*before, *opened):
+            self.members[own.site] = Member(own.life, now + self.terms.lease, True, applied, connected=False)
+
+    # Who is there
+
+    def hello(self, hello: Hello, now: float) -> Welcome:
+        """Takes a site in. It is not waited for before it has beaten.
+
+        Raises:
+            Refused: If a living process uses its name, or it was evicted.
+        """
+        member = self.members.get(hello.site)
+        if (hello.site, hello.life) in self._evicted:
+            raise Refused(f"{hello.site} was evicted from the run: ask its operator")
+        if member and member.life != hello.life and member.connected and member.until > now:
+            raise Refused(
+                f"the name {hello.site} is in use by a living process: end it first, or wait for"
+                f" {member.until - now:.1f} s if it is dead"
+            )
+        applied = tuple(position.round for position in hello.applied)
+        follows = bool(member and member.connected and member.life == hello.life and member.follows)
+        self.members[hello.site] = Member(hello.life, now + self.terms.lease, follows, applied)
+        return Welcome(tuple(self.closed), self.kept)
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """Renews the lease of a site.
+
+        Raises:
+            Refused: If the ledger does not know this life: the site says hello again.
+        """
+        member = self._member(beat.site, beat.life)
+        member.until = now + self.terms.lease
+        member.follows, member.applied = beat.follows, beat.applied
+
+    def leave(self, site: str, life: str) -> None:
+        """Waits no longer for a site: it has left, or its connection has ended."""
+        member = self.members.get(site)
+        if member and member.life == life:
+            del self.members[site]
+
+    def evict(self, site: str) -> None:
+        """Throws a site out, by the word of an operator, with what it contributed to open rounds."""
+        member = self.members.pop(site, None)
+        if member:
+            self._evicted.add((site, member.life))
+        for round in self.open.values():
+            round.here.pop(site, None)
+            round.arrived.pop(site, None)
+            round.undecided_since = None
+        self.open = {fragment: round for fragment, round in self.open.items() if round.here}
+
+    def _member(self, site: str, life: str) -> Member:
+        member = self.members.get(site)
+        if member is None or member.life != life or not member.connected:
+            raise Refused(f"life {life} of {site} has not said hello")
+        return member
+
+    def present(self, now: float) -> list[str]:
+        """Returns the sites whose lease is valid, by name."""
+        return sorted(site for site, member in self.members.items() if member.until > now)
+
+    def behind(self, site: str) -> int:
+        """Returns how many rounds a site is behind, in the fragment where it is worst."""
+        applied = self.members[site].applied
+        return max(closed.round - own for closed, own in zip(self.closed, applied, strict=True))
+
+    def _contributors(self, now: float) -> list[str]:
+        """Returns the sites that could contribute: leases that are valid, and what they lack can be had."""
+        return [site for site in self.present(now) if self.members[site].follows and self.behind(site) <= RETENTION]
+
+    # What is contributed
+
+    def examine(self, own: Contribution, life: str) -> Answer:
+        """Says what will be answered to a contribution, and changes nothing.
+
+        Args:
+            own: The contribution. Its life may be an earlier one than that which sends it: a flight from a checkpoint.
+            life: The life of the site that sends it.
+
+        Raises:
+            Refused: If that life has not said hello, or the contribution rests on records that the ledger lacks.
+        """
+        self._member(own.site, life)
+        if not 0 <= own.fragment < self.terms.fragments:
+            raise Refused(f"there is no fragment {own.fragment}, only {self.terms.fragments}")
+        closed = self.closed[own.fragment].round
+        if own.round > closed + 1:
+            raise Refused(f"round {own.round} of fragment {own.fragment} rests on records that are not here: {closed}")
+        if own.round <= closed or self.has_ended(own.fragment):
+            return Answer.LATE
+        if own.previous != self.closed[own.fragment].key:
+            raise Refused(
+                f"round {own.round} of fragment {own.fragment} rests on another history than that of this hub"
+            )
+        round = self.open.get(own.fragment)
+        return Answer.KNOWN if round and own.site in round.here else Answer.OPEN
+
+    def contribute(self, own: Contribution, life: str, now: float) -> Answer:
+        """Takes a contribution that is durable; with `OPEN` as the answer, everybody is told of the `call`.
+
+        Raises:
+            Refused: As `examine` does.
+        """
+        answer = self.examine(own, life)
+        if answer is Answer.OPEN:
+            self._take(own, now)
+        return answer
+
+    def _take(self, own: Contribution, now: float) -> None:
+        round = self.open.setdefault(own.fragment, OpenRound())
+        round.here[own.site] = own
+        round.arrived[own.site] = now
+
+    def skip(self, site: str, life: str, call: Call, now: float) -> None:
+        """Hears that a site will not answer a call: it has trained too little. The round does not wait for it.
+
+        Raises:
+            Refused: If that life has not said hello.
+        """
+        self._member(site, life)
+        if call in self.calls():
+            self.open[call.fragment].arrived.setdefault(site, now)
+
+    def calls(self) -> list[Call]:
+        """Returns the rounds that are open, for those who have not launched yet."""
+        return [self._call(fragment) for fragment in self.open]
+
+    def _call(self, fragment: int) -> Call:
+        round = self.closed[fragment].round + 1
+        return Call(fragment, round, self._ending or self.terms.is_last(round))
+
+    # What counts
+
+    def due(self, now: float) -> list[Record]:
+        """Returns the records of the rounds that close now. They count once they are appended.
+
+        Raises:
+            AgreementError: If a round cannot be decided, and no other one closes: the sites hold different outer
+                parameters and no witness can tell which are right, or none has finite values.
+        """
+        records: list[Record] = []
+        undecided: list[AgreementError] = []
+        for fragment in sorted(self.open):
+            round = self.open[fragment]
+            # Who is there and does not count is still there: otherwise a round might never close.
+            if len(round.here) < self._quorum.least or not self._closes(fragment, round, now):
+                continue
+            try:
+                camp = self._largest_camp(fragment, round, now)
+            except AgreementError as error:
+                undecided.append(error)
+                continue
+            if camp:
+                records.append(self._record(self.seq + len(records), fragment, round, camp))
+        if undecided and not records:
+            raise undecided[0]
+        return records
+
+    def _closes(self, fragment: int, round: OpenRound, now: float) -> bool:
+        sites = self._contributors(now)
+        if self._call(fragment).final:
+            # Nobody can count later, so everybody who is alive is waited for.
+            return all(site in round.arrived for site in sites)
+        return self._quorum.closes(round.arrived, self._quorum.awaited(self._history[fragment], sites), now)
+
+    def _largest_camp(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
+        """Returns the contributions that count: those measured against the outer parameters that most sites hold."""
+        able = [round.here[site] for site in sorted(round.here) if not round.here[site].reason]
+        if not able:
+            return self._nobody(fragment, round)
+        camps: dict[int, list[Contribution]] = {}
+        for own in able:
+            camps.setdefault(own.digest, []).append(own)
+        ranked = sorted(camps.values(), key=len, reverse=True)
+        if len(ranked) > 1 and len(ranked[0]) == len(ranked[1]):
+            return self._tie(fragment, round, ranked, now)
+        return ranked[0]
+
+    def _nobody(self, fragment: int, round: OpenRound) -> list[Contribution]:
+        if any(not own.finite for own in round.here.values()):
+            raise AgreementError(
+                f"No site has finite values in fragment {fragment}: {', '.join(sorted(round.here))}. Resume from a"
+                " checkpoint before that, for example with gradient clipping or a smaller learning rate."
+            )
+        return []
+
+    def _tie(self, fragment: int, round: OpenRound, ranked: list[list[Contribution]], now: float) -> list[Contribution]:
+        """Holds a round until another witness comes, for as long as a lease lasts."""
+        since = round.undecided_since = now if round.undecided_since is None else round.undecided_since
+        if now < since + self.terms.lease:
+            return []
+        sides = "; ".join(f"{', '.join(own.site for own in camp)} hold {camp[0].digest:016x}" for camp in ranked)
+        raise AgreementError(
+            f"The sites hold different outer parameters of fragment {fragment} after round"
+            f" {self.closed[fragment].round}, and none of them is in the majority: {sides}. Evict the sites that are"
+            " wrong (sdiloco hub evict), so that they fetch a state from the others."
+        )
+
+    def _record(self, seq: int, fragment: int, round: OpenRound, camp: list[Contribution]) -> Record:
+        sites = {own.site for own in camp}
+        left_out = tuple(
+            LeftOut(site, own.reason or "other outer parameters")
+            for site, own in sorted(round.here.items())
+            if site not in sites
+        )
+        call = self._call(fragment)
+        return Record(seq, fragment, call.round, self.closed[fragment].key, tuple(camp), left_out, call.final)
+
+    def append(self, record: Record) -> None:
+        """Takes a record that is durable.
+
+        Raises:
+            AgreementError: If it does not follow on the last one: the ledger was damaged.
+        """
+        closed = self.closed[record.fragment]
+        if (record.seq, record.round, record.previous) != (self.seq, closed.round + 1, closed.key):
+            raise AgreementError(
+                f"Record {record.seq}, of round {record.round} of fragment {record.fragment}, does not follow on"
+                f" {self.seq} records and round {closed.round}: the ledger was damaged. Restore it, or roll back."
+            )
+        self.seq += 1
+        self.closed[record.fragment] = record.position
+        self._history[record.fragment].append(record)
+        self.open.pop(record.fragment, None)
+        self.anchors.check(record)
+
+    def next_due(self, now: float) -> float:
+        """Returns when to ask `due` again if nothing happens before: the first end of a grace, a lease or a tie."""
+        times = [time + self.terms.grace for round in self.open.values() for time in round.arrived.values()]
+        times += [member.until for member in self.members.values()]
+        times += [round.undecided_since + self.terms.lease for round in self.open.values() if round.undecided_since]
+        return min((time for time in times if time > now), default=now + self.terms.lease)
+
+    # The end
+
+    def end(self) -> None:
+        """Makes the next round of every fragment the last, by the word of an operator; again after every start."""
+        self._ending = True
+
+    def has_ended(self, fragment: int) -> bool:
+        """Tells whether the last round of a fragment is over."""
+        return any(record.final for record in self._history[fragment])
+
+    # States
+
+    def source(self, site: str, now: float, without: Collection[str] = ()) -> str | StateHeader | None:
+        """Says where a site gets a state: from a donor, by name, or from the anchor.
+
+        A donor is a site that follows, of those the one that has applied most.
+
+        Args:
+            site: Who needs it.
+            now: The time.
+            without: Donors that were asked before and did not answer.
+
+        Returns:
+            None if nobody has a state. The run then waits for a site that comes back with one: it never begins afresh.
+            What comes from the anchor needs the payloads of all rounds since, and they are `kept`.
+        """
+        donors = [other for other in self._contributors(now) if other != site and other not in without]
+        donors = [other for other in donors if self.members[other].connected]
+        if donors:
+            return max(donors, key=lambda other: (-self.behind(other), sum(self.members[other].applied)))
+        return self.anchors.best
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The first round of every fragment whose payloads are kept: the last rounds, and all since the anchor.
+
+        So a site that has a state can always come back without one, and the run goes on from the anchor if there is
+        none. Equal payloads have one key: what goes must not be named by a later record or an open contribution.
+        """
+        best = self.anchors.best
+        anchored = (
+            [position.round for position in best.applied] if best else [position.round for position in self.closed]
+        )
+        rounds = zip(self.closed, anchored, strict=True)
+        return tuple(max(0, min(closed.round - RETENTION, own)) + 1 for closed, own in rounds)

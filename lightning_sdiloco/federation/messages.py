@@ -1,0 +1,156 @@
+"""What sites and hub say to each other, besides payloads and records: hello, welcome, beat, call, and what a state is.
+
+Each message is a frozen dataclass with one text in JSON. The text is bounded and read strictly.
+"""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, TypeVar
+
+from lightning_sdiloco.federation.parsing import (
+    KEY,
+    LIFE,
+    MOST_FRAGMENTS,
+    NAME,
+    Check,
+    boolean,
+    decoded,
+    encoded,
+    listed,
+    text,
+    whole,
+)
+from lightning_sdiloco.federation.parsing import fields as fields_of
+from lightning_sdiloco.federation.records import MOST_BYTES, Position, position
+
+Said = TypeVar("Said", bound="Message")
+
+
+class Refused(ValueError):
+    """What somebody asked for is not given, and why. Nothing changed."""
+
+
+class Message:
+    """Reads and writes itself: the base of all messages."""
+
+    _checks: ClassVar[dict[str, Check]]
+
+    def to_bytes(self) -> bytes:
+        """Returns its text."""
+        return encoded({item.name: getattr(self, item.name) for item in fields(self)})  # type: ignore[arg-type]
+
+    @classmethod
+    def from_bytes(cls: type[Said], data: bytes) -> Said:
+        """Reads its text.
+
+        Raises:
+            Malformed: If it is none of this kind.
+        """
+        return cls(**fields_of(decoded(data, MOST_BYTES), cls.__name__.lower(), **cls._checks))
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """Says who a site is and what it has.
+
+    Attributes:
+        run: The run that it belongs to.
+        site: Its name, which must be that of its certificate.
+        life: A random number of this start of the site, 16 hexadecimal digits.
+        charter: The key of its charter.
+        applied: Its applied vector; round 0 everywhere if it has nothing.
+    """
+
+    run: str
+    site: str
+    life: str
+    charter: str
+    applied: tuple[Position, ...]
+
+    _checks: ClassVar[dict[str, Check]] = {
+        "run": text(NAME),
+        "site": text(NAME),
+        "life": text(LIFE),
+        "charter": text(KEY),
+        "applied": listed(position, MOST_FRAGMENTS),
+    }
+
+
+@dataclass(frozen=True)
+class Call(Message):
+    """Calls a round: somebody has launched for it.
+
+    Attributes:
+        fragment: The fragment.
+        round: The round.
+        final: Whether it is the last of its fragment: then everybody launches, with as few steps as there may be.
+    """
+
+    fragment: int
+    round: int
+    final: bool = False
+
+    _checks: ClassVar[dict[str, Check]] = {
+        "fragment": whole(0, MOST_FRAGMENTS - 1),
+        "round": whole(1),
+        "final": boolean,
+    }
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    """Says what the hub has. A site that has applied more, or something else, refuses it.
+
+    Attributes:
+        closed: The last record of every fragment.
+        kept: The first round of every fragment whose payloads can be had.
+    """
+
+    closed: tuple[Position, ...]
+    kept: tuple[int, ...]
+
+    _checks: ClassVar[dict[str, Check]] = {
+        "closed": listed(position, MOST_FRAGMENTS),
+        "kept": listed(whole(1), MOST_FRAGMENTS),
+    }
+
+
+@dataclass(frozen=True)
+class Beat(Message):
+    """Says that a site trains: the one sign of life that counts.
+
+    Attributes:
+        site: Its name.
+        life: Its life.
+        follows: Whether it can contribute; not while it needs a state, or is too far behind.
+        applied: The rounds that have landed, by fragment.
+    """
+
+    site: str
+    life: str
+    follows: bool
+    applied: tuple[int, ...]
+
+    _checks: ClassVar[dict[str, Check]] = {
+        "site": text(NAME),
+        "life": text(LIFE),
+        "follows": boolean,
+        "applied": listed(whole(), MOST_FRAGMENTS),
+    }
+
+
+@dataclass(frozen=True)
+class StateHeader(Message):
+    """Describes an outer state: that of a donor, or the anchor.
+
+    Attributes:
+        applied: Where it stands, by fragment.
+        digests: The digests of its outer parameters, by fragment.
+    """
+
+    applied: tuple[Position, ...]
+    digests: tuple[int, ...]
+
+    _checks: ClassVar[dict[str, Check]] = {
+        "applied": listed(position, MOST_FRAGMENTS),
+        "digests": listed(whole(-(2**63)), MOST_FRAGMENTS),
+    }

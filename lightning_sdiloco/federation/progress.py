@@ -1,0 +1,270 @@
+"""What a site remembers of a fragment: how far it is, what it holds, what is in flight.
+
+[Note: the weight of a site] Every inner step adds to what a site *holds* of every fragment: steps, and samples as the
+weight. A launch puts all of it into the flight. A landing decides what becomes of the flight, and of what was trained
+since; see `Landing`. So every sample is in exactly one place: held, in flight, counted in one record, or dropped for a
+reason that the landing names. None counts twice, and none is lost that was sent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.federation.messages import Call
+from lightning_sdiloco.federation.records import Contribution, Position, Record, contribution
+from lightning_sdiloco.federation.terms import Terms
+
+
+class Landing(Enum):
+    """What a landing does to the local parameters and to what is held.
+
+    ``MIX``: the own flight counts. Local and outer parameters are mixed; what was trained since the launch stays held.
+
+    ``CARRY``: nothing of the own counts. The local parameters move by as much as the outer ones, so that the outer
+    gradient stays what it was, and the flight is held again.
+
+    ``TAKE``: the local parameters become the outer ones, and nothing is held any more: an earlier life has counted what
+    is in them, or they are not finite, or the run is over.
+
+    ``REFUSE``: the outer parameters are not those that the record was measured against. Nothing changes, and the
+    fragment needs a state.
+    """
+
+    MIX = "mix"
+    CARRY = "carry"
+    TAKE = "take"
+    REFUSE = "refuse"
+
+
+@dataclass
+class Flight:
+    """Holds what a site has launched and not landed.
+
+    Attributes:
+        own: The contribution.
+        launched_at: The inner step of the launch.
+        steps: Inner steps that it holds.
+        waits_since: Since when training waits for it, in seconds; None if it does not.
+    """
+
+    own: Contribution
+    launched_at: int
+    steps: int
+    waits_since: float | None = None
+
+    def waits(self, step: int, now: float, terms: Terms) -> bool:
+        """Tells whether training waits for it; see `Follower.waits`."""
+        if step < self.launched_at + terms.sync_every - 1:
+            return False
+        if self.waits_since is None:
+            self.waits_since = now
+        return now < self.waits_since + terms.longest_wait
+
+
+@dataclass
+class Progress:
+    """Holds all that a site remembers of a fragment.
+
+    Attributes:
+        fragment: The fragment.
+        applied: How far the records have landed.
+        launched_at: The inner step of the last launch, from which the next one is due.
+        digest: Of the outer parameters after the last landing; None if they are not right, or there are none: then the
+            fragment needs a state.
+        steps: Inner steps that are held; see [Note: the weight of a site].
+        samples: Samples that are held.
+        flight: What is in flight.
+        call: The last call of a round.
+        skipped: The last round that was called and not answered.
+        ended: Whether the last round of the run has landed.
+        records: Records that have not landed, by round.
+        closed: The last round that is known to be closed.
+        kept: The first round whose payloads can be had.
+        refused: The last round that was measured against other outer parameters than those here.
+    """
+
+    fragment: int
+    applied: Position
+    launched_at: int
+    digest: int | None = None
+    steps: int = 0
+    samples: int = 0
+    flight: Flight | None = None
+    call: Call | None = None
+    skipped: int = 0
+    ended: bool = False
+    records: dict[int, Record] = field(default_factory=dict)
+    closed: int = 0
+    kept: int = 1
+    refused: int = 0
+
+    @property
+    def next_round(self) -> int:
+        """The round that lands next."""
+        return self.applied.round + 1
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there are outer parameters that are right, or that records can bring up to date."""
+        return self.digest is not None and (self.next_round >= self.kept or self.applied.round >= self.closed)
+
+    @property
+    def called(self) -> Call | None:
+        """The call of the round that lands next, if it was heard."""
+        return self.call if self.call and self.call.round == self.next_round else None
+
+    def drop(self) -> None:
+        """Holds nothing any more."""
+        self.steps = self.samples = 0
+
+    def forget(self) -> None:
+        """Finds that the outer parameters are wrong: what was measured against them is worth nothing."""
+        self.digest = self.flight = None
+        self.drop()
+
+    def refuse(self, round: int) -> None:
+        """Refuses a round, whose record was measured against other outer parameters than those here."""
+        self.forget()
+        if self.refused == round:
+            raise AgreementError(
+                f"Round {round} of fragment {self.fragment} was measured against outer parameters that cannot be made"
+                " again: with another state this site came to others too. Its arithmetic is not that of the others, or"
+                " those who held them are gone. Roll the run back to a round before (sdiloco hub rollback)."
+            )
+        self.refused = round
+
+    # Launching
+
+    def launches(self, step: int, terms: Terms, finishing: bool) -> bool:
+        """Tells whether the fragment launches after an inner step.
+
+        Args:
+            step: The inner step.
+            terms: The terms of the run.
+            finishing: Whether the site trains no more.
+        """
+        # If the round is closed already, a launch would be late.
+        if self.flight or self.ended or self.closed > self.applied.round:
+            return False
+        called = self.called
+        if called and called.final:
+            return True
+        if finishing:
+            return self.steps > 0
+        on_time = step - self.launched_at >= terms.sync_every
+        answers = called is not None and self.skipped != called.round
+        return self.steps >= terms.least_steps and (on_time or answers)
+
+    def skips(self, terms: Terms) -> Call | None:
+        """Returns the call that will not be answered, because the site has trained too little; once."""
+        called = self.called
+        if not called or called.final or self.flight or self.skipped == called.round or self.ended:
+            return None
+        if self.steps >= terms.least_steps:
+            return None
+        self.skipped = called.round
+        return called
+
+    def launch(self, sent: Contribution, step: int) -> None:
+        """Puts all that is held into a flight."""
+        self.flight = Flight(sent, step, self.steps)
+        self.launched_at = step
+        self.drop()
+
+    # Landing
+
+    def learn(self, record: Record) -> None:
+        """Takes a record; see `Follower.learn`."""
+        self.closed = max(self.closed, record.round)
+        if record.round < self.applied.round or record.position == self.applied:
+            return
+        before = self.records.get(record.round - 1)
+        known = self.applied.key if record.round == self.next_round else before.key if before else record.previous
+        after = self.records.get(record.round + 1)
+        other = record.round == self.applied.round or self.records.get(record.round, record).key != record.key
+        if other or record.previous != known or (after and after.previous != record.key):
+            raise self.parted(record.round)
+        self.records[record.round] = record
+
+    def parted(self, round: int) -> AgreementError:
+        """Returns the error for a round that is another one at the hub than here."""
+        return AgreementError(
+            f"Round {round} of fragment {self.fragment} is another one at the hub than this site knows. Their histories"
+            " have parted: resume this site from a checkpoint of before, or restore the ledger of the hub."
+        )
+
+    def due(self, step: int, overlap_steps: int) -> Record | None:
+        """Returns the record that lands after an inner step, if one does."""
+        early = self.flight is not None and step < self.flight.launched_at + overlap_steps
+        return None if early or self.digest is None else self.records.get(self.next_round)
+
+    def landing(self, record: Record, site: str) -> Landing:
+        """Says what a record does to what the site has in flight and holds."""
+        mine = record.of(site)
+        flight = self.flight if self.flight and self.flight.own.round == record.round else None
+        if record.final or (flight and not flight.own.finite):
+            return Landing.TAKE
+        if mine is None:
+            return Landing.CARRY
+        # What an earlier life had counted is in the local parameters, and cannot be told from the rest.
+        return Landing.MIX if flight and flight.own == mine else Landing.TAKE
+
+    def land(self, landing: Landing, applied: Position, digest: int) -> None:
+        """Does to what is held what a landing says, and moves on.
+
+        Args:
+            landing: The landing.
+            applied: Where the outer parameters are now.
+            digest: Their digest.
+        """
+        if self.flight and self.flight.own.round <= applied.round:
+            if landing is Landing.CARRY:
+                self.steps += self.flight.steps
+                self.samples += self.flight.own.weight
+            self.flight = None
+        if landing is Landing.TAKE:
+            self.drop()
+        record = self.records.get(applied.round)
+        self.ended = record is not None and record.final
+        self.applied, self.digest = applied, digest
+        self.closed = max(self.closed, applied.round)
+        self.records = {round: own for round, own in self.records.items() if round > applied.round}
+
+    def passed(self, round: int, site: str) -> Landing:
+        """Says what the records up to a round, none of which has landed, come to together."""
+        found = set()
+        for number in range(self.next_round, round + 1):
+            record = self.records.get(number)
+            if record is None:
+                # Nobody knows whether it counted an earlier life. It must not count twice.
+                return Landing.TAKE
+            found.add(self.landing(record, site))
+        return next(one for one in (Landing.TAKE, Landing.MIX, Landing.CARRY) if one in found)
+
+    # Checkpoints
+
+    def described(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of it, as plain numbers and texts."""
+        flight = self.flight
+        return {
+            "applied": list(self.applied),
+            "launched_at": self.launched_at,
+            "digest": self.digest,
+            "steps": self.steps,
+            "samples": self.samples,
+            "ended": self.ended,
+            "flight": flight and [flight.own.described(), flight.launched_at, flight.steps],
+        }
+
+    @staticmethod
+    def restored(fragment: int, saved: Mapping[str, Any]) -> "Progress":
+        """Returns what was `described`."""
+        numbers = {name: saved[name] for name in ("launched_at", "digest", "steps", "samples", "ended")}
+        applied = Position(*saved["applied"])
+        own = Progress(fragment, applied, **numbers, closed=applied.round)
+        if saved["flight"]:
+            sent, launched_at, steps = saved["flight"]
+            own.flight = Flight(contribution(sent), launched_at, steps)
+        return own

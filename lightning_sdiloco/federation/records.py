@@ -1,0 +1,257 @@
+"""Contributions and records: what a site launches for, and which contributions count, in which order.
+
+[Note: the chain] The records of a fragment form a chain: each names the key of the one before it, and the first names
+the charter of the run. Two sites whose last records have the same key have applied the same records in the same order,
+so one key per fragment says all that there is to say about the history of a site. The sequence number of a record
+counts over all fragments. It is where the record lies in the mailbox, whose ``append`` creates it once and never again.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from lightning_sdiloco.federation.parsing import (
+    KEY,
+    LIFE,
+    MOST_FRAGMENTS,
+    MOST_SITES,
+    NAME,
+    Malformed,
+    boolean,
+    decoded,
+    encoded,
+    fields,
+    key_of,
+    listed,
+    number,
+    require_sealed,
+    sealed,
+    text,
+    whole,
+)
+
+MOST_BYTES = 128 << 10
+"""How long the text of a record, a contribution or a message may be: it names payloads, it does not hold them."""
+_MOST_SHARDS = 4096
+_REASON = ("not finite", "no samples", "other outer parameters")
+
+
+class Payload(NamedTuple):
+    """Names the bytes of one shard of an outer gradient.
+
+    Attributes:
+        key: SHA-256 of the bytes, in hexadecimal: their name in the mailbox.
+        size: How many there are.
+    """
+
+    key: str
+    size: int
+
+
+class Position(NamedTuple):
+    """Tells how far the records of a fragment go: one entry of an applied vector.
+
+    Attributes:
+        round: The number of the last round; 0 before the first.
+        key: The key of its record; that of the charter before the first.
+    """
+
+    round: int
+    key: str
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """Holds what a site launches for a round of a fragment.
+
+    Attributes:
+        fragment: The fragment.
+        round: The round. It is measured against the outer parameters after the round before.
+        site: The site.
+        life: The life of the site that trained it.
+        previous: The key of the record of the round before, which the site has applied; see [Note: the chain].
+        weight: Samples trained since the site was last counted: steps, times batch size, times ranks.
+        digest: The digest of the outer parameters that it is measured against.
+        payloads: The bytes, one entry for each rank of the site.
+        finite: Whether all values are.
+        norm_squared: The squared norm of the outer gradient; 0 where values are not finite.
+    """
+
+    fragment: int
+    round: int
+    site: str
+    life: str
+    previous: str
+    weight: int
+    digest: int
+    payloads: tuple[Payload, ...]
+    finite: bool = True
+    norm_squared: float = 0.0
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot count whatever the others say; empty if it can."""
+        return "not finite" if not self.finite else "" if self.weight else "no samples"
+
+    def described(self) -> dict[str, Any]:
+        """Returns it as an object of JSON."""
+        return {**vars(self), "payloads": [list(payload) for payload in self.payloads]}
+
+    def to_bytes(self) -> bytes:
+        """Returns its text."""
+        return encoded(self.described())
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Contribution":
+        """Reads its text.
+
+        Raises:
+            Malformed: If it is none.
+        """
+        return contribution(decoded(data, MOST_BYTES))
+
+
+def contribution(value: Any, name: str = "contribution") -> Contribution:
+    """Reads a contribution from an object of JSON; raises `Malformed` if it is none."""
+    return Contribution(
+        **fields(
+            value,
+            name,
+            fragment=whole(0, MOST_FRAGMENTS - 1),
+            round=whole(1),
+            site=text(NAME),
+            life=text(LIFE),
+            previous=text(KEY),
+            weight=whole(),
+            digest=whole(-(2**63)),
+            payloads=listed(_payload, _MOST_SHARDS),
+            finite=boolean,
+            norm_squared=number,
+        )
+    )
+
+
+def position(value: Any, name: str = "position") -> Position:
+    """Reads a position from an object of JSON; raises `Malformed` if it is none."""
+    return Position(*_pair(value, name, whole(), text(KEY)))
+
+
+class LeftOut(NamedTuple):
+    """Tells who contributed to a round and does not count, and why."""
+
+    site: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """Says which contributions make a round of a fragment, and thereby who was a member of it.
+
+    Attributes:
+        seq: Its number among the records of all fragments; see [Note: the chain].
+        fragment: The fragment.
+        round: The round.
+        previous: The key of the record of the round before; that of the charter for the first.
+        counted: The contributions that count, in the order in which they are added up.
+        left_out: The others that were there in time.
+        final: Whether it is the last round of its fragment: the plain mean, and no outer step.
+    """
+
+    seq: int
+    fragment: int
+    round: int
+    previous: str
+    counted: tuple[Contribution, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    final: bool = False
+
+    @cached_property
+    def key(self) -> str:
+        """The key by which the next record names it."""
+        return key_of(encoded(self.described()))
+
+    @property
+    def digest(self) -> int:
+        """The digest of the outer parameters after the round before, as agreed."""
+        return self.counted[0].digest
+
+    @property
+    def position(self) -> Position:
+        """Where somebody is who has applied it."""
+        return Position(self.round, self.key)
+
+    def of(self, site: str) -> Contribution | None:
+        """Returns the contribution of a site that counts, if there is one."""
+        return next((own for own in self.counted if own.site == site), None)
+
+    def described(self) -> dict[str, Any]:
+        """Returns it as an object of JSON."""
+        return {
+            "seq": self.seq,
+            "fragment": self.fragment,
+            "round": self.round,
+            "previous": self.previous,
+            "counted": [own.described() for own in self.counted],
+            "left_out": [list(entry) for entry in self.left_out],
+            "final": self.final,
+        }
+
+    def to_bytes(self) -> bytes:
+        """Returns its text, with its key, so that no bit of it changes unseen."""
+        return sealed(self.described())
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Record":
+        """Reads its text.
+
+        Raises:
+            Malformed: If it is none, or was damaged.
+        """
+        value = decoded(data, MOST_BYTES)
+        if isinstance(value, dict):
+            value.pop("key", None)
+        record = Record(
+            **fields(
+                value,
+                "record",
+                seq=whole(),
+                fragment=whole(0, MOST_FRAGMENTS - 1),
+                round=whole(1),
+                previous=text(KEY),
+                counted=listed(contribution, MOST_SITES),
+                left_out=listed(_left_out, MOST_SITES),
+                final=boolean,
+            )
+        )
+        require_sealed(data, record.described())
+        _require_one_round(record)
+        return record
+
+
+def _require_one_round(record: Record) -> None:
+    """Refuses a record whose contributions cannot make one round: it would split those who apply it."""
+    sites = [own.site for own in record.counted]
+    if not sites or sites != sorted(set(sites)):
+        raise Malformed("record.counted does not name its sites once each, in their order")
+    for own in record.counted:
+        if (own.fragment, own.round) != (record.fragment, record.round) or own.reason:
+            raise Malformed(f"record.counted has what {own.site} cannot have contributed to this round")
+        if own.digest != record.digest or own.previous != record.previous:
+            raise Malformed("record.counted was measured against different outer parameters")
+
+
+def _payload(value: Any, name: str) -> Payload:
+    return Payload(*_pair(value, name, text(KEY), whole()))
+
+
+def _left_out(value: Any, name: str) -> LeftOut:
+    site, reason = _pair(value, name, text(NAME), lambda value, name: value)
+    if reason not in _REASON:
+        raise Malformed(f"{name} has a reason that is none of {', '.join(_REASON)}")
+    return LeftOut(site, reason)
+
+
+def _pair(value: Any, name: str, first: Any, second: Any) -> tuple[Any, Any]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise Malformed(f"{name} is no pair")
+    return first(value[0], f"{name}[0]"), second(value[1], f"{name}[1]")

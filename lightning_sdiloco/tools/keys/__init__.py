@@ -1,0 +1,1 @@
+"""The command ``sdiloco keys``: certificates for a federation."""

@@ -1,0 +1,80 @@
+"""Messages are strict: whatever is none is refused by one error, before anything is done with it."""
+
+import contextlib
+import json
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sdiloco.comm import Malformed, Refused
+from lightning_sdiloco.comm.mailbox.base import checked_size
+from lightning_sdiloco.comm.mailbox.chunks import checked_runs
+from lightning_sdiloco.comm.mailbox.frames import CHUNK, MAX_HEADER, pack, unpack, unpack_chunk
+
+
+def message(text: bytes, length: int | None = None) -> bytes:
+    return struct.pack(">I", len(text) if length is None else length) + text
+
+
+def test_a_message_comes_back() -> None:
+    header = {"number": 7, "of": {"nested": [1.5, None, True, "Zürich"]}}
+    assert unpack(pack(header, b"bytes")) == (header, b"bytes")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0\0\0",
+        message(b"{}", 3),
+        message(b"{}", 0xFFFFFFFF),
+        message(b"[]"),
+        message(b"7"),
+        message(b"{'a': 1}"),
+        message(b'{"a": NaN}'),
+        message(b'{"a": -Infinity}'),
+        message(b'{"a": 1, "a": 2}'),
+        message(b'{"a": {"b": 1, "b": 2}}'),
+        message(b"\xff\xfe"),
+        message(b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
+        message(b'{"a": ' + b"9" * 20_000 + b"}"),
+        message(json.dumps({"a": "x" * MAX_HEADER}).encode()),
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        unpack(data)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_message_or_refused(data: bytes) -> None:
+    for read in (unpack, unpack_chunk):
+        with contextlib.suppress(Malformed):
+            read(data)
+
+
+@pytest.mark.parametrize("header", [{"a": float("nan")}, {"a": object()}, {"a": "x" * MAX_HEADER}])
+def test_what_the_other_side_would_refuse_is_not_sent(header: dict[str, object]) -> None:
+    with pytest.raises(Malformed):
+        pack(header)
+    with pytest.raises(Malformed):
+        pack({}, bytes(CHUNK + 1))
+
+
+@pytest.mark.parametrize("size", [-1, 1.0, True, "1", None, [1]])
+def test_a_size_is_a_whole_number(size: object) -> None:
+    with pytest.raises(Malformed):
+        checked_size(size, 10, "blob")
+    with pytest.raises(Refused, match="too large"):
+        checked_size(11, 10, "blob")
+
+
+@pytest.mark.parametrize(
+    "runs", [None, {}, [1], [[0]], [[0, 0]], [[1, 0]], [[0, 4]], [[1, 2], [0, 1]], [[0, True]], [["0", 1]]]
+)
+def test_chunks_are_asked_for_in_order_and_within_the_blob(runs: object) -> None:
+    assert checked_runs([[0, 1], [2, 3]], 3 * CHUNK)
+    with pytest.raises(Malformed):
+        checked_runs(runs, 3 * CHUNK)

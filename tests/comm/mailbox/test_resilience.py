@@ -1,0 +1,178 @@
+"""The hub goes and comes back: calls end soon with an error that says so, and are answered again by themselves."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lightning_sdiloco.comm import EVERYTHING, BlobStore, Event, HubUnreachable, Missing, NoSpace, key_of
+from lightning_sdiloco.comm.mailbox.channels import CLIENT_OPTIONS
+from lightning_sdiloco.comm.mailbox.frames import CHUNK
+from lightning_sdiloco.comm.mailbox.sessions import MAX_EVENTS
+from tests.comm.mailbox.hubs import Line, Served, serving, until
+
+
+@pytest.fixture
+def hub(keys: Path, tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path, keys) as served:
+        yield served
+
+
+@pytest.fixture
+def line(hub: Served) -> Iterator[Line]:
+    line = Line(hub.port)
+    yield line
+    line.close()
+
+
+def quickly(call: object, seconds: float = 5.0) -> None:
+    began = time.monotonic()
+    with pytest.raises(HubUnreachable):
+        call()  # type: ignore[operator]
+    assert time.monotonic() - began < seconds
+
+
+def test_where_no_hub_is_every_call_ends_soon(hub: Served) -> None:
+    free = Line(1)
+    free.close()
+    site = hub.mailbox("site-a", port=free.port)
+    quickly(lambda: site.put(b"blob"))
+    quickly(lambda: site.get(key_of(b"blob")))
+    quickly(lambda: site.call("ping"))
+    assert next(site.events(dict)).kind == "lost"
+
+
+def test_a_site_far_away_has_time_to_connect() -> None:
+    assert dict(CLIENT_OPTIONS)["grpc.min_reconnect_backoff_ms"] >= 5000  # type: ignore[operator]
+
+
+def test_a_hub_that_dies_and_comes_back_is_found_again(keys: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, bytes]] = []
+    first = Served(tmp_path, keys)
+    site = first.mailbox("site-a")
+    first.mailboxes.clear()
+    watcher = threading.Thread(target=lambda: seen.extend(site.watch(EVERYTHING)))
+    records = site.watch(EVERYTHING)
+    first.mailbox("second").append(0, b"before")
+    key = site.put(b"blob")
+    assert next(records) == (0, b"before")
+    watcher.start()
+    first.close()
+    # What waits in events hears of it; what is called meanwhile ends at once.
+    until(lambda: not site.reachable)
+    quickly(lambda: site.put(b"other"), 1.0)
+    quickly(lambda: site.call("ping"), 1.0)
+    with serving(tmp_path, keys, listen=f"127.0.0.1:{first.port}") as second:
+        second.mailbox("second").append(1, b"after")
+        until(lambda: site.reachable)
+        assert site.get(key) == b"blob"
+        site.put(b"other")
+        site.close()
+        watcher.join(20)
+    assert [record for _, record in seen] in ([b"before", b"after"], [b"before"])
+
+
+def test_a_silent_hub_is_gone_after_some_beats_and_all_that_waits_ends(hub: Served, line: Line) -> None:
+    site = hub.mailbox("site-a", port=line.port)
+    events = site.events(lambda: {"after": EVERYTHING})
+    with ThreadPoolExecutor() as pool:
+        heard = pool.submit(next, events)
+        until(lambda: hub.hub._sessions._all)
+        time.sleep(0.5)
+        assert not heard.done()
+        line.flows.clear()
+        waiting = pool.submit(site.put, os.urandom(20 * CHUNK))
+        event = heard.result(10)
+        assert event.kind == "lost"
+        assert "silent" in event.header["why"]
+        with pytest.raises(HubUnreachable):
+            waiting.result(3)
+        quickly(lambda: site.get(key_of(b"")), 1.0)
+        line.flows.set()
+        # It is the next event that connects again.
+        hub.ledger.append(0, b"record")
+        again = pool.submit(next, events)
+        assert again.result(20).kind in ("record", "lost")
+        site.close()
+
+
+def test_what_has_arrived_is_not_sent_again(hub: Served, line: Line) -> None:
+    site = hub.mailbox("site-a", port=line.port, channels=4)
+    site.call("ping")
+    blob = os.urandom(40 * CHUNK)
+    line.passed["up"], line.cut_after["up"] = 0, 20 * CHUNK
+    key = site.put(blob)
+    assert hub.store.get(key) == blob
+    # What was on its way in buffers is lost: some chunks for each connection.
+    assert len(blob) <= line.passed["up"] < 1.6 * len(blob)
+
+
+def test_a_download_goes_on_where_it_was_cut(hub: Served, line: Line) -> None:
+    site = hub.mailbox("site-a", port=line.port, channels=4)
+    blob = os.urandom(40 * CHUNK)
+    key = hub.store.put(blob)
+    site.call("ping")
+    line.passed["down"], line.cut_after["down"] = 0, 20 * CHUNK
+    assert site.get(key) == blob
+    assert len(blob) <= line.passed["down"] < 2 * len(blob)
+
+
+def test_several_blobs_travel_at_the_same_time(hub: Served) -> None:
+    sites = [hub.mailbox(name) for name in ("site-a", "site-b")]
+    blobs = [os.urandom(5 * CHUNK + number) for number in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        keys = list(pool.map(lambda number: sites[number % 2].put(blobs[number]), range(6)))
+        assert list(pool.map(lambda number: sites[1 - number % 2].get(keys[number]), range(6))) == blobs
+        # Both send the same.
+        same = os.urandom(9 * CHUNK)
+        assert list(pool.map(lambda site: site.put(same), sites)) == [key_of(same)] * 2
+    assert not os.listdir(Path(hub.store.url) / "incomplete")
+
+
+def test_a_blob_that_is_dropped_is_missing(hub: Served) -> None:
+    site = hub.mailbox("site-a")
+    key = site.put(b"old")
+    hub.store.retain([], age=0)
+    with pytest.raises(Missing, match=key):
+        site.get(key)
+
+
+def test_a_full_disk_at_the_hub_is_told_and_the_hub_serves_on(hub: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = hub.mailbox("site-a")
+
+    def full(store: BlobStore, key: str, size: int) -> None:
+        raise NoSpace("there is no space left: nothing was stored.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlobStore, "begin", full)
+        with pytest.raises(NoSpace, match="no space left"):
+            site.put(b"blob")
+    assert site.get(site.put(b"blob")) == b"blob"
+
+
+def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: Served) -> None:
+    site, other = hub.mailbox("site-a"), hub.mailbox("viewer")
+    slow, quick = (mailbox.events(lambda: {"after": EVERYTHING}) for mailbox in (site, other))
+    hub.ledger.append(0, b"record")
+    assert next(slow).kind == next(quick).kind == "record"
+    for session in list(hub.hub._sessions._all):
+        if session.peer.name == "site-a":
+            for _ in range(MAX_EVENTS + 2):
+                session._waiting.append(Event("filling", {}))
+    hub.hub.push(Event("more", {}))
+    assert next(quick).kind == "more"
+    until(lambda: [session.peer.name for session in hub.hub._sessions._all] == ["viewer"])
+
+
+def test_closing_ends_everything(hub: Served) -> None:
+    site = hub.mailbox("site-a")
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(list, site.watch(EVERYTHING))
+        until(lambda: hub.hub._sessions._all)
+        site.close()
+        assert watching.result(10) == []
+    quickly(lambda: site.call("ping"), 1.0)

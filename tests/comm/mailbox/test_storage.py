@@ -1,0 +1,237 @@
+"""Ledger and store: what they said is there after kill -9, and what is damaged or full is an error that says so."""
+
+import errno
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_sdiloco
+from lightning_sdiloco.comm import (
+    EVERYTHING,
+    Altered,
+    BlobStore,
+    LedgerError,
+    NoSpace,
+    Refused,
+    SQLiteLedger,
+    key_of,
+)
+from lightning_sdiloco.comm.mailbox.chunks import Arrivals, bounds, count
+from lightning_sdiloco.comm.mailbox.frames import CHUNK
+
+PACKAGE = Path(lightning_sdiloco.__file__).parent
+# The packages around it bring torch, which a ledger does not need.
+WRITER = f"""
+import sys, types
+for name, folder in (("lightning_sdiloco", {str(PACKAGE)!r}), ("lightning_sdiloco.comm", {str(PACKAGE / "comm")!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+from lightning_sdiloco.comm.mailbox import BlobStore, SQLiteLedger
+ledger, store = SQLiteLedger(sys.argv[1]), BlobStore(sys.argv[2])
+print("ready", flush=True)
+for seq in range(ledger.last + 1, 100_000):
+    key = store.put(b"%d" % seq * 1000)
+    ledger.append(seq, key.encode(), {{f"open/{{seq % 3}}": b"%d" % seq}})
+    print(seq, flush=True)
+"""
+
+
+def test_what_was_said_is_there_after_kill_9(tmp_path: Path) -> None:
+    path, folder = tmp_path / "hub.sqlite", tmp_path / "store"
+    last = EVERYTHING
+    for attempt in range(5):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, path, folder], stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+            for _ in range(random.Random(attempt).randrange(5, 40)):
+                last = int(writer.stdout.readline())
+            writer.send_signal(signal.SIGKILL)
+        ledger, store = SQLiteLedger(path), BlobStore(folder)
+        assert ledger.last >= last
+        # The blob is there before the record that names it.
+        assert all(store.get(record.decode()) == b"%d" % seq * 1000 for seq, record in ledger.read())
+        last = ledger.last
+        assert max(map(int, ledger.notes("open/").values())) == last
+        ledger.close()
+
+
+def filled(path: Path, records: int = 200) -> SQLiteLedger:
+    ledger = SQLiteLedger(path)
+    for seq in range(records):
+        ledger.append(seq, b"record %d" % seq * 50)
+    return ledger
+
+
+def test_the_chain_tells_other_records_from_the_same(tmp_path: Path) -> None:
+    one, same = filled(tmp_path / "one", 5), filled(tmp_path / "same", 5)
+    assert one.chain == same.chain
+    one.append(5, b"this")
+    same.append(5, b"that")
+    assert one.chain != same.chain
+    chain = one.chain
+    one.close()
+    assert SQLiteLedger(tmp_path / "one").chain == chain
+
+
+@pytest.mark.parametrize("left", [0, 1, 100, 4096, 3 * 4096, -4096, -1])
+def test_a_truncated_ledger_is_refused(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "hub.sqlite"
+    filled(path).close()
+    size = path.stat().st_size
+    os.truncate(path, left % size if left else 0)
+    before = path.read_bytes()
+    with pytest.raises(LedgerError, match=r"hub\.sqlite cannot be used"):
+        SQLiteLedger(path)
+    assert path.read_bytes() == before
+
+
+def test_the_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    text, other, none = tmp_path / "text", tmp_path / "other", tmp_path / "none"
+    text.write_text("Dear diary, " * 500)
+    with sqlite3.connect(other) as database:
+        database.execute("create table records (seq integer primary key, record blob, chain blob)")
+    for path in (text, other):
+        with pytest.raises(LedgerError, match="cannot be used"):
+            SQLiteLedger(path)
+    with pytest.raises(LedgerError, match="There is no ledger"):
+        SQLiteLedger(none, must_exist=True)
+    assert not none.exists()
+
+
+@pytest.mark.parametrize(
+    "change", ["update records set record = 'another' where seq = 3", "delete from records where seq = 3"]
+)
+def test_an_altered_record_is_refused(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "hub.sqlite"
+    filled(path, 5).close()
+    database = sqlite3.connect(path)
+    database.execute(change)
+    database.commit()
+    database.close()
+    with pytest.raises(LedgerError, match="record 3 has been altered, or is missing"):
+        SQLiteLedger(path)
+
+
+def test_one_process_has_the_ledger_to_itself(tmp_path: Path) -> None:
+    path = tmp_path / "hub.sqlite"
+    ledger = filled(path, 5)
+    with pytest.raises(LedgerError, match="another process has it open"):
+        SQLiteLedger(path)
+    ledger.close()
+    assert SQLiteLedger(path).last == 4
+
+
+def test_a_full_disk_leaves_the_ledger_as_it_was(tmp_path: Path) -> None:
+    ledger = filled(tmp_path / "hub.sqlite", 5)
+    ledger.note({"open/0": b"here"})
+    chain = ledger.chain
+    ledger._database.execute("pragma max_page_count = 1").fetchall()  # never below what it has
+    with pytest.raises(NoSpace, match="no space left"):
+        ledger.append(5, bytes(100_000), {"open/0": None})
+    assert (ledger.last, ledger.chain, ledger.notes()) == (4, chain, {"open/0": b"here"})
+    ledger._database.execute("pragma max_page_count = 100000").fetchall()
+    assert ledger.append(5, b"there is space again")
+
+
+def test_notes_change_with_the_record_or_not_at_all(tmp_path: Path) -> None:
+    ledger = filled(tmp_path / "hub.sqlite", 1)
+    ledger.note({"open/a": b"1", "open/b": b"2", "charter": b"3"})
+    assert not ledger.append(0, b"somebody else was first", {"open/a": None})
+    assert ledger.notes("open/") == {"open/a": b"1", "open/b": b"2"}
+    with pytest.raises(Refused):
+        ledger.append(7, b"a gap", {"open/a": None})
+    assert ledger.append(1, b"next", {"open/a": None, "closed": b"4"})
+    assert ledger.notes() == {"open/b": b"2", "charter": b"3", "closed": b"4"}
+
+
+# The store
+
+
+def test_nobody_sees_a_blob_before_it_is_whole(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    blob = os.urandom(2 * CHUNK + 1)
+    upload = store.begin(key_of(blob), len(blob))
+    for index in (2, 0):
+        assert not upload.take(index, blob[slice(*bounds(index, len(blob)))])
+    assert os.listdir(tmp_path) == ["incomplete"]
+    assert upload.arrivals.missing() == [[1, 2]]
+    assert upload.take(1, blob[CHUNK : 2 * CHUNK])
+    upload.commit()
+    assert store.get(upload.key) == blob
+    assert os.listdir(tmp_path / "incomplete") == []
+
+
+def test_other_bytes_than_announced_leave_nothing_behind(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    upload = store.begin(key_of(b"announced"), 9)
+    upload.take(0, b"delivered")
+    with pytest.raises(Altered):
+        upload.commit()
+    assert os.listdir(tmp_path / "incomplete") == []
+
+
+@pytest.mark.parametrize("function", ["posix_fallocate", "pwrite", "fsync"])
+def test_a_full_disk_refuses_the_blob_and_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    store = BlobStore(tmp_path)
+    key = store.put(b"here before")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, full)
+        with pytest.raises(NoSpace):
+            store.put(bytes(3 * CHUNK))
+    assert os.listdir(tmp_path / "incomplete") == []
+    assert os.listdir(tmp_path / "blobs") == [key]
+    assert store.get(store.put(bytes(3 * CHUNK))) == bytes(3 * CHUNK)
+
+
+def test_only_what_is_named_or_new_is_retained(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    keys = [store.put(b"%d" % number) for number in range(6)]
+    assert store.retain(keys[:1]) == 0
+    assert store.retain(keys[4:], age=0) == 4
+    assert sorted(os.listdir(tmp_path / "blobs")) == sorted(keys[4:])
+
+
+def test_chunks_arrive_in_any_order_and_more_than_once(tmp_path: Path) -> None:
+    blob = os.urandom(40 * CHUNK + 11)
+    received = bytearray(len(blob))
+
+    def write(offset: int, data: Any) -> None:
+        received[offset : offset + len(data)] = data
+
+    arrivals = Arrivals(len(blob), write, lambda start, end: bytes(received[start:end]))
+    last = []
+
+    def send(seed: int) -> None:
+        order = list(range(count(len(blob))))
+        random.Random(seed).shuffle(order)
+        for index in order:
+            if arrivals.take(index, blob[slice(*bounds(index, len(blob)))]):
+                last.append(index)
+
+    threads = [threading.Thread(target=send, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(last) == 1
+    assert arrivals.missing() == []
+    assert arrivals.digest() == key_of(blob)
+    # What comes afterwards does not change what was digested.
+    assert not arrivals.take(0, bytes(CHUNK))
+    assert bytes(received) == blob

@@ -1,0 +1,212 @@
+"""A simulated hub: the real ledger, with a disk, and messages that come and go."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.federation import (
+    RETENTION,
+    Answer,
+    Beat,
+    Call,
+    Contribution,
+    Hello,
+    Ledger,
+    Record,
+    Refused,
+    StateHeader,
+)
+from lightning_sdiloco.federation.parsing import key_of
+from tests.federation.disk import Disk
+
+if TYPE_CHECKING:
+    from tests.federation.world import World
+
+TICK = 0.1
+ANCHOR_EVERY = 60
+
+
+class SimulatedHub:
+    """One start of a hub. A dead one neither hears nor says anything; a stopped one hears later."""
+
+    def __init__(self, world: "World", disk: Disk, ledger: type[Ledger] = Ledger) -> None:
+        self.world, self.disk = world, disk
+        self.dead = self.stopped = False
+        self.waiting: list[tuple[Any, ...]] = []
+        self.started = world.now
+        self.beats: dict[str, tuple[float, bool, tuple[int, ...]]] = {}
+        self.overdue: dict[int, int] = defaultdict(int)
+        self.ledger = ledger(
+            world.terms,
+            world.charter,
+            world.now,
+            disk.all_records(),
+            disk.contributions.values(),
+            [anchor[0] for anchor in disk.anchors],
+        )
+        for own in disk.contributions.values():
+            world.judge.sent[own].acknowledged_by = self
+        if disk.ending:
+            self.ledger.end()
+        world.after(TICK, self.tick)
+
+    def arrive(self, site: str, life: str, what: str, arguments: tuple[Any, ...]) -> None:
+        if self.stopped:
+            self.waiting.append((site, life, what, arguments))
+        elif not self.dead:
+            getattr(self, f"on_{what}")(site, life, *arguments)
+
+    def go_on(self) -> None:
+        self.stopped = False
+        waiting, self.waiting = self.waiting, []
+        for message in waiting:
+            self.arrive(*message)
+
+    def tick(self) -> None:
+        if self.dead:
+            return
+        if not self.stopped:
+            self.close()
+            if not self.dead:
+                self.world.judge.closes(self)
+        self.world.after(TICK, self.tick)
+
+    # Rounds
+
+    def close(self) -> None:
+        try:
+            records = self.ledger.due(self.world.now)
+        except AgreementError as error:
+            self.world.operator_hears(self, error)
+            self.close()
+            return
+        for record in records:
+            if not self.record(record):
+                # Somebody else has written: there is a second hub, and this one is not it.
+                self.dead = True
+                self.world.judge.counts["fenced"] += 1
+                self.world.after(1.0, self.world.hub_starts, self.disk, self)
+                return
+
+    def record(self, record: Record) -> bool:
+        new = record.seq == len(self.disk.records)
+        if not self.disk.append(record.seq, record.to_bytes()):
+            return False
+        # Two hubs that heard the same write the same.
+        if new:
+            self.world.judge.recorded(self.disk, self, record)
+        self.disk.tidy(record)
+        self.ledger.append(record)
+        self.announce(record)
+        return True
+
+    def announce(self, record: Record) -> None:
+        self.world.recorded(record)
+        self.tell("record", record, self.payloads(record))
+        self.disk.anchors = [anchor for anchor in self.disk.anchors if anchor[0] in self.ledger.anchors.headers]
+        self.disk.drop_payloads(self.ledger.kept)
+        if record.seq % ANCHOR_EVERY == 0:
+            donor = self.ledger.source("the hub", self.world.now)
+            if isinstance(donor, str):
+                self.world.tell(donor, None, "donate", None)
+
+    def payloads(self, record: Record) -> list[bytes] | None:
+        try:
+            return [self.disk.get(payload.key) for own in record.counted for payload in own.payloads]
+        except KeyError:
+            return None
+
+    def tell(self, what: str, *arguments: Any) -> None:
+        for site, member in self.ledger.members.items():
+            if member.connected:
+                self.world.tell(site, member.life, what, *arguments)
+
+    # For the judge
+
+    def living(self) -> list[str]:
+        """The sites that have beaten within a lease, follow, and are near enough."""
+        now, closed = self.world.now, self.ledger.closed
+        return [
+            site
+            for site, (time, follows, applied) in self.beats.items()
+            if follows
+            and time + self.world.terms.lease > now
+            and all(last.round - own <= RETENTION for last, own in zip(closed, applied, strict=True))
+        ]
+
+    def is_ending(self, fragment: int) -> bool:
+        return self.disk.ending
+
+    # Messages
+
+    def on_hello(self, site: str, life: str, hello: Hello) -> None:
+        try:
+            welcome = self.ledger.hello(hello, self.world.now)
+        except Refused as error:
+            self.world.tell(site, life, "refused", str(error))
+            return
+        follows = self.beats.get(site, (0, False, ()))[1]
+        self.beats[site] = (self.world.now, follows, tuple(own.round for own in hello.applied))
+        self.world.tell(site, life, "welcome", welcome)
+        missing = [own for p, at in enumerate(hello.applied) for own in self.disk.chains[p][at.round :]]
+        self.world.tell(site, life, "records", [(own, self.payloads(own)) for own in missing], reliably=True)
+        for call in self.ledger.calls():
+            self.world.tell(site, life, "call", call)
+
+    def on_beat(self, site: str, life: str, beat: Beat) -> None:
+        try:
+            self.ledger.beat(beat, self.world.now)
+        except Refused:
+            self.world.tell(site, life, "unknown")
+            return
+        self.beats[site] = (self.world.now, beat.follows, beat.applied)
+        self.world.tell(site, life, "heard")
+
+    def on_contribution(self, site: str, life: str, own: Contribution, payload: bytes) -> None:
+        if key_of(payload) != own.payloads[0].key:
+            self.world.judge.counts["flips refused"] += 1
+            return
+        try:
+            answer = self.ledger.examine(own, life)
+            if answer is Answer.OPEN:
+                self.disk.put(payload)
+                self.disk.contributions[own.fragment, own.site] = own
+                answer = self.ledger.contribute(own, life, self.world.now)
+                self.world.judge.sent[own].acknowledged_by = self
+        except Refused:
+            self.world.tell(site, life, "unknown")
+            return
+        self.world.judge.counts[answer.value] += 1
+        if answer is Answer.OPEN:
+            call = next(call for call in self.ledger.calls() if call.fragment == own.fragment)
+            self.tell("call", call)
+            self.close()
+
+    def on_skip(self, site: str, life: str, call: Call) -> None:
+        try:
+            self.ledger.skip(site, life, call, self.world.now)
+        except Refused:
+            return
+        self.close()
+
+    def on_leave(self, site: str, life: str) -> None:
+        self.ledger.leave(site, life)
+        if site not in self.ledger.members:
+            self.beats.pop(site, None)
+        self.close()
+
+    def on_state(self, site: str, life: str, without: tuple[str, ...]) -> None:
+        source = self.ledger.source(site, self.world.now, without)
+        if isinstance(source, StateHeader):
+            anchor = next(anchor for anchor in self.disk.anchors if anchor[0] == source)
+            self.world.tell(site, life, "state", *anchor)
+        elif source:
+            self.world.tell(source, None, "donate", site)
+            self.world.tell(site, life, "asked", source)
+        else:
+            self.world.judge.counts["nobody has a state"] += 1
+            self.world.tell(site, life, "nobody", self.ledger.seq)
+
+    def on_anchor(self, site: str, life: str, header: StateHeader, arrays: Any, lineages: list[str]) -> None:
+        self.disk.anchors.append((header, arrays, lineages))
+        self.ledger.anchors.add(header)

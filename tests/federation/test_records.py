@@ -1,0 +1,205 @@
+"""Records, contributions, messages and charters as text: what goes out comes back, and anything else is refused."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sdiloco.federation import (
+    Beat,
+    Call,
+    Charter,
+    Contribution,
+    Hello,
+    LeftOut,
+    Malformed,
+    Payload,
+    Position,
+    Record,
+    StateHeader,
+    Terms,
+    Welcome,
+)
+from lightning_sdiloco.federation.parsing import decoded
+
+KEYS = st.text("0123456789abcdef", min_size=64, max_size=64)
+LIVES = st.text("0123456789abcdef", min_size=16, max_size=16)
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+WHOLE = st.integers(0, 2**63 - 1)
+DIGESTS = st.integers(-(2**63), 2**63 - 1)
+POSITIONS = st.builds(Position, WHOLE, KEYS)
+
+
+@st.composite
+def records(draw: Any) -> Record:
+    fragment, round, digest = draw(st.integers(0, 99)), draw(st.integers(1, 2**40)), draw(DIGESTS)
+    previous = draw(KEYS)
+    sites = sorted(draw(st.sets(NAMES, min_size=1, max_size=4)))
+    counted = tuple(
+        Contribution(
+            fragment,
+            round,
+            site,
+            draw(LIVES),
+            previous,
+            draw(st.integers(1, 2**40)),
+            digest,
+            tuple(draw(st.lists(st.builds(Payload, KEYS, WHOLE), max_size=2))),
+            norm_squared=draw(st.floats(0, 1e30)),
+        )
+        for site in sites
+    )
+    left_out = (LeftOut("absent", "not finite"),) if draw(st.booleans()) else ()
+    return Record(draw(WHOLE), fragment, round, previous, counted, left_out, draw(st.booleans()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(records())
+def test_a_record_comes_back_as_it_was(record: Record) -> None:
+    read = Record.from_bytes(record.to_bytes())
+    assert read == record
+    assert read.key == record.key
+    assert [Contribution.from_bytes(own.to_bytes()) for own in record.counted] == list(record.counted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(records(), st.integers(0), st.integers(0, 7))
+def test_a_record_with_one_bit_changed_is_refused(record: Record, at: int, bit: int) -> None:
+    data = bytearray(record.to_bytes())
+    data[at % len(data)] ^= 1 << bit
+    with pytest.raises(Malformed):
+        Record.from_bytes(bytes(data))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.binary(max_size=300))
+def test_garbage_is_refused(data: bytes) -> None:
+    for kind in (Record, Contribution, Hello, Beat, Call, Welcome, StateHeader, Charter):
+        with pytest.raises(Malformed):
+            kind.from_bytes(data)
+
+
+MESSAGES = st.one_of(
+    st.builds(Hello, NAMES, NAMES, LIVES, KEYS, st.tuples(POSITIONS)),
+    st.builds(Call, st.integers(0, 99), st.integers(1, 2**40), st.booleans()),
+    st.builds(Welcome, st.tuples(POSITIONS, POSITIONS), st.tuples(st.integers(1, 9), st.integers(1, 9))),
+    st.builds(Beat, NAMES, LIVES, st.booleans(), st.tuples(WHOLE)),
+    st.builds(StateHeader, st.tuples(POSITIONS), st.tuples(DIGESTS)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(MESSAGES)
+def test_a_message_comes_back_as_it_was(message: Any) -> None:
+    assert type(message).from_bytes(message.to_bytes()) == message
+
+
+OWN = Contribution(1, 5, "site-a", "ab" * 8, "ef" * 32, 100, -7, (Payload("cd" * 32, 40),))
+RECORD = Record(9, 1, 5, "ef" * 32, (OWN, replace(OWN, site="site-b")))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fragment", True),
+        ("fragment", -1),
+        ("round", 1.0),
+        ("round", 2**63),
+        ("site", "../../etc"),
+        ("site", "a\n"),
+        ("site", "a" * 64),
+        ("life", "AB" * 8),
+        ("weight", "100"),
+        ("digest", None),
+        ("payloads", [["cd" * 32]]),
+        ("payloads", [["cd" * 32, -1]]),
+        ("payloads", {}),
+        ("finite", 1),
+        ("norm_squared", -1.0),
+        ("unknown", 1),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_refused_by_its_name(field: str, value: object) -> None:
+    with pytest.raises(Malformed, match=field):
+        Contribution.from_bytes(json.dumps({**OWN.described(), field: value}).encode())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b'{"a": 1, "a": 2}', b'{"a": NaN}', b"[" * 100_000, b'"' + b"a" * 200_000 + b'"', b"9" * 5000, b"\xff", b""],
+)
+def test_json_with_surprises_is_refused(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        decoded(data, 150_000)
+
+
+@pytest.mark.parametrize(
+    "counted",
+    [
+        (),
+        (OWN, OWN),
+        (replace(OWN, site="z"), OWN),
+        (OWN, replace(OWN, site="site-b", round=6)),
+        (OWN, replace(OWN, site="site-b", digest=8)),
+        (OWN, replace(OWN, site="site-b", previous="00" * 32)),
+        (replace(OWN, finite=False),),
+        (replace(OWN, weight=0),),
+    ],
+)
+def test_a_record_whose_contributions_make_no_round_is_refused(counted: tuple[Contribution, ...]) -> None:
+    with pytest.raises(Malformed, match=r"record\.counted"):
+        Record.from_bytes(replace(RECORD, counted=counted).to_bytes())
+
+
+def test_the_key_of_a_record_depends_on_all_that_it_says() -> None:
+    others = [
+        replace(RECORD, **change)
+        for change in (
+            {"seq": 8},
+            {"previous": "00" * 32},
+            {"final": True},
+            {"left_out": (LeftOut("c", "no samples"),)},
+            {"counted": (OWN,)},
+        )
+    ]
+    assert len({RECORD.key, *(other.key for other in others)}) == 6
+
+
+# The charter
+
+TERMS = Terms(fragments=2, sync_every=100, overlap_steps=5, grace=2.0)
+CHARTER = Charter("llm", TERMS, {"mixing": "0.5"}, ({"w": "(2,)", "b": "(1,)"}, {}), ((3,), ()), {"torch": "2.6"}, "5f")
+
+
+def test_a_charter_comes_back_as_it_was_and_one_bit_is_not_lost() -> None:
+    assert Charter.from_bytes(CHARTER.to_bytes()) == CHARTER
+    with pytest.raises(Malformed):
+        Charter.from_bytes(CHARTER.to_bytes().replace(b'"0.5"', b'"0.6"'))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"terms": replace(TERMS, sync_every=50)}, "terms.sync_every is 50 here and 100 there"),
+        ({"settings": {}}, "settings.mixing is missing here and 0.5 there"),
+        ({"fragments": ({"b": "(1,)", "w": "(2,)"}, {})}, r"fragments\[0\]\[0\]\[0\] is b here and w there"),
+        ({"shards": ((1, 2), ())}, r"shards\[0\]\[0\] is 1 here and 3 there"),
+        ({"versions": {"torch": "2.7"}}, "versions.torch is 2.7 here and 2.6 there"),
+        ({"self_test": "60"}, "self_test is 60 here and 5f there"),
+        ({"run": "other"}, "run is other here and llm there"),
+    ],
+)
+def test_another_charter_is_refused_with_what_differs(change: dict[str, Any], named: str) -> None:
+    other = replace(CHARTER, **change)
+    assert other.key != CHARTER.key
+    with pytest.raises(ValueError, match=named):
+        other.require_same(CHARTER)
+
+
+def test_impossible_terms_are_refused() -> None:
+    for change in ({"overlap_steps": 100}, {"quorum": 0}, {"grace": -1.0}, {"rounds": 0}, {"grace": float("nan")}):
+        with pytest.raises(ValueError, match="out of range"):
+            replace(TERMS, **change)
