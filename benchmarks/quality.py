@@ -60,8 +60,10 @@ class Setting:
     choices: dict[str, Any] = field(default_factory=dict)
 
 
-# What one would take: short runs like this one need a small H. Everything below changes one thing of it.
+# Short runs like this one need a small H. Everything below changes one thing of it.
+OUTER: dict[str, Any] = {"outer_lr": 0.4, "outer_momentum": 0.9}
 STREAMING: dict[str, Any] = {
+    **OUTER,
     "sync_every": 20,
     "overlap_steps": 4,
     "mixing": 0.5,
@@ -69,6 +71,7 @@ STREAMING: dict[str, Any] = {
     "compression": "fp4",
 }
 DILOCO: dict[str, Any] = {
+    **OUTER,
     "sync_every": 20,
     "overlap_steps": 0,
     "mixing": 0.0,
