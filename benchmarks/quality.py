@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
-from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -26,9 +25,8 @@ from torch import Tensor, nn
 from benchmarks import report
 from benchmarks.models import DEMO, TEN_MILLION, TINY, Size, next_byte_loss
 from benchmarks.picture import BLUE, GREEN, RED, figure, save
+from benchmarks.training import Text
 from lightning_sdiloco import SimulatedGroups
-
-from text_data import VALIDATION_SHARE, Windows, build_corpus  # isort: skip  (on the path since benchmarks.models)
 
 
 @dataclass(frozen=True)
@@ -104,39 +102,6 @@ SETTINGS: dict[str, Setting] = {
 }
 
 Run = dict[str, Any]
-
-
-class Text:
-    """The text of the examples: windows to train on, in an order of the seed alone, and windows to judge by."""
-
-    def __init__(self, size: Size, validation_windows: int) -> None:
-        import platform
-
-        corpus = Path(gettempdir()) / f"sdiloco-python-{platform.python_version()}.bin"
-        if not corpus.exists():
-            build_corpus(corpus)
-        length = corpus.stat().st_size
-        text = torch.from_file(str(corpus), size=length, dtype=torch.uint8)
-        split = int(length * (1 - VALIDATION_SHARE))
-        self.training = Windows(text[:split], size.context)
-        self.validation = Windows(text[split:], size.context, validation_windows)
-
-    def batches(self, seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches for one epoch, each for all groups together."""
-        order = torch.randperm(len(self.training), generator=torch.Generator().manual_seed(seed))
-        for chosen in order.split(batch):
-            tokens, targets = zip(*(self.training[int(index)] for index in chosen), strict=True)
-            yield torch.stack(tokens), torch.stack(targets)
-
-    @torch.no_grad()
-    def loss(self, model: nn.Module) -> float:
-        """The loss on what was not trained on, in nats per byte."""
-        losses = []
-        for first in range(0, len(self.validation), 16):
-            windows = [self.validation[index] for index in range(first, min(first + 16, len(self.validation)))]
-            tokens, targets = (torch.stack(part) for part in zip(*windows, strict=True))
-            losses += [float(next_byte_loss(model, tokens, targets))] * len(windows)
-        return mean(losses)
 
 
 class Group:
