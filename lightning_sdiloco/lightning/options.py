@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from lightning_sdiloco.algorithm import OuterStep, Settings
+from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import checked_worker_groups
 from lightning_sdiloco.lightning.auto_settings import AutoSettings
 
@@ -88,8 +88,7 @@ class Options:
         Args:
             fit: The options at the end of the last fit. Numbers that it took from a checkpoint belong to that run.
         """
-        given = {name: getattr(self.settings, name) for name in OuterStep._fields}
-        return replace(fit, settings=replace(fit.settings, **given))
+        return replace(fit, settings=fit.settings.with_outer_step_of(self.settings))
 
     def described(self) -> dict[str, str]:
         """Returns every choice as text, which is the same on all ranks if and only if the choice is."""
