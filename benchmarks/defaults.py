@@ -9,7 +9,7 @@ Three stages, each with the runs that it needs and the table that it gives:
 - ``finalists``: five seeds for 2, 4 and 8 groups and for H of 20, 50 and 100, each paired with DDP on data and start.
 
 With --json every run is kept at once, and runs that the file has are not made again: the benchmark may be stopped and
-started as one likes. Cells with fewer than 15 rounds are left out, and said.
+started as one likes. What has fewer than 15 rounds is left out.
 """
 
 import math

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import quality, slow_links, wire_bytes
+from benchmarks import defaults, quality, slow_links, training, wire_bytes
 from benchmarks.links import missing
 from benchmarks.models import DEMO
 from benchmarks.sampler import peak
@@ -78,6 +78,18 @@ def test_runs_that_the_file_has_are_not_made_again(tmp_path: Path, monkeypatch: 
     assert len(made) == 3
     assert "fp4" in made[-1]
     assert [run["setting"] for run in json.loads(path.read_text())["runs"]] == ["DDP", "Streaming"]
+
+
+def test_trainings_that_the_file_has_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [{**one.key(), "loss": 2.5 - 0.5 * index} for index, one in enumerate(defaults.quick_trainings())]
+    path = tmp_path / "defaults.json"
+    path.write_text(json.dumps({"runs": made}))
+    # Whatever is trained in spite of them ends in an error.
+    monkeypatch.setattr(training, "made", None)
+    defaults.main(["--quick", "--json", str(path)])
+    content = json.loads(path.read_text())
+    assert content["runs"] == made
+    assert list(content["headline"].values()) == [-0.5]
 
 
 def test_all_methods_cut_the_model_into_the_same_fragments() -> None:
