@@ -297,6 +297,7 @@ def made(training: Training, until: float = math.inf, state: Path | None = None)
         "passes": round(training.tokens / (len(text.training) * training.size.context), 3),
         "cpu_seconds": round(cpu_seconds, 1),
         "seconds": round(seconds, 1),
+        **({"gpu": torch.cuda.get_device_name()} if training.device == "cuda" else {}),
     }
 
 
