@@ -5,7 +5,6 @@ validation would look at goes to files: each rank writes down its model at some 
 validates it afterwards. So no validation is in any of the times.
 """
 
-import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from benchmarks.case import Case
+from benchmarks.models import adamw, lr_factor
 from benchmarks.stamps import Stamps
 
 WINDOWS = "windows.pt"
@@ -51,22 +51,15 @@ class LearningCase(Case):
 
     @override
     def inner(self, parameters: Iterable[Any]) -> Optimizer:
-        every = list(parameters)
-        matrices, vectors = [p for p in every if p.dim() > 1], [p for p in every if p.dim() <= 1]
-        parts = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        optimizer = AdamW(parts, lr=self.lr, betas=(0.9, 0.95), fused=True)
+        optimizer = adamw(parameters, self.lr, self.weight_decay)
         schedule = LambdaLR(optimizer, self.lr_factor)
         # With the optimizer itself, because the loops know nothing of schedules.
         optimizer.register_step_post_hook(lambda *_: schedule.step())
         return optimizer
 
     def lr_factor(self, step: int) -> float:
-        """As in examples/pretrain_text.py: warm-up, then a cosine down to a tenth."""
-        warmup = round(self.warmup * self.steps)
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = (step - warmup) / max(1, self.steps - warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+        """Returns the share of ``lr`` that holds at a step."""
+        return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))
 
     @override
     def batches(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -37,7 +37,7 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
 
-SMALL = Size(layers=3, width=64, heads=4, context=128)
+DEMONSTRATED = Size(layers=3, width=64, heads=4, context=128)
 """189,312 parameters: the model of examples/demo.py."""
 
 TOKENS_PER_PARAMETER = 16
@@ -66,7 +66,11 @@ EVERY_STEP = ("ddp", "ddp_powersgd")
 ALONE = ("alone", "lightning_alone")
 """Without any exchange: the loop of the others, and that of ours."""
 
-LARGER = {"0.19 million": (SMALL, None), "11 million": (TEN_MILLION, 0.2), "123 million": (Size(16, 800, 10, 128), 1.0)}
+LARGER = {
+    "0.19 million": (DEMONSTRATED, None),
+    "11 million": (TEN_MILLION, 0.2),
+    "123 million": (Size(16, 800, 10, 128), 1.0),
+}
 """Models that are played in virtual time, with seconds of a step; None: as measured here."""
 
 Row = dict[str, Any]
@@ -100,7 +104,7 @@ class Plan:
 
 def case(quick: bool, lr: float) -> LearningCase:
     """What is trained. The cut and the mixing are those of torchft, which has no defaults for them that suit."""
-    size = TINY if quick else SMALL
+    size = TINY if quick else DEMONSTRATED
     steps = 20 if quick else round(TOKENS_PER_PARAMETER * parameters(size) / (SITES * BATCH * size.context))
     return LearningCase(
         size,
