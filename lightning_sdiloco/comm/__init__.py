@@ -17,6 +17,7 @@ from lightning_sdiloco.comm.mailbox import (
     ROLES,
     Altered,
     BlobStore,
+    Busy,
     Denied,
     Event,
     FolderMailbox,
@@ -51,6 +52,7 @@ from lightning_sdiloco.comm.topology import STAGES, Topology, is_connected, mesh
 __all__ = [
     "Altered",
     "BlobStore",
+    "Busy",
     "Communicator",
     "Denied",
     "DeviceBackend",

@@ -16,8 +16,17 @@ from lightning_sdiloco.hub.connection import (
     Waiting,
     Welcomed,
 )
+from lightning_sdiloco.hub.coordinator import Coordinator
+from lightning_sdiloco.hub.history import History
+from lightning_sdiloco.hub.in_process import InMemoryJournal, InMemoryStore, InProcessConnection, InProcessHub
 
 __all__ = [
+    "Coordinator",
+    "History",
+    "InMemoryJournal",
+    "InMemoryStore",
+    "InProcessConnection",
+    "InProcessHub",
     "Called",
     "Connection",
     "Lost",
