@@ -19,10 +19,16 @@ from lightning_sdiloco.hub.connection import (
 from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.history import History
 from lightning_sdiloco.hub.in_process import InMemoryJournal, InMemoryStore, InProcessConnection, InProcessHub
+from lightning_sdiloco.hub.remote import HubConnection
+from lightning_sdiloco.hub.service import HubService
+from lightning_sdiloco.hub.status import Status
 
 __all__ = [
     "Coordinator",
     "History",
+    "HubConnection",
+    "HubService",
+    "Status",
     "InMemoryJournal",
     "InMemoryStore",
     "InProcessConnection",

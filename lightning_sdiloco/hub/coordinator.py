@@ -249,9 +249,28 @@ class Coordinator:
         self._wake()
         return Answer.OPEN.value
 
-    def stored(self, site: str) -> None:
+    def require_here(self, site: str, life: str) -> None:
+        """Refuses a site that has not been let in.
+
+        Raises:
+            Refused: If it has not said hello.
+        """
+        with self._lock:
+            member = self._ledger.members.get(site) if self._ledger else self._gathering.hellos.get(site)
+            if member is None or member.life != life:
+                raise Refused(f"{site} has not said hello")
+
+    def begins(self, site: str, key: str, state: bool) -> None:
+        """Hears that a site begins to send a blob."""
+        with self._lock:
+            self.statistics.begins(site, key, self._clock())
+            if state:
+                self.states.sends(site, self._clock())
+
+    def stored(self, site: str, key: str = "", size: int = 0) -> None:
         """Hears that a blob of a site is in the store: something that waited for it may be complete."""
         with self._lock:
+            self.statistics.arrived(site, key, size, self._clock())
             for own, life in [own for place, own in self._arriving.items() if place[1] == site]:
                 try:
                     self.contribute(own, life)
@@ -339,11 +358,6 @@ class Coordinator:
         for hello in self._gathering.hellos.values():
             for event in self._welcome(hello):
                 self._tell(event, [hello.site])
-
-    def sends_state(self, site: str) -> None:
-        """Hears that a site has begun to send a state."""
-        with self._lock:
-            self.states.sends(site, self._clock())
 
     def _ask_others(self, gone: str | None = None) -> None:
         """Asks somebody else where a donor does not answer."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from lightning_sdiloco.federation import Record
 
 _RECENT = 8  # rounds over which shares are told
+_MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
 
 @dataclass
@@ -56,7 +57,9 @@ class Statistics:
 
     def begins(self, site: str, key: str, now: float) -> None:
         """Hears that a blob begins to come, or another connection for it."""
-        self.of(site, now).began.setdefault(key, now)
+        began = self.of(site, now).began
+        if len(began) < _MOST_BEGUN:
+            began.setdefault(key, now)
 
     def arrived(self, site: str, key: str, size: int, now: float) -> None:
         """Counts a blob."""

@@ -15,6 +15,7 @@ MAY: Mapping[str, frozenset[str]] = {
     "status": EVERY_ROLE,
     "put": frozenset({"site", "hub"}),
     "get": frozenset({"site", "hub"}),
+    "hello": frozenset({"site"}),
     "contribute": frozenset({"site"}),
     "skip": frozenset({"site"}),
     "state": frozenset({"site"}),
