@@ -5,6 +5,9 @@ follow. The rules are those of `federation`, bytes travel through `comm`. This r
 step: what a site trains is the business of the engine, which talks to a `Connection`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lightning_sdiloco.hub.connection import (
     Called,
     Connection,
@@ -16,25 +19,21 @@ from lightning_sdiloco.hub.connection import (
     Waiting,
     Welcomed,
 )
-from lightning_sdiloco.hub.coordinator import Coordinator
-from lightning_sdiloco.hub.history import History
-from lightning_sdiloco.hub.in_process import InMemoryJournal, InMemoryStore, InProcessConnection, InProcessHub
-from lightning_sdiloco.hub.remote import HubConnection
-from lightning_sdiloco.hub.service import HubService
-from lightning_sdiloco.hub.status import Status
+
+if TYPE_CHECKING:
+    from lightning_sdiloco.hub.coordinator import Coordinator
+    from lightning_sdiloco.hub.in_process import InProcessConnection, InProcessHub
+    from lightning_sdiloco.hub.remote import HubConnection
+    from lightning_sdiloco.hub.service import HubService
 
 __all__ = [
-    "Coordinator",
-    "History",
-    "HubConnection",
-    "HubService",
-    "Status",
-    "InMemoryJournal",
-    "InMemoryStore",
-    "InProcessConnection",
-    "InProcessHub",
     "Called",
     "Connection",
+    "Coordinator",
+    "HubConnection",
+    "HubService",
+    "InProcessConnection",
+    "InProcessHub",
     "Lost",
     "Recorded",
     "StateArrived",
@@ -43,3 +42,19 @@ __all__ = [
     "Waiting",
     "Welcomed",
 ]
+
+_FILES = {
+    "Coordinator": "coordinator",
+    "HubConnection": "remote",
+    "HubService": "service",
+    "InProcessConnection": "in_process",
+    "InProcessHub": "in_process",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Imports what moves bytes when it is asked for: a training in one world has no use for it."""
+        if name not in _FILES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_FILES[name]}"), name)

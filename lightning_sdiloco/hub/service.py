@@ -222,9 +222,9 @@ class HubService:
     ) -> None:
         self._awake = threading.Event()
         self._closed = threading.Event()
-        blobs = BlobStore(store or Path(ledger).with_suffix(".store"), max_blob)
         self._journal = SQLiteLedger(ledger, must_exist=sites is None)
         try:
+            blobs = BlobStore(store or Path(ledger).with_suffix(".store"), max_blob)
             self.coordinator = Coordinator(run, History(self._journal, blobs), sites, time.monotonic)
             handler = CoordinatorHandler(self.coordinator, blobs, self._awake.set)
             self._hub = Hub(handler, blobs, run, listen, keys=keys, insecure=insecure, beat=beat)

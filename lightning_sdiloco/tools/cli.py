@@ -133,9 +133,15 @@ def _summary(command: Callable[..., str]) -> str:
 def _run(commands: Mapping[str, Any], chosen: Any) -> str:
     """Runs what was chosen, down to the last subcommand."""
     if chosen.command is None:
-        return commands[ITSELF](**{name: value for name, value in vars(chosen).items() if name != "command"})
+        return commands[ITSELF](**_arguments_of(chosen))
     command, arguments = commands[chosen.command], chosen[chosen.command]
-    return _run(command, arguments) if isinstance(command, Mapping) else command(**vars(arguments))
+    return _run(command, arguments) if isinstance(command, Mapping) else command(**_arguments_of(arguments))
+
+
+def _arguments_of(chosen: Any) -> dict[str, Any]:
+    # jsonargparse puts a space without width before names that are methods of its namespaces, such as keys.
+    named = {name.lstrip("\u200b"): value for name, value in vars(chosen).items()}
+    return {name: value for name, value in named.items() if name != "command"}
 
 
 class _Parser(ArgumentParser):
