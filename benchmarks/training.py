@@ -82,6 +82,14 @@ class Training:
         """Returns what tells this training from all others, as it is read back from a file."""
         return dict(json.loads(json.dumps(asdict(self))))
 
+    def model(self) -> nn.Module:
+        """Makes the model as it is before the first step."""
+        return self.size.make(self.seed)
+
+    def text(self) -> "Text":
+        """Returns what to train on and to judge by."""
+        return _text(self.size, self.validation_windows)
+
     def lr_factor(self, step: int) -> float:
         """As in examples/pretrain_text.py: warm-up, then a cosine down to a tenth."""
         warmup = round(self.warmup * self.steps)
@@ -139,7 +147,7 @@ class Group:
     """A model with its inner optimizer."""
 
     def __init__(self, training: Training) -> None:
-        self.model = training.size.make(training.seed)
+        self.model = training.model()
         self.optimizer = inner_optimizer(training, self.model)
         self._schedule = LambdaLR(self.optimizer, training.lr_factor)
         self._clip = training.clip
@@ -157,8 +165,9 @@ def inner_optimizer(training: Training, model: nn.Module) -> Optimizer:
     """Makes the inner optimizer; norms have no weight decay."""
     if training.inner == "muon":
         return muon_and_adamw(model, training.lr, weight_decay=training.weight_decay)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.dim() > 1]
+    vectors = [p for p in trainable if p.dim() <= 1]
     parts = [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW(parts, lr=training.lr, betas=(0.9, 0.95), fused=True)
 
@@ -191,7 +200,7 @@ def _text(size: Size, validation_windows: int) -> Text:
 def made(training: Training) -> Run:
     """Trains, and returns what to write down."""
     torch.set_num_threads(1)
-    text = _text(training.size, training.validation_windows)
+    text = training.text()
     started = time.process_time()
     loss = text.loss(trained(training, text))
     return {
