@@ -1,6 +1,6 @@
 """What fine-tuning in worker groups costs against DDP, with LoRA and of all parameters.
 
-    python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--quick] [--json FILE] [--picture FILE]
+    python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
 
 A model is trained on the sources of Python's standard library first, and kept in the folder for temporary files. Then
 it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps. Four stages, the first three with one seed:
@@ -14,12 +14,11 @@ With --json every run is kept at once, and runs that the file has are not made a
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from statistics import mean
 from tempfile import gettempdir
 from typing import Any
 
@@ -27,11 +26,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks import report
-from benchmarks.defaults import SMALL, interval
-from benchmarks.models import TINY, Size
-from benchmarks.picture import BLUE, RED, figure, save
-from benchmarks.training import Runs, Text, Training, parameters, trained
+from benchmarks import comparison, report, runs
+from benchmarks.models import SMALL, TINY, Size
+from benchmarks.runs import Runs
+from benchmarks.training import Text, Training, parameters, trained
 
 from text_data import Windows, standard_library_sources  # isort: skip  (on the path since benchmarks.models)
 
@@ -235,88 +233,45 @@ def quick_trainings() -> Iterator[FineTuning]:
             yield replace(one, size=TINY, budget=0.05, validation_windows=32, pretrained=0.05)
 
 
-def excess(runs: Runs, one: FineTuning, other: FineTuning) -> float:
-    """Returns by how many percent a loss is above another."""
-    return 100 * (runs[one]["loss"] / runs[other]["loss"] - 1)
-
-
-def show(runs: Runs, stage: str, trainings: list[FineTuning]) -> dict[str, float]:
-    """Prints a row for each setting of a stage.
-
-    Returns:
-        How many percent above DDP each setting is in the mean, DDP at its best rate of the stage.
-    """
-    rows, headline = [], {}
-    for setting, seeds in by_setting(trainings).items():
-        losses = [runs[one]["loss"] for one in seeds]
-        rounds = str(seeds[0].rounds) if seeds[0].choices else "-"
-        above = [excess(runs, one, best_ddp(runs, trainings, one)) for one in seeds]
-        if seeds[0].choices:
-            headline[setting] = mean(above)
-        rows.append([setting, rounds, str(len(seeds)), f"{mean(losses):.3f}", interval(above)])
-    columns = ["setting", "rounds", "seeds", "loss", "% above DDP, with its 95 % interval"]
-    size, steps = trainings[0].size, trainings[0].steps
-    report.show(f"{stage}: {parameters(size):,} parameters, {steps} steps", columns, rows, "Loss in nats per byte.")
-    return headline
-
-
-def by_setting(trainings: list[FineTuning]) -> dict[str, list[FineTuning]]:
-    """Returns the trainings of each setting, which differ in their seeds."""
-    settings: dict[str, list[FineTuning]] = {}
+def paired(trainings: Iterable[FineTuning]) -> dict[str, list[tuple[FineTuning, FineTuning]]]:
+    """Pairs each training with DDP at the rate that suits DDP, by setting."""
+    pairs: dict[str, list[tuple[FineTuning, FineTuning]]] = {}
     for one in trainings:
-        seeds = settings.setdefault(name(one), [])
-        if one not in seeds:
-            seeds.append(one)
-    return settings
+        best = replace(one, choices=None, lr=DDP_LR[method_of(one)])
+        if one != best:
+            pairs.setdefault(name(one), []).append((one, best))
+    return pairs
 
 
-def best_ddp(runs: Runs, trainings: list[FineTuning], one: FineTuning) -> FineTuning:
-    """Returns the best DDP of a stage with the same seed and the same trainable parameters."""
-    others = [other for other in trainings if other.choices is None]
-    alike = [
-        other for other in others if (other.seed, other.lora_rank, other.batch) == (one.seed, one.lora_rank, one.batch)
-    ]
-    return min(alike, key=lambda other: float(runs[other]["loss"]))
+def method_of(one: FineTuning) -> str:
+    """Names what is trained."""
+    return next(method for method, rank in METHODS.items() if rank == one.lora_rank)
 
 
 def name(one: FineTuning) -> str:
-    """Names a setting by its trainable parameters, its inner rate, and what it changes of what is recommended."""
-    method = next(method for method, rank in METHODS.items() if rank == one.lora_rank)
+    """Names a setting by what is trained, and by what it changes of what is recommended."""
+    parts = [method_of(one), f"{one.batch} windows", f"lr={one.lr:g}"]
     if one.choices is None:
-        return f"{method}: DDP, lr={one.lr:g}, {one.batch} windows"
+        return ", ".join([*parts, "DDP"])
     shown = [key for key, value in one.choices.items() if key == "sync_every" or RECOMMENDED[key] != value]
-    changed = ", ".join(f"{key}={one.choices[key]}" for key in shown)
-    return f"{method}: lr={one.lr:g}, {one.batch} windows, {changed}"
-
-
-def draw(headline: dict[str, float], path: Path | None) -> None:
-    """Draws how far above DDP each setting is."""
-    if path is None:
-        return
-    picture, (axes,) = figure(height=1.2 + 0.25 * len(headline))
-    settings = list(reversed(headline))
-    values = [headline[setting] for setting in settings]
-    axes.barh(range(len(settings)), values, color=[RED if value > 1 else BLUE for value in values])
-    axes.set_yticks(range(len(settings)), settings, fontsize=8)
-    axes.set_xlabel("validation loss above that of DDP, percent")
-    save(picture, path)
+    return ", ".join([*parts, *(f"{key}={one.choices[key]}" for key in shown)])
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the benchmark."""
-    parser = report.parser(__doc__)
+    parser = runs.parser(__doc__)
     parser.add_argument("--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="trainings at a time (default: all cores)")
-    options = parser.parse_args(arguments)
+    options = runs.parsed(parser, arguments)
     stage, trainings = ("quick", quick_trainings) if options.quick else (options.stage, STAGES[options.stage])
     wanted = list(trainings())
     # Once, before several processes want it.
     pretrained_weights(wanted[0].size, wanted[0].pretrained)
-    runs = Runs("finetuning", options.json)
-    runs.make(wanted, 1 if options.quick else options.workers)
-    headline = show(runs, stage, wanted)
-    runs.write(headline, options.quick)
-    draw(headline, options.picture)
+    kept = Runs("finetuning", options.json)
+    kept.make(wanted, options.workers, options.minutes)
+    found = comparison.compared(kept, paired(wanted))
+    comparison.show(f"{stage}: {wanted[0].steps} steps, {parameters(wanted[0].size):,} parameters", found)
+    kept.write(comparison.headline(found), options.quick)
+    comparison.draw(found, options.picture)
 
 
 if __name__ == "__main__":
