@@ -3,10 +3,9 @@
     python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
 
 A model is trained on the sources of Python's standard library first, and kept in the folder for temporary files. Then
-it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps. Four stages, the first three with one seed:
+it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps. Three stages, the first two with one seed:
 
 - ``rates``: the inner learning rate, for DDP and for worker groups, each on its own.
-- ``windows``: how many windows a group sees in a step.
 - ``screen``: H, tau and the outer step, one change at a time.
 - ``verdict``: three other seeds, with what the stages before have chosen, each paired with DDP on data and start.
 
@@ -34,7 +33,7 @@ from benchmarks.training import Text, Training, parameters, trained
 from text_data import Windows, standard_library_sources  # isort: skip  (on the path since benchmarks.models)
 
 STEPS = 500
-BATCH = 8
+BATCH = 4
 """Windows that a group sees in a step."""
 
 VALIDATION_WINDOWS = 256
@@ -46,7 +45,7 @@ METHODS = {"all parameters": 0, "LoRA": 8}
 
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
 
-RECOMMENDED: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "sync_every": 20,
     "overlap_steps": 5,
     "outer_lr": 0.7,
@@ -54,12 +53,28 @@ RECOMMENDED: dict[str, Any] = {
     "outer_momentum": 0.9,
     "compression": "fp4",
 }
-"""What docs/choosing.md recommends for 500 steps in two groups, as the numbers that ``"auto"`` stands for."""
+"""The defaults but for H, as the numbers that ``"auto"`` stands for with two groups."""
 
-SCREEN_BATCH = 4
+RECOMMENDED: dict[str, Any] = {"overlap_steps": 1}
+"""What docs/choosing.md recommends beyond that for 500 steps."""
 
-RATES = {"all parameters": (3e-3, 6e-3), "LoRA": (1e-2, 2e-2)}
-LR = {"all parameters": 3e-3, "LoRA": 2e-2}
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"sync_every": 10},
+    {"sync_every": 50},
+    {"overlap_steps": 1},
+    {"mixing": 0.5},
+    {"outer_lr": 0.4},
+    {"outer_momentum": 0.8},
+    {"outer_lr": 1.0, "outer_momentum": 0.5, "mixing": 0.0},
+    {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0},
+]
+"""The last is plain averaging."""
+
+RATES = {"all parameters": (2e-3, 3e-3, 4e-3), "LoRA": (1e-2, 1.5e-2, 2e-2)}
+DDP_RATES = {"all parameters": (3e-3, 4e-3, 6e-3), "LoRA": (1e-2, 2e-2, 4e-2)}
+SCREEN_LR = {"all parameters": 3e-3, "LoRA": 2e-2}
+LR = {"all parameters": 3e-3, "LoRA": 1.5e-2}
 DDP_LR = {"all parameters": 6e-3, "LoRA": 2e-2}
 """The inner learning rates at which each does best, of those that stage ``rates`` tries."""
 
@@ -156,13 +171,13 @@ def pretrained_weights(size: Size, budget: float) -> Path:
     return path
 
 
-def tuned(method: str, seed: int, lr: float, batch: int = BATCH, **choices: Any) -> FineTuning:
+def tuned(method: str, seed: int, lr: float, **choices: Any) -> FineTuning:
     """Fine-tuning in two worker groups with choices of the engine, or as DDP does if there are none."""
     return FineTuning(
         SMALL,
         choices or None,
-        budget=STEPS * 2 * batch * SMALL.context / parameters(SMALL),
-        batch=batch,
+        budget=STEPS * 2 * BATCH * SMALL.context / parameters(SMALL),
+        batch=BATCH,
         lr=lr,
         seed=seed,
         validation_windows=VALIDATION_WINDOWS,
@@ -171,59 +186,36 @@ def tuned(method: str, seed: int, lr: float, batch: int = BATCH, **choices: Any)
 
 
 def ours(method: str, seed: int = TUNING_SEED, lr: float | None = None, **changes: Any) -> FineTuning:
-    """Worker groups with changes to what is recommended; ``batch`` may be one."""
-    return tuned(method, seed, LR[method] if lr is None else lr, **{**RECOMMENDED, **changes})
+    """Worker groups with changes to the base."""
+    return tuned(method, seed, LR[method] if lr is None else lr, **{**BASE, **changes})
 
 
-def ddp(method: str, seed: int = TUNING_SEED, lr: float | None = None, batch: int = BATCH) -> FineTuning:
+def ddp(method: str, seed: int = TUNING_SEED, lr: float | None = None) -> FineTuning:
     """DDP on the same batches from the same weights."""
-    return tuned(method, seed, DDP_LR[method] if lr is None else lr, batch)
+    return tuned(method, seed, DDP_LR[method] if lr is None else lr)
 
 
 def rates() -> Iterator[FineTuning]:
     """Fine-tunings that show the best inner learning rate of each method."""
-    for method, lrs in RATES.items():
-        for lr in lrs:
-            yield ddp(method, lr=lr)
-            yield ours(method, lr=lr)
+    for method in METHODS:
+        yield from (ddp(method, lr=lr) for lr in DDP_RATES[method])
+        yield from (ours(method, lr=lr) for lr in RATES[method])
 
 
 def screen() -> Iterator[FineTuning]:
-    """Fine-tunings that differ from what is recommended in one respect, with fewer windows in a step."""
-    changes: list[dict[str, Any]] = [
-        {},
-        {"sync_every": 10},
-        {"sync_every": 50},
-        {"overlap_steps": 1},
-        {"mixing": 0.5},
-        {"outer_lr": 0.4},
-        {"outer_momentum": 0.8},
-        {"outer_lr": 1.0, "outer_momentum": 0.5, "mixing": 0.0},
-        {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0},
-    ]
+    """Fine-tunings that differ from the base in one respect."""
     for method in METHODS:
-        yield ddp(method, batch=SCREEN_BATCH)
-        yield from (ours(method, batch=SCREEN_BATCH, **change) for change in changes)
-
-
-def windows() -> Iterator[FineTuning]:
-    """What the number of windows that a group sees in a step does."""
-    for method, batch in product(METHODS, (2, 4, 8)):
-        yield from (ddp(method, batch=batch), ours(method, batch=batch))
+        yield ddp(method)
+        yield from (ours(method, lr=SCREEN_LR[method], **change) for change in CHANGES)
 
 
 def verdict() -> Iterator[FineTuning]:
     """What is recommended, over seeds that the other stages did not see."""
-    for method, seed in product(METHODS, SEEDS):
-        yield from (ddp(method, seed), ours(method, seed))
+    for seed, method in product(SEEDS, METHODS):
+        yield from (ddp(method, seed), ours(method, seed, **RECOMMENDED))
 
 
-STAGES: dict[str, Callable[[], Iterator[FineTuning]]] = {
-    "rates": rates,
-    "windows": windows,
-    "screen": screen,
-    "verdict": verdict,
-}
+STAGES: dict[str, Callable[[], Iterator[FineTuning]]] = {"rates": rates, "screen": screen, "verdict": verdict}
 
 
 def quick_trainings() -> Iterator[FineTuning]:
@@ -249,11 +241,11 @@ def method_of(one: FineTuning) -> str:
 
 
 def name(one: FineTuning) -> str:
-    """Names a setting by what is trained, and by what it changes of what is recommended."""
-    parts = [method_of(one), f"{one.batch} windows", f"lr={one.lr:g}"]
+    """Names a setting by what is trained, and by what it changes of the base."""
+    parts = [method_of(one), f"lr={one.lr:g}"]
     if one.choices is None:
         return ", ".join([*parts, "DDP"])
-    shown = [key for key, value in one.choices.items() if key == "sync_every" or RECOMMENDED[key] != value]
+    shown = [key for key, value in one.choices.items() if key == "sync_every" or BASE[key] != value]
     return ", ".join([*parts, *(f"{key}={one.choices[key]}" for key in shown)])
 
 
