@@ -9,14 +9,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import loss_over_time, slow_links, training, wire_bytes
+from benchmarks import finetuning, loss_over_time, slow_links, training, wire_bytes
 from benchmarks.links import missing
 from benchmarks.models import TINY
 from benchmarks.sampler import peak
 from benchmarks.sites import Job
+from lightning_sdiloco import SimulatedGroups
 
 NETWORK = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -30,7 +32,7 @@ def quick(module: ModuleType, folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("name", ["overhead", "memory", "quality", "defaults", "trace"])
+@pytest.mark.parametrize("name", ["overhead", "memory", "quality", "defaults", "finetuning", "trace"])
 def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
     content = quick(importlib.import_module(f"benchmarks.{name}"), tmp_path)
     assert content["headline"], "there are numbers"
@@ -75,6 +77,15 @@ def test_what_is_reported_is_what_the_arithmetic_says_and_the_interface_sent_no_
     for name in wire_bytes.OURS:
         assert numbers[f"{name}: report over arithmetic"] == 1
         assert numbers[f"{name}: interface over arithmetic"] >= 1
+
+
+def test_of_a_model_with_adapters_only_these_are_trained_and_exchanged() -> None:
+    one = next(one for one in finetuning.quick_trainings() if one.choices and one.lora_rank)
+    before, after = one.model().state_dict(), training.trained(one, one.text()).state_dict()
+    changed = {name for name, values in before.items() if not torch.equal(values, after[name])}
+    assert changed == {name for name in before if name.endswith((".down", ".up"))}
+    groups = SimulatedGroups([one.model(), one.model()], **one.choices)
+    assert {name for fragment in groups.engines[0].fragments for name in fragment.names} == changed
 
 
 def test_all_methods_cut_the_model_into_the_same_fragments() -> None:

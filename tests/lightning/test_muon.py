@@ -4,14 +4,16 @@ import copy
 import io
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.models import GPT, next_byte_loss
+from benchmarks.models import EXAMPLES, GPT, next_byte_loss
 from tests import fits, sharded
 from tests.ranks import run_processes
 
@@ -105,6 +107,18 @@ def test_a_torch_without_muon_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="torch 2.9 or newer, or choose the optimizer 'adamw'"):
         ByteGPT(optimizer="muon")
     ByteGPT(optimizer="adamw")
+
+
+@needs_muon
+def test_the_configuration_of_the_example_chooses_it() -> None:
+    model = {}
+    for name in ("base", "muon"):
+        model |= yaml.safe_load((EXAMPLES / "configs" / f"{name}.yaml").read_text())["model"]
+    module = ByteGPT(**model)
+    module.trainer = SimpleNamespace(estimated_stepping_batches=100)  # type: ignore[assignment]
+    optimizer = module.configure_optimizers()["optimizer"]
+    assert isinstance(optimizer, MuonAndAdamW)
+    assert {group["initial_lr"] for group in optimizer.param_groups} == {model["lr"]}
 
 
 # In worker groups

@@ -24,11 +24,12 @@ def run(
     callbacks: list[Any],
     steps: int = STEPS,
     resume: Path | None = None,
+    inner: str = "adamw",
     **choices: Any,
 ) -> list[dict[str, Any]]:
     fit = partial(sharded.fit, **{**CHOICES, **choices})
     world_size, path = groups * sizes[0] * sizes[1], resume and str(resume)
-    distribution, inner = choices.pop("distribution", LIGHTNING), "adamw"
+    distribution = choices.pop("distribution", LIGHTNING)
     arguments = (groups, sizes, steps, distribution, inner, callbacks, path)
     return list(run_processes(fit, world_size, *arguments, timeout=180.0))
 
@@ -44,14 +45,16 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 # 4: before any flight; 6, 7: one and two fragments in flight; 11: launched again.
 @pytest.mark.parametrize(
-    ("sizes", "as_folder", "steps"), [((2, 1), True, (4, 6, 11)), ((2, 2), True, (7,)), ((1, 2), False, (7,))]
+    ("sizes", "as_folder", "steps", "inner"),
+    [((2, 1), True, (4, 6, 11), "adamw"), ((2, 2), True, (7,), "muon"), ((1, 2), False, (7,), "adamw")],
 )
 def test_a_sharded_fit_resumed_from_any_step_gives_the_same_bits(
-    sizes: tuple[int, int], as_folder: bool, steps: tuple[int, ...], tmp_path: Path
+    sizes: tuple[int, int], as_folder: bool, steps: tuple[int, ...], inner: str, tmp_path: Path
 ) -> None:
-    plain = run(2, sizes, saving(tmp_path, every_n_train_steps=1), save_distributed_checkpoint=as_folder)
+    fit = partial(run, 2, sizes, inner=inner)
+    plain = fit(saving(tmp_path, every_n_train_steps=1), save_distributed_checkpoint=as_folder)
     for step in steps:
-        resumed = run(2, sizes, [], resume=tmp_path / f"step={step}.ckpt", save_distributed_checkpoint=as_folder)
+        resumed = fit([], resume=tmp_path / f"step={step}.ckpt", save_distributed_checkpoint=as_folder)
         for one, other in zip(resumed, plain, strict=True):
             assert sorted(one["trace"]) == list(range(step, STEPS))
             for at, values in one["trace"].items():

@@ -1,0 +1,270 @@
+"""What fine-tuning in worker groups costs against DDP, with LoRA and of all parameters.
+
+    python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
+
+A model is trained on the sources of Python's standard library first, and kept in the folder for temporary files. Then
+it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps. Three stages, the first two with one seed:
+
+- ``rates``: the inner learning rate, for DDP and for worker groups, each on its own.
+- ``screen``: H, tau and the outer step, one change at a time.
+- ``verdict``: three other seeds, with what the stages before have chosen, each paired with DDP on data and start.
+
+With --json every run is kept at once, and runs that the file has are not made again.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from benchmarks import comparison, report, runs
+from benchmarks.models import SMALL, TINY, Size
+from benchmarks.runs import Runs
+from benchmarks.training import Text, Training, parameters, trained
+
+from text_data import Windows, standard_library_sources  # isort: skip  (on the path since benchmarks.models)
+
+STEPS = 500
+BATCH = 4
+"""Windows that a group sees in a step."""
+
+VALIDATION_WINDOWS = 256
+PRETRAINED_BATCH, PRETRAINED_LR = 2, 6e-3
+"""With which DDP does best from scratch; see `benchmarks.defaults`."""
+
+METHODS = {"all parameters": 0, "LoRA": 8}
+"""The rank of the adapters, 0 without."""
+
+TUNING_SEED, SEEDS = 0, (1, 2, 3)
+
+BASE: dict[str, Any] = {
+    "sync_every": 20,
+    "overlap_steps": 5,
+    "outer_lr": 0.7,
+    "mixing": 0.2,
+    "outer_momentum": 0.9,
+    "compression": "fp4",
+}
+"""The defaults but for H, as the numbers that ``"auto"`` stands for with two groups."""
+
+RECOMMENDED: dict[str, Any] = {"overlap_steps": 1}
+"""What docs/choosing.md recommends beyond that for 500 steps."""
+
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"sync_every": 10},
+    {"sync_every": 50},
+    {"overlap_steps": 1},
+    {"mixing": 0.5},
+    {"outer_lr": 0.4},
+    {"outer_momentum": 0.8},
+    {"outer_lr": 1.0, "outer_momentum": 0.5, "mixing": 0.0},
+    {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0},
+]
+"""The last is plain averaging."""
+
+RATES = {"all parameters": (2e-3, 3e-3, 4e-3), "LoRA": (1e-2, 1.5e-2, 2e-2)}
+DDP_RATES = {"all parameters": (3e-3, 4e-3, 6e-3), "LoRA": (1e-2, 2e-2, 4e-2)}
+SCREEN_LR = {"all parameters": 3e-3, "LoRA": 2e-2}
+LR = {"all parameters": 3e-3, "LoRA": 1.5e-2}
+DDP_LR = {"all parameters": 6e-3, "LoRA": 2e-2}
+"""The inner learning rates at which each does best, of those that stage ``rates`` tries."""
+
+
+class Adapted(nn.Module):
+    """A linear layer whose weight stays, plus a trainable product of two thin matrices that starts at zero."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Parameter(torch.randn(rank, linear.in_features) / linear.in_features**0.5)
+        self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        adapted: Tensor = self.linear(x) + x @ self.down.T @ self.up.T
+        return adapted
+
+
+def add_adapters(model: nn.Module, rank: int) -> None:
+    """Freezes a model, and gives all linear layers of its blocks an adapter."""
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if name.startswith("blocks.") and isinstance(module, nn.Linear):
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, Adapted(module, rank))
+
+
+class Sources(Text):
+    """The sources of the standard library without the texts of `Topics`; to train on, not to judge by."""
+
+    def __init__(self, size: Size) -> None:
+        sources = [path.read_bytes() for path in standard_library_sources() if path.parent.name != "pydoc_data"]
+        self.training = Windows(as_tensor(b"\0".join(sources)), size.context)
+
+
+class Topics(Text):
+    """The texts of ``help()``, in English: each paragraph once, a tenth of them to judge by."""
+
+    def __init__(self, size: Size, validation_windows: int) -> None:
+        from pydoc_data.topics import topics
+
+        unique = {" ".join(part.split()): part for name in sorted(topics) for part in topics[name].split("\n\n")}
+        judged_by = list(unique.values())[::10]
+        trained_on = [part for index, part in enumerate(unique.values()) if index % 10]
+        self.training = Windows(as_tensor("\n\n".join(trained_on).encode()), size.context)
+        self.validation = Windows(as_tensor("\n\n".join(judged_by).encode()), size.context, validation_windows)
+
+
+def as_tensor(text: bytes) -> Tensor:
+    """Returns the bytes of a text."""
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+_topics = cache(Topics)
+
+
+@dataclass(frozen=True)
+class FineTuning(Training):
+    """One fine-tuning of a model that was pretrained alike for all.
+
+    Attributes:
+        lora_rank: That of the adapters; 0 trains all parameters.
+        pretrained: Tokens per parameter before.
+    """
+
+    lora_rank: int = field(default=0, kw_only=True)
+    pretrained: float = field(default=16.0, kw_only=True)
+
+    @override
+    def model(self) -> nn.Module:
+        model = self.size.make()
+        model.load_state_dict(torch.load(pretrained_weights(self.size, self.pretrained), weights_only=True))
+        torch.manual_seed(self.seed)
+        if self.lora_rank:
+            add_adapters(model, self.lora_rank)
+        return model
+
+    @override
+    def text(self) -> Text:
+        return _topics(self.size, self.validation_windows)
+
+
+def pretrained_weights(size: Size, budget: float) -> Path:
+    """Returns the file of a pretrained model, and trains it if there is none."""
+    shape = f"{size.layers}-{size.width}-{size.heads}-{size.context}"
+    path = Path(gettempdir()) / f"sdiloco-pretrained-{shape}-{budget:g}-torch-{torch.__version__}.pt"
+    if not path.exists():
+        report.said(f"pretraining {parameters(size):,} parameters")
+        one = Training(size, None, groups=2, budget=budget, batch=PRETRAINED_BATCH, lr=PRETRAINED_LR)
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        torch.save(trained(one, Sources(size)).state_dict(), unfinished)
+        unfinished.replace(path)
+    return path
+
+
+def tuned(method: str, seed: int, lr: float, **choices: Any) -> FineTuning:
+    """Fine-tuning in two worker groups with choices of the engine, or as DDP does if there are none."""
+    return FineTuning(
+        SMALL,
+        choices or None,
+        budget=STEPS * 2 * BATCH * SMALL.context / parameters(SMALL),
+        batch=BATCH,
+        lr=lr,
+        seed=seed,
+        validation_windows=VALIDATION_WINDOWS,
+        lora_rank=METHODS[method],
+    )
+
+
+def ours(method: str, seed: int = TUNING_SEED, lr: float | None = None, **changes: Any) -> FineTuning:
+    """Worker groups with changes to the base."""
+    return tuned(method, seed, LR[method] if lr is None else lr, **{**BASE, **changes})
+
+
+def ddp(method: str, seed: int = TUNING_SEED, lr: float | None = None) -> FineTuning:
+    """DDP on the same batches from the same weights."""
+    return tuned(method, seed, DDP_LR[method] if lr is None else lr)
+
+
+def rates() -> Iterator[FineTuning]:
+    """Fine-tunings that show the best inner learning rate of each method."""
+    for method in METHODS:
+        yield from (ddp(method, lr=lr) for lr in DDP_RATES[method])
+        yield from (ours(method, lr=lr) for lr in RATES[method])
+
+
+def screen() -> Iterator[FineTuning]:
+    """Fine-tunings that differ from the base in one respect."""
+    for method in METHODS:
+        yield ddp(method)
+        yield from (ours(method, lr=SCREEN_LR[method], **change) for change in CHANGES)
+
+
+def verdict() -> Iterator[FineTuning]:
+    """What is recommended, over seeds that the other stages did not see."""
+    for seed, method in product(SEEDS, METHODS):
+        yield from (ddp(method, seed), ours(method, seed, **RECOMMENDED))
+
+
+STAGES: dict[str, Callable[[], Iterator[FineTuning]]] = {"rates": rates, "screen": screen, "verdict": verdict}
+
+
+def quick_trainings() -> Iterator[FineTuning]:
+    """Fine-tunings that show that the benchmark runs."""
+    for method in METHODS:
+        for one in (ddp(method), ours(method, sync_every=10)):
+            yield replace(one, size=TINY, budget=0.05, validation_windows=32, pretrained=0.05)
+
+
+def paired(trainings: Iterable[FineTuning]) -> dict[str, list[tuple[FineTuning, FineTuning]]]:
+    """Pairs each training with DDP at the rate that suits DDP, by setting."""
+    pairs: dict[str, list[tuple[FineTuning, FineTuning]]] = {}
+    for one in trainings:
+        best = replace(one, choices=None, lr=DDP_LR[method_of(one)])
+        if one != best:
+            pairs.setdefault(name(one), []).append((one, best))
+    return pairs
+
+
+def method_of(one: FineTuning) -> str:
+    """Names what is trained."""
+    return next(method for method, rank in METHODS.items() if rank == one.lora_rank)
+
+
+def name(one: FineTuning) -> str:
+    """Names a setting by what is trained, and by what it changes of the base."""
+    parts = [method_of(one), f"lr={one.lr:g}"]
+    if one.choices is None:
+        return ", ".join([*parts, "DDP"])
+    shown = [key for key, value in one.choices.items() if key == "sync_every" or BASE[key] != value]
+    return ", ".join([*parts, *(f"{key}={one.choices[key]}" for key in shown)])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark."""
+    parser = runs.parser(__doc__)
+    parser.add_argument("--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)")
+    options = runs.parsed(parser, arguments)
+    stage, trainings = ("quick", quick_trainings) if options.quick else (options.stage, STAGES[options.stage])
+    wanted = list(trainings())
+    # Once, before several processes want it.
+    pretrained_weights(wanted[0].size, wanted[0].pretrained)
+    kept = Runs("finetuning", options.json)
+    kept.make(wanted, options.workers, options.minutes)
+    found = comparison.compared(kept, paired(wanted))
+    comparison.show(f"{stage}: {wanted[0].steps} steps, {parameters(wanted[0].size):,} parameters", found)
+    kept.write(comparison.headline(found), options.quick)
+    comparison.draw(found, options.picture)
+
+
+if __name__ == "__main__":
+    main()
