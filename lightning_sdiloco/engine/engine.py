@@ -22,7 +22,8 @@ from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import OuterView
-from lightning_sdiloco.engine.parameters.naming import require_coverage, unwrapped
+from lightning_sdiloco.engine.pace import Pace, SchedulePace
+from lightning_sdiloco.engine.parameters.naming import unwrapped
 from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.restart import Restart
@@ -111,6 +112,8 @@ class StreamingDiLoCo:
         self.last_landing: Landing | None = None
         self.final_landings: list[Landing] = []
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
+        self._pace: Pace
+        self._renewed: Callable[[Rounds], Pace] = SchedulePace
         self._diagnoses, self._closed, self._unfinished = False, False, dict[str, Any]()
         require_own_group(model, self.topology)
         self._model = unwrapped(model)
@@ -126,6 +129,7 @@ class StreamingDiLoCo:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self._rounds = Rounds(self._model, fragments, self.settings, self.topology, self._means, self._diagnoses)
         self._view = OuterView(self._model, self._rounds.fragments, self.topology.in_group, self._means.storage)
+        self._pace = self._renewed(self._rounds)
         self.schedule = self._rounds.schedule
 
     def diagnose(self, diagnoses: bool = True) -> None:
@@ -153,13 +157,9 @@ class StreamingDiLoCo:
         self._require_open("step()")
         self._counts.inner_steps += 1
         self.step_span = (began := time.perf_counter()), began
-        for fragment in self._rounds.fragments:
-            fragment.weight += 0 if idle else 1
-        if due := self.schedule.launches(self.steps_in_rounds):
-            require_coverage(self._model, self._rounds.parameters)
-        for index in due:
-            self._rounds.launch(index, self._counts.inner_steps, self.mailbox)
-            self._counts.launches += 1
+        if not idle:
+            self._pace.trained(1)
+        self._counts.launches += self._pace.launch_due(self._counts.inner_steps, self.mailbox)
 
     def _require_open(self, called: str) -> None:
         if self._closed:
@@ -167,17 +167,12 @@ class StreamingDiLoCo:
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
-        step = self.steps_in_rounds
-        due, next_due = self.schedule.landings(step), self.schedule.launches(step + 1)
-        landed = [self._land() for _ in due]
-        for index in next_due:
-            self._rounds.fragments[index].prefetch()
+        landed = [self._noted(landing) for landing in self._pace.land_due(self._counts.inner_steps)]
         self._counts.landings += len(landed)
         self.step_span = self.step_span[0], time.perf_counter()
         return landed
 
-    def _land(self) -> Landing:
-        landing = self._rounds.land(self._counts.inner_steps)
+    def _noted(self, landing: Landing) -> Landing:
         self._counts.add(landing)
         self._absences.count(landing.launched_at, landing.landed_at, landing.left_out)
         self.last_landing = landing
@@ -199,31 +194,30 @@ class StreamingDiLoCo:
 
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
-        require_coverage(self._model, self._rounds.parameters)
+        self._rounds.require_coverage()
         self._unfinished = self._state()
         return self._land_in_flight()
 
     def _land_in_flight(self) -> list[Landing]:
-        landed = [self._land() for _ in self.in_flight]
+        landed = [self._noted(landing) for landing in self._pace.land_all(self._counts.inner_steps)]
         self._counts.landings += len(landed)
         return landed
 
     def launch_final(self) -> None:
         """Does the second part of `finish`: launches every fragment for the mean of the local parameters."""
         if self.settings.final_sync:
-            for index in range(len(self.fragments)):
-                self._rounds.launch(index, self.inner_steps, self.mailbox, final=True)
+            self._pace.launch_final(self.inner_steps, self.mailbox)
 
     def land_final(self) -> None:
         """Does the last part of `finish`: lands the means, and leaves the outer parameters in the model."""
-        while self.in_flight:
-            self.final_landings.append(self._land())
+        self.final_landings += map(self._noted, self._pace.land_all(self._counts.inner_steps))
         self._view.end()
         self.close()
 
     def close(self) -> None:
         """Ends the background. What is in flight is lost; `finish` calls it when nothing is."""
         self._closed = True
+        self._pace.close()
         self._means.background.close()
 
     def request(self, bits: int) -> None:
@@ -314,6 +308,7 @@ class StreamingDiLoCo:
             "requests": self.mailbox.pending,
             "local": self._view.local_values(),
             **self._absences.state_dict(),
+            **self._pace.state_dict(),
             **self._rounds.state_dict(),
         }
 
@@ -333,7 +328,7 @@ class StreamingDiLoCo:
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
         self.mailbox.pending = state["requests"]
-        self._rounds.start_flights(state["flights"])
+        self._pace.load_state_dict(state)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Saves all that a run needs to go on bit for bit, what is in flight included. All ranks must call it.

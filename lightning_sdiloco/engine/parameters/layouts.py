@@ -144,6 +144,19 @@ class FragmentLayout(ABC):
         for parameter, values in zip(self.held, self.split(gathered), strict=True):
             mix(parameter, values, mixing)
 
+    def shift(self, moved: Tensor) -> None:
+        """Moves the parameters.
+
+        Args:
+            moved: By how much, as `all_gather` returns it.
+        """
+        for parameter, by in zip(self.held, self.split(moved), strict=True):
+            if parameter.dtype == by.dtype:
+                parameter.add_(by)
+            else:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                parameter.copy_(parameter.to(dtype) + by.to(dtype))
+
     def write_named(self, values: Mapping[str, Tensor]) -> None:
         """Overwrites some parameters with flat vectors, by name. Not for sharded parameters."""
         for name, parameter in zip(self.names, self.held, strict=True):
@@ -228,13 +241,16 @@ class ShardedLayout(FragmentLayout):
         parameters: The parameters.
         specs: For each parameter, which of its values every rank of the group exchanges.
         shard: The shard of this rank.
+
+    Attributes:
+        specs: For each parameter, which of its values every rank of the group exchanges.
     """
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], specs: Sequence[Sequence[ShardSpec]], shard: int
     ) -> None:
         super().__init__(names, parameters)
-        self._specs = specs
+        self.specs = specs
         self._own = [ranks[shard] for ranks in specs]
         # Without a single value there would be nothing to encode.
         lengths = [max(1, sum(of)) for of in zip(*([s.length for s in ranks] for ranks in specs), strict=True)]
@@ -264,7 +280,7 @@ class ShardedLayout(FragmentLayout):
         common = torch.cat([part for part, in_common in zip(own, self._in_common, strict=True) if in_common])
         parts = group.all_gather(_padded(common, max(self._common_lengths())))
         starts = [0] * len(parts)
-        for index, ranks in enumerate(self._specs):
+        for index, ranks in enumerate(self.specs):
             if self._in_common[index]:
                 of_holders = [(parts[h], starts[h], ranks[h].length) for h in self._own[index].holders]
                 own[index] = torch.cat([part[start : start + length] for part, start, length in of_holders])
@@ -275,7 +291,7 @@ class ShardedLayout(FragmentLayout):
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         shards = group.all_gather(_padded(shard, self._longest))
         whole = self.to_parameters([OuterState(values.to("cpu"), {}, 0) for values in shards])
-        shapes = [ranks[0].shape for ranks in self._specs]
+        shapes = [ranks[0].shape for ranks in self.specs]
         return {name: whole[name].values.view(shape) for name, shape in zip(self.names, shapes, strict=True)}
 
     @override
@@ -284,7 +300,7 @@ class ShardedLayout(FragmentLayout):
 
     @override
     def to_parameters(self, shards: Sequence[OuterState]) -> dict[str, OuterParameter]:
-        return to_parameters_by_spec(dict(zip(self.names, self._specs, strict=True)), shards)
+        return to_parameters_by_spec(dict(zip(self.names, self.specs, strict=True)), shards)
 
     @override
     def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
@@ -292,16 +308,16 @@ class ShardedLayout(FragmentLayout):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        sizes = [prod(ranks[0].shape) for ranks in self._specs]
+        sizes = [prod(ranks[0].shape) for ranks in self.specs]
         return {
             "names": list(self.names),
             "sizes": sizes,
-            "places": [[list(spec) for spec in ranks] for ranks in self._specs],
+            "places": [[list(spec) for spec in ranks] for ranks in self.specs],
         }
 
     def _common_lengths(self) -> list[int]:
         """Returns how much every rank exchanges of the parameters of which several ranks hold the same."""
-        common = [ranks for ranks, in_common in zip(self._specs, self._in_common, strict=True) if in_common]
+        common = [ranks for ranks, in_common in zip(self.specs, self._in_common, strict=True) if in_common]
         return [sum(spec.length for spec in of_rank) for of_rank in zip(*common, strict=True)]
 
 
