@@ -37,6 +37,9 @@ class Size:
 TINY = Size(layers=2, width=32, heads=2, context=16)
 """31,000 parameters: does it run at all."""
 
+SMALL = Size(layers=3, width=48, heads=3, context=128)
+"""0.11 million parameters."""
+
 DEMO = Size(layers=4, width=128, heads=4, context=128)
 """0.87 million parameters: the default of examples/pretrain_text.py."""
 

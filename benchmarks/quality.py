@@ -1,252 +1,273 @@
-"""Validation loss of DDP, DiLoCo and Streaming DiLoCo at equal tokens and equal seeds, over H, tau, M and compression.
+"""What worker groups cost in loss against DDP, at equal tokens and with the settings that a user gets.
 
-    python -m benchmarks.quality [--quick] [--json FILE] [--picture FILE]
+    python -m benchmarks.quality [--stage STAGE] [--size SIZE ...] [--budget X] [--device cuda]
+                                 [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
 
-The worker groups are simulated in one process (`SimulatedGroups`): the bits are those of as many processes, and one
-core is enough. With --json every run is kept at once, and runs that the file has are not made again: the benchmark may
-be stopped and started as one likes.
+- ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
+- ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best rate.
+- ``settings``: what changes one thing at a time.
+- ``short``: half a token per parameter, in which groups hardly have time to learn from each other.
+- ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for ``--device cuda``.
 
-Every setting trains the same model with the same inner optimizer, learning rate and schedule, on the same windows of
-text in the same order. DDP takes the mean gradient of what the groups of the others see.
+The worker groups are simulated in one process (`SimulatedGroups`), with the bits of as many processes, so that the load
+of the machine does not matter. DDP has the batches of all groups together. What nobody sets is chosen by the library,
+and kept as numbers: a run is that of its numbers, whatever the library chooses later. What has fewer than 15 rounds is
+left out.
+
+With --json every run is kept at once, and runs that the file has are not made again. With --minutes too, a training
+whose time is up goes on with the next call, bit for bit.
 """
 
-import json
-import math
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from statistics import mean, stdev
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from benchmarks import report
-from benchmarks.models import DEMO, TEN_MILLION, TINY, Size, next_byte_loss
-from benchmarks.picture import BLUE, GREEN, RED, figure, save
-from benchmarks.training import Text
-from lightning_sdiloco import SimulatedGroups
+from benchmarks import comparison, runs
+from benchmarks.comparison import BATCH, FEWEST_ROUNDS, Comparison
+from benchmarks.models import DEMO, SMALL, TEN_MILLION, TINY, Size
+from benchmarks.runs import Runs
+from benchmarks.training import Training
+from lightning_sdiloco.algorithm import Settings
+
+Pair = tuple[Training, Training]
+"""A training in worker groups, and one by DDP."""
+
+TUNING, SCREENED, HELD_OUT = range(2), range(3), range(10, 15)
+"""Seeds: those that chose the rates, those that show what a setting changes, and those that no choice has seen."""
+
+
+class Rates(NamedTuple):
+    """The best inner learning rates."""
+
+    ddp: float
+    ours: float
 
 
 @dataclass(frozen=True)
-class Training:
-    """What all settings share."""
+class Model:
+    """A model, and how it is trained.
+
+    Attributes:
+        size: Its shape.
+        rates: The best inner learning rates with AdamW, by the number of groups.
+        batch: Windows that a group sees in a step.
+        budget: Tokens per parameter.
+    """
 
     size: Size
-    steps: int
-    batch: int = 8
-    """Windows that all groups together see in a step."""
-    lr: float = 3e-3
-    warmup_steps: int = 40
-    weight_decay: float = 0.1
-    validation_windows: int = 256
-
-    def lr_factor(self, step: int) -> float:
-        """As in examples/pretrain_text.py: warm-up, then a cosine down to a tenth."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+    rates: Mapping[int, Rates]
+    batch: int = BATCH
+    budget: float = 16.0
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One way to train: DDP where there are no choices, else the engine with these."""
-
-    groups: int = 2
-    choices: dict[str, Any] = field(default_factory=dict)
-
-
-# Short runs like this one need a small H. Everything below changes one thing of it.
-OUTER: dict[str, Any] = {"outer_lr": 0.4, "outer_momentum": 0.9}
-STREAMING: dict[str, Any] = {
-    **OUTER,
-    "sync_every": 20,
-    "overlap_steps": 4,
-    "mixing": 0.5,
-    "layers_per_fragment": 1,
-    "compression": "fp4",
-}
-DILOCO: dict[str, Any] = {
-    **OUTER,
-    "sync_every": 20,
-    "overlap_steps": 0,
-    "mixing": 0.0,
-    "fragments": [["*"]],
-    "compression": "fp32",
+# From --stage rates for 0.1M and two groups. The others have the rates of the nearest that was tried.
+MODELS = {
+    "tiny": Model(TINY, {2: Rates(3e-3, 3e-3)}, budget=0.05),
+    "0.1M": Model(SMALL, {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 3e-3), 8: Rates(6e-3, 3e-3)}),
+    "0.2M": Model(Size(3, 64, 4, 128), {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 3e-3), 8: Rates(6e-3, 3e-3)}),
+    "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 3e-3), 8: Rates(6e-3, 3e-3)}),
+    "0.9M": Model(DEMO, {2: Rates(3e-3, 3e-3)}, batch=4, budget=0.5),
+    "5M": Model(Size(6, 256, 4, 128), {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
+    "10M": Model(TEN_MILLION, {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
+    "50M": Model(Size(16, 512, 8, 128), {2: Rates(1e-3, 1e-3)}, batch=32, budget=2.0),
 }
 
+TRIED, TRIED_LARGE = (3e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3)
+"""Inner learning rates."""
 
-def streaming(groups: int = 2, **changes: Any) -> Setting:
-    """Streaming DiLoCo with some choices of its own."""
-    return Setting(groups, {**STREAMING, **changes})
+MUON_RATES = Rates(6e-3, 6e-3)
+
+DILOCO: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
+"""DiLoCo as it was before streaming: one fragment, float32, nothing in flight while groups train."""
+
+CELLS = {2: (50, 20), 4: (50, 20), 8: (20,)}
+"""Number of groups to H."""
 
 
-SETTINGS: dict[str, Setting] = {
-    "DDP": Setting(),
-    "DiLoCo": Setting(choices=DILOCO),
-    "Streaming": streaming(),
-    "Streaming, sparse": streaming(compression="sparse"),
-    "Streaming, fp32": streaming(compression="fp32"),
-    "Streaming, int2": streaming(compression="int2"),
-    "Streaming, H=10": streaming(sync_every=10),
-    "Streaming, H=40": streaming(sync_every=40),
-    "Streaming, tau=0": streaming(overlap_steps=0, mixing=0.0),
-    "Streaming, tau=1": streaming(overlap_steps=1),
-    "Streaming, tau=10": streaming(overlap_steps=10),
-    "DiLoCo, M=4": Setting(4, DILOCO),
-    "Streaming, M=4": streaming(4),
-    "Streaming, M=8": streaming(8),
-    "DiLoCo, H=40": Setting(choices={**DILOCO, "sync_every": 40}),
+def pair(
+    size: str, groups: int = 2, seed: int = 0, rates: Rates | None = None, inner: str = "adamw", **choices: Any
+) -> Pair:
+    """Makes worker groups and DDP on the same batches, from the same weights, each with a rate of its own.
+
+    Args:
+        size: The name of the model.
+        groups: Number of worker groups.
+        seed: Of weights and batches.
+        rates: The inner learning rates; the best ones if None.
+        inner: The inner optimizer.
+        **choices: What a user would set; H=50 if they do not say.
+    """
+    model = MODELS[size]
+    rates = rates or model.rates[groups]
+    ddp = Training(model.size, None, groups, model.budget, model.batch, rates.ddp, inner, seed)
+    return replace(ddp, choices=chosen({"sync_every": 50, **choices}, groups), lr=rates.ours), ddp
+
+
+def chosen(choices: Mapping[str, Any], groups: int) -> dict[str, Any]:
+    """Returns choices with the numbers that the library chooses in place of what is left out."""
+    settings = Settings(**choices).chosen_for(groups)
+    defaults = {"overlap_steps": settings.overlap_steps, "compression": settings.compression, **settings.numbers}
+    return {**defaults, **choices}
+
+
+def verdict(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields what decides whether worker groups learn as well as DDP."""
+    for groups, rounds in CELLS.items():
+        for sync_every in rounds:
+            for seed in HELD_OUT:
+                yield f"{size}, M={groups}, H={sync_every}", pair(size, groups, seed, sync_every=sync_every)
+
+
+def rates(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields each rate for each number of groups, for both methods alike."""
+    for groups, (sync_every, *_) in CELLS.items():
+        for rate in TRIED:
+            for seed in TUNING:
+                yield (
+                    at_rate(f"{size}, M={groups}, H={sync_every}", rate),
+                    pair(size, groups, seed, Rates(rate, rate), sync_every=sync_every),
+                )
+
+
+def settings(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields what changes one thing."""
+    changes: dict[str, dict[str, Any]] = {
+        "as by default, H=50": {},
+        "fp32": {"compression": "fp32"},
+        "int2": {"compression": "int2"},
+        "sparse": {"compression": "sparse"},
+        "H=20": {"sync_every": 20},
+        "H=100": {"sync_every": 100},
+        "tau=0": {"overlap_steps": 0, "mixing": 0.0},
+        "tau=1": {"overlap_steps": 1},
+        "tau=10": {"overlap_steps": 10},
+        "DiLoCo, H=50": DILOCO,
+        "DiLoCo, H=20": {**DILOCO, "sync_every": 20},
+        "M=4": {"groups": 4},
+        "M=8": {"groups": 8},
+        "Muon inside both": {"inner": "muon", "rates": MUON_RATES},
+    }
+    for change, different in changes.items():
+        for seed in SCREENED:
+            yield f"{size}: {change}", pair(size, seed=seed, **different)
+
+
+def short(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields what has half a token per parameter, with the outer settings of today and with those of earlier."""
+    earlier: dict[str, Any] = {"overlap_steps": 4, "outer_lr": 0.4, "mixing": 0.5}
+    for name, choices in {"": {}, ", outer rate 0.4, mixing 0.5": earlier}.items():
+        for seed in SCREENED:
+            yield f"{size}, half a token per parameter{name}", pair(size, seed=seed, sync_every=20, **choices)
+
+
+def large(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields one seed: two rates for both methods, or the one rate that is known where it would take too long."""
+    for rate in (None,) if size == "50M" else TRIED_LARGE:
+        name, own = f"{size}, M=2, H=50", Rates(rate, rate) if rate else None
+        yield at_rate(name, rate) if rate else name, pair(size, 2, HELD_OUT[0], own)
+
+
+def quick(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields what shows that the benchmark runs."""
+    yield size, pair(size, sync_every=10)
+
+
+class Stage(NamedTuple):
+    """A question.
+
+    Attributes:
+        about: What it is about.
+        sizes: The models that it needs if nobody says.
+        pairs: From a model to its pairs, each with the name of the setting.
+    """
+
+    about: str
+    sizes: Sequence[str]
+    pairs: Callable[[str], Iterator[tuple[str, Pair]]]
+
+
+STAGES = {
+    "rates": Stage("each inner learning rate for both methods", ["0.1M", "0.2M", "0.5M"], rates),
+    "verdict": Stage("worker groups with the defaults, and DDP", ["0.1M", "0.2M", "0.5M"], verdict),
+    "settings": Stage("one thing changed at a time", ["0.1M"], settings),
+    "short": Stage("half a token per parameter", ["0.9M"], short),
+    "large": Stage("larger models", ["5M", "10M", "50M"], large),
 }
+QUICK = Stage("does it run", ["tiny"], quick)
 
-Run = dict[str, Any]
-
-
-class Group:
-    """A model with its inner optimizer, and the part of every batch that it sees."""
-
-    def __init__(self, training: Training, seed: int) -> None:
-        self.model = training.size.make(seed)
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        vectors = [p for p in self.model.parameters() if p.dim() <= 1]
-        parts = [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(parts, lr=training.lr, betas=(0.9, 0.95))
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, training.lr_factor)
-
-    def step(self, tokens: Tensor, targets: Tensor) -> None:
-        """One inner step."""
-        self.optimizer.zero_grad()
-        next_byte_loss(self.model, tokens, targets).backward()
-        self.optimizer.step()
-        self._schedule.step()
+_AT = ", rate "
 
 
-def trained(training: Training, setting: Setting, text: Text, seed: int) -> nn.Module:
-    """Trains with a setting; returns the model that one would keep."""
-    count = setting.groups if setting.choices else 1
-    groups = [Group(training, seed) for _ in range(count)]
-    streaming = (
-        SimulatedGroups([group.model for group in groups], [[group.optimizer] for group in groups], **setting.choices)
-        if setting.choices
-        else None
-    )
-    batches = text.batches(seed, training.batch)
-    for _ in range(training.steps):
-        tokens, targets = next(batches)
-        for group, *part in zip(groups, tokens.chunk(count), targets.chunk(count), strict=True):
-            group.step(*part)
-        if streaming is not None:
-            streaming.step()
-    if streaming is not None:
-        streaming.finish()
-    return groups[0].model
+def at_rate(name: str, rate: float) -> str:
+    """Names a setting at one of several inner learning rates."""
+    return f"{name}{_AT}{rate:g}"
 
 
-def runs(quick: bool) -> Iterator[tuple[str, Training, str, int]]:
-    """All runs, in the order in which they are worth most: model, training, setting, seed."""
-    if quick:
-        for name in ("DDP", "DiLoCo", "Streaming", "Streaming, M=4"):
-            yield "tiny", Training(TINY, steps=45, warmup_steps=5, validation_windows=32), name, 0
-        return
-    demo = Training(DEMO, steps=400)
-    for seed in range(3):
-        for name in SETTINGS:
-            yield "demo", demo, name, seed
-    large = Training(TEN_MILLION, steps=200, lr=1e-3)
-    for seed in range(3):
-        for name in ("DDP", "DiLoCo", "Streaming", "Streaming, sparse"):
-            yield "10M", large, name, seed
+def planned(stage: Stage, sizes: Sequence[str], budget: float | None, device: str) -> dict[str, list[Pair]]:
+    """Returns the pairs of a stage by their setting, what is worth most first.
 
-
-def measure(quick: bool, path: Path | None) -> list[Run]:
-    """Makes the runs that the file does not have, and keeps each as soon as it is there."""
-    done: list[Run] = json.loads(path.read_text())["runs"] if path is not None and path.exists() else []
-    texts: dict[Size, Text] = {}
-    for model, training, name, seed in runs(quick):
-        key = {"model": model, "setting": name, "seed": seed, "training": asdict(training)}
-        if any(run.items() >= key.items() for run in done):
-            continue
-        text = texts.setdefault(training.size, Text(training.size, training.validation_windows))
-        started = time.process_time()
-        loss = text.loss(trained(training, SETTINGS[name], text, seed))
-        done.append({**key, "loss": loss, "cpu_seconds": round(time.process_time() - started, 1)})
-        report.said(f"{model}, {name}, seed {seed}: {loss:.4f}")
-        report.write(path, headline(done), report.measured("quality", quick), runs=done)
-    return done
-
-
-def losses(done: list[Run], model: str) -> dict[str, dict[int, float]]:
-    """Setting to seed to loss."""
-    found: dict[str, dict[int, float]] = {}
-    for run in done:
-        if run["model"] == model:
-            found.setdefault(run["setting"], {})[run["seed"]] = run["loss"]
+    Args:
+        stage: The stage.
+        sizes: The models.
+        budget: Tokens per parameter; those of the model if None.
+        device: Where to train.
+    """
+    found: dict[str, list[Pair]] = {}
+    for size in sizes:
+        for name, (ours, ddp) in stage.pairs(size):
+            own = MODELS[size].budget if budget is None else budget
+            label = name if own == MODELS[size].budget else f"{name}, {own:g} tokens per parameter"
+            one = replace(ours, budget=own, device=device), replace(ddp, budget=own, device=device)
+            found.setdefault(label, []).append(one)
     return found
 
 
-def headline(done: list[Run]) -> dict[str, float]:
-    """Mean losses over the seeds."""
-    models = dict.fromkeys(run["model"] for run in done)
-    return {
-        f"{model}: {name}: loss": mean(by_seed.values())
-        for model in models
-        for name, by_seed in losses(done, model).items()
-    }
+def has_enough_rounds(pairs: Sequence[Pair]) -> bool:
+    """Tells whether a setting has so many rounds that they tell something of it."""
+    return all(ours.rounds >= FEWEST_ROUNDS for ours, _ in pairs)
 
 
-def differences(by_seed: dict[int, float], ddp: dict[int, float]) -> list[float]:
-    """How much worse than DDP, seed by seed."""
-    return [loss - ddp[seed] for seed, loss in by_seed.items() if seed in ddp]
+def each_at_its_best(found: Sequence[Comparison]) -> list[Comparison]:
+    """Returns, for settings at several rates, the better runs of either method: where all rates have the same seeds."""
+    best = []
+    for name in dict.fromkeys(one.name.partition(_AT)[0] for one in found if _AT in one.name):
+        tried = [one for one in found if one.name.partition(_AT)[0] == name]
+        if len({tuple(run["seed"] for run in one.ours) for one in tried}) == 1:
+            ours, ddp = (min(of_one, key=loss) for of_one in ([t.ours for t in tried], [t.ddp for t in tried]))
+            best.append(Comparison(f"{name}, each at its best", ours, ddp))
+    return best
 
 
-def spread(values: list[float]) -> str:
-    """The standard deviation over the seeds."""
-    return f"{stdev(values):.3f}" if len(values) > 1 else "-"
-
-
-def show(done: list[Run]) -> None:
-    """Prints a table for each model."""
-    for model in dict.fromkeys(run["model"] for run in done):
-        found = losses(done, model)
-        training = next(run["training"] for run in done if run["model"] == model)
-        tokens = training["steps"] * training["batch"] * training["size"]["context"]
-        rows = []
-        for name, by_seed in found.items():
-            worse = differences(by_seed, found.get("DDP", {}))
-            values = list(by_seed.values())
-            difference = f"{mean(worse):+.3f}" if worse else "-"
-            row = [name, str(len(values)), f"{mean(values):.3f}", spread(values), difference, spread(worse)]
-            rows.append(row)
-        columns = ["setting", "seeds", "loss", "± over seeds", "- DDP", "± over seeds"]
-        report.show(f"{model}: {training['steps']} steps, {tokens:,} tokens", columns, rows, "Loss in nats per byte.")
-
-
-def draw(done: list[Run], path: Path | None) -> None:
-    """Draws the loss of every setting, a dot for each seed."""
-    if path is None:
-        return
-    models = list(dict.fromkeys(run["model"] for run in done))
-    picture, panels = figure(columns=len(models), height=4.2, widths=[len(losses(done, model)) for model in models])
-    for model, axes in zip(models, panels, strict=True):
-        found = losses(done, model)
-        for position, (name, by_seed) in enumerate(found.items()):
-            color = BLUE if name == "DDP" else GREEN if name.startswith("DiLoCo") else RED
-            axes.plot([position] * len(by_seed), list(by_seed.values()), "o", color=color, alpha=0.6)
-            axes.plot([position - 0.3, position + 0.3], [mean(by_seed.values())] * 2, color=color, linewidth=2)
-        axes.set_xticks(range(len(found)), list(found), rotation=60, ha="right", fontsize=8)
-        axes.set_title(model)
-    panels[0].set_ylabel("validation loss, nats per byte")
-    save(picture, path)
+def loss(made: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the mean loss of runs."""
+    return mean(run["loss"] for run in made)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the benchmark."""
-    options = report.options(__doc__, arguments)
-    done = measure(options.quick, options.json)
-    show(done)
-    draw(done, options.picture)
+    parser = runs.parser(__doc__)
+    parser.add_argument("--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)")
+    parser.add_argument("--size", choices=MODELS, nargs="+", help="models (default: those of the stage)")
+    parser.add_argument("--budget", type=float, help="tokens per parameter (default: those of the stage)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    options = runs.parsed(parser, arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU that torch sees: torch.cuda.is_available() is False here.")
+    stage = QUICK if options.quick else STAGES[options.stage]
+    every = planned(stage, (not options.quick and options.size) or stage.sizes, options.budget, options.device)
+    settings = {name: pairs for name, pairs in every.items() if options.quick or has_enough_rounds(pairs)}
+    kept = Runs("quality" if options.quick else f"quality --stage {options.stage}", options.json)
+    kept.make((one for pairs in settings.values() for pair in pairs for one in pair), options.workers, options.minutes)
+    found = comparison.compared(kept, settings)
+    found += each_at_its_best(found)
+    few = "; ".join(name for name in every if name not in settings)
+    left_out = f"Left out, with fewer than {FEWEST_ROUNDS} rounds: {few}." if few else ""
+    comparison.show(f"{options.stage}: {stage.about}", found, left_out)
+    kept.write(comparison.headline(found), options.quick)
+    comparison.draw(found, options.picture)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """Trains a small GPT on text with DDP's arithmetic or with worker groups, in one process and one thread.
 
 The worker groups are simulated (`SimulatedGroups`): the bits are those of as many processes. Every way to train sees
-the same windows of text in the same order, so two runs with one seed differ by the method alone.
+the same windows of text in the same order, so two runs with one seed differ by the method alone. A training whose time
+is up writes down its state, from which another process goes on bit for bit.
 """
 
 import json
 import math
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from multiprocessing import get_context
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from tempfile import gettempdir
@@ -22,9 +23,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks import report
 from benchmarks.models import Size, next_byte_loss
-from lightning_sdiloco import SimulatedGroups
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 
 from muon import muon_and_adamw  # isort: skip  (on the path since benchmarks.models)
 from text_data import VALIDATION_SHARE, Windows, build_corpus  # isort: skip
@@ -48,6 +48,7 @@ class Training:
         seed: Of the initial weights and of the order of the windows.
         warmup: Share of the steps in which the learning rate rises.
         clip: The largest norm of a gradient.
+        device: Where models and text are.
     """
 
     size: Size
@@ -62,6 +63,7 @@ class Training:
     clip: float = field(default=1.0, kw_only=True)
     weight_decay: float = field(default=0.1, kw_only=True)
     validation_windows: int = field(default=512, kw_only=True)
+    device: str = field(default="cpu", kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -82,6 +84,14 @@ class Training:
         """Returns what tells this training from all others, as it is read back from a file."""
         return dict(json.loads(json.dumps(asdict(self))))
 
+    def model(self) -> nn.Module:
+        """Makes the model as it is before the first step."""
+        return self.size.make(self.seed)
+
+    def text(self) -> "Text":
+        """Returns what to train on and to judge by."""
+        return _text(self.size, self.validation_windows, self.device)
+
     def lr_factor(self, step: int) -> float:
         """As in examples/pretrain_text.py: warm-up, then a cosine down to a tenth."""
         warmup = round(self.warmup * self.steps)
@@ -100,46 +110,50 @@ def parameters(size: Size) -> int:
 class Text:
     """The text of the examples: windows to train on, in an order of the seed alone, and windows to judge by."""
 
-    def __init__(self, size: Size, validation_windows: int) -> None:
+    def __init__(self, size: Size, validation_windows: int, device: str = "cpu") -> None:
         import platform
 
         corpus = Path(gettempdir()) / f"sdiloco-python-{platform.python_version()}.bin"
         if not corpus.exists():
             build_corpus(corpus)
         length = corpus.stat().st_size
-        text = torch.from_file(str(corpus), size=length, dtype=torch.uint8)
+        text = torch.from_file(str(corpus), size=length, dtype=torch.uint8).to(device)
         split = int(length * (1 - VALIDATION_SHARE))
         self.training = Windows(text[:split], size.context)
         self.validation = Windows(text[split:], size.context, validation_windows)
 
-    def batches(self, seed: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields batches for all groups together, pass after pass over the text, each pass in an order of its own."""
+    def batches(self, seed: int, batch: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields batches for all groups together, from any of them on: pass after pass, each in an order of its own."""
+        for chosen in islice(self._order(seed, batch), first, None):
+            yield _stacked(self.training, chosen)
+
+    def _order(self, seed: int, batch: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         while True:
-            for chosen in torch.randperm(len(self.training), generator=generator).split(batch):
-                if len(chosen) == batch:
-                    yield self._stacked(self.training, chosen.tolist())
+            order = torch.randperm(len(self.training), generator=generator)
+            yield from order.to(self.training.text.device)[: len(order) // batch * batch].split(batch)
 
     @torch.no_grad()
     def loss(self, model: nn.Module) -> float:
         """Returns the loss on what was not trained on, in nats per byte."""
         losses = []
-        for first in range(0, len(self.validation), 16):
-            indices = range(first, min(first + 16, len(self.validation)))
-            losses += [float(next_byte_loss(model, *self._stacked(self.validation, indices)))] * len(indices)
+        for indices in torch.arange(len(self.validation), device=self.validation.text.device).split(16):
+            losses += [float(next_byte_loss(model, *_stacked(self.validation, indices)))] * len(indices)
         return mean(losses)
 
-    @staticmethod
-    def _stacked(windows: Windows, indices: Iterable[int]) -> tuple[Tensor, Tensor]:
-        tokens, targets = zip(*(windows[index] for index in indices), strict=True)
-        return torch.stack(tokens), torch.stack(targets)
+
+def _stacked(windows: Windows, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns windows as a batch, on the device of the text: all at once, for an accelerator."""
+    starts = (indices * (windows.stride * windows.context)).unsqueeze(1)
+    bytes_ = windows.text[starts + torch.arange(windows.context + 1, device=starts.device)].long()
+    return bytes_[:, :-1].contiguous(), bytes_[:, 1:].contiguous()
 
 
 class Group:
     """A model with its inner optimizer."""
 
     def __init__(self, training: Training) -> None:
-        self.model = training.size.make(training.seed)
+        self.model = training.model().to(training.device)
         self.optimizer = inner_optimizer(training, self.model)
         self._schedule = LambdaLR(self.optimizer, training.lr_factor)
         self._clip = training.clip
@@ -152,48 +166,128 @@ class Group:
         self.optimizer.step()
         self._schedule.step()
 
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self._schedule}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of model, optimizer and schedule."""
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another one was."""
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+
 
 def inner_optimizer(training: Training, model: nn.Module) -> Optimizer:
     """Makes the inner optimizer; norms have no weight decay."""
     if training.inner == "muon":
         return muon_and_adamw(model, training.lr, weight_decay=training.weight_decay)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.dim() > 1]
+    vectors = [p for p in trainable if p.dim() <= 1]
     parts = [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW(parts, lr=training.lr, betas=(0.9, 0.95), fused=True)
 
 
+class Loop:
+    """A training under way: the groups, and how many steps they have made."""
+
+    def __init__(self, training: Training, text: Text) -> None:
+        self._training, self._text = training, text
+        self._groups = [Group(training) for _ in range(1 if training.choices is None else training.groups)]
+        self._streaming: SimulatedGroups | None = None
+        if training.choices is not None:
+            models, optimizers = [group.model for group in self._groups], [[group.optimizer] for group in self._groups]
+            # There is room for everything: what is offloaded with CUDA would only take time.
+            self._streaming = SimulatedGroups(models, optimizers, offload=False, **training.choices)
+        self.step = 0
+
+    def run(self, until: float = math.inf) -> bool:
+        """Trains to the end, or until a moment of `time.time`; tells whether it got to the end."""
+        batches = self._text.batches(self._training.seed, self._training.groups * self._training.batch, self.step)
+        while self.step < self._training.steps:
+            if time.time() >= until:
+                return False
+            self._train(*next(batches))
+            self.step += 1
+        return True
+
+    def _train(self, tokens: Tensor, targets: Tensor) -> None:
+        count = len(self._groups)
+        for group, *part in zip(self._groups, tokens.chunk(count), targets.chunk(count), strict=True):
+            group.step(*part)
+        if self._streaming is not None:
+            self._streaming.step()
+
+    def finish(self) -> nn.Module:
+        """Ends the training; returns the model that one would keep."""
+        if self._streaming is not None:
+            self._streaming.finish()
+        return self._groups[0].model
+
+    @property
+    def _engines(self) -> Sequence[StreamingDiLoCo]:
+        return [] if self._streaming is None else self._streaming.engines
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that it needs to go on bit for bit."""
+        return {
+            "step": self.step,
+            "groups": [group.state_dict() for group in self._groups],
+            "engines": [engine.state_dict() for engine in self._engines],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another one of the same training was."""
+        self.step = state["step"]
+        for group, saved in zip(self._groups, state["groups"], strict=True):
+            group.load_state_dict(saved)
+        for engine, saved in zip(self._engines, state["engines"], strict=True):
+            engine.load_state_dict(saved)
+
+
 def trained(training: Training, text: Text) -> nn.Module:
     """Trains; returns the model that one would keep."""
-    groups = [Group(training) for _ in range(1 if training.choices is None else training.groups)]
-    streaming = (
-        None
-        if training.choices is None
-        else SimulatedGroups([group.model for group in groups], [[g.optimizer] for g in groups], **training.choices)
-    )
-    batches = text.batches(training.seed, training.groups * training.batch)
-    for _ in range(training.steps):
-        tokens, targets = next(batches)
-        for group, *part in zip(groups, tokens.chunk(len(groups)), targets.chunk(len(groups)), strict=True):
-            group.step(*part)
-        if streaming is not None:
-            streaming.step()
-    if streaming is not None:
-        streaming.finish()
-    return groups[0].model
+    loop = Loop(training, text)
+    loop.run()
+    return loop.finish()
 
 
 @cache
-def _text(size: Size, validation_windows: int) -> Text:
-    return Text(size, validation_windows)
+def _text(size: Size, validation_windows: int, device: str) -> Text:
+    return Text(size, validation_windows, device)
 
 
-def made(training: Training) -> Run:
-    """Trains, and returns what to write down."""
+def made(training: Training, until: float = math.inf, state: Path | None = None) -> Run | None:
+    """Trains, and returns what to write down.
+
+    Args:
+        training: What to train.
+        until: A moment of `time.time` after which no step begins.
+        state: The file of the state of a training whose time was up. If it is there, training goes on from it.
+
+    Returns:
+        The training with its loss; None if its time was up.
+    """
     torch.set_num_threads(1)
-    text = _text(training.size, training.validation_windows)
-    started = time.process_time()
-    loss = text.loss(trained(training, text))
+    if training.device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    text, began = training.text(), (time.process_time(), time.time())
+    loop, spent = Loop(training, text), (0.0, 0.0)
+    if state is not None and state.exists():
+        saved = torch.load(state, weights_only=True)
+        loop.load_state_dict(saved["loop"])
+        spent = saved["spent"]
+    is_done = loop.run(until)
+    loss = text.loss(loop.finish()) if is_done else math.nan
+    ended = time.process_time(), time.time()
+    cpu_seconds, seconds = (before + end - start for before, start, end in zip(spent, began, ended, strict=True))
+    if not is_done:
+        if state is not None and loop.step:
+            _save({"loop": loop.state_dict(), "spent": (cpu_seconds, seconds)}, state)
+        return None
     return {
         **training.key(),
         "loss": loss,
@@ -201,44 +295,14 @@ def made(training: Training) -> Run:
         "rounds": training.rounds,
         "tokens": training.tokens,
         "passes": round(training.tokens / (len(text.training) * training.size.context), 3),
-        "cpu_seconds": round(time.process_time() - started, 1),
+        "cpu_seconds": round(cpu_seconds, 1),
+        "seconds": round(seconds, 1),
     }
 
 
-class Runs:
-    """The runs of a file. Each is kept as soon as it is made, and none is made twice.
-
-    Args:
-        module: The benchmark, as it is named on the command line.
-        path: The file; None keeps the runs in memory alone.
-    """
-
-    def __init__(self, module: str, path: Path | None) -> None:
-        self._module, self._path = module, path
-        self._done: list[Run] = json.loads(path.read_text())["runs"] if path is not None and path.exists() else []
-
-    def __getitem__(self, training: Training) -> Run:
-        found = self.get(training)
-        if found is None:
-            raise KeyError(training)
-        return found
-
-    def get(self, training: Training) -> Run | None:
-        """Returns a run, or None if it was not made."""
-        key = training.key()
-        return next((run for run in self._done if run.items() >= key.items()), None)
-
-    def make(self, trainings: Iterable[Training], workers: int) -> None:
-        """Makes the runs that the file lacks, as many at a time as there are workers."""
-        wanted = {json.dumps(training.key(), sort_keys=True): training for training in trainings}
-        missing = [training for training in wanted.values() if self.get(training) is None]
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            for count, finished in enumerate(as_completed([pool.submit(made, one) for one in missing]), start=1):
-                run = finished.result()
-                self._done.append(run)
-                self.write({})
-                report.said(f"{count} of {len(missing)}: {run['loss']:.4f} {run['choices']} seed {run['seed']}")
-
-    def write(self, headline: Mapping[str, float], quick: bool = False) -> None:
-        """Writes all runs."""
-        report.write(self._path, headline, report.measured(self._module, quick), runs=self._done)
+def _save(state: dict[str, Any], path: Path) -> None:
+    """Writes a state, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    torch.save(state, unfinished)
+    unfinished.replace(path)

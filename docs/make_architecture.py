@@ -27,11 +27,12 @@ NAME = "lightning_sdiloco"
 FACE = "face"
 # From top to bottom: the floor, and what the room is for. A room may import those on lower floors.
 ROOMS = {
-    FACE: (6, "the public names"),
-    "tools": (5, "what people run"),
-    "lightning": (4, "strategies and callbacks"),
-    "engine": (3, "launches and lands fragments"),
-    "planning": (3, "what a link allows"),
+    FACE: (7, "the public names"),
+    "tools": (6, "what people run"),
+    "lightning": (5, "strategies and callbacks"),
+    "engine": (4, "launches and lands fragments"),
+    "planning": (4, "what a link allows"),
+    "hub": (3, "joins sites that come and go"),
     "algorithm": (2, "when, what, how much"),
     "federation": (2, "who counts as sites come and go"),
     "launch": (2, "how ranks start and meet"),

@@ -24,11 +24,12 @@ FLOORS = [
     {"errors"},
     {"compression", "comm"},
     {"algorithm", "federation", "launch"},
+    {"hub"},
     {"engine", "planning"},
     {"lightning"},
     {"tools"},
 ]
-BELOW_LIGHTNING = sorted(set().union(*FLOORS[:4]))
+BELOW_LIGHTNING = sorted(set().union(*FLOORS[:5]))
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FACE = {"__init__", "lightning_pytorch", "pytorch_lightning"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}

@@ -22,7 +22,10 @@ from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 FILE = Path(__file__).with_name("surface.json")
 FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
 STRATEGIES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
-COMMANDS = ("doctor", "keys", "keys add", "keys init", "keys revoke", "plan", "report", "schedule", "simulate")
+COMMANDS = (
+    *("doctor", "hub", "hub end", "hub evict", "hub rollback", "keys", "keys add", "keys init", "keys revoke"),
+    *("plan", "report", "schedule", "simulate", "status"),
+)
 
 
 def arguments_of(function: Any) -> list[str]:

@@ -3,54 +3,62 @@
 In come a layout of ranks and, later, tensors; out come communicators among the ranks of a group and exchanges between
 groups. Only this room makes process groups and issues collectives. It knows bytes: neither what a payload means, nor
 fragments, nor the environment in which it was launched. `mailbox` is for sites that are launched on their own, and
-share no process group.
+share no process group: it is imported when the first of its names is asked for.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import DeviceBackend, Exchange, Unanswered
 from lightning_sdiloco.comm.exchange.on_device import nccl_on
 from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
-from lightning_sdiloco.comm.mailbox import (
-    EVERYTHING,
-    MAX_BLOB,
-    MAX_RECORD,
-    ROLES,
-    Altered,
-    BlobStore,
-    Denied,
-    Event,
-    FolderMailbox,
-    Handler,
-    Header,
-    Hub,
-    HubMailbox,
-    HubUnreachable,
-    InProcessMailbox,
-    LedgerError,
-    LedgerHandler,
-    Mailbox,
-    MailboxError,
-    Malformed,
-    Missing,
-    NoSpace,
-    Peer,
-    Push,
-    Refused,
-    Role,
-    SQLiteLedger,
-    add_keys,
-    init_keys,
-    key_of,
-    record_event,
-    record_of,
-    revoke_keys,
-)
 from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
 from lightning_sdiloco.comm.topology import STAGES, Topology, is_connected, mesh_of, ranks_in, store, world
+
+if TYPE_CHECKING:
+    from lightning_sdiloco.comm.mailbox import (
+        EVERYTHING,
+        MAX_BLOB,
+        MAX_RECORD,
+        ROLES,
+        Altered,
+        BlobStore,
+        Busy,
+        Denied,
+        Event,
+        FolderMailbox,
+        Handler,
+        Header,
+        Hub,
+        HubMailbox,
+        HubUnreachable,
+        InProcessMailbox,
+        LedgerError,
+        LedgerHandler,
+        Mailbox,
+        MailboxError,
+        Malformed,
+        Missing,
+        NoSpace,
+        Peer,
+        Push,
+        Refused,
+        Role,
+        SQLiteLedger,
+        add_keys,
+        identity_of,
+        init_keys,
+        key_of,
+        record_event,
+        record_of,
+        revoke_keys,
+    )
 
 __all__ = [
     "Altered",
     "BlobStore",
+    "Busy",
     "Communicator",
     "Denied",
     "DeviceBackend",
@@ -85,6 +93,7 @@ __all__ = [
     "Unanswered",
     "add_keys",
     "checked_worker_groups",
+    "identity_of",
     "init_keys",
     "is_connected",
     "key_of",
@@ -100,3 +109,12 @@ __all__ = [
     "to_host",
     "world",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Imports the mailboxes when they are asked for: a training in one world has no use for them."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.mailbox"), name)

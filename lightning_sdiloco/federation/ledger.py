@@ -82,6 +82,7 @@ class Ledger:
         contributions: What was contributed to rounds that are still open.
         anchors: The states at the hub, the oldest first.
         quorum: When rounds close; by default the grace and the quorum of the terms.
+        evicted: Who was evicted before: sites, with their lives.
 
     Attributes:
         seq: The number of the next record.
@@ -89,6 +90,7 @@ class Ledger:
         members: The sites that are known, by name.
         open: The rounds that are open, by fragment.
         anchors: The states at the hub.
+        evicted: The sites that were thrown out, each with its life.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Ledger:
         contributions: Iterable[Contribution] = (),
         anchors: Iterable[StateHeader] = (),
         quorum: Quorum | None = None,
+        evicted: Iterable[tuple[str, str]] = (),
     ) -> None:
         self.terms = terms
         self.seq = 0
@@ -109,7 +112,7 @@ class Ledger:
         self.anchors = Anchors(anchors)
         self._quorum = quorum or Grace(terms.grace, terms.quorum)
         self._history: list[deque[Record]] = [deque(maxlen=RETENTION) for _ in range(terms.fragments)]
-        self._evicted: set[tuple[str, str]] = set()
+        self.evicted = set(evicted)
         self._ending = False
         for record in records:
             self.append(record)
@@ -135,7 +138,7 @@ class Ledger:
             Refused: If a living process uses its name, or it was evicted.
         """
         member = self.members.get(hello.site)
-        if (hello.site, hello.life) in self._evicted:
+        if (hello.site, hello.life) in self.evicted:
             raise Refused(f"{hello.site} was evicted from the run: ask its operator")
         if member and member.life != hello.life and member.connected and member.until > now:
             raise Refused(
@@ -167,7 +170,7 @@ class Ledger:
         """Throws a site out, by the word of an operator, with what it contributed to open rounds."""
         member = self.members.pop(site, None)
         if member:
-            self._evicted.add((site, member.life))
+            self.evicted.add((site, member.life))
         for round in self.open.values():
             round.here.pop(site, None)
             round.arrived.pop(site, None)

@@ -1,10 +1,10 @@
 """The command ``sdiloco``: every function in `COMMANDS` is a subcommand, and its parameters are the options.
 
-Where `COMMANDS` has several functions under one name, they are subcommands of that one, as in ``sdiloco keys init``. A
-subcommand is added by writing one function that returns the text to print. jsonargparse reads its type hints and its
-docstring, which are the help. A parameter without a default is positional, one of type bool is a flag, and one that is
-a list can be given several times. What a user can get wrong is a ``ValueError``: its message goes to stderr, and the
-command ends with exit code 2.
+Where `COMMANDS` has several functions under one name, they are subcommands of that one, as in ``sdiloco keys init``;
+one under the name `ITSELF` runs without a subcommand, as in ``sdiloco hub``. A subcommand is added by writing one
+function that returns the text to print. jsonargparse reads its type hints and its docstring, which are the help. A
+parameter without a default is positional, one of type bool is a flag, and one that is a list can be given several
+times. What a user can get wrong is a ``ValueError``: its message goes to stderr, and the command ends with exit code 2.
 """
 
 import inspect
@@ -16,6 +16,8 @@ from jsonargparse import ArgumentParser
 
 from lightning_sdiloco.algorithm import Schedule, Settings
 from lightning_sdiloco.tools.doctor.command import Unwell, doctor
+from lightning_sdiloco.tools.hub.command import end, evict, hub, rollback
+from lightning_sdiloco.tools.hub.status import status
 from lightning_sdiloco.tools.keys.command import add, init, revoke
 from lightning_sdiloco.tools.plan.command import plan
 from lightning_sdiloco.tools.report.command import report
@@ -55,13 +57,17 @@ def schedule(
     return Schedule(sync_every, overlap_steps, fragments).table(first, last)
 
 
+ITSELF = ""
+
 COMMANDS: Mapping[str, Callable[..., str] | Mapping[str, Callable[..., str]]] = {
     "doctor": doctor,
+    "hub": {ITSELF: hub, "evict": evict, "end": end, "rollback": rollback},
     "keys": {"init": init, "add": add, "revoke": revoke},
     "plan": plan,
     "report": report,
     "schedule": schedule,
     "simulate": simulate,
+    "status": status,
 }
 """The subcommands by their names."""
 
@@ -103,8 +109,12 @@ def _parser() -> ArgumentParser:
 
 
 def _add_subcommands(parser: ArgumentParser, commands: Mapping[str, Any]) -> None:
-    subcommands = parser.add_subcommands(dest="command")
+    if ITSELF in commands:
+        parser.add_function_arguments(commands[ITSELF], as_group=False, as_positional=True)
+    subcommands = parser.add_subcommands(dest="command", required=ITSELF not in commands)
     for name, command in commands.items():
+        if name == ITSELF:
+            continue
         several = isinstance(command, Mapping)
         summary = " ".join(map(_summary, command.values() if several else [command]))
         subparser = _Parser(description=summary)
@@ -122,8 +132,16 @@ def _summary(command: Callable[..., str]) -> str:
 
 def _run(commands: Mapping[str, Any], chosen: Any) -> str:
     """Runs what was chosen, down to the last subcommand."""
+    if chosen.command is None:
+        return commands[ITSELF](**_arguments_of(chosen))
     command, arguments = commands[chosen.command], chosen[chosen.command]
-    return _run(command, arguments) if isinstance(command, Mapping) else command(**vars(arguments))
+    return _run(command, arguments) if isinstance(command, Mapping) else command(**_arguments_of(arguments))
+
+
+def _arguments_of(chosen: Any) -> dict[str, Any]:
+    # jsonargparse puts a space without width before names that are methods of its namespaces, such as keys.
+    named = {name.lstrip("\u200b"): value for name, value in vars(chosen).items()}
+    return {name: value for name, value in named.items() if name != "command"}
 
 
 class _Parser(ArgumentParser):

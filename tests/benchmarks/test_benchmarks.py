@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import defaults, quality, slow_links, training, wire_bytes
+from benchmarks import slow_links, wire_bytes
 from benchmarks.links import missing
-from benchmarks.models import DEMO
 from benchmarks.sampler import peak
 from benchmarks.sites import Job
 
@@ -59,37 +58,6 @@ def test_what_is_reported_is_what_the_arithmetic_says_and_the_interface_sent_no_
     for name in wire_bytes.OURS:
         assert numbers[f"{name}: report over arithmetic"] == 1
         assert numbers[f"{name}: interface over arithmetic"] >= 1
-
-
-def test_runs_that_the_file_has_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-
-    def one_run(*args: Any) -> list[tuple[Any, ...]]:
-        return [("tiny", quality.Training(DEMO, steps=1), name, 0) for name in ("DDP", "Streaming")]
-
-    monkeypatch.setattr(quality, "runs", one_run)
-    monkeypatch.setattr(quality, "Text", lambda *_: type("Text", (), {"loss": lambda self, model: 2.5})())
-    monkeypatch.setattr(quality, "trained", lambda training, setting, text, seed: made.append(str(setting.choices)))
-    path = tmp_path / "quality.json"
-    quality.measure(True, path)
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "runs": content["runs"][:1]}))
-    quality.measure(True, path)
-    assert len(made) == 3
-    assert "fp4" in made[-1]
-    assert [run["setting"] for run in json.loads(path.read_text())["runs"]] == ["DDP", "Streaming"]
-
-
-def test_trainings_that_the_file_has_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = [{**one.key(), "loss": 2.5 - 0.5 * index} for index, one in enumerate(defaults.quick_trainings())]
-    path = tmp_path / "defaults.json"
-    path.write_text(json.dumps({"runs": made}))
-    # Whatever is trained in spite of them ends in an error.
-    monkeypatch.setattr(training, "made", None)
-    defaults.main(["--quick", "--json", str(path)])
-    content = json.loads(path.read_text())
-    assert content["runs"] == made
-    assert list(content["headline"].values()) == [-0.5]
 
 
 def test_all_methods_cut_the_model_into_the_same_fragments() -> None:

@@ -11,6 +11,7 @@ from lightning_sdiloco.comm.mailbox.base import (
     MAX_BLOB,
     MAX_RECORD,
     Altered,
+    Busy,
     Denied,
     HubUnreachable,
     Mailbox,
@@ -28,7 +29,7 @@ from lightning_sdiloco.comm.mailbox.frames import Header
 from lightning_sdiloco.comm.mailbox.hub_client import HubMailbox
 from lightning_sdiloco.comm.mailbox.hub_server import Handler, Hub, Push
 from lightning_sdiloco.comm.mailbox.in_process import InProcessMailbox
-from lightning_sdiloco.comm.mailbox.keys import ROLES, Role, add_keys, init_keys, revoke_keys
+from lightning_sdiloco.comm.mailbox.keys import ROLES, Role, add_keys, identity_of, init_keys, revoke_keys
 from lightning_sdiloco.comm.mailbox.ledger import LedgerError, SQLiteLedger
 from lightning_sdiloco.comm.mailbox.ledger_handler import LedgerHandler
 
@@ -40,6 +41,7 @@ __all__ = [
     "ROLES",
     "Altered",
     "BlobStore",
+    "Busy",
     "Denied",
     "Event",
     "FolderMailbox",
@@ -62,6 +64,7 @@ __all__ = [
     "Role",
     "SQLiteLedger",
     "add_keys",
+    "identity_of",
     "init_keys",
     "key_of",
     "record_event",

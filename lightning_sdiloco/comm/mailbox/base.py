@@ -41,6 +41,10 @@ class Malformed(Refused):
     """A message is none, or says what cannot be: no header, a size out of bounds, a field of another type."""
 
 
+class Busy(MailboxError):
+    """What was asked cannot be had now, since somebody else has it. To ask again may help."""
+
+
 class NoSpace(MailboxError):
     """The store is full, or may hold no more. What it has is not touched."""
 

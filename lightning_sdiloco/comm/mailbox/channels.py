@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from lightning_sdiloco.comm.mailbox.base import (
     Altered,
+    Busy,
     Denied,
     HubUnreachable,
     MailboxError,
@@ -94,6 +95,7 @@ CODES: Mapping[type[MailboxError], str] = {
     Denied: "PERMISSION_DENIED",
     Malformed: "INVALID_ARGUMENT",
     Refused: "FAILED_PRECONDITION",
+    Busy: "ABORTED",
     NoSpace: "RESOURCE_EXHAUSTED",
     Missing: "NOT_FOUND",
     Altered: "DATA_LOSS",

@@ -47,6 +47,7 @@ class HubMailbox:
         timeout: Seconds for a call.
         beat: Seconds between two signs of life.
         max_blob: Bytes of the largest blob that it fetches.
+        life: The life of the site; by default a new one.
 
     Attributes:
         life: A random word for this start of the site.
@@ -68,13 +69,14 @@ class HubMailbox:
         timeout: float = 10.0,
         beat: float = 1.0,
         max_blob: int = MAX_BLOB,
+        life: str | None = None,
     ) -> None:
         if channels < 1:
             raise ValueError(f"channels={channels} is out of range: it must be at least 1.")
         extra("grpc")
         bundle = _bundle(hub, run, name, keys, insecure)
         self.identity = Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
-        self.life = secrets.token_hex(8)
+        self.life = life or secrets.token_hex(8)
         self.max_blob = max_blob
         self._beat = beat
         self._link = Link(hub, bundle, channels, timeout)
@@ -150,8 +152,9 @@ class HubMailbox:
     def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
         """Yields what the hub tells, of its own accord and for as long as the mailbox is not closed.
 
-        When the connection breaks or the hub is silent, it yields an event ``lost``, with the reason as ``why``, and
-        connects again. What the hub tells after its first words may repeat what was told before.
+        When the connection breaks or the hub is silent, it yields an event ``lost``, with the reason as ``why`` and the
+        kind of the error as ``kind``, and connects again. What the hub tells after its first words may repeat what was
+        told before.
 
         Args:
             hello: Returns what to say first, on each connection.
@@ -164,7 +167,7 @@ class HubMailbox:
         broken = 0
         try:
             while not self._link.closed.is_set():
-                why = f"hub {self._link.hub} ended the connection."
+                why, kind = f"hub {self._link.hub} ended the connection.", "HubUnreachable"
                 try:
                     for event in self._connection(hello(), beat):
                         broken = 0
@@ -173,11 +176,11 @@ class HubMailbox:
                 except (Refused, Altered):
                     raise
                 except MailboxError as error:
-                    why = str(error)
+                    why, kind = str(error), type(error).__name__
                 if self._link.closed.is_set():
                     return
                 self._link.lost(why)
-                yield Event("lost", {"why": why})
+                yield Event("lost", {"why": why, "kind": kind})
                 self._link.closed.wait(min(self._beat * 2**broken / 5, _LONGEST_PAUSE))
                 broken = min(broken + 1, 10)
         finally:

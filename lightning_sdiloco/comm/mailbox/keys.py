@@ -250,6 +250,17 @@ def load(keys: str | Path, name: str = "hub") -> Bundle:
     return _parsed(path, folder)
 
 
+def identity_of(keys: str | Path) -> Identity:
+    """Returns for whom a bundle speaks.
+
+    Raises:
+        ValueError: If it is none, or its run has to be said since it was made before the run had a name.
+    """
+    if Path(keys).is_dir():
+        raise ValueError(f"{keys} is the folder of the authority. Give a bundle, such as {Path(keys) / 'NAME.bundle'}.")
+    return load(keys).identity
+
+
 def _parsed(path: Path, folder: Path | None) -> Bundle:
     x509 = extra("cryptography.x509")
     blocks = [(match[1], match[0]) for match in _BLOCKS.finditer(path.read_bytes())]

@@ -139,6 +139,21 @@ class SQLiteLedger:
             ).fetchall()
         return {name: bytes(value) for name, value in rows}
 
+    def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
+        """Drops all but the first records for good, and notes what changes with it, both or neither.
+
+        Args:
+            count: How many records stay.
+            notes: What `note` takes.
+
+        Raises:
+            NoSpace: If the disk is full. The ledger is as before, and can be used.
+            LedgerError: If it cannot be written for another reason.
+        """
+        with self._lock:
+            self._write([("delete from records where seq >= ?", (count,)), *_of_notes(notes)])
+            self._count, self._chain = self._verified()
+
     def close(self) -> None:
         """Closes the file."""
         with self._lock:

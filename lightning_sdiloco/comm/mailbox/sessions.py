@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 
 from lightning_sdiloco.comm.mailbox.access import Peer
-from lightning_sdiloco.comm.mailbox.base import MailboxError, NoSpace, Refused
+from lightning_sdiloco.comm.mailbox.base import Busy, MailboxError, NoSpace, Refused
 from lightning_sdiloco.comm.mailbox.channels import Event
 
 MAX_EVENTS = 1024
@@ -118,15 +118,17 @@ class Sessions:
             return current is session
 
     def check_life(self, peer: Peer) -> None:
-        """Refuses the call of an earlier life of a site that watches now.
+        """Refuses the call of another life of a site than that which watches now, before or after it.
 
         Raises:
-            Refused: If the site watches with another life.
+            Busy: If the site watches with another life.
         """
         with self._lock:
             current = self._of_site.get(peer.name)
         if peer.role == "site" and current is not None and current.peer.life != peer.life:
-            raise Refused(f"site {peer.name!r} lives elsewhere: life {peer.life!r} is not the one that watches.")
+            raise Busy(
+                f"the name {peer.name} is in use by a living process: life {peer.life!r} is not the one that watches."
+            )
 
     def push(self, event: Event, to: Collection[str] | None) -> None:
         """Adds an event to all sessions, or to those of some sites."""

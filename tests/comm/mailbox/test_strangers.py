@@ -10,6 +10,7 @@ import pytest
 
 from lightning_sdiloco.comm import (
     ROLES,
+    Busy,
     Denied,
     Event,
     HubMailbox,
@@ -373,7 +374,7 @@ def test_an_earlier_life_of_a_site_is_refused(ruled: Served) -> None:
     next(second)
     with pytest.raises(Refused, match="watches from elsewhere"):
         list(first)
-    with pytest.raises(Refused, match="lives elsewhere"):
+    with pytest.raises(Busy, match="in use by a living process"):
         earlier.send(b"from the grave")
     assert later.send(b"alive") == {"said": "open"}
     # Nobody took the place of the later one.

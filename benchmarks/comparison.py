@@ -1,0 +1,139 @@
+"""How much worse than DDP a setting is: pairs of runs on the same data and start, as a table and as a picture."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from benchmarks import report
+from benchmarks.picture import BLUE, GREY, RED, figure, save
+from benchmarks.runs import Runs
+from benchmarks.training import Run, Training, parameters
+
+FEWEST_ROUNDS = 15
+"""What has fewer rounds tells nothing of a setting, and is left out."""
+
+BATCH = 2
+"""Windows that a group sees in a step. With two DDP does better than with four, at either learning rate."""
+
+# Half the width of a 95 % interval of the mean, in standard errors, by the number of seeds (Student's t).
+_HALF_WIDTH = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
+Pairs = Sequence[tuple[Training, Training]]
+"""Trainings, each with the one by DDP on the same data and from the same start."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A setting and DDP, seed by seed, as far as both were made.
+
+    Attributes:
+        name: The setting.
+        ours: Its runs.
+        ddp: Those of DDP, in the same order.
+    """
+
+    name: str
+    ours: Sequence[Run]
+    ddp: Sequence[Run]
+
+    @property
+    def nats(self) -> list[float]:
+        """How much worse than DDP, in nats per byte."""
+        return [one["loss"] - ddp["loss"] for one, ddp in zip(self.ours, self.ddp, strict=True)]
+
+    @property
+    def percent(self) -> list[float]:
+        """How much worse than DDP, in percent of its loss."""
+        return [100 * (one["loss"] / ddp["loss"] - 1) for one, ddp in zip(self.ours, self.ddp, strict=True)]
+
+    def cells(self) -> list[str]:
+        """Returns a row of the table."""
+        one, ddp = self.ours[0], self.ddp[0]
+        return [
+            self.name,
+            f"{one['rounds']}",
+            f"{one['budget']:g}",
+            f"{one['passes']:.2g}",
+            f"{len(self.ours)}",
+            f"{ddp['lr']:g}",
+            f"{one['lr']:g}",
+            f"{mean(run['loss'] for run in self.ddp):.3f}",
+            f"{mean(run['loss'] for run in self.ours):.3f}",
+            interval(self.nats),
+            interval(self.percent, digits=1),
+        ]
+
+
+COLUMNS = [
+    "setting",
+    "rounds",
+    "tokens/parameter",
+    "passes",
+    "seeds",
+    "rate of DDP",
+    "of ours",
+    "loss of DDP",
+    "of ours",
+    "minus DDP",
+    "in %",
+]
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Returns half the width of the 95 % interval of the mean; None for a single value."""
+    return _HALF_WIDTH[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def interval(values: Sequence[float], digits: int = 3) -> str:
+    """Returns the mean with half the width of its 95 % interval.
+
+    >>> interval([0.01, 0.02, 0.03])
+    '+0.020 ± 0.025'
+    """
+    half = half_width(values)
+    return f"{mean(values):+.{digits}f} ± {'?' if half is None else f'{half:.{digits}f}'}"
+
+
+def compared(runs: Runs, settings: Mapping[str, Pairs]) -> list[Comparison]:
+    """Returns the settings of which something was made, with their DDP."""
+    found = []
+    for name, pairs in settings.items():
+        made = [(runs.get(one), runs.get(ddp)) for one, ddp in pairs]
+        both = [(one, ddp) for one, ddp in made if one is not None and ddp is not None]
+        if both:
+            found.append(Comparison(name, *zip(*both, strict=True)))
+    return found
+
+
+def show(title: str, comparisons: Iterable[Comparison], caption: str = "") -> None:
+    """Prints a row for each setting."""
+    explained = "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
+    rows = [one.cells() for one in comparisons]
+    report.show(title, COLUMNS, rows, " ".join(filter(None, [explained, caption])))
+
+
+def headline(comparisons: Iterable[Comparison]) -> dict[str, float]:
+    """Returns the mean difference from DDP, in nats, by setting."""
+    return {one.name: mean(one.nats) for one in comparisons}
+
+
+def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
+    """Draws how much worse than DDP each setting is, with its interval; grey where that holds 0."""
+    if path is None:
+        return
+    picture, (axes,) = figure(height=1.2 + 0.25 * len(comparisons))
+    for position, one in enumerate(comparisons):
+        worse, half = mean(one.percent), half_width(one.percent)
+        color = GREY if half is None or abs(worse) <= half else RED if worse > 0 else BLUE
+        axes.errorbar(worse, -position, xerr=half, fmt="o", color=color, capsize=3)
+    axes.axvline(0, color=GREY, linewidth=1)
+    axes.set_yticks([-position for position in range(len(comparisons))], [one.name for one in comparisons], fontsize=8)
+    axes.set_xlabel("validation loss above that of DDP, in %, with its 95 % interval")
+    save(picture, path)
+
+
+def described(training: Training) -> str:
+    """Describes the regime of a training."""
+    return f"{parameters(training.size):,} parameters, {training.budget:g} tokens per parameter"

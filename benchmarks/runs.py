@@ -1,0 +1,160 @@
+"""Many trainings: several at a time, each made once and kept in a file, in pieces of as many minutes as there are."""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from benchmarks import report
+from benchmarks.training import Run, Training, made
+
+# What runs had before there was a choice.
+_BEFORE = {"device": "cpu"}
+
+# Trainings that are alike in these, and both DDP or both not, take as long for each token.
+_KIND = ("size", "groups", "batch", "inner", "device")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Makes the command line of a benchmark of many trainings: that of `report.parser`, and how to make them."""
+    made = report.parser(description)
+    made.add_argument("--workers", type=int, default=os.cpu_count(), help="trainings at a time (default: all cores)")
+    made.add_argument(
+        "--minutes", type=float, default=math.inf, help="end in time; the next call goes on (with --json)"
+    )
+    return made
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """Reads such a command line."""
+    options = parser.parse_args(arguments)
+    if options.json is None and options.minutes < math.inf:
+        parser.error("--minutes needs --json FILE: the next call goes on with what lies in the file and beside it.")
+    if options.quick:
+        options.workers = 1
+    return options
+
+
+class Runs:
+    """The runs of a file. Each is kept as soon as it is made, and none is made twice.
+
+    Args:
+        command: The benchmark, as it is named on the command line.
+        path: The file; None keeps the runs in memory alone. States of trainings under way lie in a folder beside it.
+    """
+
+    def __init__(self, command: str, path: Path | None) -> None:
+        self._command, self._path = command, path
+        found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {"runs": []}
+        self._headline: dict[str, float] = found.get("headline", {})
+        self._done: list[Run] = [{**_BEFORE, **run} for run in found["runs"]]
+
+    def __getitem__(self, training: Training) -> Run:
+        found = self.get(training)
+        if found is None:
+            raise KeyError(training)
+        return found
+
+    def get(self, training: Training) -> Run | None:
+        """Returns a run, or None if it was not made."""
+        key = training.key()
+        return next((run for run in self._done if run.items() >= key.items()), None)
+
+    def make(self, trainings: Iterable[Training], workers: int, minutes: float = math.inf) -> None:
+        """Makes the runs that the file lacks.
+
+        Args:
+            trainings: The trainings, those first that are worth most.
+            workers: How many at a time.
+            minutes: After so many no step begins; what is under way goes on with the next call. A training that would
+                not be over by then does not begin, as far as is known, unless it takes more minutes than these anyway.
+        """
+        wanted = {_name(one): one for one in trainings if self.get(one) is None}
+        left = sorted(wanted.values(), key=lambda one: not self._is_begun(one))
+        until = time.time() + 60 * minutes
+        under_way: dict[Future[Run | None], Training] = {}
+        with _executor(workers) as pool:
+            while left or under_way:
+                while left and len(under_way) < workers:
+                    one = left.pop(0)
+                    if self._begins(one, until, minutes):
+                        under_way[pool.submit(made, one, until, self._state(one))] = one
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    self._keep(under_way.pop(future), future.result())
+        missing = sum(self.get(one) is None for one in wanted.values())
+        if missing:
+            report.said(f"{missing} of {len(wanted)} trainings are left. The same command goes on with them.")
+
+    def _begins(self, training: Training, until: float, minutes: float) -> bool:
+        expected, now = self.expected_seconds(training), time.time()
+        if expected is None or expected > 60 * minutes or self._is_begun(training):
+            return now < until
+        return now + expected <= until
+
+    def _keep(self, training: Training, run: Run | None) -> None:
+        if run is None:
+            report.said(f"under way: {_name(training)}")
+            return
+        self._done.append(run)
+        self.write({})
+        report.said(f"{run['loss']:.4f} after {run['seconds']:.0f} s: {_name(training)}")
+        if (state := self._state(training)) is not None:
+            state.unlink(missing_ok=True)
+            with suppress(OSError):  # there are others in it, or none
+                state.parent.rmdir()
+
+    def expected_seconds(self, training: Training) -> float | None:
+        """Returns how long a training will take if each token takes as long as in the last run like it, or None."""
+        key = {**training.key(), "tokens": training.tokens}
+        alike = [run for run in self._done if _kind(run) == _kind(key)]
+        if not alike:
+            return None
+        seconds: float = alike[-1].get("seconds", alike[-1]["cpu_seconds"]) / alike[-1]["tokens"]
+        return seconds * training.tokens
+
+    def _state(self, training: Training) -> Path | None:
+        if self._path is None:
+            return None
+        digest = hashlib.sha256(_name(training).encode()).hexdigest()
+        return self._path.with_suffix(".states") / f"{digest[:16]}.pt"
+
+    def _is_begun(self, training: Training) -> bool:
+        state = self._state(training)
+        return state is not None and state.exists()
+
+    def write(self, headline: Mapping[str, float], quick: bool = False) -> None:
+        """Writes all runs, and what they say beside what earlier ones said."""
+        self._headline.update(headline)
+        report.write(self._path, self._headline, report.measured(self._command, quick), runs=self._done)
+
+
+def _name(training: Training) -> str:
+    return json.dumps(training.key(), sort_keys=True)
+
+
+def _kind(run: Run) -> tuple[Any, ...]:
+    return run["choices"] is None, *(run[name] for name in _KIND)
+
+
+def _executor(workers: int) -> Executor:
+    return _Here() if workers == 1 else ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+
+
+class _Here(Executor):
+    """Does what it is given at once, in this process."""
+
+    @override
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future

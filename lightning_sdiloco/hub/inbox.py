@@ -1,0 +1,47 @@
+"""What a site has heard and not read yet: filled by the threads of the network, read by that of training."""
+
+import threading
+from collections.abc import Callable
+
+from lightning_sdiloco.hub.connection import Recorded, Told
+
+
+class Inbox:
+    """A queue with a last word: the error that ends the connection."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._told: list[Told] = []
+        self._error: Exception | None = None
+
+    def put(self, told: Told) -> None:
+        """Adds what was heard."""
+        with self._changed:
+            self._told.append(told)
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Adds the last word; the first one stays."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def take(self) -> list[Told]:
+        """Returns what was heard, or raises the last word when there is nothing else."""
+        with self._changed:
+            told, self._told = self._told, []
+            self._changed.notify_all()
+            if not told and self._error:
+                raise self._error
+            return told
+
+    def wait(self, timeout: float) -> bool:
+        """Waits until there is something to take."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._told or self._error), timeout)
+
+    def wait_for_room(self, most: int, over: Callable[[], bool]) -> None:
+        """Waits until fewer records than some are there to be read: payloads take memory."""
+        with self._changed:
+            while not over() and sum(isinstance(told, Recorded) for told in self._told) >= most:
+                self._changed.wait(0.5)

@@ -1,0 +1,324 @@
+"""A site's connection to a hub over gRPC: `Connection` says what it promises, and `HubMailbox` how bytes travel."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from lightning_sdiloco.comm import MAX_BLOB, Busy, HubMailbox, HubUnreachable, MailboxError, key_of
+from lightning_sdiloco.comm import Refused as NotTaken
+from lightning_sdiloco.errors import ExchangeError
+from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Payload, Refused, StateHeader
+from lightning_sdiloco.hub.connection import (
+    Called,
+    Lost,
+    Recorded,
+    StateArrived,
+    StateWanted,
+    Told,
+    Waiting,
+    Welcomed,
+)
+from lightning_sdiloco.hub.events import Heard, heard
+from lightning_sdiloco.hub.fetching import Fetching, keys_of
+from lightning_sdiloco.hub.history import Bytes
+from lightning_sdiloco.hub.inbox import Inbox
+from lightning_sdiloco.hub.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+_AGAIN = 1.0  # seconds after which something is tried again that did not succeed
+_LONGEST_LEASE = 12.0  # seconds after which a name that is in use is not that of a process that died
+_UNREAD = 32  # records that may wait to be read before no more payloads are fetched
+
+
+def all_payloads(own: Contribution) -> Sequence[Payload]:
+    """Returns all payloads of a contribution."""
+    return own.payloads
+
+
+class HubConnection:
+    """A site's connection to a hub; see `Connection`. It has threads of its own.
+
+    Args:
+        hub: Address and port of the hub.
+        run: The name of the run.
+        site: The name of the site.
+        keys: Its bundle, or the folder of the authority.
+        insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
+        patience: Seconds that `agree` waits for the hub.
+        wanted: Returns which payloads of a contribution this rank needs.
+        channels: Connections over which a blob travels.
+        beat: Seconds between two signs of life.
+        max_blob: Bytes of the largest blob that it fetches.
+
+    Raises:
+        ValueError: If keys are missing, or of another run or name; or a package is.
+    """
+
+    def __init__(
+        self,
+        hub: str,
+        run: str,
+        site: str,
+        keys: str | Path | None = None,
+        insecure: bool = False,
+        patience: float = 60.0,
+        wanted: Callable[[Contribution], Sequence[Payload]] = all_payloads,
+        channels: int = 8,
+        beat: float = 1.0,
+        max_blob: int = MAX_BLOB,
+    ) -> None:
+        self._mailbox = HubMailbox(hub, run, site, keys, insecure, channels=channels, beat=beat, max_blob=max_blob)
+        self.site, self.life = site, self._mailbox.life
+        self._run, self._patience, self._wanted = run, patience, wanted
+        self._about = {"site": site}
+        self._inbox, self._outbox = Inbox(), Outbox()
+        self._fetching = Fetching(self._mailbox.get)
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="hub-connection")
+        self._lock = threading.Lock()
+        self._pending: set[Future[None]] = set()
+        self._sending: set[Contribution] = set()
+        self._hello = self._beat = ""
+        self._lease = 0.0
+        self._closed = threading.Event()
+        self._listener: threading.Thread | None = None
+        self._let_in = False
+        self._busy_since: float | None = None
+        self._kept: tuple[int, ...] = ()
+        self._asking = False
+        self._ask_at = 0.0
+
+    # Before training
+
+    def agree(self, charter: Charter) -> Charter:
+        """See `Connection`."""
+        until = time.monotonic() + self._patience
+        while True:
+            try:
+                answer = self._mailbox.send(charter.to_bytes(), {**self._about, "kind": "charter"})
+                key = str(answer.get("charter"))
+                return charter if key == charter.key else Charter.from_bytes(bytes(self._mailbox.get(key)))
+            except NotTaken as error:
+                raise Refused(str(error)) from error
+            except MailboxError as error:
+                if isinstance(error, Busy) and time.monotonic() > until - self._patience + _LONGEST_LEASE:
+                    raise Refused(str(error)) from error
+                if time.monotonic() > until:
+                    raise ExchangeError(f"{self.site} has not reached its hub: {error}") from error
+                log.warning("%s waits for its hub: %s", self.site, error)
+                self._closed.wait(_AGAIN)
+
+    def hello(self, follower: Follower) -> None:
+        """See `Connection`."""
+        self.beat(follower)
+        self._lease = follower.terms.lease
+        if self._listener is None:
+            self._listener = threading.Thread(target=self._listen, name="hub-listener", daemon=True)
+            self._listener.start()
+        else:
+            self._in_background(lambda: self._call("hello", {"hello": self._hello}))
+
+    # What training says
+
+    def beat(self, follower: Follower) -> None:
+        """See `Connection`."""
+        self._hello = follower.hello(self._run).to_bytes().decode()
+        self._beat = follower.beat().to_bytes().decode()
+        self._outbox.only(follower.outstanding())
+
+    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
+        """See `Connection`."""
+        self._outbox.put(own, dict(blobs))
+        self._in_background(lambda: self._send(own))
+
+    def skip(self, call: Call) -> None:
+        """See `Connection`."""
+        self._in_background(lambda: self._call("skip", body=call.to_bytes()))
+
+    def ask(self, without: Collection[str] = ()) -> None:
+        """See `Connection`."""
+        if self._let_in and not self._asking and time.monotonic() >= self._ask_at:
+            self._asking, self._ask_at = True, time.monotonic() + _AGAIN
+            self._in_background(lambda: self._call("state", {"without": sorted(without)}))
+
+    def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
+        """See `Connection`."""
+        kept = list(parts)
+        self._in_background(lambda: self._give(request, header, kept))
+
+    def leave(self) -> None:
+        """See `Connection`."""
+        with self._lock:
+            pending = set(self._pending)
+
+        def after_all_else() -> None:
+            wait(pending)
+            self._call("leave")
+
+        self._in_background(after_all_else)
+
+    # What training hears
+
+    def events(self) -> list[Told]:
+        """See `Connection`."""
+        return self._inbox.take()
+
+    def wait(self, timeout: float) -> bool:
+        """See `Connection`."""
+        return self._inbox.wait(timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """See `Connection`."""
+        with self._lock:
+            pending = set(self._pending)
+        wait(pending, timeout)
+        self._closed.set()
+        self._mailbox.close()
+        self._fetching.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._listener:
+            self._listener.join(timeout)
+
+    # In the background: sending
+
+    def _in_background(self, task: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                task()
+            except MailboxError as error:
+                # What matters is said again with the next hello.
+                log.info("%s: %s", self.site, error)
+            except Exception as error:
+                log.exception("%s: the connection to the hub failed", self.site)
+                self._inbox.fail(error)
+
+        with self._lock:
+            if self._closed.is_set():
+                return
+            future = self._pool.submit(run)
+            self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+
+    def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> dict[str, Any]:
+        return self._mailbox.call(name, {**self._about, **(about or {})}, body)[0]
+
+    def _send(self, own: Contribution) -> None:
+        """Sends a contribution until the hub has answered, or it is overtaken."""
+        with self._lock:
+            if own in self._sending:
+                return
+            self._sending.add(own)
+        try:
+            while not self._closed.is_set() and (blobs := self._outbox.blobs(own)) is not None:
+                if self._is_taken(own, blobs):
+                    return
+                self._closed.wait(_AGAIN)
+        finally:
+            with self._lock:
+                self._sending.discard(own)
+
+    def _is_taken(self, own: Contribution, blobs: Mapping[str, Bytes]) -> bool:
+        try:
+            for blob in blobs.values():
+                self._mailbox.send(blob, {**self._about, "kind": "payload"})
+            answer = self._call("contribute", body=own.to_bytes())
+        except HubUnreachable:
+            return False
+        except NotTaken as error:
+            log.warning("%s: round %d of fragment %d was not taken: %s", self.site, own.round, own.fragment, error)
+            self._in_background(lambda: self._call("hello", {"hello": self._hello}))
+            return False
+        except MailboxError as error:
+            self._inbox.put(Waiting(str(error)))
+            return False
+        # With all payloads sent and some missing, they were dropped as they arrived.
+        return answer.get("answer") != "waiting" or len(blobs) < len({payload.key for payload in own.payloads})
+
+    def _give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
+        for part in parts:
+            self._mailbox.send(part, {**self._about, "kind": "state"})
+        named = [[key_of(part), memoryview(part).nbytes] for part in parts]
+        self._call("give", {"request": request, "parts": named}, header.to_bytes())
+
+    # In the background: listening
+
+    def _listen(self) -> None:
+        try:
+            events = self._mailbox.events(
+                lambda: {**self._about, "hello": self._hello}, lambda: {**self._about, "beat": self._beat}
+            )
+            for event in events:
+                self._hear(heard(event))
+        except (MailboxError, ValueError) as error:
+            self._inbox.fail(Refused(str(error)))
+        except Exception as error:
+            log.exception("%s: the connection to the hub failed", self.site)
+            self._inbox.fail(error)
+
+    def _hear(self, said: Heard) -> None:
+        if said.kind != "lost":
+            self._busy_since = None
+        if said.record:
+            self._hear_record(said)
+        elif said.welcome:
+            self._kept, self._let_in, self._asking = said.welcome.kept, True, False
+            self._inbox.put(Welcomed(said.welcome, said.header))
+            # What is being tried again need not be.
+            for own in self._outbox.outstanding():
+                self._in_background(lambda own=own: self._send(own))  # type: ignore[misc]
+        elif said.call:
+            self._inbox.put(Called(said.call))
+            if said.own and said.own.site != self.site:
+                self._fetching.prefetch(said.own, keys_of(self._wanted(said.own)))
+        elif said.kind == "wanted":
+            self._inbox.put(StateWanted(said.text, said.flag))
+        elif said.kind == "state":
+            self._hear_state(said)
+        elif said.kind == "lost":
+            self._hear_loss(said)
+        elif said.kind == "waiting":
+            self._asking = False
+            self._inbox.put(Waiting(said.text))
+
+    def _hear_record(self, said: Heard) -> None:
+        record = said.record
+        assert record is not None, "the event is a record"
+        own = self._outbox.all_blobs()
+        if self._kept and record.round < self._kept[record.fragment]:
+            self._outbox.hear(record)
+            self._inbox.put(Recorded(record, None))
+            return
+        self._inbox.wait_for_room(_UNREAD, self._closed.is_set)
+        keys = keys_of([payload for one in record.counted for payload in self._wanted(one)])
+
+        def there(blobs: Mapping[str, Bytes] | None) -> None:
+            self._outbox.hear(record)
+            self._fetching.forget(record.fragment, record.round)
+            self._inbox.put(Recorded(record, blobs))
+
+        self._fetching.fetch(keys, own, there)
+
+    def _hear_state(self, said: Heard) -> None:
+        header, keys = said.header, [part.key for part in said.parts]
+        assert header is not None, "the event is a state"
+
+        def there(blobs: Mapping[str, Bytes] | None) -> None:
+            self._asking = False
+            if blobs is not None:
+                self._inbox.put(StateArrived(header, tuple(blobs[key] for key in keys), said.text))
+
+        self._fetching.fetch(list(dict.fromkeys(keys)), {}, there)
+
+    def _hear_loss(self, said: Heard) -> None:
+        self._let_in = self._asking = False
+        if said.flag:
+            # A process that died is not in the way for longer than its lease.
+            now = time.monotonic()
+            self._busy_since = now if self._busy_since is None else self._busy_since
+            if now > self._busy_since + self._lease + _AGAIN:
+                raise Refused(said.text)
+        self._inbox.put(Lost(said.text))

@@ -1,0 +1,116 @@
+"""Runs ``sdiloco hub``: serves a run to its sites, and tells a hub that serves what its operator wants."""
+
+import logging
+import signal
+import threading
+
+from lightning_sdiloco.comm import LedgerError
+from lightning_sdiloco.hub import HubService
+from lightning_sdiloco.tools.hub.asking import Asking
+
+
+def hub(
+    run: str | None = None,
+    keys: str | None = None,
+    sites: int | None = None,
+    listen: str = "127.0.0.1:29400",
+    ledger: str = "hub.sqlite",
+    store: str | None = None,
+    insecure: bool = False,
+) -> str:
+    """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger.
+
+    Args:
+        run: The name of the run.
+        keys: The bundle of the hub, or the folder of `sdiloco keys init`.
+        sites: How many sites found the run, the first time. Once it is founded, sites come and go as they like.
+        listen: Address and port. Sites elsewhere reach it at 0.0.0.0 or at the address of an interface.
+        ledger: The file with the records of the run. Without it the run is lost: keep it on a disk that lasts.
+        store: Folder or URL for payloads and states; by default the folder beside the ledger.
+        insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
+
+    Raises:
+        ValueError: If there is no run and nobody is to found one, or ledger, keys or address cannot be used.
+    """
+    if run is None:
+        raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        service = HubService(run, ledger, sites, listen, store, keys, insecure)
+    except LedgerError as error:
+        raise ValueError(str(error)) from error
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    service.start()
+    print(f"The hub of run {run} listens on port {service.port}: {_found(service)}.", flush=True)
+    over.wait()
+    service.close()
+    return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
+
+
+def _found(service: HubService) -> str:
+    status = service.status()
+    if status["founded"]:
+        return f"it goes on after {status['records']} records"
+    return f"it waits for {status['missing']} sites that found the run"
+
+
+def evict(
+    site: str, hub: str | None = None, keys: str | None = None, run: str | None = None, insecure: bool = False
+) -> str:
+    """Throw a site out of a run. A new start of it may join again, and fetches a state from the others.
+
+    Args:
+        site: The name of the site.
+        hub: Address and port of the hub.
+        keys: The bundle of an operator.
+        run: The name of the run, if the bundle does not say it.
+        insecure: Ask a hub that has no keys.
+
+    Raises:
+        ValueError: If the hub refuses it, or cannot be reached.
+    """
+    with Asking(hub, keys, run, insecure, "operator") as asking:
+        asking.ask("evict", who=site)
+    return f"{site} was evicted. To keep it out for good, revoke its keys: sdiloco keys revoke FOLDER {site}."
+
+
+def end(hub: str | None = None, keys: str | None = None, run: str | None = None, insecure: bool = False) -> str:
+    """End a run: the next round of every fragment is the last, for which every site launches what it has.
+
+    Args:
+        hub: Address and port of the hub.
+        keys: The bundle of an operator.
+        run: The name of the run, if the bundle does not say it.
+        insecure: Ask a hub that has no keys.
+
+    Raises:
+        ValueError: If the hub refuses it, or cannot be reached.
+    """
+    with Asking(hub, keys, run, insecure, "operator") as asking:
+        asking.ask("end")
+    return "The run ends with the next round of every fragment."
+
+
+def rollback(
+    round: int, hub: str | None = None, keys: str | None = None, run: str | None = None, insecure: bool = False
+) -> str:
+    """Roll a run back to a round: later records are dropped for good. Sites that have applied them must start again.
+
+    Args:
+        round: The last round of every fragment that stays.
+        hub: Address and port of the hub.
+        keys: The bundle of an operator.
+        run: The name of the run, if the bundle does not say it.
+        insecure: Ask a hub that has no keys.
+
+    Raises:
+        ValueError: If the hub has no state from which the run could go on there, or cannot be reached.
+    """
+    with Asking(hub, keys, run, insecure, "operator") as asking:
+        answer, _ = asking.ask("rollback", round=round)
+    return (
+        f"{answer['records']} records are left. Sites that have applied more are refused: start them again from a"
+        " checkpoint of before, or without one."
+    )

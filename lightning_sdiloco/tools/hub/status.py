@@ -1,0 +1,43 @@
+"""Runs ``sdiloco status``: who is there, how far each is, and what is waited for, as a table that stays up to date."""
+
+import json as codec
+import sys
+import time
+
+from rich.console import Console
+from rich.live import Live
+
+from lightning_sdiloco.tools.hub.asking import Asking
+from lightning_sdiloco.tools.hub.table import as_table, printed
+
+_EVERY = 1.0
+
+
+def status(
+    hub: str | None = None, keys: str | None = None, run: str | None = None, json: bool = False, insecure: bool = False
+) -> str:
+    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; elsewhere once.
+
+    Args:
+        hub: Address and port of the hub.
+        keys: The bundle of a reader, or of anybody else who has one.
+        run: The name of the run, if the bundle does not say it.
+        json: Print JSON in place of a table, once.
+        insecure: Ask a hub that has no keys.
+
+    Raises:
+        ValueError: If the hub refuses it, or cannot be reached.
+    """
+    with Asking(hub, keys, run, insecure, "reader") as asking:
+        _, text = asking.ask("status")
+        if json:
+            return codec.dumps(codec.loads(text), indent=2)
+        if not sys.stdout.isatty():
+            return printed(codec.loads(text))
+        with Live(as_table(codec.loads(text)), console=Console(), auto_refresh=False) as live:
+            try:
+                while True:
+                    time.sleep(_EVERY)
+                    live.update(as_table(codec.loads(asking.ask("status")[1])), refresh=True)
+            except KeyboardInterrupt:
+                return ""
