@@ -11,6 +11,15 @@ from lightning_sdiloco.engine.rounds import Rounds
 class Pace(Protocol):
     """Launches and lands what is due after an inner step."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody trains any more."""
+        ...
+
+    def join(self, step: int) -> None:
+        """Waits until there is all that training begins with, after an inner step."""
+        ...
+
     def trained(self, samples: int) -> None:
         """Counts an inner step in which this rank trained on so many samples."""
         ...
@@ -59,8 +68,13 @@ class SchedulePace:
         rounds: What launches and lands.
     """
 
+    is_over = False
+
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
+
+    def join(self, step: int) -> None:
+        """Does nothing: all groups begin together."""
 
     def trained(self, samples: int) -> None:
         """Counts an inner step: all of a group's weigh the same."""

@@ -65,6 +65,14 @@ class FragmentLayout(ABC):
         """
 
     @abstractmethod
+    def shard_lengths(self, ranks: int) -> list[int]:
+        """Returns the numbers of values in the shards of a group of so many ranks.
+
+        Raises:
+            ValueError: If the fragment cannot be read from so many.
+        """
+
+    @abstractmethod
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         """Returns the whole parameters by name, on the host. In-group collective where ranks hold parts of them.
 
@@ -205,6 +213,10 @@ class WholeLayout(FragmentLayout):
         return shard if group.size == 1 else torch.cat(group.all_gather(shard))
 
     @override
+    def shard_lengths(self, ranks: int) -> list[int]:
+        return [-(-sum(self._sizes.values()) // ranks)] * ranks
+
+    @override
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         values = zip(self.names, self.split(gathered), strict=True)
         return {name: value.to("cpu", copy=True) for name, value in values}
@@ -243,17 +255,18 @@ class ShardedLayout(FragmentLayout):
         shard: The shard of this rank.
 
     Attributes:
-        specs: For each parameter, which of its values every rank of the group exchanges.
+        lengths: Numbers of values in the shards of all ranks.
     """
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], specs: Sequence[Sequence[ShardSpec]], shard: int
     ) -> None:
         super().__init__(names, parameters)
-        self.specs = specs
+        self._specs = specs
         self._own = [ranks[shard] for ranks in specs]
         # Without a single value there would be nothing to encode.
         lengths = [max(1, sum(of)) for of in zip(*([s.length for s in ranks] for ranks in specs), strict=True)]
+        self.lengths = lengths
         self.length = lengths[shard]
         self._longest = max(lengths)
         self.start = sum(lengths[:shard])
@@ -280,7 +293,7 @@ class ShardedLayout(FragmentLayout):
         common = torch.cat([part for part, in_common in zip(own, self._in_common, strict=True) if in_common])
         parts = group.all_gather(_padded(common, max(self._common_lengths())))
         starts = [0] * len(parts)
-        for index, ranks in enumerate(self.specs):
+        for index, ranks in enumerate(self._specs):
             if self._in_common[index]:
                 of_holders = [(parts[h], starts[h], ranks[h].length) for h in self._own[index].holders]
                 own[index] = torch.cat([part[start : start + length] for part, start, length in of_holders])
@@ -288,10 +301,16 @@ class ShardedLayout(FragmentLayout):
         return torch.cat(own)
 
     @override
+    def shard_lengths(self, ranks: int) -> list[int]:
+        if ranks != len(self.lengths):
+            raise ValueError(f"a fragment that is sharded over {len(self.lengths)} ranks came from {ranks}")
+        return self.lengths
+
+    @override
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         shards = group.all_gather(_padded(shard, self._longest))
         whole = self.to_parameters([OuterState(values.to("cpu"), {}, 0) for values in shards])
-        shapes = [ranks[0].shape for ranks in self.specs]
+        shapes = [ranks[0].shape for ranks in self._specs]
         return {name: whole[name].values.view(shape) for name, shape in zip(self.names, shapes, strict=True)}
 
     @override
@@ -300,7 +319,7 @@ class ShardedLayout(FragmentLayout):
 
     @override
     def to_parameters(self, shards: Sequence[OuterState]) -> dict[str, OuterParameter]:
-        return to_parameters_by_spec(dict(zip(self.names, self.specs, strict=True)), shards)
+        return to_parameters_by_spec(dict(zip(self.names, self._specs, strict=True)), shards)
 
     @override
     def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
@@ -308,16 +327,16 @@ class ShardedLayout(FragmentLayout):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        sizes = [prod(ranks[0].shape) for ranks in self.specs]
+        sizes = [prod(ranks[0].shape) for ranks in self._specs]
         return {
             "names": list(self.names),
             "sizes": sizes,
-            "places": [[list(spec) for spec in ranks] for ranks in self.specs],
+            "places": [[list(spec) for spec in ranks] for ranks in self._specs],
         }
 
     def _common_lengths(self) -> list[int]:
         """Returns how much every rank exchanges of the parameters of which several ranks hold the same."""
-        common = [ranks for ranks, in_common in zip(self.specs, self._in_common, strict=True) if in_common]
+        common = [ranks for ranks, in_common in zip(self._specs, self._in_common, strict=True) if in_common]
         return [sum(spec.length for spec in of_rank) for of_rank in zip(*common, strict=True)]
 
 
