@@ -1,13 +1,14 @@
 """What is trained over slow links: the same for all methods. Needs nothing but torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.models import Size
+from benchmarks.models import Size, random_batches
+from benchmarks.stamps import Stamps
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Case:
         overlap_steps: tau.
         mixing: alpha.
         compression: That of ours.
+        outer_lr: Learning rate of the outer optimizer of torchft.
     """
 
     size: Size
@@ -34,6 +36,9 @@ class Case:
     mixing: float = 0.5
     compression: str = "fp4"
 
+    # No field, and so the same in all cases of a class.
+    outer_lr: ClassVar[float] = 0.4
+
     def net(self) -> nn.Module:
         """The model; all ranks start alike."""
         return self.size.make()
@@ -41,6 +46,14 @@ class Case:
     def inner(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """The inner optimizer: a cheap one, since it has no part in what is compared."""
         return torch.optim.SGD(parameters, lr=1e-3)
+
+    def batches(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """What a rank trains on."""
+        return random_batches(self.size, self.batch, seed=rank)
+
+    def stamps(self, net: nn.Module, rank: int) -> Stamps:
+        """Takes the times of a rank, which trains this network."""
+        return Stamps(self.step_seconds)
 
     def blocks(self, fragment: int) -> list[int]:
         """The blocks of a fragment, strided as in the paper."""

@@ -4,14 +4,16 @@ The examples are scripts, not a package, so their folder is put on the path. Wha
 for everybody who measures something here.
 """
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import AdamW
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
@@ -50,6 +52,22 @@ TEN_MILLION = Size(layers=6, width=384, heads=6, context=128)
 def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy in nats per byte."""
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def adamw(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float) -> AdamW:
+    """The inner optimizer of all trainings whose loss is compared; norms have no weight decay."""
+    every = list(parameters)
+    matrices, vectors = [p for p in every if p.dim() > 1], [p for p in every if p.dim() <= 1]
+    parts = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return AdamW(parts, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def lr_factor(step: int, steps: int, warmup: int) -> float:
+    """As in examples/pretrain_text.py: warm-up, then a cosine down to a tenth."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def random_batches(size: Size, batch: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -63,17 +63,20 @@ class Model:
     budget: float = 16.0
 
 
-# From --stage rates for 0.1M and two groups. The others have the rates of the nearest that was tried.
+# More groups make fewer and larger steps of the same tokens, and want larger rates.
+SMALL_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(1.2e-2, 6e-3)}
+
 MODELS = {
     "tiny": Model(TINY, {2: Rates(3e-3, 3e-3)}, budget=0.05),
-    "0.1M": Model(SMALL, {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 3e-3), 8: Rates(6e-3, 3e-3)}),
-    "0.2M": Model(Size(3, 64, 4, 128), {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 3e-3), 8: Rates(6e-3, 3e-3)}),
-    "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 3e-3), 8: Rates(6e-3, 3e-3)}),
+    "0.1M": Model(SMALL, SMALL_RATES),
+    "0.2M": Model(Size(3, 64, 4, 128), SMALL_RATES),
+    "0.5M": Model(Size(4, 96, 3, 128), SMALL_RATES),
     "0.9M": Model(DEMO, {2: Rates(3e-3, 3e-3)}, batch=4, budget=0.5),
     "5M": Model(Size(6, 256, 4, 128), {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "10M": Model(TEN_MILLION, {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "50M": Model(Size(16, 512, 8, 128), {2: Rates(1e-3, 1e-3)}, batch=32, budget=2.0),
 }
+"""The models by name, with the rates that stage ``rates`` chooses; 0.2M is that of the demo."""
 
 TRIED, TRIED_LARGE = (3e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3)
 """Inner learning rates."""
@@ -115,15 +118,16 @@ def chosen(choices: Mapping[str, Any], groups: int) -> dict[str, Any]:
 
 def verdict(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields what decides whether worker groups learn as well as DDP."""
-    for groups, rounds in CELLS.items():
-        for sync_every in rounds:
+    for groups in MODELS[size].rates:
+        for sync_every in CELLS[groups]:
             for seed in HELD_OUT:
                 yield f"{size}, M={groups}, H={sync_every}", pair(size, groups, seed, sync_every=sync_every)
 
 
 def rates(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields each rate for each number of groups, for both methods alike."""
-    for groups, (sync_every, *_) in CELLS.items():
+    for groups in MODELS[size].rates:
+        sync_every = CELLS[groups][0]
         for rate in TRIED:
             for seed in TUNING:
                 yield (
@@ -150,7 +154,8 @@ def settings(size: str) -> Iterator[tuple[str, Pair]]:
         "M=8": {"groups": 8},
         "Muon inside both": {"inner": "muon", "rates": MUON_RATES},
     }
-    for change, different in changes.items():
+    known = {name: change for name, change in changes.items() if change.get("groups", 2) in MODELS[size].rates}
+    for change, different in known.items():
         for seed in SCREENED:
             yield f"{size}: {change}", pair(size, seed=seed, **different)
 
@@ -258,12 +263,12 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--device cuda needs a GPU that torch sees: torch.cuda.is_available() is False here.")
     stage = QUICK if options.quick else STAGES[options.stage]
     every = planned(stage, (not options.quick and options.size) or stage.sizes, options.budget, options.device)
-    settings = {name: pairs for name, pairs in every.items() if options.quick or has_enough_rounds(pairs)}
+    wanted = {name: pairs for name, pairs in every.items() if options.quick or has_enough_rounds(pairs)}
     kept = Runs("quality" if options.quick else f"quality --stage {options.stage}", options.json)
-    kept.make((one for pairs in settings.values() for pair in pairs for one in pair), options.workers, options.minutes)
-    found = comparison.compared(kept, settings)
+    kept.make((one for pairs in wanted.values() for pair in pairs for one in pair), options.workers, options.minutes)
+    found = comparison.compared(kept, wanted)
     found += each_at_its_best(found)
-    few = "; ".join(name for name in every if name not in settings)
+    few = "; ".join(name for name in every if name not in wanted)
     left_out = f"Left out, with fewer than {FEWEST_ROUNDS} rounds: {few}." if few else ""
     comparison.show(f"{options.stage}: {stage.about}", found, left_out)
     kept.write(comparison.headline(found), options.quick)

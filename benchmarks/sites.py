@@ -17,11 +17,12 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 from benchmarks.case import Case
+from benchmarks.learning import LearningCase
 from benchmarks.links import Links
-from benchmarks.models import Size, random_batches
+from benchmarks.models import Size
 from benchmarks.peers.loops import LOOPS, Loop
 from benchmarks.sampler import peak, sampled
-from benchmarks.stamps import Stamps, forget_peak_memory, peak_memory, sent_so_far
+from benchmarks.stamps import forget_peak_memory, peak_memory, sent_so_far
 from tests.ranks import RankError, run_processes
 
 _CLONE_NEWUTS = 0x04000000
@@ -67,7 +68,8 @@ class Job:
         """Takes back what was written as JSON."""
         fields = json.loads(text)
         case = fields.pop("case")
-        return Job(case=Case(**{**case, "size": Size(**case["size"])}), **fields)
+        kind = LearningCase if "folder" in case else Case
+        return Job(case=kind(**{**case, "size": Size(**case["size"])}), **fields)
 
 
 def run(job: Job) -> Found:
@@ -120,11 +122,11 @@ def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int)
         os.environ.update(links.environment(rank))
         _call_this_host(links.address(rank))
     os.environ["OWN_ADDR"] = "127.0.0.1" if links is None else links.address(rank)
-    stamps = Stamps(job.case.step_seconds)
-    batches = random_batches(job.case.size, job.case.batch, seed=rank)
+    net, batches = job.case.net(), job.case.batches(rank)
+    stamps = job.case.stamps(net, rank)
     before = forget_peak_memory()
     with sampled() if rank == 0 and job.sampled else nullcontext([]) as samples:
-        told = loop(job.case, job.case.net(), batches, stamps, job.first + job.counted)
+        told = loop(job.case, net, batches, stamps, job.first + job.counted)
     in_all = sent_so_far()
     times = {"wall": stamps.wall, "cpu": stamps.cpu, "sent": stamps.sent, "packets": stamps.packets, "samples": samples}
     ends = {"sent_in_all": in_all.bytes, "packets_in_all": in_all.packets}
@@ -151,13 +153,14 @@ def _loop(method: str) -> Loop:
 def results(jobs: list[Job]) -> Iterator[tuple[Job, Found]]:
     """Runs jobs one after the other, each in the Python that its method needs."""
     for job in jobs:
-        environment = ENVIRONMENTS.get(job.method)
-        if environment is None:
-            yield job, run(job)
-        elif (python := PEERS / environment / "bin" / "python").exists():
-            yield job, _elsewhere(python, job)
-        else:
-            yield job, {"reason": "not installed: benchmarks/peers/install.sh"}
+        yield job, run_apart(job) if job.method in ENVIRONMENTS else run(job)
+
+
+def run_apart(job: Job) -> Found:
+    """Runs a job in a process of its own, in the Python that its method needs; several may run at the same time."""
+    environment = ENVIRONMENTS.get(job.method)
+    python = PEERS / environment / "bin" / "python" if environment else Path(sys.executable)
+    return _elsewhere(python, job) if python.exists() else {"reason": "not installed: benchmarks/peers/install.sh"}
 
 
 def _elsewhere(python: Path, job: Job) -> Found:

@@ -2,8 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Sent(NamedTuple):
@@ -52,10 +53,16 @@ class Stamps:
         step_seconds: A virtual accelerator: forward and backward take at least so long, the rest of it asleep. The step
             time is then steady on a machine whose processor has other work too. What a strategy does after backward
             comes on top; what DDP does during backward is hidden behind it.
+
+    Attributes:
+        model: What a validation would look at, for those who write it down.
+        stopped: Seconds for which the clock has stood still.
     """
 
     def __init__(self, step_seconds: float = 0.0) -> None:
         self.step_seconds = step_seconds
+        self.model: Callable[[], Mapping[str, Any]] = dict
+        self.stopped = 0.0
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.sent: list[int] = []
@@ -63,7 +70,7 @@ class Stamps:
 
     def begin(self) -> None:
         """An inner step begins."""
-        self.wall.append(time.perf_counter())
+        self.wall.append(time.perf_counter() - self.stopped)
         self.cpu.append(time.process_time())
         sent = sent_so_far()
         self.sent.append(sent.bytes)
@@ -71,6 +78,6 @@ class Stamps:
 
     def pad(self) -> None:
         """Forward and backward are done."""
-        left = self.wall[-1] + self.step_seconds - time.perf_counter()
+        left = self.wall[-1] + self.stopped + self.step_seconds - time.perf_counter()
         if left > 0:
             time.sleep(left)

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.models import Size, next_byte_loss
+from benchmarks.models import Size, adamw, lr_factor, next_byte_loss
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 
 from muon import muon_and_adamw  # isort: skip  (on the path since benchmarks.models)
@@ -93,12 +93,8 @@ class Training:
         return _text(self.size, self.validation_windows, self.device)
 
     def lr_factor(self, step: int) -> float:
-        """As in examples/pretrain_text.py: warm-up, then a cosine down to a tenth."""
-        warmup = round(self.warmup * self.steps)
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = (step - warmup) / max(1, self.steps - warmup)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+        """Returns the share of ``lr`` that holds at a step."""
+        return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))
 
 
 @cache
@@ -181,14 +177,11 @@ class Group:
 
 
 def inner_optimizer(training: Training, model: nn.Module) -> Optimizer:
-    """Makes the inner optimizer; norms have no weight decay."""
+    """Makes the inner optimizer."""
     if training.inner == "muon":
         return muon_and_adamw(model, training.lr, weight_decay=training.weight_decay)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if p.dim() > 1]
-    vectors = [p for p in trainable if p.dim() <= 1]
-    parts = [{"params": matrices, "weight_decay": training.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW(parts, lr=training.lr, betas=(0.9, 0.95), fused=True)
+    return adamw(trainable, training.lr, training.weight_decay)
 
 
 class Loop:
@@ -297,6 +290,7 @@ def made(training: Training, until: float = math.inf, state: Path | None = None)
         "passes": round(training.tokens / (len(text.training) * training.size.context), 3),
         "cpu_seconds": round(cpu_seconds, 1),
         "seconds": round(seconds, 1),
+        **({"gpu": torch.cuda.get_device_name()} if training.device == "cuda" else {}),
     }
 
 

@@ -6,6 +6,7 @@ backward on an accelerator cannot have usable children, so hide accelerators fro
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -303,6 +304,8 @@ def _restore_signals() -> None:
 
 
 def _prepare(rank: int, environment: Mapping[str, str]) -> None:
+    # What was inherited is never collected: to look at it would copy all its pages.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     if sys.platform == "linux":

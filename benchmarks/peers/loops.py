@@ -65,8 +65,11 @@ def ddp(hook: str | None = None) -> Loop:
         elif hook == "powersgd":
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-            # Two is the least that PowerSGD with error feedback takes; the first steps are not counted.
-            state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            # From a tenth of the steps on, as its documentation suggests; two is the least that it takes.
+            begin = max(2, steps // 10)
+            state = powerSGD_hook.PowerSGDState(
+                dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=begin
+            )
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         train(net, model, case.inner(net.parameters()), batches, stamps, steps)
         return {}
@@ -128,7 +131,7 @@ def torchft_diloco(case: Case, net: nn.Module, batches: Batches, stamps: Stamps,
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     inner = case.inner(net.parameters())
     fragments = [nn.ModuleList(modules) for modules in case.modules(net)]
-    outers = [torch.optim.SGD(part.parameters(), lr=0.4, momentum=0.9, nesterov=True) for part in fragments]
+    outers = [torch.optim.SGD(part.parameters(), lr=case.outer_lr, momentum=0.9, nesterov=True) for part in fragments]
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=lambda state: None,

@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import slow_links, wire_bytes
+from benchmarks import loss_over_time, slow_links, training, wire_bytes
 from benchmarks.links import missing
+from benchmarks.models import TINY
 from benchmarks.sampler import peak
 from benchmarks.sites import Job
 
@@ -48,6 +49,22 @@ def test_ours_keeps_its_speed_on_a_slow_link_where_ddp_does_not(tmp_path: Path) 
     assert ddp["seconds"] > 0.2
     assert ours["bytes"] < ddp["bytes"] / 50
     assert content["headline"]["2 sites, 10 Mbit/s: best peer's step over ours"] > 0
+
+
+@pytest.mark.network
+@NETWORK
+def test_what_is_learned_over_a_link_is_what_is_learned_in_one_process(tmp_path: Path) -> None:
+    content = quick(loss_over_time, tmp_path)
+    rows = {row["method"]: row for row in content["rows"]}
+    text = training.Text(TINY, loss_over_time.VALIDATION_WINDOWS)
+    for method, choices in (("ddp", None), ("streaming_defaults", {"sync_every": 10})):
+        case, points = rows[method]["case"], rows[method]["points"]
+        budget = case["steps"] * 2 * case["batch"] * TINY.context / training.parameters(TINY)
+        alike = training.Training(TINY, choices, budget=budget, lr=case["lr"])
+        assert points[-1]["loss"] == pytest.approx(text.loss(training.trained(alike, text)), abs=1e-4)
+        assert [point["step"] for point in points] == [5, 10, 15, 20]
+        assert 0 < points[0]["seconds"] < points[-1]["seconds"]
+    assert rows["streaming_defaults"]["step_seconds"] < rows["ddp"]["step_seconds"]
 
 
 @pytest.mark.network
@@ -90,8 +107,9 @@ def test_the_peak_is_that_of_the_busiest_tenth_of_a_second() -> None:
 def test_a_job_is_read_back_as_it_was_written() -> None:
     from dataclasses import asdict
 
-    job = Job("torchft", slow_links.CASE, sites=4, mbit_s=30, first=10, counted=20)
-    assert Job.read(json.dumps(asdict(job))) == job
+    for case in (slow_links.CASE, loss_over_time.case(quick=True, lr=1e-3)):
+        job = Job("torchft", case, sites=4, mbit_s=30, first=10, counted=20)
+        assert Job.read(json.dumps(asdict(job))) == job
 
 
 def test_methods_that_exchange_in_rounds_are_measured_over_whole_ones() -> None:

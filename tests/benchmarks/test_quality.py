@@ -25,11 +25,11 @@ def test_a_training_in_pieces_has_the_bits_of_one(
     one: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, path, pieces = made(one), tmp_path / "runs.json", 0
-    # Every look at the clock takes a second, so that the second piece begins and ends with fragments in flight.
+    # Every look at the clock takes a second, so that two pieces end with fragments in flight.
     ticks = count()
     monkeypatch.setattr(training.time, "time", lambda: next(ticks))
     while Runs("test", path).get(one) is None:
-        Runs("test", path).make([one], 1, minutes=15 / 60)
+        Runs("test", path).make([one], 1, minutes=10 / 60)
         pieces += 1
     assert pieces > 2
     assert whole is not None

@@ -84,9 +84,7 @@ def both(
 @pytest.mark.parametrize(
     ("groups", "ranks", "name", "lane"),
     [
-        (2, 2, "fp4", ThreadBackground),
         (2, 2, "fp4", LateLane),
-        (2, 2, "fp32, two shots", ThreadBackground),
         (2, 2, "fp32, two shots, offloaded", LateLane),
         (2, 2, "error feedback", LateLane),
         (3, 3, "fp4", ThreadBackground),
@@ -241,7 +239,7 @@ def stopping(at_step_9: str) -> Callable[[int, int], None]:
             if at_step_9 == "silent":
                 # Its hosts go on to answer, and its device does not.
                 topology.exchange.post = lambda messages: None  # type: ignore[method-assign]
-                training.engine._rounds._pipeline.average = lambda snapshot, sent: time.sleep(10)  # type: ignore[method-assign]
+                training.engine._rounds._pipeline.average = lambda snapshot, sent: time.sleep(7)  # type: ignore[method-assign]
             else:
                 topology.exchange.post = dying  # type: ignore[method-assign]
         for _ in range(STEPS):

@@ -163,17 +163,14 @@ CHOICES |= {f"{name}, offloaded": {**choices, "offload": True} for name, choices
 @pytest.mark.parametrize(
     ("name", "lane"),
     [
-        ("fp4", ThreadBackground),
         ("fp4", LateLane),
         ("fp32, two shots", LateLane),
         ("error feedback", ThreadBackground),
         ("random, two shots", LateLane),
         ("outer AdamW", ThreadBackground),
         ("fp4, offloaded", ThreadBackground),
-        ("fp32, two shots, offloaded", LateLane),
         ("error feedback, offloaded", LateLane),
         ("random, two shots, offloaded", ThreadBackground),
-        ("outer AdamW, offloaded", LateLane),
     ],
 )
 def test_a_run_gives_the_bits_of_the_cpu(name: str, lane: type[ThreadBackground]) -> None:
@@ -204,10 +201,11 @@ def test_a_run_gives_the_bits_of_the_cpu(name: str, lane: type[ThreadBackground]
 def test_a_group_of_several_ranks_gives_the_bits_of_the_cpu(offload: bool) -> None:
     def train(device: str, rank: int) -> list[list[Tensor]]:
         training = Training(device, rank // 2, groups=2, offload=offload)
-        for _ in range(STEPS):
+        for step in range(STEPS):
             training.step()
-            with training.engine.evaluate():
-                training.keep()
+            if step % 3 == 1:
+                with training.engine.evaluate():
+                    training.keep()
         training.engine.finish()
         training.keep()
         return training.trajectory()
@@ -215,7 +213,7 @@ def test_a_group_of_several_ranks_gives_the_bits_of_the_cpu(offload: bool) -> No
     on_both(train, ranks=4)
 
 
-@pytest.mark.parametrize("name", ["fp4", "error feedback", "outer AdamW", "random, two shots, offloaded"])
+@pytest.mark.parametrize("name", ["error feedback", "outer AdamW", "random, two shots, offloaded"])
 def test_a_run_goes_on_from_what_was_saved_in_flight(name: str) -> None:
     def train(device: str, group: int) -> list[list[Tensor]]:
         whole, first, second = (Training(device, group, **CHOICES[name]) for _ in range(3))

@@ -20,17 +20,17 @@ def bits(values: dict[str, Tensor]) -> dict[str, list[int]]:
     return {name: tensor.view(torch.int32).flatten().tolist() for name, tensor in values.items()}
 
 
-def hundred_steps(rank: int, world_size: int, groups: int, compression: str) -> list[dict[str, list[int]]]:
+def fifty_steps(rank: int, world_size: int, groups: int, compression: str) -> list[dict[str, list[int]]]:
     """Trains groups of one or more ranks; returns the outer parameters on the way and at the end, and the model."""
     size = world_size // groups
     model: nn.Module = mlp(seed=rank)
-    settings: dict[str, Any] = {"sync_every": 8, "overlap_steps": 3, "fragments": LAYERS, "compression": compression}
+    settings: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": LAYERS, "compression": compression}
     topology = Topology.of_world(GroupLayout(world_size, groups), timedelta(seconds=60))
     engine = StreamingDiLoCo(model, topology=topology, **settings)
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=topology.in_group.process_group)
     optimizer = inner_optimizer("adamw", model)
     seen = []
-    for step in range(1, 101):
+    for step in range(1, 51):
         x, y = batch(rank // size, step)
         optimizer.zero_grad()
         nn.functional.mse_loss(wrapped(x.chunk(size)[rank % size]), y.chunk(size)[rank % size]).backward()
@@ -42,10 +42,12 @@ def hundred_steps(rank: int, world_size: int, groups: int, compression: str) -> 
     return [*seen, bits(engine.outer_state_dict()), model_bits]
 
 
-@pytest.mark.parametrize(("groups", "world_size"), [(2, 2), (3, 3), (2, 4)])
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(
+    ("groups", "world_size", "compression"),
+    [(2, 2, "fp4"), *((*w, name) for name in COMPRESSIONS for w in [(3, 3), (2, 4)])],
+)
 def test_all_ranks_hold_the_same_bits_after_every_landing(groups: int, world_size: int, compression: str) -> None:
-    ranks = run_ranks(hundred_steps, world_size, groups, compression)
+    ranks = run_ranks(fifty_steps, world_size, groups, compression)
     assert len(ranks[0]) > 40
     assert all(other == ranks[0] for other in ranks[1:])
     assert ranks[0][-1] == ranks[0][-2], "the model holds the outer parameters"

@@ -160,7 +160,7 @@ def train_with_timeout(rank: int, world_size: int, groups: int, at_step_9: str) 
     for step in range(1, 40):
         if step == 9 and rank // size == groups - 1:
             if at_step_9 == "stall":
-                time.sleep(10)
+                time.sleep(7)
             else:
                 os._exit(3)
         train_step(wrapped, optimizer, rank // size, step)
@@ -189,7 +189,7 @@ def test_a_group_that_is_late_by_less_than_a_millisecond_has_not_gone_away(secon
     assert run_ranks(collect_in_vain, 2, seconds)[0] == "worker group 1 did not answer in time (rank 1)"
 
 
-@pytest.mark.parametrize(("groups", "world_size"), [(2, 2), (3, 3), (2, 4)])
+@pytest.mark.parametrize(("groups", "world_size"), [(3, 3), (2, 4)])
 def test_a_group_that_does_not_answer_ends_the_run_everywhere_and_is_named(groups: int, world_size: int) -> None:
     errors = run_ranks(train_with_timeout, world_size, groups, "stall", expect_failure=True, timeout=60)
     assert sorted(errors) == list(range(world_size))

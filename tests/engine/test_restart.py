@@ -498,7 +498,7 @@ def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_in_all_groups_
 
 @pytest.mark.parametrize(
     ("step", "when"),
-    [(10, "every_n_epochs"), (13, "every_n_train_steps"), (20, "every_n_epochs"), (20, "every_n_train_steps")],
+    [(10, "every_n_epochs"), (13, "every_n_train_steps"), (20, "every_n_epochs")],
 )
 def test_a_fit_resumes_to_the_same_bits_after_layers_were_unfrozen_and_frozen(
     step: int, when: str, tmp_path: Path

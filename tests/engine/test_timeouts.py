@@ -31,13 +31,13 @@ def stalling(rank: int, where: str) -> Any:
         class Stalling(base):  # type: ignore[misc, valid-type]
             def training_step(self, parts: Any, index: int) -> Any:
                 if where == "training_step" and index == 2 and rank == 1:
-                    time.sleep(3 * TIMEOUT)
+                    time.sleep(2 * TIMEOUT)
                 return super().training_step(parts, index)
 
             def on_train_epoch_start(self) -> None:
                 if where == "barrier":
                     if rank == 1:
-                        time.sleep(3 * TIMEOUT)
+                        time.sleep(2 * TIMEOUT)
                     self.trainer.strategy.barrier("here")
 
         return Stalling()
@@ -73,7 +73,7 @@ def gather_in_vain(rank: int, world_size: int) -> float:
     topology = Topology.of_world(GroupLayout(world_size, 1), timedelta(seconds=TIMEOUT / 2))
     start = time.monotonic()
     if rank == 1:
-        time.sleep(2 * TIMEOUT)
+        time.sleep(1.5 * TIMEOUT)
         return 0.0
     with pytest.raises(RuntimeError, match="Timed out waiting 5000ms"):
         topology.stages[-1].all_gather(torch.zeros(1))

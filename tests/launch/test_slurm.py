@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 STEPS = 400
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+# Together they take more than a minute, most of which is waiting for jobs.
+pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.timeout(600)]
 
 # Slow enough for a signal to come in the midst of it. Every rank keeps the model that it ends with.
 SCRIPT = """

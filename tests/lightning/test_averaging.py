@@ -52,8 +52,14 @@ def expected_average(outer: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return average
 
 
-@pytest.mark.parametrize(("distribution", "world_size"), [(LIGHTNING, 2), (LIGHTNING, 4), ("pytorch_lightning", 2)])
-@pytest.mark.parametrize("choices", [{}, {"update_every_n_steps": 3, "update_starting_at_step": 13}])
+@pytest.mark.parametrize(
+    ("distribution", "world_size", "choices"),
+    [
+        (LIGHTNING, 2, {}),
+        (LIGHTNING, 4, {"update_every_n_steps": 3, "update_starting_at_step": 13}),
+        ("pytorch_lightning", 2, {"update_every_n_steps": 3, "update_starting_at_step": 13}),
+    ],
+)
 def test_the_average_is_that_of_the_outer_parameters_at_landings(
     choices: dict[str, Any], distribution: str, world_size: int, tmp_path: Path
 ) -> None:
@@ -103,7 +109,7 @@ def test_a_fit_that_averages_resumes_to_the_same_bits(distribution: str, world_s
 
     plain = run_processes(run, world_size, STEPS, 1, None)
     few = world_size > 2 or distribution != LIGHTNING
-    for step in (16,) if few else (12, 16, 17):
+    for step in (16,) if few else (16, 17):
         check(step)
     # 15: something landed and no update was wanted; 16: one was wanted and nothing landed; 13: both.
     for step in (13,) if few else (13, 15, 16):

@@ -13,9 +13,6 @@ from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import assert_same, saving
 from tests.ranks import run_processes
 
-DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
-WORLDS = pytest.mark.parametrize(("world_size", "groups"), [(2, 2), (4, 2)])
-
 
 def boring(distribution: str) -> Any:
     return importlib.import_module(f"{distribution}.demos.boring_classes")
@@ -27,9 +24,15 @@ def trainer(distribution: str, world_size: int, groups: int, **choices: Any) -> 
     return fits.trainer(distribution, strategy=strategy, devices=world_size, **choices)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("data", ["BoringDataModule", "BoringDataModuleNoLen"])
-@WORLDS
+@pytest.mark.parametrize(
+    ("distribution", "data", "world_size", "groups"),
+    [
+        (LIGHTNING, "BoringDataModule", 2, 2),
+        ("pytorch_lightning", "BoringDataModuleNoLen", 2, 2),
+        ("pytorch_lightning", "BoringDataModule", 4, 2),
+        (LIGHTNING, "BoringDataModuleNoLen", 4, 2),
+    ],
+)
 def test_a_boring_model_is_fitted_validated_tested_and_used(
     distribution: str, data: str, world_size: int, groups: int
 ) -> None:
@@ -105,8 +108,7 @@ class Sequences:
         self.step = state["step"]
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@WORLDS
+@pytest.mark.parametrize(("world_size", "groups", "distribution"), [(2, 2, "pytorch_lightning"), (4, 2, LIGHTNING)])
 def test_a_small_transformer_is_trained_and_goes_on_from_the_middle_of_an_epoch(
     distribution: str, world_size: int, groups: int, tmp_path: Path
 ) -> None:

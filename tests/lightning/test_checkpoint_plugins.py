@@ -106,8 +106,7 @@ class Fail(pl.Callback):  # type: ignore[misc, name-defined]
             raise ArithmeticError("the user's own")
 
 
-@pytest.mark.parametrize(("world_size", "failing"), [(2, 0), (2, 1), (4, 3)])
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize(("world_size", "failing", "save_last"), [(2, 0, True), (2, 1, "link"), (4, 3, True)])
 def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(
     world_size: int, failing: int, save_last: Any, tmp_path: Path
 ) -> None:
@@ -236,7 +235,7 @@ def test_every_file_that_is_written_late_can_be_resumed(tmp_path: Path, uninterr
     for name in names:
         assert_whole(tmp_path / name)
         assert len(saves_of(tmp_path / name)) == 1
-    for step in (5, 11, 13):
+    for step in (5, 13):
         assert_continues(tmp_path / f"step={step}.ckpt", uninterrupted)
 
 
@@ -454,7 +453,7 @@ def test_a_copy_as_the_last_checkpoint_has_a_folder_of_its_own(tmp_path: Path, u
         assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
         folders = [f"{name}.sdiloco" for name in stands if save_last is True or name != "last.ckpt"]
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted(stands + folders)
-        for name in stands:
+        for name in stands[:2] if save_last is True else stands[:1]:
             assert_continues(tmp_path / name, uninterrupted)
 
 
@@ -518,37 +517,39 @@ import sys
 
 sys.modules["lightning_sdiloco"] = None  # importing it fails
 
+import lightning.pytorch
+import pytorch_lightning
 import torch
-from {distribution} import LightningModule, Trainer
 from torch import nn
 
-class Net(LightningModule):
-    def __init__(self, width):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
-
 checkpoint = torch.load({path!r}, weights_only=True)
-net = Net.load_from_checkpoint({path!r}, map_location="cpu")
-assert net.hparams.width == 6
-for name, values in net.state_dict().items():
-    assert torch.equal(values, checkpoint["state_dict"][name]), name
+for distribution in (lightning.pytorch, pytorch_lightning):
+
+    class Net(distribution.LightningModule):
+        def __init__(self, width):
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+
+    net = Net.load_from_checkpoint({path!r}, map_location="cpu")
+    assert net.hparams.width == 6
+    for name, values in net.state_dict().items():
+        assert torch.equal(values, checkpoint["state_dict"][name]), name
+    print("loaded", len(net.state_dict()))
 assert not [name for name in sys.modules if name.startswith("lightning_sdiloco.")]
-print("loaded", len(net.state_dict()))
 """
 
 
-@pytest.mark.parametrize("distribution", [LIGHTNING, "pytorch_lightning"])
-def test_a_checkpoint_is_read_where_the_package_is_not_installed(distribution: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_read_where_the_package_is_not_installed(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> Any:
         return run_fit(
             rank, world_size, 12, [saving(tmp_path, every_n_train_steps=11)], make=lambda *args: Net(width=6)
         )
 
     run_processes(run, 2)
-    script = ELSEWHERE.format(distribution=distribution, path=str(tmp_path / "step=11.ckpt"))
+    script = ELSEWHERE.format(path=str(tmp_path / "step=11.ckpt"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout == "loaded 9\n", done.stderr
+    assert done.stdout == "loaded 9\n" * 2, done.stderr
 
 
 def half(distribution: str, seed: int) -> Any:
@@ -652,7 +653,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(late: bool
         run_fit(rank, world_size, 1000, [Scenes(after_9=arm), Overwrite(), keep], choices=choices, plugins=plugins)
 
     moments = random.Random(0)
-    for attempt in range(6):
+    for attempt in range(4):
         run_processes(run, 2, attempt % 2, moments.uniform(0.0, 0.15), expect_failure=True)
         step = torch.load(tmp_path / "only.ckpt", weights_only=True)["global_step"]
         assert step >= 7

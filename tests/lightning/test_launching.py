@@ -104,7 +104,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize(
     ("start_method", "distribution"),
-    [("popen", LIGHTNING), ("popen", "pytorch_lightning"), ("spawn", LIGHTNING), ("forkserver", LIGHTNING)],
+    [("popen", LIGHTNING), ("spawn", "pytorch_lightning"), ("forkserver", LIGHTNING)],
 )
 def test_a_script_gets_back_the_same_bits_however_processes_are_started(
     start_method: str, distribution: str, tmp_path: Path, forked: list[str]

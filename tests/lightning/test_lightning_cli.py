@@ -1,6 +1,9 @@
 """The strategy from a YAML file and from the command line of a LightningCLI, in a script that does not import us."""
 
+import multiprocessing
+import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -50,20 +53,38 @@ OURS = {
 }
 
 
-def run(folder: Path, distribution: str, *arguments: str) -> str:
+def script_of(folder: Path, distribution: str) -> Path:
     script = folder / "train.py"
     script.write_text(SCRIPT.format(distribution=distribution))
-    command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return script
+
+
+def run(folder: Path, distribution: str, *arguments: str) -> str:
+    """What the script prints in a fork of this process, which has imported what takes long to import."""
+    script, printed, errors = script_of(folder, distribution), folder / "printed", folder / "errors"
+
+    def main() -> None:
+        os.chdir(folder)
+        sys.argv = [str(script), *arguments]
+        sys.stdout, sys.stderr = printed.open("w"), errors.open("w")
+        runpy.run_path(str(script), run_name="__main__")
+
+    process = multiprocessing.get_context("fork").Process(target=main)
+    process.start()
+    process.join(timeout=100)
+    process.kill()
+    assert process.exitcode == 0, errors.read_text()
+    return printed.read_text()
 
 
 @pytest.mark.parametrize("distribution", OURS)
 def test_a_yaml_file_is_enough(distribution: str, tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS[distribution]))
+    command = [sys.executable, str(script_of(tmp_path, distribution)), "fit", "--config", "settings.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
     # Five batches a rank: fragment 0 launches at 2 and 4, fragment 1 at 3 and 5.
-    assert "RESULT 4 1 SGD" in run(tmp_path, distribution, "fit", "--config", "settings.yaml")
+    assert "RESULT 4 1 SGD" in done.stdout
 
 
 def test_arguments_override_the_yaml_file_and_an_outer_optimizer_comes_by_its_class_path(tmp_path: Path) -> None:

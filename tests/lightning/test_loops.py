@@ -329,6 +329,13 @@ LOOPS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def compilers(request: pytest.FixtureRequest) -> None:
+    """Loads what compiling needs, once and not in every rank."""
+    if "compiled" in request.node.name:
+        torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
+
+
 def of_ours(loop: Loop, choices: dict[str, Any]) -> Any:
     return fits.strategy(**{**choices, "ddp_kwargs": loop.ddp_kwargs})
 
@@ -377,7 +384,22 @@ def test_all_groups_agree(name: str) -> None:
     assert any(not torch.equal(values, other_local[name]) for name, values in local.items()), "each its own data"
 
 
-@pytest.mark.parametrize("name", sorted(LOOPS.keys() - {"compiled inside", "fused", "foreach"}))
+# Those in which DistributedDataParallel has a part, or what happens between two steps.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "16-mixed",
+        "accumulation",
+        "accumulation by scheduler",
+        "automatic",
+        "batch norm",
+        "bf16-true",
+        "clipping by norm",
+    ]
+    + ["compiled", "find_unused_parameters", "frozen", "gan", "gradient checkpointing", "hooks overridden", "lbfgs"]
+    + ["manual", "manual, not in every batch", "manual, unwrapped", "parametrized", "scheduler per step"]
+    + ["sparse gradients", "static_graph", "tied"],
+)
 def test_a_single_group_of_two_ranks_trains_as_ddp_does(name: str) -> None:
     loop = LOOPS[name]
 
@@ -421,8 +443,8 @@ def test_averaging_after_every_inner_step_is_ddp(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["automatic", "gan", "accumulation", "bf16-true", "compiled", "find_unused_parameters", "frozen"]
-    + ["manual", "parametrized", "sparse gradients", "static_graph", "tied"],
+    ["automatic", "gan", "accumulation", "bf16-true", "find_unused_parameters", "frozen"]
+    + ["manual", "sparse gradients", "static_graph", "tied"],
 )
 def test_a_single_group_of_three_ranks_trains_as_ddp_does(name: str) -> None:
     """Three ranks add gradients in the order of DDP's buckets, whose layout is fixed before the first step."""
@@ -459,7 +481,6 @@ RESUMED = {"16-mixed, overflowing": Loop(Overflowing, {"plugins": [by_scaler()]}
         "accumulation",
         "batch norm",
         "compiled",
-        "compiled inside",
         "gan",
         "lbfgs",
         "manual, not in every batch",

@@ -44,15 +44,12 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 # 4: before any flight; 6, 7: one and two fragments in flight; 11: launched again.
 @pytest.mark.parametrize(
-    ("sizes", "as_folder", "steps"), [((2, 1), True, (4, 6, 7, 11)), ((2, 2), True, (7,)), ((1, 2), False, (7, 11))]
+    ("sizes", "as_folder", "steps"), [((2, 1), True, (4, 6, 11)), ((2, 2), True, (7,)), ((1, 2), False, (7,))]
 )
 def test_a_sharded_fit_resumed_from_any_step_gives_the_same_bits(
     sizes: tuple[int, int], as_folder: bool, steps: tuple[int, ...], tmp_path: Path
 ) -> None:
-    plain = run(2, sizes, [])
-    saved = run(2, sizes, saving(tmp_path, every_n_train_steps=1), save_distributed_checkpoint=as_folder)
-    for one, other in zip(saved, plain, strict=True):
-        assert_same(one["outer"], other["outer"])
+    plain = run(2, sizes, saving(tmp_path, every_n_train_steps=1), save_distributed_checkpoint=as_folder)
     for step in steps:
         resumed = run(2, sizes, [], resume=tmp_path / f"step={step}.ckpt", save_distributed_checkpoint=as_folder)
         for one, other in zip(resumed, plain, strict=True):
@@ -82,10 +79,9 @@ print("same")
 """
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
-def test_a_sharded_folder_is_the_outer_model_in_plain_torch(sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_a_sharded_folder_is_the_outer_model_in_plain_torch(tmp_path: Path) -> None:
     # Saved in flight, where local parameters are others.
-    ranks = run(2, sizes, saving(tmp_path, every_n_train_steps=7), steps=8)
+    ranks = run(2, (2, 2), saving(tmp_path, every_n_train_steps=7), steps=8)
     outer = {name.removeprefix("outer "): v for name, v in ranks[0]["trace"][7].items() if name.startswith("outer ")}
     torch.save(outer, tmp_path / "expected.pt")
     paths = map(str, (tmp_path / "step=7.ckpt", tmp_path / "expected.pt", tmp_path / "converted.pt"))
@@ -109,8 +105,10 @@ def outer_of(rank: dict[str, Any], step: int) -> dict[str, Tensor]:
 
 
 # From two groups of two ranks, to: three groups; larger groups; tensor parallelism; the first strategy, and back.
-@pytest.mark.parametrize(("groups", "sizes"), [(3, (2, 1)), (1, (4, 1)), (2, (1, 2))])
-@pytest.mark.parametrize("as_folder", [True, False])
+@pytest.mark.parametrize(
+    ("groups", "sizes", "as_folder"),
+    [(3, (2, 1), True), (1, (4, 1), False), (2, (1, 2), True), (2, (1, 2), False)],
+)
 def test_other_shards_start_from_the_outer_parameters(
     groups: int, sizes: tuple[int, int], as_folder: bool, tmp_path: Path
 ) -> None:

@@ -43,8 +43,7 @@ def clocked(distribution: str, inner: str, seed: int) -> Any:
     return Clocked()
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("world_size", "distribution"), [(2, "pytorch_lightning"), (4, LIGHTNING)])
 def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(
     world_size: int, distribution: str, tmp_path: Path
 ) -> None:

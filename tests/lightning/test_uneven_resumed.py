@@ -133,7 +133,7 @@ def test_a_fit_resumed_while_a_group_is_idle_gives_the_same_bits(distribution: s
     plain = fit_saving(tmp_path / "plain")
     assert epochs(plain[0]["common"]) == [10, 8, 8]
     # 5: the last batch; 7: idle; 9: idle, the request in flight; 11: in the next epoch; 16: idle, just launched.
-    steps = (4, 5, 7, 9, 10, 11, 16, 17, 18, 26) if distribution == LIGHTNING else (7, 10)
+    steps = (5, 7, 9, 11, 16, 18) if distribution == LIGHTNING else (7, 10)
     for step in steps:
         resumed = fit_saving(tmp_path / str(step), str(tmp_path / "plain" / f"step={step}.ckpt"))
         for one, other in zip(resumed, plain, strict=True):

@@ -163,8 +163,16 @@ def test_a_fit_is_not_stopped_before_its_minimum(choices: dict[str, Any], steps:
 # Monitors
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("monitor", ["val_loss", "train_loss", "train_loss_epoch", "own"])
+@pytest.mark.parametrize(
+    ("monitor", "distribution"),
+    [
+        ("val_loss", LIGHTNING),
+        ("train_loss", LIGHTNING),
+        ("train_loss_epoch", LIGHTNING),
+        ("own", LIGHTNING),
+        ("own", "pytorch_lightning"),
+    ],
+)
 def test_early_stopping_stops_all_groups_at_the_same_epoch(monitor: str, distribution: str) -> None:
     """Whether the monitored number is the same in all groups or not."""
 
@@ -241,9 +249,14 @@ def plateau(distribution: str, monitor: str, interval: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize(
-    ("monitor", "interval", "cuts"), [("val_loss", "epoch", 2), ("val_loss", "step", 5), ("own", "epoch", 0)]
+    ("monitor", "interval", "cuts", "distribution"),
+    [
+        ("val_loss", "epoch", 2, LIGHTNING),
+        ("val_loss", "step", 5, "pytorch_lightning"),
+        ("own", "epoch", 0, LIGHTNING),
+        ("own", "epoch", 0, "pytorch_lightning"),
+    ],
 )
 def test_a_rate_that_is_reduced_on_a_plateau_is_the_same_in_all_groups(
     monitor: str, interval: str, cuts: int, distribution: str
@@ -401,25 +414,36 @@ def some_callbacks(distribution: str) -> list[tuple[str, Any]]:
     ]
 
 
+def watch(rank: int, world_size: int, folder: Path, name: str) -> Any:
+    """Fits with a callback, or with none for the empty name; the outer parameters."""
+    chosen = [dict(some_callbacks(LIGHTNING))[name]()] if name else []
+    pretend_psutil(LIGHTNING)
+    logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(folder, name="", version=0)
+    bar = {"enable_progress_bar": "ProgressBar" in name, "enable_model_summary": "Summary" in name}
+    trainer, model = run_fit(rank, callbacks=chosen, logger=logger, log_every_n_steps=2, **bar)
+    assert finished(trainer, model)
+    return trainer.strategy.outer_state_dict()
+
+
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    return dict(run_processes(watch, 2, tmp_path_factory.mktemp("unwatched"), "")[0])
+
+
 @pytest.mark.parametrize("name", [name for name, _ in some_callbacks(LIGHTNING)])
-def test_a_callback_that_watches(name: str, tmp_path: Path) -> None:
+def test_a_callback_that_watches(name: str, tmp_path: Path, unwatched: dict[str, Tensor]) -> None:
     """Training is the same with it as without."""
-
-    def run(rank: int, world_size: int, watched: bool) -> Any:
-        chosen = [dict(some_callbacks(LIGHTNING))[name]()] if watched else []
-        pretend_psutil(LIGHTNING)
-        logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path, name="", version=0)
-        bar = {"enable_progress_bar": "ProgressBar" in name, "enable_model_summary": "Summary" in name}
-        trainer, model = run_fit(rank, callbacks=chosen, logger=logger, log_every_n_steps=2, **(bar if watched else {}))
-        return finished(trainer, model), trainer.strategy.outer_state_dict()
-
-    for (done, outer), (_, expected) in zip(run_processes(run, 2, True), run_processes(run, 2, False), strict=True):
-        assert done
-        assert_same(outer, expected)
+    for outer in run_processes(watch, 2, tmp_path, name):
+        assert_same(outer, unwatched)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("how", ["OnExceptionCheckpoint", pytest.param("save_on_exception", marks=since("2.5.3"))])
+@pytest.mark.parametrize(
+    ("how", "distribution"),
+    [
+        ("OnExceptionCheckpoint", "pytorch_lightning"),
+        pytest.param("save_on_exception", LIGHTNING, marks=since("2.5.3")),
+    ],
+)
 def test_a_checkpoint_on_an_exception_never_waits(how: str, distribution: str, tmp_path: Path) -> None:
     """The message of the group that failed ends the others; the timeout is far longer than the test."""
 

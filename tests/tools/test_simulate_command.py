@@ -129,8 +129,7 @@ def test_without_a_link_no_time_is_predicted(capsys: pytest.CaptureFixture[str],
     assert "redicted" not in text
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-@pytest.mark.parametrize("args", [[], ["--sweep=sync_every=5,10", *LINK]])
+@pytest.mark.parametrize(("suffix", "args"), [("svg", []), ("png", ["--sweep=sync_every=5,10", *LINK])])
 def test_the_same_runs_draw_the_same_picture(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], suffix: str
 ) -> None:
