@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.federation.parsing import NAME
-from lightning_sdiloco.federation.terms import LONGEST_GRACE
+from lightning_sdiloco.federation import LONGEST_GRACE, NAME
 from lightning_sdiloco.hub import Connection, HubConnection
 
 
