@@ -63,14 +63,12 @@ class Model:
     budget: float = 16.0
 
 
-# More groups make fewer and larger steps of the same tokens, and want larger rates.
-SMALL_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(1.2e-2, 6e-3)}
-
+# More groups make fewer and larger steps of the same tokens, and want larger rates; larger models want smaller ones.
 MODELS = {
     "tiny": Model(TINY, {2: Rates(3e-3, 3e-3)}, budget=0.05),
-    "0.1M": Model(SMALL, SMALL_RATES),
-    "0.2M": Model(Size(3, 64, 4, 128), SMALL_RATES),
-    "0.5M": Model(Size(4, 96, 3, 128), SMALL_RATES),
+    "0.1M": Model(SMALL, {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(1.2e-2, 6e-3)}, batch=1),
+    "0.2M": Model(Size(3, 64, 4, 128), {2: Rates(4.5e-3, 2e-3)}, batch=1),
+    "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(3e-3, 2e-3)}),
     "0.9M": Model(DEMO, {2: Rates(3e-3, 3e-3)}, batch=4, budget=0.5),
     "5M": Model(Size(6, 256, 4, 128), {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "10M": Model(TEN_MILLION, {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
@@ -78,7 +76,7 @@ MODELS = {
 }
 """The models by name, with the rates that stage ``rates`` chooses; 0.2M is that of the demo."""
 
-TRIED, TRIED_LARGE = (3e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3)
+TRIED, TRIED_LARGE = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3)
 """Inner learning rates."""
 
 MUON_RATES = Rates(6e-3, 6e-3)
