@@ -9,6 +9,7 @@ from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.simulation import SimulatedGroups
+from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 
@@ -20,6 +21,7 @@ __all__ = [
     "BFloat16",
     "Compression",
     "ExchangeError",
+    "Federation",
     "Float32",
     "Fragment",
     "Landing",

@@ -13,7 +13,7 @@ from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
 from lightning_sdiloco.compression.int2 import Int2
 from lightning_sdiloco.compression.integers import Int4, Int8
-from lightning_sdiloco.compression.kernels import EAGER, Kernels, kernels_for, missing_for
+from lightning_sdiloco.compression.kernels import EAGER, Kernels, kernels_for, missing_for, weighted_mean
 from lightning_sdiloco.compression.microscaling import FP8, MXFP4
 from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
 from lightning_sdiloco.compression.topk import Threshold, TopK
@@ -39,6 +39,7 @@ __all__ = [
     "kernels_for",
     "missing_for",
     "resolve",
+    "weighted_mean",
 ]
 
 COMPRESSIONS: Mapping[str, Compression] = {

@@ -3,7 +3,7 @@
 import logging
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -64,6 +64,21 @@ class Kernels(ABC):
         """
 
 
+def weighted_mean(parts: Iterable[tuple[Tensor, float]], like: Tensor) -> Tensor:
+    """Returns the mean of decoded outer gradients, each with its factor; with it, they may be written to.
+
+    Args:
+        parts: The outer gradients, in the order in which they are added up.
+        like: A tensor of their shape and on their device.
+    """
+    total, count = torch.zeros_like(like), 0
+    for values, factor in parts:
+        # Two roundings, one after the other: whether there is a fused multiply-add depends on the processor.
+        total += values if factor == 1 else values.mul_(factor)
+        count += 1
+    return _divided(total, count)
+
+
 class EagerKernels(Kernels):
     """Runs one operation after another, a chunk at a time: the reference."""
 
@@ -77,12 +92,13 @@ class EagerKernels(Kernels):
     def mean(
         self, payloads: Sequence[Tensor], factors: Mapping[int, float], compression: Compression, like: Tensor
     ) -> Tensor:
-        total, decoded = torch.zeros_like(like), torch.empty_like(like)
-        for group, factor in factors.items():
-            compression.decode(payloads[group], decoded)
-            # Two roundings, one after the other: whether there is a fused multiply-add depends on the processor.
-            total += decoded if factor == 1 else decoded.mul_(factor)
-        return _divided(total, len(factors))
+        def decoded() -> Iterator[tuple[Tensor, float]]:
+            values = torch.empty_like(like)
+            for group, factor in factors.items():
+                compression.decode(payloads[group], values)
+                yield values, factor
+
+        return weighted_mean(decoded(), like)
 
 
 EAGER = EagerKernels()

@@ -18,9 +18,11 @@ from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
 from lightning_sdiloco.engine.restart import Restart, restart_from
+from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import cut
 
 __all__ = [
+    "Federation",
     "GroupMean",
     "InlineBackground",
     "Landing",

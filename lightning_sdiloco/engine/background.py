@@ -36,6 +36,11 @@ class Pending(ABC, Generic[Result]):
 
     @property
     @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether `result` waits for nobody."""
+
+    @property
+    @abstractmethod
     def seconds(self) -> float:
         """How long the work took, from its start to its end, once it has a result."""
 
@@ -135,6 +140,10 @@ class _Flight(Pending[Result], Generic[First, Second, Result]):
         return self._future.result()
 
     @property
+    def is_ready(self) -> bool:
+        return self._future.done()
+
+    @property
     def seconds(self) -> float:
         return self._ended - self._started
 
@@ -231,6 +240,10 @@ class _Inline(Pending[Result], Generic[Result]):
             except Exception as error:  # told where the result of this flight is asked for
                 self._second.set_exception(error)
             self._first = None
+
+    @property
+    def is_ready(self) -> bool:
+        return True
 
     @property
     def seconds(self) -> float:

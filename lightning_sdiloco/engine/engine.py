@@ -1,7 +1,7 @@
 """The engine of Streaming DiLoCo for any training loop: the public class, and what belongs to all of its rounds."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,11 +22,14 @@ from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import OuterView
-from lightning_sdiloco.engine.parameters.naming import require_coverage, unwrapped
+from lightning_sdiloco.engine.pace import Pace, SchedulePace
+from lightning_sdiloco.engine.parameters.naming import unwrapped
 from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
+from lightning_sdiloco.engine.site.federation import Federation
+from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
 from lightning_sdiloco.engine.start import WorkerGroups, agreed_fragments, align_ranks, cut, default_topology
 
 
@@ -61,6 +64,7 @@ class StreamingDiLoCo:
         timeout: How long a fragment may be in flight.
         inner_optimizers: Those of the training loop. `save` keeps their state; what is not finite of it is dropped.
         topology: Worker groups and process groups made by the caller, in place of ``worker_groups``.
+        federation: What these ranks, launched on their own, are a site of; None: all groups are launched together.
 
     Raises:
         ValueError: If an argument is out of range, the model cannot be cut as asked, or ranks differ in either.
@@ -102,30 +106,37 @@ class StreamingDiLoCo:
         timeout: timedelta = DEFAULT_TIMEOUT,
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
+        federation: Federation | None = None,
     ) -> None:
         self._given = Settings.among(locals())
-        self.topology = topology or default_topology(worker_groups, timeout)
+        self.topology = topology or default_topology(1 if federation else worker_groups, timeout)
         self.settings = self._given.chosen_for(self.topology.num_groups)
         self.mailbox = Mailbox()
         self.step_span: Span = (0.0, 0.0)
         self.last_landing: Landing | None = None
         self.final_landings: list[Landing] = []
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
+        self._pace: Pace
+        self._renewed: Callable[[Rounds], Pace] = SchedulePace
         self._diagnoses, self._closed, self._unfinished = False, False, dict[str, Any]()
         require_own_group(model, self.topology)
         self._model = unwrapped(model)
-        partition, device = agreed_fragments(self._model, self.settings, self.topology)
+        partition, device = agreed_fragments(self._model, self.settings, self.topology, is_site=federation is not None)
         storage, kernels = storage_for(device, offload), kernels_for(device)
         background: Background = (self.topology.background or ThreadBackground)(device)
         self._means = Means(storage, kernels, background, inner_optimizers)
         self._divide(partition)
         align_ranks(self._model, self._rounds.fragments, self.topology)
         require_same_settings({**self._rounds.described(), "kernels": kernels.name}, self.topology.world)
+        if federation is not None:
+            self._renewed = refuse_other_rounds
+            self._pace = join(federation, self._model, self._rounds, self.settings, self.topology, self._means)
 
     def _divide(self, fragments: tuple[Fragment, ...]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self._rounds = Rounds(self._model, fragments, self.settings, self.topology, self._means, self._diagnoses)
         self._view = OuterView(self._model, self._rounds.fragments, self.topology.in_group, self._means.storage)
+        self._pace = self._renewed(self._rounds)
         self.schedule = self._rounds.schedule
 
     def diagnose(self, diagnoses: bool = True) -> None:
@@ -134,32 +145,33 @@ class StreamingDiLoCo:
         self._diagnoses = diagnoses
         self._rounds.diagnose(diagnoses)
 
-    def step(self, *, idle: bool = False) -> list[Landing]:
+    def join(self) -> None:
+        """Waits until a site has what the others have; without it, its first inner steps may be in vain."""
+        self._pace.join(self._counts.inner_steps)
+
+    def step(self, *, idle: bool = False, samples: int = 1) -> list[Landing]:
         """Counts an inner step, launches what is due and lands what is due, which it returns.
 
         Args:
             idle: Whether this group did not train in this inner step, because it has no data left: it then counts less
                 in the next mean of every fragment. All ranks of a group say the same.
+            samples: On how many samples this rank trained: by these a federation weighs its sites.
 
         Raises:
             ExchangeError: If a worker group went away, or did not answer within ``timeout``.
             AgreementError: If the groups hold different outer parameters, or one stays not finite.
         """
-        self.launch_due(idle=idle)
+        self.launch_due(idle=idle, samples=samples)
         return self.land_due()
 
-    def launch_due(self, *, idle: bool = False) -> None:
+    def launch_due(self, *, idle: bool = False, samples: int = 1) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
         self._require_open("step()")
         self._counts.inner_steps += 1
         self.step_span = (began := time.perf_counter()), began
-        for fragment in self._rounds.fragments:
-            fragment.weight += 0 if idle else 1
-        if due := self.schedule.launches(self.steps_in_rounds):
-            require_coverage(self._model, self._rounds.parameters)
-        for index in due:
-            self._rounds.launch(index, self._counts.inner_steps, self.mailbox)
-            self._counts.launches += 1
+        if not idle:
+            self._pace.trained(samples)
+        self._counts.launches += self._pace.launch_due(self._counts.inner_steps, self.mailbox)
 
     def _require_open(self, called: str) -> None:
         if self._closed:
@@ -167,17 +179,16 @@ class StreamingDiLoCo:
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
-        step = self.steps_in_rounds
-        due, next_due = self.schedule.landings(step), self.schedule.launches(step + 1)
-        landed = [self._land() for _ in due]
-        for index in next_due:
-            self._rounds.fragments[index].prefetch()
-        self._counts.landings += len(landed)
+        landed = self._counted(self._pace.land_due(self._counts.inner_steps))
         self.step_span = self.step_span[0], time.perf_counter()
         return landed
 
-    def _land(self) -> Landing:
-        landing = self._rounds.land(self._counts.inner_steps)
+    def _counted(self, landings: Iterable[Landing]) -> list[Landing]:
+        landed = [self._noted(landing) for landing in landings]
+        self._counts.landings += len(landed)
+        return landed
+
+    def _noted(self, landing: Landing) -> Landing:
         self._counts.add(landing)
         self._absences.count(landing.launched_at, landing.landed_at, landing.left_out)
         self.last_landing = landing
@@ -199,31 +210,25 @@ class StreamingDiLoCo:
 
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
-        require_coverage(self._model, self._rounds.parameters)
+        self._rounds.require_coverage()
         self._unfinished = self._state()
-        return self._land_in_flight()
-
-    def _land_in_flight(self) -> list[Landing]:
-        landed = [self._land() for _ in self.in_flight]
-        self._counts.landings += len(landed)
-        return landed
+        return self._counted(self._pace.land_all(self._counts.inner_steps))
 
     def launch_final(self) -> None:
         """Does the second part of `finish`: launches every fragment for the mean of the local parameters."""
         if self.settings.final_sync:
-            for index in range(len(self.fragments)):
-                self._rounds.launch(index, self.inner_steps, self.mailbox, final=True)
+            self._pace.launch_final(self.inner_steps, self.mailbox)
 
     def land_final(self) -> None:
         """Does the last part of `finish`: lands the means, and leaves the outer parameters in the model."""
-        while self.in_flight:
-            self.final_landings.append(self._land())
+        self.final_landings += map(self._noted, self._pace.land_all(self._counts.inner_steps))
         self._view.end()
         self.close()
 
     def close(self) -> None:
         """Ends the background. What is in flight is lost; `finish` calls it when nothing is."""
         self._closed = True
+        self._pace.close()
         self._means.background.close()
 
     def request(self, bits: int) -> None:
@@ -242,6 +247,11 @@ class StreamingDiLoCo:
     def is_finished(self) -> bool:
         """Whether `finish` was called: the model holds the outer parameters."""
         return self._view.final is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended for all its sites, so that there is nothing left to train for."""
+        return self._pace.is_over
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
@@ -314,6 +324,7 @@ class StreamingDiLoCo:
             "requests": self.mailbox.pending,
             "local": self._view.local_values(),
             **self._absences.state_dict(),
+            **self._pace.state_dict(),
             **self._rounds.state_dict(),
         }
 
@@ -333,7 +344,7 @@ class StreamingDiLoCo:
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
         self.mailbox.pending = state["requests"]
-        self._rounds.start_flights(state["flights"])
+        self._pace.load_state_dict(state)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Saves all that a run needs to go on bit for bit, what is in flight included. All ranks must call it.
@@ -382,7 +393,7 @@ class StreamingDiLoCo:
         """
         before = self._rounds.fragments
         fragments = cut_again(self._model, before, self.settings, self.topology)
-        landed = self._land_in_flight()
+        landed = self._counted(self._pace.land_all(self._counts.inner_steps))
         outer = named_outer(before, self.topology.in_group)
         take_over(self._model, before, outer, self.topology)
         self._divide(fragments)

@@ -211,21 +211,31 @@ class Landing(NamedTuple):
         return ended - began
 
     @staticmethod
-    def of(flight: Flight, result: SyncResult, landed_at: int, wait: Span, seconds: float) -> "Landing":
+    def of(
+        fragment: int,
+        launched_at: int,
+        launch: Span,
+        result: SyncResult,
+        landed_at: int,
+        wait: Span,
+        seconds: float,
+    ) -> "Landing":
         """Tells what happened at the landing of a flight that has just landed.
 
         Args:
-            flight: The flight.
-            result: What it brought.
+            fragment: The fragment.
+            launched_at: The inner step of the launch.
+            launch: When it was launched.
+            result: What the flight brought.
             landed_at: The inner step of the landing.
             wait: When the training thread began to wait for it, and when its result was there.
             seconds: How long it was in flight.
         """
-        launched, (began, arrived) = flight.launch[1], wait
+        launched, (began, arrived) = launch[1], wait
         ended = max([launched + seconds, *(ended for _, ended in result.spans.values())])
         return Landing(
-            fragment=flight.snapshot.fragment,
-            launched_at=flight.snapshot.step,
+            fragment=fragment,
+            launched_at=launched_at,
             requests=reduce(or_, (control.requests for control in result.controls)),
             left_out=result.left_out,
             outlying=result.counted.outlying,
@@ -239,7 +249,7 @@ class Landing(NamedTuple):
             counted=tuple(result.counted.factors),
             group_norms=tuple(math.sqrt(control.norm_squared) for control in result.controls),
             spans={
-                "launch": flight.launch,
+                "launch": launch,
                 "flight": (launched, min(ended, arrived)),
                 **result.spans,
                 "wait": wait,

@@ -148,6 +148,17 @@ class FragmentState:
         self.buffers.commit(result.buffers, result.changed)
         self.buffers.mix(mixing, result.buffers)
 
+    def carry(self, result: SyncResult, moved: Tensor) -> None:
+        """Makes a result that nothing of the own counts in the outer state, and moves the local values along.
+
+        Args:
+            result: The result.
+            moved: By how much the outer parameters move, as far as this rank holds the fragment.
+        """
+        self.outer = result.outer
+        self.layout.shift(moved)
+        self.buffers.commit(result.buffers, result.changed)
+
     def gathered(self, group: Communicator) -> Tensor:
         """Gathers the outer parameters, flat, as far as this rank holds the fragment. In-group collective."""
         return self.layout.all_gather(self.storage.load(self.outer.values), group)

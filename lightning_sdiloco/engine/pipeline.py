@@ -32,10 +32,10 @@ from lightning_sdiloco.algorithm import (
 )
 from lightning_sdiloco.comm import Exchange, Topology, Unanswered
 from lightning_sdiloco.compression import Kernels
+from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
 from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.measurements import Span, agreement, diagnosed, distance, lost, on_link
-from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 
 _SEND, _AVERAGE, _STEP = range(3)
@@ -140,7 +140,7 @@ class Pipeline:
             messages.append(torch.cat([head, payload, *tail]) if is_new else messages[-1])
         posted_at = time.perf_counter()
         posted = self._topology.exchange.post(messages)
-        spans = {"encode": _span(began, gradient.device)}
+        spans = {"encode": span_from(began, gradient.device)}
         loss = lost(gradient, all_reduce.decode_own(encoded.payloads, gradient)) if self._diagnoses else None
         kept = _Kept(all_reduce, encoded.memory, spans, loss)
         return _Sent(kept, words, posted, encoded.payloads[0].numel(), posted_at)
@@ -151,7 +151,7 @@ class Pipeline:
         began, device = time.perf_counter(), snapshot.gradient.device
         posted = [(topology.control, sent.words), (topology.exchange, sent.payloads)]
         (words, messages), traffic = self._collect(posted, snapshot, _AVERAGE)
-        sent.kept.spans["transfer"] = _span(began, device)
+        sent.kept.spans["transfer"] = span_from(began, device)
         encode = sent.kept.spans["encode"]
         on_link_s = on_link(sent.posted_at, began, traffic.arrived[0], traffic.arrived[1], encode[1] - encode[0])
         heads = [message[:_HEAD_BYTES].to(word.device) for word, message in zip(words, messages, strict=True)]
@@ -167,7 +167,7 @@ class Pipeline:
         second_hop = all_reduce.second_hop(mean, residual)
         posted_at = time.perf_counter()
         onward = None if second_hop is None else topology.second_hop.post([second_hop.payload] * topology.num_groups)
-        sent.kept.spans["decode"] = _span(began, device)
+        sent.kept.spans["decode"] = span_from(began, device)
         return _Averaged(
             kept=sent.kept,
             mean=mean,
@@ -191,15 +191,22 @@ class Pipeline:
         if averaged.second_hop is not None:
             began, posted = time.perf_counter(), [(self._topology.second_hop, averaged.posted)]
             (payloads,), onward = self._collect(posted, snapshot, _STEP)
-            kept.spans["relay"] = _span(began, gradient.device)
+            kept.spans["relay"] = span_from(began, gradient.device)
             on_link_s += on_link(averaged.posted_at, began, averaged.posted_at, onward.arrived[0], 0.0)
             gradient = kept.all_reduce.assemble(payloads, like=snapshot.gradient)
             residual = averaged.second_hop.residual
         began, storage = time.perf_counter(), fragment.storage
-        outer = self._outer_step(snapshot, fragment, gradient, averaged.counted)
+        outer = outer_step(
+            fragment,
+            fragment.outer,
+            snapshot.outer,
+            gradient,
+            counts=bool(averaged.counted.factors),
+            final=snapshot.final,
+        )
         gathered = fragment.layout.all_gather(outer.values, group)
-        kept.spans["outer_step"] = _span(began, gradient.device)
-        gradient_norm, controls = self._norm(gradient), averaged.controls
+        kept.spans["outer_step"] = span_from(began, gradient.device)
+        gradient_norm, controls = whole_norm(gradient, group), averaged.controls
         left_out = tuple(group for group, control in enumerate(controls) if not control.finite)
         changed = reduce(or_, (control.changed for control in controls))
         diagnostics = None
@@ -312,15 +319,6 @@ class Pipeline:
                 " diverged: resume from an earlier checkpoint with a lower learning rate or with gradient clipping."
             )
 
-    @staticmethod
-    def _outer_step(snapshot: LaunchSnapshot, fragment: FragmentState, gradient: Tensor, count: Count) -> OuterState:
-        """Returns the outer state after the landing; its values are on the device of the gradient."""
-        if not snapshot.final and count.factors:
-            return fragment.optimizer.step(fragment.index, fragment.outer, snapshot.outer, gradient)
-        # No group has trained, or it is the end: then it moves without learning rate and momentum.
-        values = snapshot.outer - gradient if snapshot.final else snapshot.outer
-        return fragment.outer._replace(values=values, lr=0.0)
-
     def _mean_buffers(self, tails: Sequence[Tensor], count: Count, snapshot: LaunchSnapshot) -> dict[int, Tensor]:
         """Returns the plain mean of the buffers that travel, over the groups that count. In-group collective.
 
@@ -331,29 +329,7 @@ class Pipeline:
         own = [snapshot.buffers[index] for index in snapshot.travelling]
         flat = torch.cat([buffer.reshape(-1) for buffer in own])
         if self._topology.group_rank == 0:
-            flat = torch.stack([tails[group].clone().view(torch.float32) for group in count.factors]).mean(dim=0)
+            flat = mean_of_buffers([tails[group] for group in count.factors])
         self._topology.stages[_AVERAGE].broadcast(flat)
         parts = zip(snapshot.travelling, flat.split([buffer.numel() for buffer in own]), own, strict=True)
         return {index: part.view_as(buffer) for index, part, buffer in parts}
-
-    def _norm(self, gradient: Tensor) -> float:
-        """Returns the norm of the mean outer gradient of the whole fragment. In-group collective."""
-        norm = torch.linalg.vector_norm(gradient).reshape(1)
-        if self._topology.group_size > 1:
-            norm = torch.cat(self._topology.stages[_STEP].all_gather(norm))
-        return float(torch.linalg.vector_norm(norm))
-
-
-def _span(began: float, device: torch.device) -> Span:
-    """Ends a part of a flight: waits for the stream of the background, so that the part holds what it started.
-
-    The training thread and its stream wait for nothing.
-    """
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
-    return began, time.perf_counter()
-
-
-def norm_squared(gradient: Tensor) -> float:
-    """Returns the squared norm of a shard of an outer gradient, as control vectors carry it."""
-    return float(torch.linalg.vector_norm(gradient)) ** 2

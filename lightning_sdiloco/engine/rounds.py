@@ -23,6 +23,7 @@ from lightning_sdiloco.engine.background import Background, Pending, Stages
 from lightning_sdiloco.engine.flight import Counts, Flight, GroupMean, Landing, LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.fragments import fragments_of
 from lightning_sdiloco.engine.offload import OuterStorage
+from lightning_sdiloco.engine.parameters.naming import require_coverage
 from lightning_sdiloco.engine.parameters.sharding import reshard
 from lightning_sdiloco.engine.pipeline import Pipeline
 from lightning_sdiloco.engine.recovery import recover
@@ -65,7 +66,6 @@ class Rounds:
         began_at: The inner step after which the rounds began.
         partition: The fragments: names and sizes in bytes of their parameters.
         fragments: The record of every fragment.
-        parameters: The ``id`` of every parameter in a fragment.
         flights: What is in flight, in the order of the launches.
     """
 
@@ -87,12 +87,21 @@ class Rounds:
         self._settings = settings
         self._topology = topology
         self._means = means
-        self.parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
+        self._parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
         self.diagnose(diagnoses)
+
+    def require_coverage(self) -> None:
+        """Refuses to go on with a parameter that is trained and in no fragment; see `naming.require_coverage`."""
+        require_coverage(self._model, self._parameters)
 
     def diagnose(self, diagnoses: bool) -> None:
         """Measures at every landing how far the groups agree, or no longer does."""
         self._pipeline = Pipeline(self.fragments, self._topology, self._settings, self._means.kernels, diagnoses)
+
+    @property
+    def mixing(self) -> float:
+        """Share of the local parameters that is kept on landing."""
+        return self._settings.numbers["mixing"]
 
     def begin(self, outer: NamedOuter, began_at: int) -> None:
         """Begins the rounds from other outer state, by name. In-group collective.
@@ -175,8 +184,10 @@ class Rounds:
             began = time.perf_counter()
             result = flight.pending.result()
             arrived = time.perf_counter()
-            self._apply(flight.snapshot, result)
-            return Landing.of(flight, result, step, (began, arrived), flight.pending.seconds)
+            snapshot = flight.snapshot
+            self._apply(snapshot, result)
+            wait, seconds = (began, arrived), flight.pending.seconds
+            return Landing.of(snapshot.fragment, snapshot.step, flight.launch, result, step, wait, seconds)
 
     def _apply(self, snapshot: LaunchSnapshot, result: SyncResult) -> None:
         """Commits the result of a flight, and mixes it into the model."""
@@ -186,7 +197,7 @@ class Rounds:
             mixing = 0.0
         else:
             # Where no group has trained, nothing moves.
-            mixing = self._settings.numbers["mixing"] if result.counted.factors else 1.0
+            mixing = self.mixing if result.counted.factors else 1.0
         _keep_until_done([result.gathered, result.outer.values, *result.buffers.values()])
         reshard(self._model)
         fragment.land(result, mixing, group, snapshot.final)
@@ -208,12 +219,11 @@ class Rounds:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the records and what is in flight as plain values, and tensors on the host."""
+        """Returns the records as plain values, and tensors on the host."""
         return {
             "rounds_began_at": self.began_at,
             "described": self.described(),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
-            "flights": [flight.snapshot.state_dict() for flight in self.flights],
         }
 
     @torch.no_grad()

@@ -95,7 +95,7 @@ def default_topology(worker_groups: int | str | WorkerGroups, timeout: timedelta
 
 @torch.no_grad()
 def agreed_fragments(
-    model: nn.Module, settings: Settings, topology: Topology
+    model: nn.Module, settings: Settings, topology: Topology, *, is_site: bool = False
 ) -> tuple[tuple[Fragment, ...], torch.device]:
     """Makes sure that all ranks start from the same settings and model, and cuts it. All ranks must call it.
 
@@ -103,6 +103,7 @@ def agreed_fragments(
         model: The model of this rank. It takes the values of the first group where the groups differ.
         settings: The settings of this rank.
         topology: All ranks.
+        is_site: Whether other sites train too.
 
     Returns:
         The fragments, and the device on which they are.
@@ -114,7 +115,7 @@ def agreed_fragments(
     require_same_model(model, topology.world)
     partition = cut(model, settings)
     device = next(iter(trainable(model).values())).device
-    _say_what_is_unusual(partition, settings, topology, device)
+    _say_what_is_unusual(partition, settings, topology, device, is_site)
     align_model(model, topology)
     return partition.fragments, device
 
@@ -151,11 +152,13 @@ def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: 
         fragment.layout.align_ranks(fragment.load_outer(), topology.in_group)
 
 
-def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, device: torch.device) -> None:
+def _say_what_is_unusual(
+    partition: Partition, settings: Settings, topology: Topology, device: torch.device, is_site: bool
+) -> None:
     """Warns once, on one rank, of what a user may not expect."""
     if topology.group_index or topology.group_rank:
         return
-    if topology.num_groups == 1:
+    if topology.num_groups == 1 and not is_site:
         _log.warning(
             "There is one worker group: this is plain training with an outer step. Nothing travels, but compression"
             " still applies; compression='fp32' changes no value."

@@ -15,7 +15,7 @@ from lightning_sdiloco.federation.parsing import KEY, LIFE, NAME, Malformed
 from lightning_sdiloco.federation.progress import Flight, Landing, Progress
 from lightning_sdiloco.federation.quorum import Grace, Quorum
 from lightning_sdiloco.federation.records import Contribution, LeftOut, Payload, Position, Record
-from lightning_sdiloco.federation.terms import ANCHOR_EVERY, RETENTION, Terms, automatic_grace
+from lightning_sdiloco.federation.terms import ANCHOR_EVERY, LONGEST_GRACE, RETENTION, Terms, automatic_grace
 
 __all__ = [
     "ANCHOR_EVERY",
@@ -32,6 +32,7 @@ __all__ = [
     "Hello",
     "KEY",
     "LIFE",
+    "LONGEST_GRACE",
     "LeftOut",
     "Landing",
     "Ledger",

@@ -5,6 +5,7 @@ what a `Landing` says. See [Note: the weight of a site].
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, ExchangeError
@@ -188,29 +189,44 @@ class Follower:
         Returns:
             What to send; None if the outer parameters are not those of the last landing, so that a state is needed.
         """
+        begun = self.begin(fragment, step)
+        return self.complete(replace(begun, digest=digest, payloads=payloads, finite=finite, norm_squared=norm_squared))
+
+    def begin(self, fragment: int, step: int) -> Contribution:
+        """Does the first half of `launch`, for those who encode while training goes on.
+
+        Returns:
+            What is to be launched, without payloads, and with the digest that the outer parameters should have.
+        """
         own = self.fragments[fragment]
-        if digest != own.digest:
-            own.forget()
-            return None
-        norm_squared = norm_squared if finite else 0.0
+        assert own.digest is not None, "what has no outer parameters cannot launch"
         sent = Contribution(
-            fragment,
-            own.next_round,
-            self.site,
-            self.life,
-            own.applied.key,
-            own.samples,
-            digest,
-            payloads,
-            finite,
-            norm_squared,
+            fragment, own.next_round, self.site, self.life, own.applied.key, own.samples, own.digest, payloads=()
         )
         own.launch(sent, step)
         return sent
 
+    def complete(self, sent: Contribution) -> Contribution | None:
+        """Does the second half of `launch`.
+
+        Args:
+            sent: What `begin` returned, with payloads, and with the digest that the outer parameters have.
+
+        Returns:
+            What to send; None if there is nothing to send any more, or a state is needed.
+        """
+        own = self.fragments[sent.fragment]
+        if own.flight is None or own.flight.own.payloads or own.flight.own.round != sent.round:
+            return None
+        if sent.digest != own.digest:
+            own.forget()
+            return None
+        own.flight.own = sent if sent.finite else replace(sent, norm_squared=0.0)
+        return own.flight.own
+
     def outstanding(self) -> list[Contribution]:
         """Returns what to send again after a hello: flights whose round is not known to be closed."""
-        flights = [own.flight.own for own in self.fragments if own.flight]
+        flights = [own.flight.own for own in self.fragments if own.flight and own.flight.own.payloads]
         return [own for own in flights if own.round > self.fragments[own.fragment].closed]
 
     # Landing

@@ -43,7 +43,7 @@ class Flight:
     """Holds what a site has launched and not landed.
 
     Attributes:
-        own: The contribution.
+        own: The contribution; without payloads as long as they are being encoded.
         launched_at: The inner step of the launch.
         steps: Inner steps that it holds.
         waits_since: Since when training waits for it, in seconds; None if it does not.

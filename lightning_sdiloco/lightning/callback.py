@@ -44,8 +44,11 @@ class InnerStepHooks(_Base):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes the inner step, logs what landed, and ends a fit with its last batch."""
+        self.fit.steps.note_samples(batch)
         self._write(trainer, self.fit.end_batch(self._is_idle_step(trainer, batch)))
         if self.fit.requests.agreed(Request.TIME_LIMIT):
+            trainer.should_stop = True
+        if self.fit.steps.engine is not None and self.fit.steps.engine.is_over:
             trainer.should_stop = True
         if self.fit.requests.agreed(Request.END_EPOCH):
             end_epoch(trainer)

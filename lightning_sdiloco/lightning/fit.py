@@ -153,6 +153,7 @@ class Fit:
             module,
             topology=self._parts.groups.topology,
             inner_optimizers=optimizers,
+            federation=self._parts.options.federation,
             **vars(self.options.settings),
         )
         engine.diagnose(asks_for_diagnostics(self._trainer))
@@ -166,9 +167,12 @@ class Fit:
                 # In manual optimization they may be stepped without Lightning's wrapper.
                 optimizer.register_step_post_hook(self.steps.note_step)
         self.checkpointer.resume(engine, self._averaging)
+        engine.join()
         self._announce(engine)
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
+        if self._parts.options.federation is not None:
+            return
         # What is left to the planner is told once it has chosen.
         if self._trainer.is_global_zero and not self.options.options.auto.names:
             warn_of_few_rounds(engine.schedule, inner_steps_of(self._trainer))
@@ -227,9 +231,10 @@ class Fit:
         if engine.schedule.launches(engine.steps_in_rounds + 1):
             # Before the launch: groups that wait for this one must make it too, and this one waits for its landing.
             self.meet()
+        own_requests = self._own_requests(engine)
         landings = self.steps.make(idle)
         self.evaluation.forget()
-        self.requests.land(landings)
+        self.requests.land(landings, own_requests)
         if landings and self._epoch_ends is not None:
             self._epoch_ends.collect(landings[-1].launched_at)
         if self._signal_latency is not None:
@@ -239,6 +244,11 @@ class Fit:
         if self.options.options.auto.step(self.options.settings.sync_every - engine.steps_in_rounds):
             self._choose(engine)
         return landings
+
+    def _own_requests(self, engine: StreamingDiLoCo) -> int:
+        """Takes what needs nobody's consent: a site of one rank does at once what it asks for."""
+        alone = self._parts.options.federation is not None and self._parts.groups.topology.world.size == 1
+        return engine.mailbox.take() if alone else 0
 
     def _choose(self, engine: StreamingDiLoCo) -> None:
         """Chooses the ``"auto"`` settings; see [Note: what is chosen when]."""

@@ -1,8 +1,10 @@
 """The inner steps of a fit: which batches count as one, and what landed with them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from lightning_sdiloco.engine import Landing, StreamingDiLoCo
 
@@ -17,12 +19,14 @@ class InnerSteps:
         engine: The engine of the fit; None until training starts.
         landed: Whether anything landed in the batch that has just ended.
         optimizer_steps: How often optimizers have stepped in this batch.
+        samples: On how many samples this rank has trained since the last inner step, where somebody counts them.
     """
 
     def __init__(self) -> None:
         self.engine: StreamingDiLoCo | None = None
         self.landed = False
         self.optimizer_steps = 0
+        self.samples = 0
         self.stepped = False
         self._per_batch = 0
         self._early: list[Landing] = []
@@ -65,6 +69,10 @@ class InnerSteps:
         """Notes that an optimizer has stepped, perhaps without Lightning's wrapper; a hook of optimizers."""
         self.stepped = True
 
+    def note_samples(self, batch: Any) -> None:
+        """Notes on how many samples this rank trains in a batch: the length of the first tensor in it."""
+        self.samples += _length(batch) or 1
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Ignores the steps of optimizers inside a ``with`` block."""
@@ -103,7 +111,15 @@ class InnerSteps:
         self._per_batch = self.optimizer_steps or self._per_batch
         self.optimizer_steps = 0
         self.stepped = False
-        landings = [*self._early, *self.engine.step(idle=idle)]
-        self._early = []
+        landings = [*self._early, *self.engine.step(idle=idle, samples=max(1, self.samples))]
+        self._early, self.samples = [], 0
         self.landed = bool(landings)
         return landings
+
+
+def _length(batch: Any) -> int:
+    """Returns the length of the first tensor of a batch; 0 if there is none."""
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.ndim else 1
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((length for length in map(_length, parts) if length), 0)

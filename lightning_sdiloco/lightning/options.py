@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import checked_worker_groups
+from lightning_sdiloco.engine import Federation
 from lightning_sdiloco.lightning.auto_settings import AutoSettings
 
 
@@ -20,6 +21,7 @@ class Options:
         on_resume: ``"exact"`` or ``"restart"``.
         evaluate: ``"outer"``, ``"mean"`` or ``"local"``.
         resumable_checkpoints: ``"all"`` or ``"newest"``.
+        federation: What the ranks are a site of; None if all worker groups are launched together.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -32,6 +34,7 @@ class Options:
     on_resume: str
     evaluate: str
     resumable_checkpoints: str = "all"
+    federation: Federation | None = None
 
     @staticmethod
     def of(
@@ -40,6 +43,7 @@ class Options:
         on_resume: Any,
         evaluate: Any,
         resumable_checkpoints: Any = "all",
+        federation: Any = None,
         **settings: Any,
     ) -> "Options":
         """Checks the arguments of a strategy.
@@ -50,13 +54,16 @@ class Options:
             on_resume: As in `WorkerGroupStrategy`.
             evaluate: As in `WorkerGroupStrategy`.
             resumable_checkpoints: As in `WorkerGroupStrategy`.
+            federation: As in `WorkerGroupStrategy`.
             **settings: Arguments of `Settings`, of which some may be ``"auto"``.
 
         Raises:
             ValueError: If one of them is out of its range.
         """
         auto, chosen = AutoSettings.of(**settings)
-        return Options(chosen, auto, worker_groups, exchange_backend, on_resume, evaluate, resumable_checkpoints)
+        return Options(
+            chosen, auto, worker_groups, exchange_backend, on_resume, evaluate, resumable_checkpoints, federation
+        )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "worker_groups", checked_worker_groups(self.worker_groups))
@@ -80,6 +87,40 @@ class Options:
                 f"resumable_checkpoints={self.resumable_checkpoints!r} is unknown: it must be 'all', which keeps the"
                 " folder of every checkpoint that stands, or 'newest', which keeps that of the newest. Choose one of"
                 " them."
+            )
+
+        if self.federation is not None:
+            self._check_federation(self.federation)
+            # The ranks of a site are one group.
+            object.__setattr__(self, "worker_groups", 1)
+
+    def _check_federation(self, federation: Any) -> None:
+        if not isinstance(federation, Federation):
+            raise ValueError(
+                f"federation={federation!r} is no Federation. Give one: lightning_sdiloco.Federation(hub=..., run=...,"
+                " site=..., keys=...), or leave it out."
+            )
+        if self.worker_groups not in (1, "auto"):
+            raise ValueError(
+                f"worker_groups={self.worker_groups} does not go with a federation: the ranks of a site are one worker"
+                " group. Leave it out, and start the others as sites of their own."
+            )
+        federation.check(self.settings)
+        for name, is_refused, instead in (
+            ("exchange_backend", self.exchange_backend == "nccl", "a site reaches its hub over gRPC: leave it out"),
+            ("on_resume", self.on_resume == "restart", "a site takes up its own checkpoint, or a state: leave it out"),
+            (
+                "evaluate",
+                self.evaluate == "mean",
+                "validation does not wait for other sites: choose 'outer' or 'local'",
+            ),
+        ):
+            if is_refused:
+                raise ValueError(f"{name}={getattr(self, name)!r} does not go with a federation: {instead}.")
+        if self.auto.names:
+            raise ValueError(
+                f"{self.auto.names[0]}='auto' does not go with a federation: it would be measured by each site for"
+                " itself, and all must be the same. Give a number; `sdiloco plan` says which suits a link."
             )
 
     def after(self, fit: "Options") -> "Options":

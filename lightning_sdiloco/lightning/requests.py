@@ -68,16 +68,20 @@ class Requests:
         """Forgets what was agreed on after the last inner step: it has been done."""
         self._agreed = 0
 
-    def land(self, landings: Iterable[Landing]) -> int:
+    def land(self, landings: Iterable[Landing], own: int = 0) -> int:
         """Takes in the requests that came with landings: all ranks now agree on them, after the same inner step.
 
         A request that was launched before the same thing was last done, or in the same step, has been met already:
         launches come before landings.
 
+        Args:
+            landings: What landed.
+            own: What this rank asks for, where it asks nobody else.
+
         Returns:
             The bits that are agreed on.
         """
-        self._agreed = 0
+        self._agreed = own
         for landing in landings:
             for bit in (1 << index for index in range(_BITS)):
                 if landing.requests & bit and landing.launched_at > self._done_at.get(bit, 0):

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Schedule
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.engine import Federation, StreamingDiLoCo
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
 from lightning_sdiloco.lightning.auto_settings import Measured
 from lightning_sdiloco.lightning.callback import InnerStepHooks
@@ -83,6 +83,8 @@ class WorkerGroupStrategy(_Base):
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
         resumable_checkpoints: Which checkpoints keep the folder from which a fit resumes: ``"all"`` or ``"newest"``.
+        federation: The `Federation` of which these ranks, launched on their own, are a site. None: all worker groups
+            are launched together.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -126,6 +128,7 @@ class WorkerGroupStrategy(_Base):
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_resume: Literal["exact", "restart"] = "exact",
         resumable_checkpoints: Literal["all", "newest"] = "all",
+        federation: Federation | None = None,
         **of_format: Any,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "of_format", "__class__")}

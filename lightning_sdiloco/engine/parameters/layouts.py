@@ -65,6 +65,14 @@ class FragmentLayout(ABC):
         """
 
     @abstractmethod
+    def shard_lengths(self, ranks: int) -> list[int]:
+        """Returns the numbers of values in the shards of a group of so many ranks.
+
+        Raises:
+            ValueError: If the fragment cannot be read from so many.
+        """
+
+    @abstractmethod
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         """Returns the whole parameters by name, on the host. In-group collective where ranks hold parts of them.
 
@@ -144,6 +152,19 @@ class FragmentLayout(ABC):
         for parameter, values in zip(self.held, self.split(gathered), strict=True):
             mix(parameter, values, mixing)
 
+    def shift(self, moved: Tensor) -> None:
+        """Moves the parameters.
+
+        Args:
+            moved: By how much, as `all_gather` returns it.
+        """
+        for parameter, by in zip(self.held, self.split(moved), strict=True):
+            if parameter.dtype == by.dtype:
+                parameter.add_(by)
+            else:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                parameter.copy_(parameter.to(dtype) + by.to(dtype))
+
     def write_named(self, values: Mapping[str, Tensor]) -> None:
         """Overwrites some parameters with flat vectors, by name. Not for sharded parameters."""
         for name, parameter in zip(self.names, self.held, strict=True):
@@ -192,6 +213,10 @@ class WholeLayout(FragmentLayout):
         return shard if group.size == 1 else torch.cat(group.all_gather(shard))
 
     @override
+    def shard_lengths(self, ranks: int) -> list[int]:
+        return [-(-sum(self._sizes.values()) // ranks)] * ranks
+
+    @override
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         values = zip(self.names, self.split(gathered), strict=True)
         return {name: value.to("cpu", copy=True) for name, value in values}
@@ -228,6 +253,9 @@ class ShardedLayout(FragmentLayout):
         parameters: The parameters.
         specs: For each parameter, which of its values every rank of the group exchanges.
         shard: The shard of this rank.
+
+    Attributes:
+        lengths: Numbers of values in the shards of all ranks.
     """
 
     def __init__(
@@ -238,6 +266,7 @@ class ShardedLayout(FragmentLayout):
         self._own = [ranks[shard] for ranks in specs]
         # Without a single value there would be nothing to encode.
         lengths = [max(1, sum(of)) for of in zip(*([s.length for s in ranks] for ranks in specs), strict=True)]
+        self.lengths = lengths
         self.length = lengths[shard]
         self._longest = max(lengths)
         self.start = sum(lengths[:shard])
@@ -270,6 +299,12 @@ class ShardedLayout(FragmentLayout):
                 own[index] = torch.cat([part[start : start + length] for part, start, length in of_holders])
                 starts = [start + spec.length for start, spec in zip(starts, ranks, strict=True)]
         return torch.cat(own)
+
+    @override
+    def shard_lengths(self, ranks: int) -> list[int]:
+        if ranks != len(self.lengths):
+            raise ValueError(f"a fragment that is sharded over {len(self.lengths)} ranks came from {ranks}")
+        return self.lengths
 
     @override
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:

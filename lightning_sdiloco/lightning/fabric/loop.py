@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine import (
     Landing,
     Saved,
@@ -22,6 +21,7 @@ from lightning_sdiloco.engine import (
     write_own,
 )
 from lightning_sdiloco.lightning.announcement import Announcement
+from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
 
@@ -34,7 +34,7 @@ class Loop:
     The engine is made at the first of them, or when a checkpoint is resumed: then the weights are final.
 
     Args:
-        settings: The settings of the engine.
+        options: What the user chose.
         groups: The ranks.
         results: What users read.
 
@@ -42,8 +42,9 @@ class Loop:
         landings: What landed with the last inner step.
     """
 
-    def __init__(self, settings: Settings, groups: WorkerGroups, results: Results) -> None:
-        self._settings = settings
+    def __init__(self, options: Options, groups: WorkerGroups, results: Results) -> None:
+        self._settings = options.settings
+        self._federation = options.federation
         self._groups = groups
         self._results = results
         self._modules: list[nn.Module] = []
@@ -101,7 +102,10 @@ class Loop:
             # It was not set up with this strategy, so it is none of ours.
             yield
             return
-        engine = self.engine or self._begin()
+        engine = self.engine
+        if engine is None:
+            engine = self._begin()
+            engine.join()
         if self._announcement is None:
             self._announcement = Announcement(engine, self._trained())
         if engine.is_finished:
@@ -120,6 +124,7 @@ class Loop:
             self._trained(),
             topology=self._groups.topology,
             inner_optimizers=self._optimizers,
+            federation=self._federation,
             **vars(self._settings),
         )
         if self.engine is None and engine.topology.rank == 0:
@@ -189,6 +194,7 @@ class Loop:
         engine = self._begin()
         own = read_own(path, lambda: header, self._groups.topology, self._settings, self._optimizers)
         engine.load_state_dict(own["engine"])
+        engine.join()
         return dict(own["precision"])
 
 

@@ -116,7 +116,7 @@ class FabricWorkerGroupStrategy(_Base):
         self._groups = WorkerGroups()
         self._results = Results(options)
         self._wrapped: list[DistributedDataParallel] = []
-        self._loop = Loop(options.settings, self._groups, self._results)
+        self._loop = Loop(options, self._groups, self._results)
         super().__init__(timeout=options.settings.timeout, **arguments)
 
     @classmethod

@@ -1,0 +1,120 @@
+"""The pace of an engine: after which inner steps fragments launch and land."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.requests import Mailbox
+from lightning_sdiloco.engine.rounds import Rounds
+
+
+class Pace(Protocol):
+    """Launches and lands what is due after an inner step."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody trains any more."""
+        ...
+
+    def join(self, step: int) -> None:
+        """Waits until there is all that training begins with, after an inner step."""
+        ...
+
+    def trained(self, samples: int) -> None:
+        """Counts an inner step in which this rank trained on so many samples."""
+        ...
+
+    def launch_due(self, step: int, mailbox: Mailbox) -> int:
+        """Launches what is due.
+
+        Args:
+            step: The inner step.
+            mailbox: Whose requests a launch takes along.
+
+        Returns:
+            How many fragments were launched.
+        """
+        ...
+
+    def land_due(self, step: int) -> Iterator[Landing]:
+        """Lands what is due after an inner step, one after the other, and prepares for the next inner step."""
+        ...
+
+    def land_all(self, step: int) -> Iterator[Landing]:
+        """Lands everything that is still to land: training is over."""
+        ...
+
+    def launch_final(self, step: int, mailbox: Mailbox) -> None:
+        """Launches every fragment for the mean of the local parameters, which `land_all` lands."""
+        ...
+
+    def close(self) -> None:
+        """Tells those who might wait that training has ended."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of the pace."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned, and launches again what was in flight."""
+        ...
+
+
+class SchedulePace:
+    """Follows the schedule, which is the same in all groups: nobody asks anybody.
+
+    Args:
+        rounds: What launches and lands.
+    """
+
+    is_over = False
+
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+
+    def join(self, step: int) -> None:
+        """Does nothing: all groups begin together."""
+
+    def trained(self, samples: int) -> None:
+        """Counts an inner step: all of a group's weigh the same."""
+        for fragment in self._rounds.fragments:
+            fragment.weight += 1
+
+    def launch_due(self, step: int, mailbox: Mailbox) -> int:
+        """Launches what the schedule says; see `Pace.launch_due`."""
+        due = self._rounds.schedule.launches(step - self._rounds.began_at)
+        if due:
+            self._rounds.require_coverage()
+        for index in due:
+            self._rounds.launch(index, step, mailbox)
+        return len(due)
+
+    def land_due(self, step: int) -> Iterator[Landing]:
+        """Lands what the schedule says, and prefetches what it launches after the next inner step."""
+        steps = step - self._rounds.began_at
+        for _ in self._rounds.schedule.landings(steps):
+            yield self._rounds.land(step)
+        for index in self._rounds.schedule.launches(steps + 1):
+            self._rounds.fragments[index].prefetch()
+
+    def land_all(self, step: int) -> Iterator[Landing]:
+        """Lands what is in flight, in the order of the launches."""
+        while self._rounds.flights:
+            yield self._rounds.land(step)
+
+    def launch_final(self, step: int, mailbox: Mailbox) -> None:
+        """Launches every fragment; see `Pace.launch_final`."""
+        for index in range(len(self._rounds.fragments)):
+            self._rounds.launch(index, step, mailbox, final=True)
+
+    def close(self) -> None:
+        """Does nothing: all groups end together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what is in flight."""
+        return {"flights": [flight.snapshot.state_dict() for flight in self._rounds.flights]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Launches again what was in flight."""
+        self._rounds.start_flights(state["flights"])

@@ -1,0 +1,101 @@
+"""What a user says of a federation: where its hub is, and the terms on which it is founded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.federation import LONGEST_GRACE, NAME
+from lightning_sdiloco.hub import Connection, HubConnection
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The federation in which this site trains: jobs that are launched on their own, and joined through a hub.
+
+    Args:
+        hub: Address and port of the hub.
+        run: The run.
+        site: The name of this site.
+        keys: Its bundle of keys, or the folder of ``sdiloco keys init``.
+        insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
+        lease: Seconds for which a round waits for a site that gives no sign of life.
+        grace: Seconds for which a round stays open after its first contribution, and a second less than training waits,
+            at most, for a landing. ``"auto"``: ten seconds, and training never waits.
+        quorum: The least number of sites that make a round.
+        patience: Seconds for which the site trains without the hub before it gives up.
+        rounds: The rounds of every fragment after which the run ends; None: it ends when its sites do.
+
+    Raises:
+        ValueError: If an argument is out of its range. The message names the argument.
+
+    Examples:
+        >>> Federation(hub="a.example:29400", run="llm", site="site b", keys="site-b.bundle")
+        Traceback (most recent call last):
+        ...
+        ValueError: site='site b' is no name: it must have letters, digits, and '.', '_' or '-' between them. ...
+    """
+
+    hub: str
+    run: str
+    site: str
+    keys: str | Path | None = None
+    insecure: bool = False
+    lease: float = 10.0
+    grace: float | Literal["auto"] = "auto"
+    quorum: int = 1
+    patience: float = 3600.0
+    rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("run", "site"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not NAME.fullmatch(value):
+                raise ValueError(
+                    f"{name}={value!r} is no name: it must have letters, digits, and '.', '_' or '-' between them."
+                    f" Choose another {name}."
+                )
+        self._require("lease", self.lease > 0, "above 0", "10.0 is the default")
+        self._require(
+            "grace", self.grace == "auto" or self.grace >= 0, "at least 0, or 'auto'", "'auto' is the default"
+        )
+        self._require("quorum", self.quorum >= 1, "at least 1", "1 is the default")
+        self._require("patience", self.patience >= 0, "at least 0", "3600.0 is the default")
+        self._require("rounds", self.rounds is None or self.rounds >= 1, "at least 1, or None", "None is the default")
+
+    def _require(self, name: str, holds: bool, rule: str, advice: str) -> None:
+        if not holds:
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} is out of range: it must be {rule}. Choose another {name}; {advice}."
+            )
+
+    @property
+    def seconds_of_grace(self) -> float:
+        """The grace for the charter."""
+        return LONGEST_GRACE if self.grace == "auto" else self.grace
+
+    @property
+    def waits(self) -> bool:
+        """Whether training ever waits for a landing."""
+        return self.grace != "auto"
+
+    def connect(self) -> Connection:
+        """Connects to the hub."""
+        return HubConnection(self.hub, self.run, self.site, self.keys, self.insecure)
+
+    def check(self, settings: Settings) -> None:
+        """Refuses settings of a training that a federation cannot have.
+
+        Raises:
+            ValueError: With what was given, and what to do.
+        """
+        if settings.exchange == "two_shot":
+            raise ValueError(
+                "exchange='two_shot' does not go with a federation: in its second hop each site would wait for all"
+                " others. Leave exchange out."
+            )
+        if settings.outlier_guard is not None:
+            raise ValueError(
+                f"outlier_guard={settings.outlier_guard} does not go with a federation: it compares a group with its"
+                " own past, and sites come and go. Leave it out; outer_clip_norm bounds what one site can do."
+            )
