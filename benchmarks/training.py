@@ -10,9 +10,9 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import mean
 from tempfile import gettempdir
@@ -33,6 +33,17 @@ Run = dict[str, Any]
 """What was trained, how, and how it ended; see `Training.key` and `made`."""
 
 
+AVERAGING: dict[str, Any] = {
+    "sync_every": 1,
+    "overlap_steps": 0,
+    "outer_lr": 1.0,
+    "outer_momentum": 0.0,
+    "mixing": 0.0,
+    "compression": "fp4",
+}
+"""Averages the parameters in each step."""
+
+
 @dataclass(frozen=True)
 class Training:
     """One training.
@@ -49,6 +60,8 @@ class Training:
         warmup: Share of the steps in which the learning rate rises.
         clip: The largest norm of a gradient.
         device: Where models and text are.
+        head_start: Share of the steps that come before worker groups: in them one model trains as with DDP.
+        averaged: Whether the groups train in the head start too, and average their parameters in each step.
     """
 
     size: Size
@@ -64,6 +77,8 @@ class Training:
     weight_decay: float = field(default=0.1, kw_only=True)
     validation_windows: int = field(default=512, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
+    head_start: float = field(default=0.0, kw_only=True)
+    averaged: bool = field(default=False, kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -77,8 +92,18 @@ class Training:
 
     @property
     def rounds(self) -> int:
-        """How often each fragment travels before the final exchange; 0 with DDP."""
-        return 0 if self.choices is None else self.steps // int(self.choices["sync_every"])
+        """How often each fragment travels before the final exchange; 0 with DDP, and not counting a head start."""
+        return 0 if self.choices is None else (self.steps - self.steps_before) // int(self.choices["sync_every"])
+
+    @property
+    def steps_before(self) -> int:
+        """Inner steps of the head start."""
+        return round(self.head_start * self.steps)
+
+    @property
+    def before(self) -> "Training":
+        """The training whose first steps are the head start."""
+        return replace(self, head_start=0.0, averaged=False, choices=AVERAGING if self.averaged else None)
 
     def key(self) -> Run:
         """Returns what tells this training from all others, as it is read back from a file."""
@@ -191,16 +216,31 @@ class Loop:
         self._training, self._text = training, text
         self._groups = [Group(training) for _ in range(1 if training.choices is None else training.groups)]
         self._streaming: SimulatedGroups | None = None
+        self.step = 0
+        if training.head_start:
+            self._take_over(Loop(training.before, text))
         if training.choices is not None:
             models, optimizers = [group.model for group in self._groups], [[group.optimizer] for group in self._groups]
             # There is room for everything: what is offloaded with CUDA would only take time.
             self._streaming = SimulatedGroups(models, optimizers, offload=False, **training.choices)
-        self.step = 0
 
-    def run(self, until: float = math.inf) -> bool:
-        """Trains to the end, or until a moment of `time.time`; tells whether it got to the end."""
+    def _take_over(self, before: "Loop") -> None:
+        """Begins where the head start ends."""
+        before.run(steps=self._training.steps_before)
+        before.finish()
+        for group, other in zip(self._groups, cycle(before._groups), strict=False):
+            group.load_state_dict(other.state_dict())
+        self.step = before.step
+
+    def run(self, until: float = math.inf, steps: int | None = None) -> bool:
+        """Trains to the end, or until a moment of `time.time`; tells whether it got to the end.
+
+        Args:
+            until: The moment.
+            steps: Where the end is; that of the training if None.
+        """
         batches = self._text.batches(self._training.seed, self._training.groups * self._training.batch, self.step)
-        while self.step < self._training.steps:
+        while self.step < (self._training.steps if steps is None else steps):
             if time.time() >= until:
                 return False
             self._train(*next(batches))
