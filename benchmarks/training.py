@@ -33,17 +33,6 @@ Run = dict[str, Any]
 """What was trained, how, and how it ended; see `Training.key` and `made`."""
 
 
-AVERAGING: dict[str, Any] = {
-    "sync_every": 1,
-    "overlap_steps": 0,
-    "outer_lr": 1.0,
-    "outer_momentum": 0.0,
-    "mixing": 0.0,
-    "compression": "fp4",
-}
-"""Averages the parameters in each step."""
-
-
 @dataclass(frozen=True)
 class Training:
     """One training.
@@ -61,7 +50,6 @@ class Training:
         clip: The largest norm of a gradient.
         device: Where models and text are.
         head_start: Share of the steps that come before worker groups: in them one model trains as with DDP.
-        averaged: Whether the groups train in the head start too, and average their parameters in each step.
     """
 
     size: Size
@@ -78,7 +66,6 @@ class Training:
     validation_windows: int = field(default=512, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
     head_start: float = field(default=0.0, kw_only=True)
-    averaged: bool = field(default=False, kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -92,8 +79,11 @@ class Training:
 
     @property
     def rounds(self) -> int:
-        """How often each fragment travels before the final exchange; 0 with DDP, and not counting a head start."""
-        return 0 if self.choices is None else (self.steps - self.steps_before) // int(self.choices["sync_every"])
+        """How often each fragment travels before the final exchange; 0 with DDP, and not counting a head start or a warm-up."""
+        if self.choices is None:
+            return 0
+        before = self.steps_before + int(self.choices.get("warmup_steps", 0))
+        return (self.steps - before) // int(self.choices["sync_every"])
 
     @property
     def steps_before(self) -> int:
@@ -103,7 +93,7 @@ class Training:
     @property
     def before(self) -> "Training":
         """The training whose first steps are the head start."""
-        return replace(self, head_start=0.0, averaged=False, choices=AVERAGING if self.averaged else None)
+        return replace(self, head_start=0.0, choices=None)
 
     def key(self) -> Run:
         """Returns what tells this training from all others, as it is read back from a file."""

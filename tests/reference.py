@@ -65,6 +65,7 @@ def run(
     mixing: float,
     outer_lr: float | Callable[[int], float],
     outer_momentum: float,
+    warmup_steps: int = 0,
     final_sync: bool = True,
     idle: Callable[[int, int], bool] = lambda group, step: False,
 ) -> Result:
@@ -82,6 +83,7 @@ def run(
         mixing: alpha, the share of the local parameters kept on landing.
         outer_lr: learning rate of the outer optimizer, or its rate by the outer steps of the fragment before.
         outer_momentum: its Nesterov momentum; 0 is plain SGD.
+        warmup_steps: inner steps at the beginning, after each of which all groups take the mean of their parameters.
         final_sync: whether the run ends with the plain mean of the local parameters.
         idle: `(group, step)` to whether the group does not train in that step.
     """
@@ -107,6 +109,12 @@ def run(
         outer_steps[p] += any(weights[p])
         result.landings.append((step, p))
 
+    def take_mean(names: Sequence[str]) -> None:
+        for name in names:
+            outer[name] = outer[name] - mean([outer[name] - group[name].float() for group in local])
+            for group in local:
+                group[name].copy_(outer[name])
+
     for step in range(1, steps + 1):  # line 2
         for m in range(len(models)):  # line 1
             if idle(m, step):
@@ -119,7 +127,10 @@ def run(
             optimizers[m].step()  # line 5
         with torch.no_grad():
             for p in range(len(fragments)):
-                if is_launched(step, p, len(fragments), sync_every):  # lines 6 and 7
+                if step <= warmup_steps:
+                    take_mean(fragments[p])
+                    trained[p] = [0 for _ in models]
+                elif is_launched(step - warmup_steps, p, len(fragments), sync_every):  # lines 6 and 7
                     in_flight[p] = step, {n: [outer[n] - g[n].float() for g in local] for n in fragments[p]}
                     weights[p], trained[p] = trained[p], [0 for _ in models]
                     result.launches.append((step, p))
@@ -132,9 +143,9 @@ def run(
     with torch.no_grad():
         for p in list(in_flight):  # in launch order
             land(steps, p)
+        if final_sync:
+            take_mean(list(outer))
         for name in outer:
-            if final_sync:
-                outer[name] = outer[name] - mean([outer[name] - group[name].float() for group in local])
             for group in local:
                 group[name].copy_(outer[name])
     return result

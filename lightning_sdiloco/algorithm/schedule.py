@@ -28,10 +28,13 @@ class Schedule:
     when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has done ``H`` steps of its own. It lands
     ``overlap_steps`` later.
 
+    Before that come ``warmup_steps``, after each of which all fragments launch and land. ``t`` counts from there.
+
     Args:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper).
         fragments: Number of fragments (P in the paper).
+        warmup_steps: Inner steps of the warm-up.
 
     Examples:
         >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=2)
@@ -50,18 +53,29 @@ class Schedule:
     sync_every: int
     overlap_steps: int
     fragments: int
+    warmup_steps: int = 0
+
+    def is_warmup(self, step: int) -> bool:
+        """Tells whether an inner step belongs to the warm-up."""
+        return 1 <= step <= self.warmup_steps
 
     def offset(self, fragment: int) -> int:
         """Returns the number of inner steps by which the launches of a fragment are shifted (t_p in the paper)."""
         return fragment * self.sync_every // self.fragments
 
     def launches(self, step: int) -> tuple[int, ...]:
-        """Returns the fragments that launch after inner step ``step``, in order."""
-        return tuple(p for p in range(self.fragments) if self._launches(p, step))
+        """Returns the fragments that launch after inner step ``step``, in order.
+
+        Examples:
+            >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=2, warmup_steps=10)
+            >>> schedule.launches(10), schedule.landings(10), schedule.launches(11), schedule.launches(110)
+            ((0, 1), (0, 1), (), (0,))
+        """
+        return self._all if self.is_warmup(step) else self._launched(step - self.warmup_steps)
 
     def landings(self, step: int) -> tuple[int, ...]:
         """Returns the fragments that land after inner step ``step``, in the order of their launch."""
-        return self.launches(step - self.overlap_steps)
+        return self._all if self.is_warmup(step) else self._launched(step - self.warmup_steps - self.overlap_steps)
 
     @property
     def first_round(self) -> int:
@@ -71,20 +85,21 @@ class Schedule:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=4).first_round
             180
         """
-        return self.sync_every + self.offset(self.fragments - 1) + self.overlap_steps
+        return 1 if self.warmup_steps else self.sync_every + self.offset(self.fragments - 1) + self.overlap_steps
 
     def round(self, step: int) -> int:
-        """Returns how many launches of fragment 0 have landed by inner step ``step``: the outer step that users see."""
-        return max(0, (step - self.overlap_steps) // self.sync_every)
+        """Returns how many launches of fragment 0 after the warm-up have landed: the outer step that users see."""
+        return max(0, (step - self.warmup_steps - self.overlap_steps) // self.sync_every)
 
     def rounds_in(self, steps: int) -> int:
-        """Returns how often every fragment has landed by the end of a run of so many inner steps.
+        """Returns how often every fragment has landed after the warm-up by the end of a run of so many inner steps.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=8).rounds_in(300)
             2
         """
-        return max(0, (steps - self.overlap_steps - self.offset(self.fragments - 1)) // self.sync_every)
+        after = steps - self.warmup_steps - self.overlap_steps
+        return max(0, (after - self.offset(self.fragments - 1)) // self.sync_every)
 
     def longest_wait(self, since: int = 0) -> int:
         """Returns how many inner steps it takes at most until a request has travelled with the next launch and landed.
@@ -97,6 +112,7 @@ class Schedule:
             >>> schedule.longest_wait(), schedule.longest_wait(since=80), schedule.longest_wait(since=100)
             (105, 30, 30)
         """
+        since = max(0, since - self.warmup_steps)
         rounds = range(max(1, since // self.sync_every), max(1, since // self.sync_every) + 3)
         launches = {self.sync_every * r + self.offset(p) for r in rounds for p in range(self.fragments)}
         return max(b - a for a, b in pairwise([since, *sorted(t for t in launches if t > since)])) + self.overlap_steps
@@ -118,7 +134,7 @@ class Schedule:
         Returns:
             The table, with the columns step, launches, lands.
         """
-        last = 3 * self.sync_every - 1 + self.overlap_steps if last is None else last
+        last = self.warmup_steps + 3 * self.sync_every - 1 + self.overlap_steps if last is None else last
         lines = [f"{'step':>4}  {'launches':<8}  lands"]
         for event in self.events(first, last):
             lines.append(f"{event.step:>4}  {_names(event.launches):<8}  {_names(event.landings)}")
@@ -126,6 +142,13 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.table()
+
+    @property
+    def _all(self) -> tuple[int, ...]:
+        return tuple(range(self.fragments))
+
+    def _launched(self, step: int) -> tuple[int, ...]:
+        return tuple(p for p in range(self.fragments) if self._launches(p, step))
 
     def _launches(self, fragment: int, step: int) -> bool:
         since_offset = step - self.offset(fragment)

@@ -25,7 +25,7 @@ OuterLRSchedule = Callable[[Optimizer], LRScheduler]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
-_MAY_CHANGE = ("final_sync", "offload", "timeout")
+_MAY_CHANGE = ("final_sync", "offload", "timeout", "warmup_steps")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Settings:
     outer_lr_schedule: OuterLRSchedule | None = None
     outer_clip_norm: float | None = None
     outlier_guard: float | None = None
+    warmup_steps: int = 0
     final_sync: bool = True
     offload: bool | str = "auto"
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
@@ -101,6 +102,7 @@ class Settings:
 
     def _check_schedule(self) -> None:
         _require_whole("sync_every", self.sync_every, 1, "100 is the paper's choice")
+        _require_whole("warmup_steps", self.warmup_steps, 0, "0 is the default")
         _require(
             _whole(self.overlap_steps) and 0 <= self.overlap_steps < self.sync_every,
             "overlap_steps",
@@ -262,7 +264,7 @@ class Settings:
 _OF_SGD = ("outer_lr", "outer_momentum")
 
 # The settings that are numbers, and those of them that are whole.
-_WHOLE = ("sync_every", "overlap_steps", "layers_per_fragment")
+_WHOLE = ("sync_every", "overlap_steps", "layers_per_fragment", "warmup_steps")
 _NUMBERS = (*_WHOLE, "mixing", "outer_lr", "outer_momentum", "outer_clip_norm", "outlier_guard")
 
 

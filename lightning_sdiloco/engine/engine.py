@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Absences, Fragment, OuterLRSchedule, OuterOptimizer, Settings
+from lightning_sdiloco.algorithm import (
+    DEFAULT_TIMEOUT,
+    Absences,
+    Fragment,
+    OuterLRSchedule,
+    OuterOptimizer,
+    Schedule,
+    Settings,
+)
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression, kernels_for
 from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
@@ -59,6 +67,8 @@ class StreamingDiLoCo:
         outer_lr_schedule: From the outer optimizer to a torch scheduler that counts each fragment's rounds; None: none.
         outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm; None clips nothing.
         outlier_guard: A group whose outer gradient is so many times as long as the median of its last is left out.
+        warmup_steps: After each of so many inner steps, the first of the run, all groups take the plain mean of their
+            local parameters; see [Note: warm-up].
         final_sync: Whether `finish` ends with a plain mean of the groups' local parameters.
         offload: Whether outer parameters and momentum rest in page-locked memory of the host; ``"auto"``: with CUDA.
         timeout: How long a fragment may be in flight.
@@ -101,6 +111,7 @@ class StreamingDiLoCo:
         outer_lr_schedule: OuterLRSchedule | None = None,
         outer_clip_norm: float | None = None,
         outlier_guard: float | None = None,
+        warmup_steps: int = 0,
         final_sync: bool = True,
         offload: bool | str = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -137,7 +148,6 @@ class StreamingDiLoCo:
         self._rounds = Rounds(self._model, fragments, self.settings, self.topology, self._means, self._diagnoses)
         self._view = OuterView(self._model, self._rounds.fragments, self.topology.in_group, self._means.storage)
         self._pace = self._renewed(self._rounds)
-        self.schedule = self._rounds.schedule
 
     def diagnose(self, diagnoses: bool = True) -> None:
         """Sets whether landings tell how far the groups agree. All ranks must call it alike, before the first step."""
@@ -247,6 +257,11 @@ class StreamingDiLoCo:
     def is_finished(self) -> bool:
         """Whether `finish` was called: the model holds the outer parameters."""
         return self._view.final is not None
+
+    @property
+    def schedule(self) -> Schedule:
+        """When fragments launch and land, by `steps_in_rounds`."""
+        return self._rounds.schedule
 
     @property
     def is_over(self) -> bool:

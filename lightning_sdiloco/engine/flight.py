@@ -30,7 +30,7 @@ class LaunchSnapshot(NamedTuple):
         requests: What this rank asks of all groups, one bit each.
         weight: Inner steps in which this group trained since its own last launch of the fragment.
         deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
-        final: Whether this is the exchange at the end, without outer learning rate and momentum.
+        final: Whether this is an exchange without outer learning rate and momentum: at the end, or in the warm-up.
     """
 
     fragment: int
@@ -54,6 +54,7 @@ class LaunchSnapshot(NamedTuple):
             "travelling": self.travelling,
             "requests": self.requests,
             "weight": self.weight,
+            "final": self.final,
         }
 
     @staticmethod
@@ -70,7 +71,8 @@ class LaunchSnapshot(NamedTuple):
             "gradient": state["gradient"].to(outer.device, copy=True),
             "buffers": [buffer.to(outer.device, copy=True) for buffer in state["buffers"]],
         }
-        return LaunchSnapshot(**{**state, **tensors}, deadline=deadline, final=False)
+        # Of earlier versions nothing else was ever saved.
+        return LaunchSnapshot(**{"final": False, **state, **tensors}, deadline=deadline)
 
 
 class SyncResult(NamedTuple):

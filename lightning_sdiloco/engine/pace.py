@@ -62,7 +62,12 @@ class Pace(Protocol):
 
 
 class SchedulePace:
-    """Follows the schedule, which is the same in all groups: nobody asks anybody.
+    """Follows the schedule, which is the same in all groups: nobody asks anybody; see [Note: warm-up].
+
+    [Note: warm-up] At first groups that train alone lose much of what they do: parameters change fast, and the outer
+    momentum needs rounds to build up. With ``warmup_steps`` all groups take the plain mean of their local parameters
+    after each of the first inner steps, without outer rate and momentum, as in the final exchange and as compressed as
+    ever. Training waits for it. Then the rounds begin, as they would have after inner step 0.
 
     Args:
         rounds: What launches and lands.
@@ -83,11 +88,12 @@ class SchedulePace:
 
     def launch_due(self, step: int, mailbox: Mailbox) -> int:
         """Launches what the schedule says; see `Pace.launch_due`."""
-        due = self._rounds.schedule.launches(step - self._rounds.began_at)
+        schedule, steps = self._rounds.schedule, step - self._rounds.began_at
+        due = schedule.launches(steps)
         if due:
             self._rounds.require_coverage()
         for index in due:
-            self._rounds.launch(index, step, mailbox)
+            self._rounds.launch(index, step, mailbox, final=schedule.is_warmup(steps))
         return len(due)
 
     def land_due(self, step: int) -> Iterator[Landing]:

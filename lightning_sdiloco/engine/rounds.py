@@ -64,6 +64,7 @@ class Rounds:
 
     Attributes:
         began_at: The inner step after which the rounds began.
+        schedule: When fragments launch and land, counted from there.
         partition: The fragments: names and sizes in bytes of their parameters.
         fragments: The record of every fragment.
         flights: What is in flight, in the order of the launches.
@@ -78,13 +79,12 @@ class Rounds:
         means: Means,
         diagnoses: bool,
     ) -> None:
-        self.began_at = 0
         self.partition = tuple(fragments)
-        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(fragments))
+        self._settings = settings
+        self._begin_at(0)
         self.fragments = fragments_of(model, fragments, settings, topology, means.storage)
         self.flights: list[Flight] = []
         self._model = model
-        self._settings = settings
         self._topology = topology
         self._means = means
         self._parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
@@ -111,7 +111,13 @@ class Rounds:
             began_at: The inner step after which the rounds begin.
         """
         start_from(self.fragments, outer, self._topology.in_group)
-        self.began_at = began_at
+        self._begin_at(began_at)
+
+    def _begin_at(self, step: int) -> None:
+        settings, self.began_at = self._settings, step
+        # The warm-up is that of the run: rounds that begin anew have what is left of it.
+        left = max(0, settings.warmup_steps - step)
+        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)
 
     def described(self) -> dict[str, str]:
         """Describes the outer optimizer and its schedule; see `ShardOptimizer.described`."""
@@ -125,7 +131,7 @@ class Rounds:
             index: The fragment.
             step: The inner step of the launch.
             mailbox: Whose requests it takes along.
-            final: Whether this is the final exchange: the plain mean of the local parameters.
+            final: Whether it is for the plain mean of the local parameters, at the end or in the warm-up.
         """
         began = time.perf_counter()
         with record_function("sdiloco::launch"):
@@ -242,7 +248,7 @@ class Rounds:
                 )
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
-        self.began_at = state["rounds_began_at"]
+        self._begin_at(state["rounds_began_at"])
 
     def start_flights(self, flights: Iterable[dict[str, Any]]) -> None:
         """Launches again what was in flight: the same values give the same bytes."""

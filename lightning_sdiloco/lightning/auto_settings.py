@@ -92,6 +92,11 @@ class AutoSettings:
                 f"sync_every={settings.sync_every} leaves no time for {names[0]}='auto': the first {STEPS} inner steps"
                 f" are measured, before the first launch. Choose {names[0]} yourself, or a larger sync_every."
             )
+        if names and settings.warmup_steps:
+            raise ValueError(
+                f"warmup_steps={settings.warmup_steps} leaves no time for {names[0]}='auto': the first {STEPS} inner"
+                f" steps are measured, without an exchange. Choose {names[0]} yourself, or leave out warmup_steps."
+            )
         if "fragments" in names and settings.layers_per_fragment != Settings.layers_per_fragment:
             raise ValueError(
                 f"fragments='auto' was given together with layers_per_fragment={settings.layers_per_fragment}, which it"

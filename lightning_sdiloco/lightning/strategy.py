@@ -71,6 +71,8 @@ class WorkerGroupStrategy(_Base):
         outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm. None clips nothing.
         outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
             is left out of the mean. None leaves out none.
+        warmup_steps: After each of so many inner steps, the first of the run, all groups take the plain mean of their
+            local parameters.
         final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
         offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
             the device is CUDA.
@@ -121,6 +123,7 @@ class WorkerGroupStrategy(_Base):
         outer_lr_schedule: Callable[[Optimizer], LRScheduler] | None = None,
         outer_clip_norm: float | None = None,
         outlier_guard: float | None = None,
+        warmup_steps: int = 0,
         final_sync: bool = True,
         offload: bool | str = "auto",
         evaluate: Literal["outer", "mean", "local"] = "outer",

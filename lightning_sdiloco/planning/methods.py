@@ -122,7 +122,7 @@ class Streaming(Method):
         self._model = model
         self.settings = settings
         self.numels = model.fragments(settings)
-        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels))
+        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels), settings.warmup_steps)
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
         mixing = settings.chosen_for(groups.groups).numbers["mixing"]
         all_reduce = all_reduce_for(settings.exchange, groups.groups, settings.codec, mixing).at(0)
@@ -141,8 +141,9 @@ class Streaming(Method):
     @override
     def bytes_in(self, steps: int) -> float:
         """Returns the bytes that a group sends in a run, the final exchange included; exact but for buffers."""
-        launched = sum(self._launches(p, steps) * sent for p, sent in enumerate(self._sent))
-        return launched + self.settings.final_sync * self._final
+        warmup_steps = min(steps, self.settings.warmup_steps)
+        launched = sum(self._launches(p, steps - warmup_steps) * sent for p, sent in enumerate(self._sent))
+        return launched + (warmup_steps + self.settings.final_sync) * self._final
 
     def _launches(self, fragment: int, steps: int) -> int:
         return max(0, (steps - self.schedule.offset(fragment)) // self.settings.sync_every)

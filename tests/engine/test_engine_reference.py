@@ -77,13 +77,17 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], outer_st
 
 
 def assert_same_trajectory(
-    trajectory: list[dict[str, Tensor]], models: list[nn.Sequential], expected: Result, sync_every: int
+    trajectory: list[dict[str, Tensor]],
+    models: list[nn.Sequential],
+    expected: Result,
+    sync_every: int,
+    warmup_steps: int = 0,
 ) -> None:
     """Compares the outer parameters after every inner step and at the end, which the models hold too."""
     for step, (actual, outer) in enumerate(zip(trajectory, [*expected.outers, expected.outer], strict=True), 1):
-        assert_same(actual, outer, 1 + step // sync_every)
+        assert_same(actual, outer, 1 + warmup_steps + step // sync_every)
     for model in models:
-        assert_same(dict(model.named_parameters()), expected.outer, 1 + len(trajectory) // sync_every)
+        assert_same(dict(model.named_parameters()), expected.outer, 1 + warmup_steps + len(trajectory) // sync_every)
 
 
 @st.composite
@@ -96,6 +100,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "fragments": grouped(draw(st.integers(1, 4))),
         "outer_lr": draw(st.sampled_from([0.4, 0.7, 1.0])),
         "outer_momentum": draw(st.sampled_from([0.0, 0.9])),
+        "warmup_steps": draw(st.sampled_from([0, 0, 1, 6])),
         "final_sync": draw(st.booleans()),
     }
 
@@ -105,7 +110,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 def test_simulated_groups_follow_the_reference(choices: dict[str, Any], groups: int, inner: str) -> None:
     expected = reference(inner, groups, steps=25, **choices)
     trajectory, models = simulate(inner, groups, steps=25, **choices)
-    assert_same_trajectory(trajectory, models, expected, choices["sync_every"])
+    assert_same_trajectory(trajectory, models, expected, choices["sync_every"], choices["warmup_steps"])
 
 
 @settings(max_examples=40, deadline=None)
@@ -131,7 +136,7 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_reference(
     schedule = partial(LambdaLR, lr_lambda=rate)
     own = {**choices, "outer_lr": base, "outer_lr_schedule": schedule}
     trajectory, models = simulate(inner, len(batches), 25, idle, **own)
-    assert_same_trajectory(trajectory, models, expected, choices["sync_every"])
+    assert_same_trajectory(trajectory, models, expected, choices["sync_every"], choices["warmup_steps"])
 
 
 CHOICES = {

@@ -124,8 +124,8 @@ COUNTING: dict[str, Any] = {
 }
 
 
-def test_stopping_with_a_schedule_a_guard_and_groups_that_run_dry() -> None:
-    choices = {**CHOICES, **COUNTING, "sync_every": 6}
+def test_stopping_with_a_warmup_a_schedule_a_guard_and_groups_that_run_dry() -> None:
+    choices = {**CHOICES, **COUNTING, "sync_every": 6, "warmup_steps": 10}
     never_stopped, first = Groups(**choices), Groups(**choices)
     expected = never_stopped.run(1, 70)
     for step in range(1, 60):

@@ -253,6 +253,7 @@ def test_the_choice_is_announced_and_logged(caplog: pytest.LogCaptureFixture) ->
         ({"outer_clip_norm": "auto"}, "outer_clip_norm='auto' is of type str"),
         ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
         ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
+        ({"sync_every": "auto", "warmup_steps": 9}, "warmup_steps=9 leaves no time for sync_every='auto'"),
     ],
 )
 def test_auto_is_refused_where_it_means_nothing(choices: dict[str, Any], words: str) -> None:

@@ -103,6 +103,7 @@ def test_a_site_is_killed_the_others_go_on_at_their_pace_and_it_returns(federati
     ("choice", "told"),
     [
         ({"exchange": "two_shot"}, "exchange='two_shot' does not go with a federation"),
+        ({"warmup_steps": 10}, "warmup_steps=10 does not go with a federation"),
         ({"outlier_guard": 3.0}, "outlier_guard=3.0 does not go with a federation"),
         ({"exchange_backend": "nccl"}, "exchange_backend='nccl' does not go with a federation"),
         ({"evaluate": "mean"}, "evaluate='mean' does not go with a federation"),

@@ -130,6 +130,7 @@ OF_ANOTHER_TYPE: list[tuple[dict[str, Any], str]] = [
     ({"worker_groups": True}, "worker_groups=True is of type bool, not a number: it must be a whole number"),
     ({"worker_groups": None}, "worker_groups=None is of type NoneType, not a number: it must be a whole number"),
     ({"timeout": 60}, "timeout=60 is out of range: it must be a positive timedelta"),
+    ({"warmup_steps": -1}, "warmup_steps=-1 is out of range: it must be a whole number of at least 0"),
     ({"final_sync": "no"}, "final_sync='no' is out of range: it must be True or False"),
 ]
 

@@ -94,6 +94,11 @@ class Federation:
                 "exchange='two_shot' does not go with a federation: in its second hop each site would wait for all"
                 " others. Leave exchange out."
             )
+        if settings.warmup_steps:
+            raise ValueError(
+                f"warmup_steps={settings.warmup_steps} does not go with a federation: in the warm-up each site would"
+                " wait for all others after every inner step. Leave it out, or begin all sites from one checkpoint."
+            )
         if settings.outlier_guard is not None:
             raise ValueError(
                 f"outlier_guard={settings.outlier_guard} does not go with a federation: it compares a group with its"
