@@ -79,7 +79,7 @@ class Training:
 
     @property
     def rounds(self) -> int:
-        """How often each fragment travels before the final exchange; 0 with DDP, and not counting a head start or a warm-up."""
+        """How often each fragment travels, after head start and warm-up and before the final exchange; 0 with DDP."""
         if self.choices is None:
             return 0
         before = self.steps_before + int(self.choices.get("warmup_steps", 0))

@@ -84,10 +84,11 @@ def assert_same_trajectory(
     warmup_steps: int = 0,
 ) -> None:
     """Compares the outer parameters after every inner step and at the end, which the models hold too."""
+    sync_every, before = choices["sync_every"], 1 + choices["warmup_steps"]
     for step, (actual, outer) in enumerate(zip(trajectory, [*expected.outers, expected.outer], strict=True), 1):
-        assert_same(actual, outer, 1 + warmup_steps + step // sync_every)
+        assert_same(actual, outer, before + step // sync_every)
     for model in models:
-        assert_same(dict(model.named_parameters()), expected.outer, 1 + warmup_steps + len(trajectory) // sync_every)
+        assert_same(dict(model.named_parameters()), expected.outer, before + len(trajectory) // sync_every)
 
 
 @st.composite
@@ -110,7 +111,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 def test_simulated_groups_follow_the_reference(choices: dict[str, Any], groups: int, inner: str) -> None:
     expected = reference(inner, groups, steps=25, **choices)
     trajectory, models = simulate(inner, groups, steps=25, **choices)
-    assert_same_trajectory(trajectory, models, expected, choices["sync_every"], choices["warmup_steps"])
+    assert_same_trajectory(trajectory, models, expected, choices)
 
 
 @settings(max_examples=40, deadline=None)
@@ -136,7 +137,7 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_reference(
     schedule = partial(LambdaLR, lr_lambda=rate)
     own = {**choices, "outer_lr": base, "outer_lr_schedule": schedule}
     trajectory, models = simulate(inner, len(batches), 25, idle, **own)
-    assert_same_trajectory(trajectory, models, expected, choices["sync_every"], choices["warmup_steps"])
+    assert_same_trajectory(trajectory, models, expected, choices)
 
 
 CHOICES = {
