@@ -80,8 +80,7 @@ def assert_same_trajectory(
     trajectory: list[dict[str, Tensor]],
     models: list[nn.Sequential],
     expected: Result,
-    sync_every: int,
-    warmup_steps: int = 0,
+    choices: dict[str, Any],
 ) -> None:
     """Compares the outer parameters after every inner step and at the end, which the models hold too."""
     sync_every, before = choices["sync_every"], 1 + choices["warmup_steps"]
