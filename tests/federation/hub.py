@@ -82,11 +82,14 @@ class SimulatedHub:
             return
         for record in records:
             if not self.record(record):
-                # Somebody else has written: there is a second hub, and this one is not it.
-                self.dead = True
-                self.world.judge.counts["fenced"] += 1
-                self.world.after(1.0, self.world.hub_starts, self.disk, self)
+                self.fenced()
                 return
+
+    def fenced(self) -> None:
+        """Hears that somebody else has written: there is a second hub, and this one is not it."""
+        self.dead = True
+        self.world.judge.counts["fenced"] += 1
+        self.world.after(1.0, self.world.hub_starts, self.disk, self)
 
     def record(self, record: Record) -> bool:
         new = record.seq == len(self.disk.records)
@@ -198,8 +201,11 @@ class SimulatedHub:
     def on_state(self, site: str, life: str, without: tuple[str, ...]) -> None:
         source = self.ledger.source(site, self.world.now, without)
         if isinstance(source, StateHeader):
-            anchor = next(anchor for anchor in self.disk.anchors if anchor[0] == source)
-            self.world.tell(site, life, "state", *anchor)
+            anchor = next((anchor for anchor in self.disk.anchors if anchor[0] == source), None)
+            if anchor is None:
+                self.fenced()
+            else:
+                self.world.tell(site, life, "state", *anchor)
         elif source:
             self.world.tell(source, None, "donate", site)
             self.world.tell(site, life, "asked", source)

@@ -54,8 +54,9 @@ class Notes(Callback):
         self.file.flush()
 
 
-def train(site: str, hub: str, keys: Path, folder: Path, steps: int, seconds: float) -> None:
+def train(site: str, hub: str, keys: Path, folder: Path, steps: int, seconds: float, port: int) -> None:
     """Trains a site until it has made so many inner steps, each of which takes some seconds at least."""
+    os.environ["MASTER_PORT"] = str(port)
     log = os.open(folder / f"{site}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -35,12 +36,18 @@ class Federation:
         self.hub = HubService("run", folder / "hub.sqlite", sites=len(SITES), keys=folder / "keys")
         self.hub.start()
         self.processes: dict[str, Any] = {}
+        # For the ranks of a site: those that look for a port at the same time may find the same one.
+        listening = [socket.create_server(("127.0.0.1", 0)) for _ in SITES]
+        self.ports = {site: one.getsockname()[1] for site, one in zip(SITES, listening, strict=True)}
+        for one in listening:
+            one.close()
         # Sites begin with what they import, and with no thread of gRPC.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["tests.lightning.federated_site"])
 
     def start(self, site: str, steps: int) -> None:
-        arguments = site, f"127.0.0.1:{self.hub.port}", self.folder / "keys", self.folder, steps, STEP
+        port = self.ports[site]
+        arguments = site, f"127.0.0.1:{self.hub.port}", self.folder / "keys", self.folder, steps, STEP, port
         self.processes[site] = self.context.Process(target=train, args=arguments)
         self.processes[site].start()
 

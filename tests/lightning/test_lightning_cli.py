@@ -191,6 +191,7 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "outer_lr_schedule": None,
         "outer_clip_norm": None,
         "outlier_guard": None,
+        "warmup_steps": 0,
         "final_sync": True,
         "offload": "auto",
         "evaluate": "outer",
@@ -198,6 +199,7 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "timeout": "0:30:00",
         "on_resume": "exact",
         "resumable_checkpoints": "all",
+        "federation": None,
         "start_method": "popen",
         "ddp_kwargs": None,
         "process_group_backend": None,
@@ -217,7 +219,7 @@ def test_print_config_shows_the_arguments_of_the_strategy_for_sharded_models(tmp
     own = {"data_parallel_size": "auto", "tensor_parallel_size": "auto", "save_distributed_checkpoint": True}
     own["process_group_backend"] = None
     assert list(arguments)[:2] == ["worker_groups", "sync_every"]
-    assert list(arguments)[-5:] == ["resumable_checkpoints", *own]
+    assert list(arguments)[-5:] == ["federation", *own]
     assert {key: arguments[key] for key in own} == own
 
 
