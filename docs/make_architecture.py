@@ -38,7 +38,7 @@ ROOMS = {
     "launch": (2, "how ranks start and meet"),
     "compression": (1, "bits of an outer gradient"),
     "comm": (1, "the door to the network"),
-    "errors": (0, "what ends a run"),
+    "errors": (0, "what ends a run, what is refused"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Errors that end a run because the worker groups can no longer go on together."""
+"""Errors that several rooms share: those that end a run, and what is refused."""
 
 
 class ExchangeError(RuntimeError):
@@ -7,3 +7,11 @@ class ExchangeError(RuntimeError):
 
 class AgreementError(RuntimeError):
     """The worker groups no longer agree: on the outer parameters, on what is due, or on finite values."""
+
+
+class Refused(ValueError):
+    """What was asked is not given, and why: it is not allowed, or does not fit. To ask again is of no use."""
+
+
+class Malformed(Refused):
+    """What was read is not what it should be: damaged, of another version, out of bounds, or never meant well."""

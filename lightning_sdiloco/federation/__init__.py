@@ -5,13 +5,14 @@ side, the follower a site's, and the charter is what a run was founded on. What 
 averaged is the business of those who call. This room knows no network, no clock, no file and no tensor.
 """
 
+from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.anchors import Anchors
 from lightning_sdiloco.federation.charter import Charter
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.founding import Founding
 from lightning_sdiloco.federation.ledger import Answer, Ledger, Member, OpenRound
-from lightning_sdiloco.federation.messages import Beat, Call, Hello, Refused, StateHeader, Welcome
-from lightning_sdiloco.federation.parsing import KEY, LIFE, NAME, Malformed
+from lightning_sdiloco.federation.messages import Beat, Call, Hello, StateHeader, Welcome
+from lightning_sdiloco.federation.parsing import KEY, LIFE, NAME
 from lightning_sdiloco.federation.progress import Flight, Landing, Progress
 from lightning_sdiloco.federation.quorum import Grace, Quorum
 from lightning_sdiloco.federation.records import Contribution, LeftOut, Payload, Position, Record

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from lightning_sdiloco.errors import Malformed
 from lightning_sdiloco.federation.parsing import (
     MOST_FRAGMENTS,
     NAME,
-    Malformed,
     decoded,
     fields,
     key_of,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_sdiloco.errors import AgreementError, ExchangeError
-from lightning_sdiloco.federation.messages import Beat, Call, Hello, Refused, StateHeader, Welcome
+from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
+from lightning_sdiloco.federation.messages import Beat, Call, Hello, StateHeader, Welcome
 from lightning_sdiloco.federation.progress import Landing, Progress
 from lightning_sdiloco.federation.records import Contribution, Payload, Position, Record
 from lightning_sdiloco.federation.terms import RETENTION, Terms

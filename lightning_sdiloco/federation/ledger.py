@@ -21,9 +21,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.anchors import Anchors
-from lightning_sdiloco.federation.messages import Beat, Call, Hello, Refused, StateHeader, Welcome
+from lightning_sdiloco.federation.messages import Beat, Call, Hello, StateHeader, Welcome
 from lightning_sdiloco.federation.quorum import Grace, Quorum
 from lightning_sdiloco.federation.records import Contribution, LeftOut, Position, Record
 from lightning_sdiloco.federation.terms import RETENTION, Terms

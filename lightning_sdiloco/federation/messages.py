@@ -25,10 +25,6 @@ from lightning_sdiloco.federation.records import MOST_BYTES, Position, position
 Said = TypeVar("Said", bound="Message")
 
 
-class Refused(ValueError):
-    """What somebody asked for is not given, and why. Nothing changed."""
-
-
 class Message:
     """Reads and writes itself: the base of all messages."""
 

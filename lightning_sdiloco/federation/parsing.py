@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lightning_sdiloco.errors import Malformed
+
 Check = Callable[[Any, str], Any]
 """Returns a value if it is one of its kind, given the name of its field; raises `Malformed` otherwise."""
 
@@ -20,10 +22,6 @@ LIFE = re.compile(r"[0-9a-f]{16}")
 KEY = re.compile(r"[0-9a-f]{64}")
 MOST_SITES = 1024
 MOST_FRAGMENTS = 65_536
-
-
-class Malformed(ValueError):
-    """What was read is not what it should be: damaged, of another version, or never meant well."""
 
 
 def encoded(value: Any) -> bytes:
@@ -76,7 +74,7 @@ def fields(value: Any, name: str, **checks: Check) -> dict[str, Any]:
         >>> fields({"round": 3, "site": "a"}, "call", round=whole(1))
         Traceback (most recent call last):
         ...
-        lightning_sdiloco.federation.parsing.Malformed: call has no use for 'site'
+        lightning_sdiloco.errors.Malformed: call has no use for 'site'
     """
     if not isinstance(value, dict):
         raise Malformed(f"{name} is of type {type(value).__name__}, not an object")

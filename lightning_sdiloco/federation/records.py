@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from lightning_sdiloco.errors import Malformed
 from lightning_sdiloco.federation.parsing import (
     KEY,
     LIFE,
     MOST_FRAGMENTS,
     MOST_SITES,
     NAME,
-    Malformed,
     boolean,
     decoded,
     encoded,

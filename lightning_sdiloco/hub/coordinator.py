@@ -4,14 +4,14 @@
 blobs. See [Note: durable before visible] in `federation/ledger.py` for the order, which every method here keeps.
 """
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
 
 from lightning_sdiloco.comm import Busy, Event, MailboxError, NoSpace
-from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation import (
     Answer,
     Beat,
@@ -21,22 +21,19 @@ from lightning_sdiloco.federation import (
     Hello,
     Ledger,
     Payload,
-    Position,
     Record,
-    Refused,
     StateHeader,
 )
 from lightning_sdiloco.hub.events import (
+    Tell,
     call_event,
     recorded_event,
-    state_event,
     waiting_event,
-    wanted_event,
     welcome_event,
 )
-from lightning_sdiloco.hub.gathering import Gathering
+from lightning_sdiloco.hub.gathering import Gathering, require_same
 from lightning_sdiloco.hub.history import History
-from lightning_sdiloco.hub.states import StateRequest, States
+from lightning_sdiloco.hub.state_transfers import StateTransfers
 from lightning_sdiloco.hub.statistics import Statistics
 from lightning_sdiloco.hub.status import Status, status_of
 
@@ -44,15 +41,6 @@ log = logging.getLogger(__name__)
 
 _TIDY_EVERY = 60.0
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
-ANCHOR = "the anchor"
-"""The source of a state that the hub itself has kept."""
-
-
-class Tell(Protocol):
-    """Tells an event to sites without waiting for them."""
-
-    def __call__(self, event: Event, to: Collection[str] | None = None) -> None:
-        """Tells all, or those named."""
 
 
 class Coordinator:
@@ -79,7 +67,6 @@ class Coordinator:
             raise ValueError(f"run={run!r} is not in this ledger, but {history.charter.run!r}. Give one that fits.")
         self.run = run
         self.history = history
-        self.states = States()
         self.statistics = Statistics()
         self.trouble: str | None = None
         self._clock = clock
@@ -90,7 +77,7 @@ class Coordinator:
         self._ledger = None if history.charter is None else history.ledger(clock())
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
         self._tidy_at = clock() + _TIDY_EVERY
-        self._anchor_at = clock()
+        self._states = StateTransfers(history, clock, lambda event, to=None: self._tell(event, to))
 
     def start(self, tell: Tell, wake: Callable[[], None]) -> None:
         """Takes what it tells sites with, and what it calls when `tick` may have something to do."""
@@ -139,7 +126,7 @@ class Coordinator:
             if self.charter is None:
                 return iter([self._gather(hello, brought())])
             if hello.charter != self.charter.key:
-                _require_same(brought(), self.charter)
+                require_same(brought(), self.charter)
             return self._welcome(hello)
 
     def _gather(self, hello: Hello, charter: Charter) -> Event:
@@ -157,9 +144,7 @@ class Coordinator:
         if self._gathering.missing:
             return f"run {self.run!r} is being founded: {self._gathering.missing} more sites are needed"
         founder = self._gathering.founder
-        if not any(request.founding for request in self.states.requests.values()):
-            request = self.states.begin(founder, self._clock(), founding=True)
-            self._tell(wanted_event(request.name, founding=True), [founder])
+        self._states.ask_founder(founder)
         return f"run {self.run!r} is being founded on the parameters of {founder}"
 
     def _welcome(self, hello: Hello) -> Iterator[Event]:
@@ -173,16 +158,11 @@ class Coordinator:
         welcome = ledger.hello(hello, now)
         self.statistics.joined(hello.site, now, hello.life)
         log.info("%s has joined", hello.site)
-        first = [welcome_event(welcome, ledger.anchors.best)]
-        calls = [call_event(call) for call in ledger.calls()]
-        return self._told_first(first, hello, welcome.kept, calls)
-
-    def _told_first(self, first: list[Event], hello: Hello, kept: Sequence[int], calls: list[Event]) -> Iterator[Event]:
         # Records are read one by one, as fast as the site takes them.
-        yield from first
-        for _, text in self.history.missing(hello.applied, kept):
-            yield recorded_event(Record.from_bytes(text))
-        yield from calls
+        missing = self.history.missing(hello.applied, welcome.kept)
+        records = (recorded_event(Record.from_bytes(text)) for _, text in missing)
+        calls = [call_event(call) for call in ledger.calls()]
+        return itertools.chain([welcome_event(welcome, ledger.anchors.best)], records, calls)
 
     def beat(self, beat: Beat) -> None:
         """Renews the lease of a site.
@@ -265,7 +245,7 @@ class Coordinator:
         with self._lock:
             self.statistics.begins(site, key, self._clock())
             if state:
-                self.states.sends(site, self._clock())
+                self._states.begins(site)
 
     def stored(self, site: str, key: str = "", size: int = 0) -> None:
         """Hears that a blob of a site is in the store: something that waited for it may be complete."""
@@ -276,8 +256,7 @@ class Coordinator:
                     self.contribute(own, life)
                 except Refused as error:
                     log.info("%s: %s", site, error)
-            for request in [one for one in self.states.requests.values() if one.donor == site and one.given]:
-                self._hand_on(request.name, site)
+            self._hand_on()
 
     def skip(self, site: str, life: str, call: Call) -> None:
         """Hears that a site does not answer a call."""
@@ -290,30 +269,7 @@ class Coordinator:
     def ask(self, site: str, without: Collection[str] = ()) -> None:
         """Gets a state for a site: from a donor, who is told, or from the anchor."""
         with self._lock:
-            self._find_state(site, frozenset(without))
-
-    def _find_state(self, site: str, without: frozenset[str]) -> None:
-        now, source = self._clock(), None
-        if self.states.of(site):
-            return
-        request = self.states.to(site, without)
-        if request is None:
-            source = self.ledger.source(site, now, without)
-            if isinstance(source, str):
-                request = self._ask_donor(source)
-        if request:
-            request.askers[site] = without
-        elif isinstance(source, StateHeader) and ANCHOR not in without:
-            parts = next(parts for header, parts in self.history.anchors if header == source)
-            self._tell(state_event(ANCHOR, source, parts), [site])
-        else:
-            log.warning("%s needs a state, and nobody has one: waiting for a site that comes back with one", site)
-            self._tell(waiting_event("nobody has a state: a site that comes back with one is waited for"), [site])
-
-    def _ask_donor(self, donor: str) -> StateRequest:
-        request = self.states.begin(donor, self._clock())
-        self._tell(wanted_event(request.name), [donor])
-        return request
+            self._states.ask(self.ledger, site, frozenset(without))
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Takes the state that a site gives, and hands it on when its blobs are in the store.
@@ -322,36 +278,19 @@ class Coordinator:
             Refused: If nobody asked this site for it, or it has other fragments.
         """
         with self._lock:
-            request = self.states.take(name, site)
-            if request is None:
-                raise Refused(f"nobody waits for this state of {site} any more")
-            fragments = (self.charter or self._gathering.charter).terms.fragments
-            if not len(header.applied) == len(header.digests) == fragments:
-                raise Refused(f"a state of this run has {fragments} fragments")
-            request.given = header, tuple(parts)
-            self._hand_on(name, site)
+            self._states.give(site, name, header, parts, self.charter or self._gathering.charter)
+            self._hand_on()
         self._wake()
 
-    def _hand_on(self, name: str, site: str) -> None:
-        request = self.states.take(name, site)
-        if not request or not request.given or not self.history.holds(request.given[1]):
-            return
-        header, parts = request.given
-        if request.founding:
-            self._found(header, parts)
-        if request.for_anchor:
-            self.history.anchor(header, parts)
-            self.ledger.anchors.add(header)
-            log.info("%s has left a state as an anchor", site)
-        del self.states.requests[name]
-        if request.askers:
-            self.states.handed(parts, self._clock())
-            self._tell(state_event(site, header, parts), list(request.askers))
+    def _hand_on(self) -> None:
+        """Hands on what was given and is complete."""
+        for request in self._states.complete():
+            if request.founding and request.given:
+                self._found(*request.given)
+            self._states.hand_on(self.ledger, request)
 
     def _found(self, header: StateHeader, parts: Sequence[Payload]) -> None:
         charter = self._gathering.charter
-        if any(at != Position(0, charter.key) for at in header.applied):
-            raise Refused("a run is founded on a state at round 0")
         self.history.found(charter, header, parts)
         self._ledger = self.history.ledger(self._clock())
         log.info("run %s has been founded", self.run)
@@ -361,12 +300,8 @@ class Coordinator:
 
     def _ask_others(self, gone: str | None = None) -> None:
         """Asks somebody else where a donor does not answer."""
-        for request in self.states.overdue(self._clock(), gone):
-            if request.founding:
-                self._ask_founder()
-            for site, without in request.askers.items():
-                if site != gone:
-                    self._find_state(site, without | {request.donor})
+        if self._states.ask_others(self._ledger, gone):
+            self._ask_founder()
 
     # What an operator asks
 
@@ -408,10 +343,7 @@ class Coordinator:
         """
         with self._lock:
             now, _ = self._clock(), self.ledger
-            try:
-                count = self.history.roll_back(round)
-            except ValueError as error:
-                raise Refused(str(error)) from None
+            count = self.history.roll_back(round)
             self._ledger, self.trouble = self.history.ledger(now), None
             log.warning("an operator has rolled the run back to round %d: %d records are left", round, count)
         self._wake()
@@ -436,24 +368,21 @@ class Coordinator:
         with self._lock:
             now = self._clock()
             self._ask_others()
+            self.trouble = self._go_on(now)
             if self._ledger is None:
                 return _AGAIN
-            self.trouble = self._close(now)
-            self._anchor(now)
+            self._states.ask_for_anchor(self._ledger)
             if now >= self._tidy_at:
                 self._tidy_at = now + _TIDY_EVERY
-                self.history.tidy(self._ledger.kept, self.states.needed(now))
+                self.history.tidy(self._ledger.kept, self._states.needed())
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, self._ledger.next_due(now) - now))
 
-    def _close(self, now: float) -> str | None:
-        """Closes what is due; returns what keeps it from that."""
+    def _go_on(self, now: float) -> str | None:
+        """Hands on what is complete and closes what is due; returns what keeps it from that."""
         try:
-            for record in self.ledger.due(now):
-                self.history.append(record)
-                self.ledger.append(record)
-                self.statistics.record(record)
-                self._tell(recorded_event(record))
-            self.history.keep_anchors(self.ledger.anchors.headers)
+            self._hand_on()
+            if self._ledger:
+                self._close(self._ledger, now)
         except (AgreementError, NoSpace) as error:
             if str(error) != self.trouble:
                 log.error("%s", error)
@@ -461,19 +390,10 @@ class Coordinator:
             return str(error)
         return None
 
-    def _anchor(self, now: float) -> None:
-        if now < self._anchor_at or not self.ledger.anchors.is_due(at.round for at in self.ledger.closed):
-            return
-        self._anchor_at = now + _AGAIN
-        if any(request.for_anchor for request in self.states.requests.values()):
-            return
-        donor = self.ledger.source("", now)
-        if isinstance(donor, str):
-            self._ask_donor(donor).for_anchor = True
-
-
-def _require_same(brought: Charter, founded: Charter) -> None:
-    try:
-        brought.require_same(founded)
-    except ValueError as error:
-        raise Refused(str(error)) from None
+    def _close(self, ledger: Ledger, now: float) -> None:
+        for record in ledger.due(now):
+            self.history.append(record)
+            ledger.append(record)
+            self.statistics.record(record)
+            self._tell(recorded_event(record))
+        self.history.keep_anchors(ledger.anchors.headers)

@@ -1,14 +1,22 @@
 """How the hub writes what it tells, and how a site reads it: one function for each kind, and one that reads all."""
 
 import json
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
-from lightning_sdiloco.comm import Event, Header, Malformed, record_event, record_of
+from lightning_sdiloco.comm import Event, Header, record_event, record_of
+from lightning_sdiloco.errors import Malformed
 from lightning_sdiloco.federation import Call, Contribution, Payload, Record, StateHeader, Welcome
 
 MOST_PARTS = 512
 """In how many parts a state may be given."""
+
+
+class Tell(Protocol):
+    """Tells an event to sites without waiting for them."""
+
+    def __call__(self, event: Event, to: Collection[str] | None = None) -> None:
+        """Tells all, or those named."""
 
 
 class Heard(NamedTuple):

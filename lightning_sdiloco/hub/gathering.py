@@ -1,6 +1,7 @@
 """The gathering of sites before a run is founded: who is here, and with which charter."""
 
-from lightning_sdiloco.federation import Charter, Founding, Hello, Refused
+from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation import Charter, Founding, Hello
 
 
 class Gathering:
@@ -61,3 +62,15 @@ class Gathering:
         """The site whose parameters are those of round 0; who comes later does not change it."""
         self._founder = self._founder or self._founding.founder
         return self._founder
+
+
+def require_same(brought: Charter, founded: Charter) -> None:
+    """Refuses a charter that is not that of the run.
+
+    Raises:
+        Refused: With what differs.
+    """
+    try:
+        brought.require_same(founded)
+    except ValueError as error:
+        raise Refused(str(error)) from None

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from lightning_sdiloco.comm import EVERYTHING, Missing
-from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation import (
     Charter,
     Contribution,
@@ -167,7 +167,7 @@ class History:
             How many records are left.
 
         Raises:
-            ValueError: If the hub has no state from which the run could go on there.
+            Refused: If the hub has no state from which the run could go on there.
         """
         last = sum(map(len, self._numbers))
         count = min((own[round] for own in self._numbers if len(own) > round), default=last)
@@ -179,7 +179,7 @@ class History:
         }
         if not kept:
             oldest = max(position.round for position in self.anchors[0][0].applied) if self.anchors else 0
-            raise ValueError(
+            raise Refused(
                 f"round={round} is too far back: the oldest state that the hub keeps is of round {oldest}. Give that"
                 " round, or a later one."
             )

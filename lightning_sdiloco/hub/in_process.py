@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from lightning_sdiloco.comm import EVERYTHING, Busy, Event, MailboxError, Missing, key_of
+from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import (
     Beat,
     Call,
@@ -13,7 +14,6 @@ from lightning_sdiloco.federation import (
     Follower,
     Hello,
     Payload,
-    Refused,
     StateHeader,
 )
 from lightning_sdiloco.hub.connection import (

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sdiloco.comm import MAX_BLOB, Busy, HubMailbox, HubUnreachable, MailboxError, key_of
-from lightning_sdiloco.comm import Refused as NotTaken
-from lightning_sdiloco.errors import ExchangeError
-from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Payload, Refused, StateHeader
+from lightning_sdiloco.errors import ExchangeError, Refused
+from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Payload, StateHeader
 from lightning_sdiloco.hub.connection import (
     Called,
     Lost,
@@ -102,8 +101,6 @@ class HubConnection:
                 answer = self._mailbox.send(charter.to_bytes(), {**self._about, "kind": "charter"})
                 key = str(answer.get("charter"))
                 return charter if key == charter.key else Charter.from_bytes(bytes(self._mailbox.get(key)))
-            except NotTaken as error:
-                raise Refused(str(error)) from error
             except MailboxError as error:
                 if isinstance(error, Busy) and time.monotonic() > until - self._patience + _LONGEST_LEASE:
                     raise Refused(str(error)) from error
@@ -189,7 +186,7 @@ class HubConnection:
         def run() -> None:
             try:
                 task()
-            except MailboxError as error:
+            except (MailboxError, Refused) as error:
                 # What matters is said again with the next hello.
                 log.info("%s: %s", self.site, error)
             except Exception as error:
@@ -228,7 +225,7 @@ class HubConnection:
             answer = self._call("contribute", body=own.to_bytes())
         except HubUnreachable:
             return False
-        except NotTaken as error:
+        except Refused as error:
             log.warning("%s: round %d of fragment %d was not taken: %s", self.site, own.round, own.fragment, error)
             self._in_background(lambda: self._call("hello", {"hello": self._hello}))
             return False

@@ -1,13 +1,11 @@
 """A hub as a process: the coordinator behind gRPC, with a ledger and a store on disk, and its own monotonic clock."""
 
-import functools
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
 
 from lightning_sdiloco.comm import (
     MAX_BLOB,
@@ -15,14 +13,12 @@ from lightning_sdiloco.comm import (
     Event,
     Header,
     Hub,
-    Malformed,
     Missing,
     Peer,
     SQLiteLedger,
 )
-from lightning_sdiloco.comm import Refused as NotTaken
-from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, Refused, StateHeader
-from lightning_sdiloco.federation import Malformed as Unreadable
+from lightning_sdiloco.errors import Malformed, Refused
+from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, StateHeader
 from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.events import parts_of, text_of
 from lightning_sdiloco.hub.history import History
@@ -32,23 +28,6 @@ log = logging.getLogger(__name__)
 
 MAX_CHARTER = 64 << 20
 """Bytes of the largest charter."""
-
-Answer = TypeVar("Answer")
-
-
-def _in_words_of_the_wire(method: Callable[..., Answer]) -> Callable[..., Answer]:
-    """Turns what the rules refuse into what the other end hears."""
-
-    @functools.wraps(method)
-    def said(*arguments: Any) -> Answer:
-        try:
-            return method(*arguments)
-        except Refused as error:
-            raise NotTaken(str(error)) from error
-        except Unreadable as error:
-            raise Malformed(str(error)) from error
-
-    return said
 
 
 class CoordinatorHandler:
@@ -68,7 +47,6 @@ class CoordinatorHandler:
         self._push = push
         self._coordinator.start(push, self._wake)
 
-    @_in_words_of_the_wire
     def hello(self, peer: Peer, about: Header) -> Iterable[Event]:
         """Lets a site in. Others may watch, and are told what all are told; see `Handler.hello`."""
         return self._events(peer, about) if peer.role == "site" else ()
@@ -84,9 +62,8 @@ class CoordinatorHandler:
                 raise Malformed("a charter is not as large as that.")
             return Charter.from_bytes(self._store.get(key))
         except Missing:
-            raise NotTaken("a site brings its charter before it says hello.") from None
+            raise Refused("a site brings its charter before it says hello.") from None
 
-    @_in_words_of_the_wire
     def beat(self, peer: Peer, about: Header) -> None:
         """See `Handler.beat`."""
         if peer.role == "site":
@@ -99,20 +76,18 @@ class CoordinatorHandler:
         if peer.role == "site":
             self._coordinator.gone(peer.name, peer.life)
 
-    @_in_words_of_the_wire
     def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
         """Takes charters of some size, and of a site that is there payloads and states; see `Handler.admit`."""
         kind = about.get("kind")
         if kind == "charter":
             if size > MAX_CHARTER:
-                raise NotTaken(f"a charter of {size:,} bytes is too large: at most {MAX_CHARTER:,} are taken.")
+                raise Refused(f"a charter of {size:,} bytes is too large: at most {MAX_CHARTER:,} are taken.")
             return
         if kind not in ("payload", "state"):
             raise Malformed("a blob is a charter, a payload or a part of a state.")
         self._coordinator.require_here(peer.name, peer.life)
         self._coordinator.begins(peer.name, key, kind == "state")
 
-    @_in_words_of_the_wire
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
         """See `Handler.stored`."""
         if about.get("kind") == "charter":
@@ -128,12 +103,11 @@ class CoordinatorHandler:
             self._store.put(charter.to_bytes())
         return charter.key
 
-    @_in_words_of_the_wire
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
         """See `Handler.call`."""
         answer = getattr(self, f"_on_{name}", None)
         if answer is None:
-            raise NotTaken(f"this hub does not answer {name}.")
+            raise Refused(f"this hub does not answer {name}.")
         said = answer(peer, about, body)
         return ({}, said) if isinstance(said, bytes) else (said or {}, b"")
 
@@ -181,7 +155,7 @@ class CoordinatorHandler:
 
 def _require_own(peer: Peer, site: str, life: str | None = None) -> None:
     if site != peer.name or life not in (None, peer.life):
-        raise NotTaken(f"site {peer.name!r} speaks for itself, and for this start of it.")
+        raise Refused(f"site {peer.name!r} speaks for itself, and for this start of it.")
 
 
 class HubService:

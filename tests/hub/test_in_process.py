@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_sdiloco.federation import Landing, Refused
+from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation import Landing
 from lightning_sdiloco.hub import InProcessHub
 from tests.hub.scripted import RUN, ScriptedSite, charter
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.comm import Denied, HubMailbox, MailboxError
-from lightning_sdiloco.comm import Refused as NotTaken
-from lightning_sdiloco.federation import Follower, Refused
+from lightning_sdiloco.comm import Denied, HubMailbox
+from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation import Follower
 from lightning_sdiloco.hub import HubConnection, HubService, Lost
 from tests.hub.scripted import RUN, TERMS, ScriptedSite, charter
 
@@ -173,7 +173,7 @@ def test_who_is_evicted_stays_out_and_comes_again_as_a_new_life(world: World) ->
     world.join("a", "b")
     world.run(world.rounds(1))
     evicted = world.sites.pop("b")
-    with pytest.raises(NotTaken, match="there is no site 'd' here"):
+    with pytest.raises(Refused, match="there is no site 'd' here"):
         world.ask("boss", "evict", who="d")
     world.ask("boss", "evict", who="b")
     with pytest.raises(Refused, match="evicted"):
@@ -256,6 +256,6 @@ def test_what_a_member_may_not_say(world: World) -> None:
         (lambda: stranger.call("state", {"without": 3}), "whose states were refused"),
         (lambda: stranger.call("give", {"parts": []}, b"{}"), "stateheader lacks"),
     ):
-        with pytest.raises(MailboxError, match=told):
+        with pytest.raises(Refused, match=told):
             say()
     world.run(world.more(1))

@@ -16,14 +16,14 @@ from lightning_sdiloco.comm.mailbox.base import (
     HubUnreachable,
     Mailbox,
     MailboxError,
-    Malformed,
     Missing,
     NoSpace,
-    Refused,
+    NotActive,
     key_of,
 )
 from lightning_sdiloco.comm.mailbox.blobs import BlobStore
 from lightning_sdiloco.comm.mailbox.channels import Event, record_event, record_of
+from lightning_sdiloco.comm.mailbox.etcd_ledger import EtcdLedger, EtcdSeat
 from lightning_sdiloco.comm.mailbox.folder import FolderMailbox
 from lightning_sdiloco.comm.mailbox.frames import Header
 from lightning_sdiloco.comm.mailbox.hub_client import HubMailbox
@@ -32,6 +32,7 @@ from lightning_sdiloco.comm.mailbox.in_process import InProcessMailbox
 from lightning_sdiloco.comm.mailbox.keys import ROLES, Role, add_keys, identity_of, init_keys, revoke_keys
 from lightning_sdiloco.comm.mailbox.ledger import LedgerError, SQLiteLedger
 from lightning_sdiloco.comm.mailbox.ledger_handler import LedgerHandler
+from lightning_sdiloco.errors import Malformed, Refused
 
 __all__ = [
     "EVERYTHING",
@@ -43,6 +44,8 @@ __all__ = [
     "BlobStore",
     "Busy",
     "Denied",
+    "EtcdLedger",
+    "EtcdSeat",
     "Event",
     "FolderMailbox",
     "Handler",
@@ -58,6 +61,7 @@ __all__ = [
     "Malformed",
     "Missing",
     "NoSpace",
+    "NotActive",
     "Peer",
     "Push",
     "Refused",

@@ -3,9 +3,10 @@
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from lightning_sdiloco.comm.mailbox.base import Denied, Malformed, Refused
+from lightning_sdiloco.comm.mailbox.base import Denied
 from lightning_sdiloco.comm.mailbox.frames import PROTOCOL, Header
 from lightning_sdiloco.comm.mailbox.keys import ROLES, UNBOUND, Identity, fingerprint
+from lightning_sdiloco.errors import Malformed, Refused
 
 EVERY_ROLE = frozenset(ROLES)
 

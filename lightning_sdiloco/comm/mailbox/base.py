@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Protocol
 
+from lightning_sdiloco.errors import Malformed, Refused
+
 Bytes = bytes | bytearray | memoryview
 
 MAX_BLOB = 16 << 30
@@ -22,23 +24,19 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class MailboxError(RuntimeError):
-    """A mailbox could not do what was asked. The kinds below say whether asking again may help."""
+    """A mailbox could not do what was asked. Asking again may help; what is `Refused` it does not."""
 
 
 class HubUnreachable(MailboxError):
     """The hub does not answer, but may later. What was sent may or may not have arrived, and may be sent again."""
 
 
-class Refused(MailboxError):
-    """What was asked is not allowed, or does not fit. To ask again is of no use."""
+class NotActive(HubUnreachable):
+    """This hub does not serve the run: another one does, or nobody for now."""
 
 
 class Denied(Refused):
     """The certificate does not speak for who asked, or not for what was asked."""
-
-
-class Malformed(Refused):
-    """A message is none, or says what cannot be: no header, a size out of bounds, a field of another type."""
 
 
 class Busy(MailboxError):
@@ -55,6 +53,10 @@ class Missing(MailboxError):
 
 class Altered(MailboxError):
     """Bytes are not those that their digest announced."""
+
+
+Failure = MailboxError | Refused
+"""What a call of a mailbox may raise."""
 
 
 class Mailbox(Protocol):

@@ -7,17 +7,18 @@ from lightning_sdiloco.comm.mailbox.base import (
     Altered,
     Busy,
     Denied,
+    Failure,
     HubUnreachable,
     MailboxError,
-    Malformed,
     Missing,
     NoSpace,
-    Refused,
+    NotActive,
     checked_blob,
     extra,
     key_of,
 )
 from lightning_sdiloco.comm.mailbox.frames import MAX_MESSAGE, Header
+from lightning_sdiloco.errors import Malformed, Refused
 
 SERVICE = "sdiloco.Hub"
 
@@ -91,7 +92,8 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_metadata_size", 8 << 10),
 ]
 
-CODES: Mapping[type[MailboxError], str] = {
+CODES: Mapping[type[Exception], str] = {
+    NotActive: "UNAVAILABLE",
     Denied: "PERMISSION_DENIED",
     Malformed: "INVALID_ARGUMENT",
     Refused: "FAILED_PRECONDITION",
@@ -102,16 +104,16 @@ CODES: Mapping[type[MailboxError], str] = {
 }
 """The status code of each error, and with it the error on the other side."""
 
-_ERRORS = {code: error for error, code in CODES.items()}
+_ERRORS: Mapping[str, Any] = {code: error for error, code in CODES.items()}
 _AWAY = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"}
 
 
-def status_of(error: MailboxError) -> Any:
+def status_of(error: Failure) -> Any:
     """Returns gRPC's status code of an error."""
     return getattr(extra("grpc").StatusCode, CODES.get(type(error), "INTERNAL"))
 
 
-def error_of(error: Any, hub: str) -> MailboxError:
+def error_of(error: Any, hub: str) -> Failure:
     """Returns the error that gRPC's stands for.
 
     Args:

@@ -5,8 +5,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_sdiloco.comm.mailbox.base import Bytes, Malformed
+from lightning_sdiloco.comm.mailbox.base import Bytes
 from lightning_sdiloco.comm.mailbox.frames import CHUNK
+from lightning_sdiloco.errors import Malformed
 
 Runs = list[list[int]]
 """Numbers of chunks, as pairs of the first and the one after the last."""

@@ -5,9 +5,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_sdiloco.comm.mailbox.base import MAX_BLOB, MAX_RECORD, Altered, Bytes, Missing, Refused, checked_size
+from lightning_sdiloco.comm.mailbox.base import MAX_BLOB, MAX_RECORD, Altered, Bytes, Missing, checked_size
 from lightning_sdiloco.comm.mailbox.blobs import BlobStore
 from lightning_sdiloco.comm.mailbox.files import Files, files_at
+from lightning_sdiloco.errors import Refused
 
 _FOLDER = "records"
 _DIGEST = hashlib.sha256().digest_size

@@ -4,7 +4,8 @@ import json
 import struct
 from typing import Any, NoReturn
 
-from lightning_sdiloco.comm.mailbox.base import Bytes, Malformed
+from lightning_sdiloco.comm.mailbox.base import Bytes
+from lightning_sdiloco.errors import Malformed
 
 Header = dict[str, Any]
 

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_sdiloco.comm.mailbox.base import (
     MAX_BLOB,
@@ -14,7 +15,6 @@ from lightning_sdiloco.comm.mailbox.base import (
     Bytes,
     HubUnreachable,
     MailboxError,
-    Refused,
     checked_key,
     checked_size,
     extra,
@@ -25,9 +25,12 @@ from lightning_sdiloco.comm.mailbox.frames import PROTOCOL, Header, pack, unpack
 from lightning_sdiloco.comm.mailbox.keys import Bundle, Identity, Role, load
 from lightning_sdiloco.comm.mailbox.link import Link
 from lightning_sdiloco.comm.mailbox.moving import download, upload
+from lightning_sdiloco.errors import Refused
 
 _SILENT_BEATS = 4  # beats of the hub that may be missing before it counts as gone
 _LONGEST_PAUSE = 5.0
+
+Answer = TypeVar("Answer")
 
 
 class HubMailbox:
@@ -37,7 +40,8 @@ class HubMailbox:
     gone. Calls wait all the same, so a training thread leaves them to others. Connections are made again by themselves.
 
     Args:
-        hub: Address and port of the hub.
+        hub: Address and port of the hub. With several, and commas between them, the next one is tried when one does not
+            answer or is not the active one.
         run: The run.
         name: The name of this site, or of whoever this is.
         keys: Its bundle, or the folder of the authority.
@@ -79,6 +83,7 @@ class HubMailbox:
         self.life = life or secrets.token_hex(8)
         self.max_blob = max_blob
         self._beat = beat
+        self._listening = False
         self._link = Link(hub, bundle, channels, timeout)
 
     @property
@@ -111,11 +116,12 @@ class HubMailbox:
         """
         view = memoryview(blob).cast("B")
         header = self._header(about) | {"key": key_of(view), "size": len(view)}
-        return upload(self._link, header, view, timeout)
+        return self._from_any(lambda: upload(self._link, header, view, timeout))
 
     def get(self, key: str, timeout: float | None = None) -> bytearray:
         """See `Mailbox.get`; ``timeout`` is as in `send`."""
-        return download(self._link, self._header(), checked_key(key), self.max_blob, timeout)
+        checked_key(key)
+        return self._from_any(lambda: download(self._link, self._header(), key, self.max_blob, timeout))
 
     def append(self, seq: int, record: Bytes) -> bool:
         """See `Mailbox.append`; the certificate of a hub is needed for it."""
@@ -139,8 +145,11 @@ class HubMailbox:
             Refused: If the hub refuses it for another reason.
             HubUnreachable: If it does not answer in time.
         """
-        link = self._link
         message = pack(self._header(about) | {"call": name}, body)
+        return self._from_any(lambda: self._call(message, timeout))
+
+    def _call(self, message: bytes, timeout: float | None) -> tuple[Header, bytes]:
+        link = self._link
         with link.cancelled_at_the_end() as take:
             try:
                 return unpack(
@@ -148,6 +157,17 @@ class HubMailbox:
                 )
             except Exception as error:
                 raise link.error(error) from error
+
+    def _from_any(self, ask: Callable[[], Answer]) -> Answer:
+        """Asks one hub after the other until one answers; while `events` is at work, it knows which one does."""
+        for _ in self._link.hubs[1:]:
+            try:
+                return ask()
+            except HubUnreachable:
+                if self._listening or self._link.closed.is_set():
+                    raise
+                self._link.next_hub()
+        return ask()
 
     def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
         """Yields what the hub tells, of its own accord and for as long as the mailbox is not closed.
@@ -165,6 +185,7 @@ class HubMailbox:
             Altered: As the hub finds that what it knows is not whole.
         """
         broken = 0
+        self._listening = True
         try:
             while not self._link.closed.is_set():
                 why, kind = f"hub {self._link.hub} ended the connection.", "HubUnreachable"
@@ -180,10 +201,12 @@ class HubMailbox:
                 if self._link.closed.is_set():
                     return
                 self._link.lost(why)
+                self._link.next_hub()
                 yield Event("lost", {"why": why, "kind": kind})
                 self._link.closed.wait(min(self._beat * 2**broken / 5, _LONGEST_PAUSE))
                 broken = min(broken + 1, 10)
         finally:
+            self._listening = False
             # Nobody would notice that it is back.
             self._link.found()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_sdiloco.comm.mailbox.access import MAY, Access, Peer, speaks_for_itself
-from lightning_sdiloco.comm.mailbox.base import MailboxError, Malformed, Missing, checked_key, checked_size, extra
+from lightning_sdiloco.comm.mailbox.base import Failure, MailboxError, Missing, checked_key, checked_size, extra
 from lightning_sdiloco.comm.mailbox.blobs import BlobStore
 from lightning_sdiloco.comm.mailbox.channels import SERVER_OPTIONS, SERVICE, Event, status_of
 from lightning_sdiloco.comm.mailbox.chunks import checked_runs, count
@@ -19,6 +19,7 @@ from lightning_sdiloco.comm.mailbox.frames import Header, pack, pack_chunk, unpa
 from lightning_sdiloco.comm.mailbox.hub_transfers import Downloads, Uploads
 from lightning_sdiloco.comm.mailbox.keys import load
 from lightning_sdiloco.comm.mailbox.sessions import Session, Sessions
+from lightning_sdiloco.errors import Malformed, Refused
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +245,7 @@ class Hub:
             for message in requests:
                 about = unpack(message)[0].get("about", {})
                 self._handler.beat(peer, speaks_for_itself(peer.role, peer.name, about))
-        except MailboxError as error:
+        except (MailboxError, Refused) as error:
             session.end(error)
         except Exception as error:
             # gRPC ends a broken stream with an exception that is nothing but itself.
@@ -282,7 +283,7 @@ def _telling(tell: Callable[[Any, Any], Iterator[bytes]]) -> Callable[[Any, Any]
 def _abort(context: Any, error: Exception) -> None:
     if not context.is_active():
         raise error
-    if isinstance(error, MailboxError):
+    if isinstance(error, Failure):
         log.info("%s: %s", context.peer(), error)
         context.abort(status_of(error), str(error)[:1000])
     log.exception("a call of %s failed", context.peer())

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning_sdiloco.comm.mailbox.access import Peer
-from lightning_sdiloco.comm.mailbox.base import Malformed, NoSpace
+from lightning_sdiloco.comm.mailbox.base import NoSpace
 from lightning_sdiloco.comm.mailbox.blobs import BlobStore, Upload
 from lightning_sdiloco.comm.mailbox.chunks import Dispenser, Runs
+from lightning_sdiloco.errors import Malformed
 
 MAX_UPLOADS = 64
 """Blobs that one holder may be sending at the same time."""

@@ -8,12 +8,12 @@ from lightning_sdiloco.comm.mailbox.base import (
     MAX_RECORD,
     Bytes,
     Missing,
-    Refused,
     checked_blob,
     checked_key,
     checked_size,
     key_of,
 )
+from lightning_sdiloco.errors import Refused
 
 
 class InProcessMailbox:

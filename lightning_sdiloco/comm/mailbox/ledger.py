@@ -15,10 +15,10 @@ from lightning_sdiloco.comm.mailbox.base import (
     Bytes,
     MailboxError,
     NoSpace,
-    Refused,
     checked_size,
 )
 from lightning_sdiloco.comm.mailbox.files import sync_folder
+from lightning_sdiloco.errors import Refused
 
 _HEAD = 100  # bytes that SQLite keeps for itself at the beginning of a file
 _APPLICATION = 0x5D110C0  # says in the head of the file whose it is
@@ -105,7 +105,7 @@ class SQLiteLedger:
             if seq < self._count:
                 (there,) = self._database.execute("select record from records where seq = ?", (seq,)).fetchone()
                 return bytes(there) == bytes(record)
-            chain = _chained(self._chain, seq, record)
+            chain = chained(self._chain, seq, record)
             rows = (seq, bytes(record), chain)
             self._write([("insert into records values (?, ?, ?)", rows), *_of_notes(notes or {})])
             self._count, self._chain = seq + 1, chain
@@ -181,7 +181,7 @@ class SQLiteLedger:
     def _verified(self) -> tuple[int, bytes]:
         count, chain = 0, b""
         for seq, record, stored in self._database.execute("select seq, record, chain from records order by seq"):
-            chain = _chained(chain, seq, record) if isinstance(record, bytes) else b""
+            chain = chained(chain, seq, record) if isinstance(record, bytes) else b""
             if seq != count or chain != stored:
                 raise self._unusable(f"record {count} has been altered, or is missing")
             count += 1
@@ -226,7 +226,8 @@ def _make(path: Path) -> None:
         raise LedgerError(f"The ledger {path} cannot be made ({error}): its folder has to be there.") from error
 
 
-def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
+def chained(chain: bytes, seq: int, record: Bytes) -> bytes:
+    """Returns the digest of a record and all before it."""
     return hashlib.sha256(chain + seq.to_bytes(8, "big") + bytes(record)).digest()
 
 

@@ -4,11 +4,11 @@ import threading
 from collections.abc import Iterator
 
 from lightning_sdiloco.comm.mailbox.access import Peer
-from lightning_sdiloco.comm.mailbox.base import Malformed, Refused
 from lightning_sdiloco.comm.mailbox.channels import Event, record_event
 from lightning_sdiloco.comm.mailbox.frames import Header
 from lightning_sdiloco.comm.mailbox.hub_server import Push
 from lightning_sdiloco.comm.mailbox.ledger import SQLiteLedger
+from lightning_sdiloco.errors import Malformed, Refused
 
 
 class LedgerHandler:

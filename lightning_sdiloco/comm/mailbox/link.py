@@ -1,12 +1,13 @@
 """The connections of a site to its hub: made when needed, made again by themselves, never waited for without end."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_sdiloco.comm.mailbox.base import HubUnreachable, MailboxError, extra
+from lightning_sdiloco.comm.mailbox.base import Failure, HubUnreachable, extra
 from lightning_sdiloco.comm.mailbox.channels import CLIENT_OPTIONS, SERVICE, error_of
 from lightning_sdiloco.comm.mailbox.keys import Bundle, host_of
 
@@ -17,17 +18,23 @@ class Link:
     """Channels to a hub: one for calls and events, and some for blobs.
 
     Args:
-        hub: Address and port.
+        hub: Address and port; several with commas between them, of which one is spoken to at a time.
         bundle: Keys; None to speak without TLS.
         channels: Connections for blobs.
         timeout: Seconds for a call.
     """
 
     def __init__(self, hub: str, bundle: Bundle | None, channels: int, timeout: float) -> None:
-        self.hub, self.timeout = hub, timeout
+        self.hubs = [one.strip() for one in hub.split(",")]
+        if not all(self.hubs):
+            raise ValueError(
+                f"hub={hub!r} names no hub between two commas: give ADDRESS:PORT, or ADDRESS:PORT,ADDRESS:PORT."
+            )
+        self.timeout = timeout
         self._grpc = extra("grpc")
-        self._control = self._channel(bundle)
-        self.data = [self._channel(bundle) for _ in range(channels)]
+        # Those to a hub that is not spoken to stay: it may be its turn again soon.
+        self._channels = [[self._channel(one, bundle) for _ in range(channels + 1)] for one in self.hubs]
+        self._turn = 0
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-link")
         self._lock = threading.Lock()
         self._running: set[Any] = set()
@@ -38,6 +45,20 @@ class Link:
     def away(self) -> str | None:
         """Why the hub counts as gone; None if it does not."""
         return self._away
+
+    @property
+    def hub(self) -> str:
+        """The hub that is spoken to."""
+        return self.hubs[self._turn]
+
+    @property
+    def data(self) -> list[Any]:
+        """The channels for blobs."""
+        return self._channels[self._turn][1:]
+
+    def next_hub(self) -> None:
+        """Speaks to the next hub from now on."""
+        self._turn = (self._turn + 1) % len(self.hubs)
 
     def lost(self, why: str) -> None:
         """Notes that the hub is gone: what waits for it ends at once."""
@@ -50,7 +71,7 @@ class Link:
 
     def method(self, kind: str, name: str, channel: Any = None) -> Any:
         """Returns a method of the hub, such as of the kind ``unary_unary``, on the channel for calls by default."""
-        return getattr(channel or self._control, kind)(f"/{SERVICE}/{name}")
+        return getattr(channel or self._channels[self._turn][0], kind)(f"/{SERVICE}/{name}")
 
     @contextmanager
     def cancelled_at_the_end(self) -> Iterator[Callable[[Any], Any]]:
@@ -89,9 +110,7 @@ class Link:
         if (why := self._away) is not None:
             raise HubUnreachable(why)
 
-    def errors_of(
-        self, tasks: list[Callable[[], None]], progress: Callable[[], int], patience: float
-    ) -> list[MailboxError]:
+    def errors_of(self, tasks: list[Callable[[], None]], progress: Callable[[], int], patience: float) -> list[Failure]:
         """Runs tasks, each of which waits for calls, at the same time.
 
         Args:
@@ -113,13 +132,13 @@ class Link:
             before = now
         return [self.error(error) for error in (future.exception() for future in futures) if error is not None]
 
-    def error(self, error: BaseException) -> MailboxError:
+    def error(self, error: BaseException) -> Failure:
         """Returns what an error of gRPC stands for.
 
         Raises:
             BaseException: If it is none of gRPC's or the mailbox's.
         """
-        if isinstance(error, MailboxError):
+        if isinstance(error, Failure):
             return error
         if isinstance(error, self._grpc.RpcError):
             return HubUnreachable(self._away) if self._away is not None else error_of(error, self.hub)
@@ -131,7 +150,7 @@ class Link:
         """Ends all connections, and what waits for them."""
         self.closed.set()
         self._cancel_all()
-        for channel in (self._control, *self.data):
+        for channel in itertools.chain(*self._channels):
             channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -141,9 +160,9 @@ class Link:
         for call in running:
             call.cancel()
 
-    def _channel(self, bundle: Bundle | None) -> Any:
+    def _channel(self, hub: str, bundle: Bundle | None) -> Any:
         if bundle is None:
-            return self._grpc.insecure_channel(self.hub, CLIENT_OPTIONS)
+            return self._grpc.insecure_channel(hub, CLIENT_OPTIONS)
         credentials = self._grpc.ssl_channel_credentials(bundle.authority, bundle.key, bundle.certificate)
         name = ("grpc.ssl_target_name_override", host_of(bundle.identity.run))
-        return self._grpc.secure_channel(self.hub, credentials, [*CLIENT_OPTIONS, name])
+        return self._grpc.secure_channel(hub, credentials, [*CLIENT_OPTIONS, name])

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from lightning_sdiloco.comm.mailbox.base import Altered, Bytes, HubUnreachable, MailboxError, Malformed, checked_size
+from lightning_sdiloco.comm.mailbox.base import Altered, Bytes, Failure, HubUnreachable, checked_size
 from lightning_sdiloco.comm.mailbox.chunks import Arrivals, Dispenser, Runs, bounds, checked_runs, count
 from lightning_sdiloco.comm.mailbox.frames import Header, pack, pack_chunk, unpack, unpack_chunk
 from lightning_sdiloco.comm.mailbox.link import Link
+from lightning_sdiloco.errors import Malformed
 
 LEAST_RATE = 64 << 10
 """Bytes per second below which a blob is given up in the end: half of 1 Mbit/s."""
@@ -37,7 +38,7 @@ class _Attempts:
             raise HubUnreachable(f"hub {self._link.hub}: the blob did not get through in time.")
         return left
 
-    def after(self, errors: list[MailboxError], moved: bool) -> None:
+    def after(self, errors: list[Failure], moved: bool) -> None:
         """Raises what ends the attempts, and waits a little otherwise."""
         for error in errors:
             if not isinstance(error, HubUnreachable):
@@ -63,7 +64,7 @@ def upload(link: Link, header: Header, blob: Bytes, timeout: float | None) -> He
         The hub's answer.
 
     Raises:
-        MailboxError: What the hub refuses, or that it cannot be reached.
+        Failure: What the hub refuses, or that it cannot be reached.
     """
     size = len(blob)
     attempts = _Attempts(link, time.monotonic() + (timeout or PATIENCE + size / LEAST_RATE))
@@ -125,7 +126,7 @@ def download(link: Link, header: Header, key: str, max_blob: int, timeout: float
 
     Raises:
         Altered: If its bytes have another digest.
-        MailboxError: What the hub refuses, or that it cannot be reached.
+        Failure: What the hub refuses, or that it cannot be reached.
     """
     attempts = _Attempts(link, time.monotonic() + (timeout or PATIENCE + max_blob / LEAST_RATE))
     incoming = _Incoming(max_blob)

@@ -5,8 +5,9 @@ from collections import deque
 from collections.abc import Collection, Iterator
 
 from lightning_sdiloco.comm.mailbox.access import Peer
-from lightning_sdiloco.comm.mailbox.base import Busy, MailboxError, NoSpace, Refused
+from lightning_sdiloco.comm.mailbox.base import Busy, Failure, NoSpace
 from lightning_sdiloco.comm.mailbox.channels import Event
+from lightning_sdiloco.errors import Refused
 
 MAX_EVENTS = 1024
 """Events that wait for somebody who does not read them. With one more it is sent away, and begins anew."""
@@ -31,7 +32,7 @@ class Session:
         self._changed = threading.Condition()
         self._waiting: deque[Event] = deque()
         self._ended = False
-        self._error: MailboxError | None = None
+        self._error: Failure | None = None
 
     def push(self, event: Event) -> None:
         """Adds an event to what is to be told."""
@@ -43,7 +44,7 @@ class Session:
                 self._waiting.append(event)
             self._changed.notify_all()
 
-    def end(self, error: MailboxError | None = None) -> None:
+    def end(self, error: Failure | None = None) -> None:
         """Ends it, after all that waits has been told; the first reason stays."""
         with self._changed:
             if not self._ended:
@@ -58,7 +59,7 @@ class Session:
             beat: Seconds between two beats.
 
         Raises:
-            MailboxError: The reason for which it was ended.
+            Failure: The reason for which it was ended.
         """
         yield from first
         while True:

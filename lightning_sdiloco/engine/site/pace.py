@@ -27,7 +27,8 @@ from lightning_sdiloco.engine.rounds import Means, Rounds
 from lightning_sdiloco.engine.site.arithmetic import Bytes, Encoded, SiteArithmetic, Stepped
 from lightning_sdiloco.engine.site.shared import SharedConnection
 from lightning_sdiloco.engine.site.states import Arrived, from_part, to_part
-from lightning_sdiloco.federation import Contribution, Follower, Landing, Record, Refused, StateHeader
+from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation import Contribution, Follower, Landing, Record, StateHeader
 from lightning_sdiloco.hub import (
     Called,
     Lost,
