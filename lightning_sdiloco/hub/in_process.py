@@ -69,6 +69,11 @@ class InMemoryJournal:
         del self._records[count:]
         self.note(notes)
 
+    @property
+    def held(self) -> bool:
+        """See `Journal`."""
+        return True
+
 
 class InMemoryStore:
     """Blobs in memory; see `Store`."""
@@ -91,7 +96,7 @@ class InMemoryStore:
         """See `Store`."""
         return len(self.get(key))
 
-    def retain(self, keys: Collection[str], age: float = 0.0) -> int:
+    def retain(self, keys: Collection[str], age: float = 0.0, may: Callable[[], bool] = lambda: True) -> int:
         """See `Store`."""
         before = len(self._blobs)
         self._blobs = {key: blob for key, blob in self._blobs.items() if key in keys}

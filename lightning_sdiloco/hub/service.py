@@ -1,7 +1,9 @@
 """A hub as a process: the coordinator behind gRPC, with a ledger and a store on disk, and its own monotonic clock."""
 
+import contextlib
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,15 +15,18 @@ from lightning_sdiloco.comm import (
     Event,
     Header,
     Hub,
+    MailboxError,
     Missing,
+    NotActive,
     Peer,
-    SQLiteLedger,
+    Push,
 )
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, StateHeader
 from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.events import parts_of, text_of
 from lightning_sdiloco.hub.history import History
+from lightning_sdiloco.hub.seat import Kept, checked_store, seat_at
 from lightning_sdiloco.hub.status import Status
 
 log = logging.getLogger(__name__)
@@ -29,23 +34,27 @@ log = logging.getLogger(__name__)
 MAX_CHARTER = 64 << 20
 """Bytes of the largest charter."""
 
+_AGAIN = 1.0  # seconds after which something is tried again that did not succeed
+
 
 class CoordinatorHandler:
     """Hands what arrives over gRPC to a coordinator; see `Handler`. Who may call what has been looked at before.
 
     Args:
-        coordinator: Decides.
+        coordinator: Returns who decides; raises `NotActive` where this is not the hub that does.
         store: Where blobs arrive.
-        wake: Called when there may be something to do.
     """
 
-    def __init__(self, coordinator: Coordinator, store: BlobStore, wake: Callable[[], None]) -> None:
-        self._coordinator, self._store, self._wake = coordinator, store, wake
+    def __init__(self, coordinator: Callable[[], Coordinator], store: BlobStore) -> None:
+        self._active, self._store = coordinator, store
 
-    def start(self, push: Callable[..., None]) -> None:
+    @property
+    def _coordinator(self) -> Coordinator:
+        return self._active()
+
+    def start(self, push: Push) -> None:
         """See `Handler.start`."""
         self._push = push
-        self._coordinator.start(push, self._wake)
 
     def hello(self, peer: Peer, about: Header) -> Iterable[Event]:
         """Lets a site in. Others may watch, and are told what all are told; see `Handler.hello`."""
@@ -73,8 +82,9 @@ class CoordinatorHandler:
 
     def gone(self, peer: Peer) -> None:
         """See `Handler.gone`."""
-        if peer.role == "site":
-            self._coordinator.gone(peer.name, peer.life)
+        with contextlib.suppress(NotActive):
+            if peer.role == "site":
+                self._coordinator.gone(peer.name, peer.life)
 
     def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
         """Takes charters of some size, and of a site that is there payloads and states; see `Handler.admit`."""
@@ -159,27 +169,31 @@ def _require_own(peer: Peer, site: str, life: str | None = None) -> None:
 
 
 class HubService:
-    """Serves a run to its sites, from what is on disk.
+    """Serves a run to its sites, from what is on disk, or in etcd together with other hubs.
+
+    Of several hubs one is the active one. The others answer every call with that, until it is gone.
 
     Args:
         run: The name of the run.
-        ledger: The SQLite file of its ledger; made if it is not there and ``sites`` says for how many.
+        ledger: The SQLite file of its ledger; made if it is not there and ``sites`` says for how many. Or the URL of
+            one in etcd, see `EtcdSeat`.
         sites: How many sites found the run, if it has not been founded.
         listen: Address and port; with port 0 the system chooses one.
-        store: Folder or URL of fsspec for payloads and states; by default a folder beside the ledger.
+        store: Folder or URL of fsspec for payloads and states; by default a folder beside the ledger. Hubs that share a
+            ledger in etcd share it too, so it has to be given.
         keys: The bundle of the hub, or the folder of the authority.
         insecure: Serve without TLS and without certificates, instead of ``keys``.
         max_blob: Bytes of the largest payload or part of a state that it takes.
         beat: Seconds between two signs of life of the hub.
 
     Attributes:
-        coordinator: What decides.
         port: The port on which it listens.
 
     Raises:
         ValueError: If there is no run and nobody is to found one, it is another run, or the address, the keys or the
             store cannot be used.
         LedgerError: If the ledger cannot be used.
+        MailboxError: If etcd does not answer.
     """
 
     def __init__(
@@ -194,27 +208,50 @@ class HubService:
         max_blob: int = MAX_BLOB,
         beat: float = 1.0,
     ) -> None:
-        self._awake = threading.Event()
-        self._closed = threading.Event()
-        self._journal = SQLiteLedger(ledger, must_exist=sites is None)
+        self._run, self._sites = run, sites
+        self._awake, self._closed = threading.Event(), threading.Event()
+        self._seat = seat_at(ledger, f"{socket.gethostname()} ({listen})", sites is None, insecure)
+        store = checked_store(ledger, store)
+        self._journal: Kept | None = None
+        self._coordinator: Coordinator | None = None
+        self._why = ""
+        self._hub: Hub | None = None
         try:
-            blobs = BlobStore(store or Path(ledger).with_suffix(".store"), max_blob)
-            self.coordinator = Coordinator(run, History(self._journal, blobs), sites, time.monotonic)
-            handler = CoordinatorHandler(self.coordinator, blobs, self._awake.set)
-            self._hub = Hub(handler, blobs, run, listen, keys=keys, insecure=insecure, beat=beat)
+            self._journal = self._seat.take()
+            self._blobs = BlobStore(store, max_blob)
+            self._take_over()
+            handler = CoordinatorHandler(lambda: self.coordinator, self._blobs)
+            self._hub = Hub(handler, self._blobs, run, listen, keys=keys, insecure=insecure, beat=beat)
         except BaseException:
-            self._journal.close()
+            self._give_up()
             raise
         self.port = self._hub.port
         self._ticker = threading.Thread(target=self._tick, name="hub-clock", daemon=True)
 
+    @property
+    def coordinator(self) -> Coordinator:
+        """What decides.
+
+        Raises:
+            NotActive: If this is not the active hub.
+        """
+        if (coordinator := self._coordinator) is None:
+            raise NotActive(self._why)
+        return coordinator
+
     def start(self) -> None:
         """Begins to serve."""
+        assert self._hub is not None, "it was made"
+        self._begin()
         self._hub.start()
         self._ticker.start()
 
     def status(self) -> Status:
-        """Returns what is to be seen of the run."""
+        """Returns what is to be seen of the run.
+
+        Raises:
+            NotActive: If this is not the active hub.
+        """
         return self.coordinator.status()
 
     def close(self) -> None:
@@ -223,15 +260,66 @@ class HubService:
         self._awake.set()
         if self._ticker.ident is not None:
             self._ticker.join()
+        assert self._hub is not None, "it was made"
         self._hub.close()
-        self._journal.close()
+        self._give_up()
+
+    def _take_over(self) -> bool:
+        """Becomes the active hub, if there is no other one."""
+        self._journal = self._journal or self._seat.take()
+        if self._journal is None:
+            self._why = f"this hub waits: {self._seat.holder or 'another one'} is the active one."
+            return False
+        try:
+            self._coordinator = Coordinator(self._run, History(self._journal, self._blobs), self._sites, time.monotonic)
+        except BaseException:
+            self._give_up()
+            raise
+        return True
+
+    def _begin(self) -> None:
+        if self._coordinator and self._hub:
+            self._coordinator.start(self._hub.push, self._awake.set)
+
+    def _step_down(self, why: str) -> None:
+        """Takes nothing new: another hub does. This one may become the active one again, and begins anew then."""
+        log.error("%s Nothing new is taken here.", why)
+        self._why = why
+        self._give_up()
+        if self._hub:
+            self._hub.send_away(NotActive(why))
+
+    def _give_up(self) -> None:
+        if self._coordinator:
+            # What is still being answered tells nobody.
+            self._coordinator.start(lambda event, to=None: None, lambda: None)
+        self._coordinator = None
+        if self._journal:
+            self._journal.close()
+        self._journal = None
 
     def _tick(self) -> None:
         while not self._closed.is_set():
             try:
-                seconds = self.coordinator.tick()
+                seconds = self._turn()
+            except NotActive as error:
+                self._step_down(str(error))
+                seconds = _AGAIN
+            except MailboxError as error:
+                log.warning("%s", error)
+                seconds = _AGAIN
             except Exception:
                 log.exception("the hub could not do what is due, and tries again")
-                seconds = 1.0
+                seconds = _AGAIN
             self._awake.wait(seconds)
             self._awake.clear()
+
+    def _turn(self) -> float:
+        if self._coordinator is None:
+            if self._take_over():
+                log.warning("this hub is the active one now, after %s records", self.status().get("records", 0))
+                self._begin()
+            return _AGAIN
+        if self._journal and not self._journal.held:
+            raise NotActive("this hub is not the active one any more: its lease was not renewed in time.")
+        return self._coordinator.tick()

@@ -4,7 +4,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,12 +84,13 @@ class BlobStore:
         """Returns a chunk of a blob whose size is known."""
         return self.read(key, *bounds(index, size))
 
-    def retain(self, keys: Collection[str], age: float = 600.0) -> int:
+    def retain(self, keys: Collection[str], age: float = 600.0, may: Callable[[], bool] = lambda: True) -> int:
         """Drops all blobs but those named, and those that came lately: no record may name them yet.
 
         Args:
             keys: What records and anchors still need, such as those of the last 8 rounds.
             age: Seconds for which a blob that this process stored is kept in any case.
+            may: Says before each whether this process may still drop what others share with it.
 
         Returns:
             How many were dropped.
@@ -99,6 +100,8 @@ class BlobStore:
         for key in self._files.names(_FOLDER):
             if key in keys or now - self._stored.get(key, -age) < age:
                 continue
+            if not may():
+                break
             self._files.delete(_name(key))
             self._stored.pop(key, None)
             dropped += 1

@@ -1,9 +1,9 @@
 """A client of etcd: transactions and leases over its JSON gateway, with the standard library alone.
 
 [Note: why no package] Of what PyPI has over grpcio, etcd3 is of 2020 and does not work with today's protobuf, and the
-others are forks of it by one person each, or asynchronous. What is kept well over HTTP (etcd3gw) knows one endpoint, and
-leaves transactions to be written as the JSON that they are here. Four calls are needed: a transaction, and to grant,
-renew and revoke a lease.
+others are forks of it by one person each, or asynchronous. What is kept well over HTTP (etcd3gw) knows one endpoint,
+and leaves transactions to be written as the JSON that they are here. Four calls are needed: a transaction, and to
+grant, renew and revoke a lease.
 """
 
 import base64

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_sdiloco.comm.mailbox.access import MAY, Access, Peer, speaks_for_itself
-from lightning_sdiloco.comm.mailbox.base import Failure, MailboxError, Missing, checked_key, checked_size, extra
+from lightning_sdiloco.comm.mailbox.base import (
+    Failure,
+    MailboxError,
+    Missing,
+    NoSpace,
+    checked_key,
+    checked_size,
+    extra,
+)
 from lightning_sdiloco.comm.mailbox.blobs import BlobStore
 from lightning_sdiloco.comm.mailbox.channels import SERVER_OPTIONS, SERVICE, Event, status_of
 from lightning_sdiloco.comm.mailbox.chunks import checked_runs, count
@@ -147,6 +155,10 @@ class Hub:
             to: The names of sites; all who watch, of any role, by default.
         """
         self._sessions.push(event, to)
+
+    def send_away(self, error: Failure) -> None:
+        """Ends the connections of all who watch, with a reason; they may come again."""
+        self._sessions.end_all(error)
 
     def _listen(self, listen: str, bundle: Any) -> int:
         try:
@@ -284,7 +296,8 @@ def _abort(context: Any, error: Exception) -> None:
     if not context.is_active():
         raise error
     if isinstance(error, Failure):
-        log.info("%s: %s", context.peer(), error)
+        # Somebody has to make room.
+        log.log(logging.ERROR if isinstance(error, NoSpace) else logging.INFO, "%s: %s", context.peer(), error)
         context.abort(status_of(error), str(error)[:1000])
     log.exception("a call of %s failed", context.peer())
     context.abort(extra("grpc").StatusCode.INTERNAL, "the hub failed; its log says why.")

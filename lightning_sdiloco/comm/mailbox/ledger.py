@@ -73,6 +73,11 @@ class SQLiteLedger:
             raise
 
     @property
+    def held(self) -> bool:
+        """Whether it is this process that writes: the lock on the file lasts as long as the process."""
+        return True
+
+    @property
     def last(self) -> int:
         """The number of the last record, or `EVERYTHING` if there is none."""
         return self._count + EVERYTHING

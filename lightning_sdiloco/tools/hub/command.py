@@ -4,7 +4,7 @@ import logging
 import signal
 import threading
 
-from lightning_sdiloco.comm import LedgerError
+from lightning_sdiloco.comm import MailboxError, NotActive
 from lightning_sdiloco.hub import HubService
 from lightning_sdiloco.tools.hub.asking import Asking
 
@@ -25,8 +25,9 @@ def hub(
         keys: The bundle of the hub, or the folder of `sdiloco keys init`.
         sites: How many sites found the run, the first time. Once it is founded, sites come and go as they like.
         listen: Address and port. Sites elsewhere reach it at 0.0.0.0 or at the address of an interface.
-        ledger: The file with the records of the run. Without it the run is lost: keep it on a disk that lasts.
-        store: Folder or URL for payloads and states; by default the folder beside the ledger.
+        ledger: The file with the records of the run. Without it the run is lost: keep it on a disk that lasts. Or where
+            they are in etcd, for two hubs and more: etcd://HOST:2379[,HOST:2379]/PREFIX.
+        store: Folder or URL for payloads and states; by default the folder beside the ledger. Several hubs share one.
         insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
 
     Raises:
@@ -37,7 +38,7 @@ def hub(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         service = HubService(run, ledger, sites, listen, store, keys, insecure)
-    except LedgerError as error:
+    except MailboxError as error:
         raise ValueError(str(error)) from error
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -50,7 +51,10 @@ def hub(
 
 
 def _found(service: HubService) -> str:
-    status = service.status()
+    try:
+        status = service.status()
+    except NotActive as error:
+        return str(error).rstrip(".")
     if status["founded"]:
         return f"it goes on after {status['records']} records"
     return f"it waits for {status['missing']} sites that found the run"

@@ -1,0 +1,197 @@
+"""What the hub's machine does to it: a full disk, a clock that is set, a damaged ledger, and memory that ends."""
+
+import ast
+import os
+import subprocess
+import time
+import tracemalloc
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_sdiloco.comm import Event, LedgerError, SQLiteLedger
+from lightning_sdiloco.comm.mailbox.frames import CHUNK
+from lightning_sdiloco.federation import Beat, Contribution, Hello, Payload, Position, StateHeader
+from lightning_sdiloco.hub import Coordinator, HubService
+from lightning_sdiloco.hub.history import History
+from lightning_sdiloco.hub.in_process import InMemoryStore
+from tests.comm.mailbox.hubs import serving
+from tests.hub.scripted import RUN, TERMS, charter
+from tests.hub.test_service import World
+from tests.test_rules import MODULES, nodes_of, of_rooms
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "sdiloco", folder], check=False).returncode
+    ):
+        pytest.skip("to mount a small disk needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
+    small_disk: Path, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(small_disk, keys)
+    world.start(sites=2)
+    world.join("a", "b")
+    world.run(world.rounds(2))
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+    said = lambda: any("no space left" in told for site in world.sites.values() for told in site.told)  # noqa: E731
+    world.run(said, 60)
+    assert "no space left" in caplog.text
+    # It answers, and what it told before is there.
+    records = world.ask("viewer", "status")["records"]
+    assert records >= 4
+    filler.unlink()
+    world.run(world.more(2), 60)
+    world.agree()
+    world.service.close()
+    status = world.start().status()
+    assert status["records"] > records
+    assert [own["round"] for own in status["fragments"]] >= [4, 4]
+    world.close()
+
+
+def test_a_clock_that_is_set_changes_nothing(tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The rules of a federation go by clocks that nobody sets; certificates alone are valid from one date to another.
+    walls = {"time.time", "time.time_ns", "datetime.datetime.now", "datetime.datetime.utcnow", "time.localtime"}
+    users = {
+        module
+        for module in of_rooms("hub", "comm", "federation") + [name for name in MODULES if ".engine.site" in name]
+        for node in nodes_of(module)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in walls
+    }
+    assert users == {"lightning_sdiloco.comm.mailbox.keys"}
+    world, real = World(tmp_path, keys), time.time
+    world.start(sites=2)
+    world.join("a", "b")
+    world.run(world.rounds(1))
+    for hours in (1, -1):
+        monkeypatch.setattr(time, "time", lambda hours=hours: real() + 3600 * hours)
+        world.run(world.more(1))
+    assert not [told for site in world.sites.values() for told in site.told if "silent" in told]
+    world.agree()
+    world.close()
+
+
+def test_a_hub_does_not_start_with_half_a_ledger(tmp_path: Path, keys: Path) -> None:
+    world = World(tmp_path, keys)
+    world.start(sites=1)
+    world.join("a")
+    world.run(world.rounds(2))
+    world.close()
+    path = tmp_path / "hub.sqlite"
+    whole = path.read_bytes()
+    for left in (0, 4096, len(whole) - 4096):
+        path.write_bytes(whole[:left])
+        with pytest.raises(LedgerError, match="cannot be used"):
+            HubService(RUN, path, keys=keys)
+    path.write_bytes(whole)
+    assert HubService(RUN, path, keys=keys).status()["records"] >= 4
+
+
+# Memory
+
+
+def peak_of_the_process() -> int:
+    """Bytes that this process has had at most since the last call."""
+    status = Path("/proc/self/status").read_text()
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(tmp_path: Path, keys: Path) -> None:
+    size, channels = 48 << 20, 4
+    blob = bytearray(os.urandom(1 << 20)) * (size >> 20)
+    with serving(tmp_path, keys) as served:
+        site = served.mailbox("site-a", channels=channels)
+        # The first one makes threads and connections.
+        site.put(os.urandom(4 << 20))
+        peak_of_the_process()
+        before = peak_of_the_process()
+        key = site.put(blob)
+        after = peak_of_the_process()
+    # Of each connection at most a window and some chunks are in memory, at both ends, which are in this process here.
+    bound = 2 * channels * (8 * CHUNK + (1 << 20))
+    assert bound < size / 1.9
+    assert after - before < bound, f"{(after - before) >> 20} MiB for {size >> 20} MiB"
+    assert (tmp_path / "store" / "blobs" / key).stat().st_size == size
+
+
+class Rounds:
+    """A coordinator whose two sites contribute without end, in virtual time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.time, self.round = 0.0, 0
+        self.journal = SQLiteLedger(folder / "hub.sqlite")
+        # What is not on the disk when the power fails is of no interest here.
+        self.journal._database.execute("pragma synchronous = off").fetchall()
+        self.store = InMemoryStore()
+        self.hub = Coordinator(RUN, History(self.journal, self.store), 1, lambda: self.time)
+        self.charter = charter()
+        self.wanted: list[tuple[str, str]] = []
+        self.hub.start(self.tell, lambda: None)
+        start = tuple(Position(0, self.charter.key) for _ in range(TERMS.fragments))
+        self.hellos = [Hello(RUN, site, life * 16, self.charter.key, start) for site, life in (("a", "a"), ("b", "b"))]
+        list(self.hub.hello(self.hellos[0], lambda: self.charter))
+        self.give(start)
+        list(self.hub.hello(self.hellos[1], lambda: self.charter))
+
+    def tell(self, event: Event, to: Collection[str] | None = None) -> None:
+        if event.kind == "wanted" and to:
+            self.wanted.append((next(iter(to)), event.header["request"]))
+
+    def give(self, applied: Sequence[Position]) -> None:
+        """Gives the states that are wanted, for the founding and as anchors."""
+        for site, request in self.wanted:
+            part = Payload(self.store.put(b"state"), 5)
+            self.hub.give(site, request, StateHeader(tuple(applied), (1, 1)), [part])
+        self.wanted.clear()
+
+    def play(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.round, self.time = self.round + 1, self.time + 1.0
+            for hello in self.hellos:
+                applied = tuple(at.round for at in self.hub.ledger.closed)
+                self.hub.beat(Beat(hello.site, hello.life, True, applied))
+            for fragment in range(TERMS.fragments):
+                before = self.hub.ledger.closed[fragment].key
+                for hello in self.hellos:
+                    blob = b"%s %d %d" % (hello.site.encode(), fragment, self.round)
+                    payload = Payload(self.store.put(blob), len(blob))
+                    own = Contribution(fragment, self.round, hello.site, hello.life, before, 4, 1, (payload,))
+                    self.hub.contribute(own, hello.life)
+                self.hub.tick()
+            self.give(self.hub.ledger.closed)
+
+
+def test_the_memory_of_a_hub_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    rounds = Rounds(tmp_path)
+    rounds.play(150)
+    tracemalloc.start()
+    rounds.play(150)
+    before = tracemalloc.get_traced_memory()[0]
+    blobs = len(rounds.store._blobs)
+    rounds.play(600)
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert rounds.hub.ledger.closed[0].round == 900
+    assert len(rounds.store._blobs) < blobs + 200
+    # Of every record a number is kept; what else a round leaves would be some hundred bytes at least.
+    assert after - before < 600 * TERMS.fragments * 8 * 4 + 40_000
