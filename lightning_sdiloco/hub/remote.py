@@ -43,7 +43,7 @@ class HubConnection:
     """A site's connection to a hub; see `Connection`. It has threads of its own.
 
     Args:
-        hub: Address and port of the hub.
+        hub: Address and port of the hub; of several with commas between them, of which one is the active one.
         run: The name of the run.
         site: The name of the site.
         keys: Its bundle, or the folder of the authority.

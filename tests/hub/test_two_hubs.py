@@ -78,7 +78,7 @@ def test_a_hub_process_that_stops_or_dies_is_followed_by_the_other_and_nothing_i
     hubs[0].end(signal.SIGKILL)
     hubs[1].start(*options)
     wait_for(hubs, 1, '"founded": true', [])
-    reader = HubMailbox(f"127.0.0.1:{hubs[1].port}", RUN, "a", hubs[1].keys)
+    reader = HubMailbox(f"127.0.0.1:{hubs[1].port}", RUN, "a", hubs[1].keys, life=connections[0].life)
     require_all_payloads(etcd, reader)
     for closed in (reader, *connections):
         closed.close()
@@ -125,7 +125,7 @@ def test_a_hub_that_is_lost_is_followed_by_the_other_which_serves_every_payload(
     until(lambda: one._coordinator is None)
     assert sites[0].digests() == sites[1].digests()
     one.close()
-    reader = HubMailbox(f"127.0.0.1:{two.port}", RUN, "a", keys)
+    reader = HubMailbox(f"127.0.0.1:{two.port}", RUN, "a", keys, life=connections[0].life)
     require_all_payloads(etcd, reader)
     for closed in (reader, *connections, two):
         closed.close()

@@ -14,7 +14,7 @@ class Federation:
     """The federation in which this site trains: jobs that are launched on their own, and joined through a hub.
 
     Args:
-        hub: Address and port of the hub.
+        hub: Address and port of the hub; of two hubs with a comma between them, "a:29400,b:29400".
         run: The run.
         site: The name of this site.
         keys: Its bundle of keys, or the folder of ``sdiloco keys init``.

@@ -9,7 +9,7 @@ class Asking:
     """Asks a hub, over a connection that lasts as long as the ``with`` block.
 
     Args:
-        hub: Address and port of the hub.
+        hub: Address and port of the hub; of two with a comma between them.
         keys: The bundle of who asks.
         run: The name of the run, if the bundle does not say it.
         insecure: Ask a hub that has no keys; then the run has to be said.

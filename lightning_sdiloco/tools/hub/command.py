@@ -67,7 +67,7 @@ def evict(
 
     Args:
         site: The name of the site.
-        hub: Address and port of the hub.
+        hub: Address and port of the hub; of two with a comma between them.
         keys: The bundle of an operator.
         run: The name of the run, if the bundle does not say it.
         insecure: Ask a hub that has no keys.
@@ -84,7 +84,7 @@ def end(hub: str | None = None, keys: str | None = None, run: str | None = None,
     """End a run: the next round of every fragment is the last, for which every site launches what it has.
 
     Args:
-        hub: Address and port of the hub.
+        hub: Address and port of the hub; of two with a comma between them.
         keys: The bundle of an operator.
         run: The name of the run, if the bundle does not say it.
         insecure: Ask a hub that has no keys.
@@ -104,7 +104,7 @@ def rollback(
 
     Args:
         round: The last round of every fragment that stays.
-        hub: Address and port of the hub.
+        hub: Address and port of the hub; of two with a comma between them.
         keys: The bundle of an operator.
         run: The name of the run, if the bundle does not say it.
         insecure: Ask a hub that has no keys.

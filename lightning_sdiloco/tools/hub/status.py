@@ -19,7 +19,7 @@ def status(
     """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; elsewhere once.
 
     Args:
-        hub: Address and port of the hub.
+        hub: Address and port of the hub; of two with a comma between them.
         keys: The bundle of a reader, or of anybody else who has one.
         run: The name of the run, if the bundle does not say it.
         json: Print JSON in place of a table, once.

@@ -1,0 +1,164 @@
+"""How fast a payload travels to a hub over a slow link, beside iperf3 over the same link. Linux, root, and iperf3.
+
+    python -m benchmarks.hub_transport [--quick] [--json FILE] [--links 0,1,2]
+
+A site sends a payload to its hub, with TLS and certificates, and waits until the hub says that it is on its disk. Both
+stand in namespaces with 50 ms between them; TCP is cubic. iperf3 sends as many bytes over as many connections, in turn
+with it, so both see the same machine. Numbers are medians.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks import report
+from benchmarks.links import Links, missing
+
+ROUND_TRIP = 0.05
+RUN = "transport"
+
+
+class Line(NamedTuple):
+    """A link, and how it is used.
+
+    Attributes:
+        mbit: Its rate, in Mbit/s.
+        loss: Share of the packets that are lost.
+        connections: Over how many connections a payload travels.
+        sizes: Bytes of the payloads.
+    """
+
+    mbit: int
+    loss: float
+    connections: int
+    sizes: tuple[int, ...]
+
+
+LINES = (
+    Line(100, 0.0, 8, (10_000_000, 100_000_000)),
+    Line(1000, 0.0, 8, (10_000_000, 100_000_000)),
+    Line(100, 0.001, 1, (10_000_000,)),
+    Line(100, 0.001, 8, (10_000_000,)),
+)
+
+
+def iperf3(links: Links, size: int, connections: int) -> float:
+    """What iperf3 carries from site 1 to site 0, in Mbit/s."""
+    server = links.start(0, ["iperf3", "--server", "--one-off"], stdout=subprocess.DEVNULL)
+    time.sleep(1.0)
+    words = ["iperf3", "--client", links.address(0), "--bytes", str(size), "--parallel", str(connections), "--json"]
+    told = subprocess.run(links.command(1, words), check=True, capture_output=True, text=True).stdout
+    server.wait()
+    return float(json.loads(told)["end"]["sum_received"]["bits_per_second"]) / 1e6
+
+
+def serve(folder: str) -> None:
+    """Is the hub, in site 0."""
+    from lightning_sdiloco.comm import BlobStore, Hub, LedgerHandler, SQLiteLedger
+
+    store, ledger = BlobStore(Path(folder, "store")), SQLiteLedger(Path(folder, "hub.sqlite"))
+    hub = Hub(LedgerHandler(ledger), store, RUN, "0.0.0.0:7100", keys=Path(folder, "keys"))
+    hub.start()
+    print("ready", flush=True)
+    sys.stdin.read()
+    hub.close()
+
+
+def send(folder: str, address: str, connections: str) -> None:
+    """Is the site, in site 1: sends as many bytes as it is told, and tells how fast that was."""
+    from lightning_sdiloco.comm import HubMailbox
+
+    keys = Path(folder, "keys", "site.bundle")
+    mailbox = HubMailbox(f"{address}:7100", RUN, "site", keys, channels=int(connections))
+    mailbox.put(os.urandom(int(connections) << 20))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        blob = os.urandom(int(line))
+        began = time.monotonic()
+        mailbox.put(blob)
+        print(len(blob) * 8e-6 / (time.monotonic() - began), flush=True)
+    mailbox.close()
+
+
+def measure(line: Line, repeats: int) -> list[dict[str, Any]]:
+    """Measures the payloads on one link."""
+    from lightning_sdiloco.comm import add_keys, init_keys
+
+    rows = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Links(2, line.mbit * 1e6, ROUND_TRIP / 2, loss=line.loss, congestion_control="cubic") as links,
+    ):
+        init_keys(Path(folder, "keys"), RUN)
+        add_keys(Path(folder, "keys"), "site", "site")
+        hub = inside(links, 0, "serve", folder)
+        site = inside(links, 1, "send", folder, links.address(0), str(line.connections))
+        for size in line.sizes:
+            ours, plain = [], []
+            for _ in range(repeats):
+                plain.append(iperf3(links, size, line.connections))
+                site.stdin.write(f"{size}\n")
+                site.stdin.flush()
+                ours.append(float(site.stdout.readline()))
+            rows.append(line._asdict() | {"size": size, "ours": ours, "iperf3": plain})
+            report.said(f"{line.mbit} Mbit/s, {size // 10**6} MB: {median(ours):.0f} of {median(plain):.0f} Mbit/s")
+        for process in (site, hub):
+            process.communicate(timeout=30)
+    return rows
+
+
+def inside(links: Links, site: int, what: str, *arguments: str) -> Any:
+    """Starts one of the two ends in its site, and waits until it is ready."""
+    words = [sys.executable, "-m", "benchmarks.hub_transport", "--inside", what, *arguments]
+    process = links.start(
+        site, words, {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    if process.stdout is None or process.stdout.readline() != "ready\n":
+        raise RuntimeError(f"The part {what!r} did not start in site {site}; its error is above.")
+    return process
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, and tells."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["--inside"]:
+        {"serve": serve, "send": send}[words[1]](*words[2:])
+        return
+    parser = report.parser(__doc__)
+    parser.add_argument("--links", default=",".join(map(str, range(len(LINES)))), help="which links, by their number")
+    options = parser.parse_args(words)
+    lacks = missing() or (None if shutil.which("iperf3") else "iperf3 is not installed: apt-get install iperf3")
+    if lacks:
+        raise SystemExit(lacks)
+    chosen = [LINES[int(number)] for number in options.links.split(",")]
+    if options.quick:
+        chosen = [line._replace(sizes=(2_000_000,)) for line in chosen[:1]]
+    rows = [row for line in chosen for row in measure(line, 1 if options.quick else 5)]
+    headline = {f"{name_of(row)}: of iperf3": median(row["ours"]) / median(row["iperf3"]) for row in rows}
+    headline |= {f"{name_of(row)}: of the link": median(row["ours"]) / row["mbit"] for row in rows}
+    table = [[name_of(row), *cells_of(row)] for row in rows]
+    report.show("A payload to the hub", ["link and payload", "Mbit/s", "iperf3", "of it"], table)
+    report.write(options.json, headline, report.measured("hub_transport", options.quick), rows=rows)
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    """Returns what the table says of it: our rate, that of iperf3, and one over the other."""
+    ours, plain = median(row["ours"]), median(row["iperf3"])
+    return [f"{ours:.1f}", f"{plain:.1f}", f"{ours / plain:.2f}"]
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Names what was measured."""
+    loss = f", {row['loss']:.1%} lost, {row['connections']} connections" if row["loss"] else ""
+    return f"{row['mbit']} Mbit/s{loss}, {row['size'] // 10**6} MB"
+
+
+if __name__ == "__main__":
+    main()
