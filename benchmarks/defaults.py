@@ -129,10 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = list(trainings())
     kept = Runs("defaults", options.json)
     kept.make(wanted, options.workers, options.minutes)
-    found = comparison.compared(kept, paired(wanted))
-    comparison.show(f"{stage}: {comparison.described(wanted[0])}", found)
-    kept.write(comparison.headline(found), options.quick)
-    comparison.draw(found, options.picture)
+    title = f"{stage}: {comparison.described(wanted[0])}"
+    comparison.tell(title, comparison.compared(kept, paired(wanted)), kept, options)
 
 
 if __name__ == "__main__":

@@ -64,12 +64,12 @@ class Model:
     budget: float = 16.0
 
 
-# More groups make fewer and larger steps of the same tokens, and want larger rates; larger models want smaller ones.
+# More groups want larger rates of their own, since each steps on a smaller batch; larger models want smaller ones.
 MODELS = {
     "tiny": Model(TINY, {2: Rates(3e-3, 3e-3)}, budget=0.05),
-    "0.1M": Model(SMALL, {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(1.2e-2, 6e-3)}, batch=1),
+    "0.1M": Model(SMALL, {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)}, batch=1),
     "0.2M": Model(Size(3, 64, 4, 128), {2: Rates(4.5e-3, 2e-3)}, batch=1),
-    "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(3e-3, 2e-3)}),
+    "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(3e-3, 3e-3)}),
     "0.9M": Model(DEMO, {2: Rates(3e-3, 3e-3)}, batch=4, budget=0.5),
     "5M": Model(Size(6, 256, 4, 128), {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "10M": Model(TEN_MILLION, {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
@@ -279,9 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     found += each_at_its_best(found)
     few = "; ".join(name for name in every if name not in wanted)
     left_out = f"Left out, with fewer than {FEWEST_ROUNDS} rounds: {few}." if few else ""
-    comparison.show(f"{options.stage}: {stage.about}", found, left_out)
-    kept.write(comparison.headline(found), options.quick)
-    comparison.draw(found, options.picture)
+    comparison.tell(f"{options.stage}: {stage.about}", found, kept, options, left_out)
 
 
 if __name__ == "__main__":
