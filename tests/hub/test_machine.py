@@ -109,7 +109,7 @@ def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(tmp_path: Path
     size, channels = 48 << 20, 4
     blob = bytearray(os.urandom(1 << 20)) * (size >> 20)
     with serving(tmp_path, keys) as served:
-        site = served.mailbox("site-a", channels=channels)
+        site = served.mailbox("a", channels=channels)
         # The first one makes threads and connections.
         site.put(os.urandom(4 << 20))
         peak_of_the_process()
@@ -172,15 +172,15 @@ class Rounds:
 
 def test_the_memory_of_a_hub_does_not_grow_with_the_run(tmp_path: Path) -> None:
     rounds = Rounds(tmp_path)
-    rounds.play(150)
+    rounds.play(50)
     tracemalloc.start()
-    rounds.play(150)
+    rounds.play(50)
     before = tracemalloc.get_traced_memory()[0]
     blobs = len(rounds.store._blobs)
-    rounds.play(600)
+    rounds.play(200)
     after = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert rounds.hub.ledger.closed[0].round == 900
+    assert rounds.hub.ledger.closed[0].round == 300
     assert len(rounds.store._blobs) < blobs + 200
     # Of every record a number is kept; what else a round leaves would be some hundred bytes at least.
-    assert after - before < 600 * TERMS.fragments * 8 * 4 + 40_000
+    assert after - before < 200 * TERMS.fragments * 100
