@@ -16,7 +16,7 @@ from tests.fits import LIGHTNING, fit
 from tests.ranks import run_processes, run_ranks
 from tests.reference import Result
 from tests.reference import run as run_reference
-from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
+from tests.training import LAYERS, backward, batch, inner_optimizer, mlp, train_step
 
 
 def grouped(fragments: int) -> list[list[str]]:
@@ -52,7 +52,11 @@ def simulate(
         resting = [group for group in range(groups) if idle(group, step)]
         for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             if group not in resting:
-                train_step(model, optimizer, group, step)
+                backward(model, optimizer, group, step)
+        simulated.average_gradients(idle=resting)
+        for group, optimizer in enumerate(optimizers):
+            if group not in resting:
+                optimizer.step()
         simulated.step(idle=resting)
         trajectory.append(simulated.outer_state_dict())
     simulated.finish()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_sdiloco.engine.background import Background, Pending, Stages
-from lightning_sdiloco.engine.flight import Flight, LaunchSnapshot
+from lightning_sdiloco.engine.flight import Flight, LaunchSnapshot, Purpose
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.site.arithmetic import Encoded, SiteArithmetic
@@ -57,7 +57,7 @@ class Launches:
         begun = self._follower.begin(index, step)
         fragment = self._rounds.fragments[index]
         # Nobody tells a site in advance which buffers others have changed, so all of them travel.
-        snapshot = fragment.launch(step, float("inf"), True, 0)._replace(final=False)
+        snapshot = fragment.launch(step, float("inf"), Purpose.MEAN, 0)._replace(purpose=Purpose.ROUND)
         self._start(snapshot, begun, (began, time.perf_counter()))
 
     def _start(self, snapshot: LaunchSnapshot, begun: Contribution, launch: Span) -> None:
