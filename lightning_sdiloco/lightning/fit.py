@@ -271,8 +271,9 @@ class Fit:
             tell(engine.settings, len(engine.fragments), auto.measured, trainer.loggers, trainer.global_step)
 
     def _watch_signals(self, engine: StreamingDiLoCo) -> None:
-        is_chosen = not self.options.options.auto.names
-        self._signal_latency = SignalLatency(engine.schedule) if self._trainer.is_global_zero and is_chosen else None
+        # The ranks of a site need no launch to agree.
+        waits = not self.options.options.auto.names and self._parts.options.federation is None
+        self._signal_latency = SignalLatency(engine.schedule) if self._trainer.is_global_zero and waits else None
 
     def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
         """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those.

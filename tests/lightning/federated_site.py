@@ -133,8 +133,11 @@ def train(place: Place, steps: int, seconds: float, sharded: bool = False, valid
     place.settle()
     folder = place.folder / place.site
     last = folder / "last.ckpt"
-    kind = StreamingDiLoCoModelParallelStrategy if sharded else StreamingDiLoCoStrategy
-    strategy = kind(federation=place.federation, **CHOICES)
+    if sharded:
+        sizes = {"data_parallel_size": place.ranks}
+        strategy = StreamingDiLoCoModelParallelStrategy(federation=place.federation, **sizes, **CHOICES)
+    else:
+        strategy = StreamingDiLoCoStrategy(federation=place.federation, **CHOICES)
     saves: dict[str, Any] = {"monitor": "seen"} if validates else {"every_n_train_steps": 25, "save_top_k": 0}
     notes = Notes(place.folder / f"{place.name}.jsonl")
     trainer = pl.Trainer(
