@@ -69,14 +69,16 @@ def topologies(ranks: int) -> list[Topology]:
 class Weighed:
     """A connection of a rank that weighs what it sends and fetches."""
 
-    def __init__(self, inner: Any, site: str) -> None:
-        self._inner, self._site = inner, site
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._own: set[str] = set()
         self.sent = self.fetched_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def contribute(self, own: Any, blobs: Any) -> None:
+        self._own |= blobs.keys()
         self.sent += sum(map(len, blobs.values()))
         self._inner.contribute(own, blobs)
 
@@ -91,7 +93,8 @@ class Weighed:
         return fetched
 
     def _weigh(self, fetched: Any) -> None:
-        self.fetched_bytes += sum(len(blob) for blobs in fetched.values() for blob in blobs.values())
+        blobs = [one for of_record in fetched.values() for one in of_record.items()]
+        self.fetched_bytes += sum(len(blob) for key, blob in blobs if key not in self._own)
 
 
 @dataclass
@@ -187,11 +190,11 @@ def joined(hub: VirtualHub, site: str, model: nn.Module, topology: Topology, **c
 
     class Here(Federation):
         def connect(self, ranks: int = 1) -> Connection:
-            made.append(Weighed(hub.connect(site, payloads_of(0, ranks)), site))
+            made.append(Weighed(hub.connect(site, payloads_of(0, ranks))))
             return made[-1]  # type: ignore[return-value]
 
         def connect_shards(self, rank: int, ranks: int, life: str) -> Shards:
-            made.append(Weighed(hub.connect_shards(site, payloads_of(rank, ranks)), site))
+            made.append(Weighed(hub.connect_shards(site, payloads_of(rank, ranks))))
             return made[-1]  # type: ignore[return-value]
 
     federation = Here("hub", "run", site, insecure=True, lease=2.0, grace=1.0)
