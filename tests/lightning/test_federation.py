@@ -76,7 +76,7 @@ class Federation:
         of_site = [own for record in self.records() if record.fragment == fragment and (own := record.of(site))]
         return sum(own.weight for own in of_site)
 
-    def until(self, what: str, holds: Callable[[], bool], timeout: float = 120.0) -> None:
+    def until(self, what: str, holds: Callable[[], bool], timeout: float = 240.0) -> None:
         deadline = time.monotonic() + timeout
         while not holds():
             dead = [site for site, process in self.processes.items() if process.exitcode]
@@ -129,7 +129,7 @@ def test_a_site_is_killed_the_others_go_on_at_their_pace_and_it_returns(federati
     assert began[0] > 1
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("federation", ["ab"], indirect=True)
 def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it(federation: Federation) -> None:
     federation.start("a", 10_000, STEP, ranks=2, validates=6)
@@ -152,7 +152,7 @@ def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it
     federation.until("the other one goes on", lambda: federation.round("b") > there + 1)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("federation", ["ab"], indirect=True)
 def test_loops_of_fabric_are_sites_that_count_by_what_goes_through_their_model(federation: Federation) -> None:
     federation.start("a", 40, 12, does=train_in_fabric)
