@@ -129,6 +129,7 @@ def test_a_site_is_killed_the_others_go_on_at_their_pace_and_it_returns(federati
     assert began[0] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("federation", ["ab"], indirect=True)
 def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it(federation: Federation) -> None:
@@ -152,6 +153,7 @@ def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it
     federation.until("the other one goes on", lambda: federation.round("b") > there + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("federation", ["ab"], indirect=True)
 def test_loops_of_fabric_are_sites_that_count_by_what_goes_through_their_model(federation: Federation) -> None:
