@@ -139,6 +139,28 @@ def test_a_site_that_returns_with_an_old_checkpoint_replays_what_it_missed() -> 
     assert sites[0].hub.counted()[-1] == ["s0", "s1", "s2"]
 
 
+def test_a_site_that_is_told_to_end_has_all_counted_and_nothing_twice() -> None:
+    sites = founded(2, **CHOICES)
+    train(sites, 21)
+    state, stays = saved(sites[0]), sites[1]
+    sites[0].engine.leave()
+    assert [counted_of(sites[0], fragment) for fragment in range(4)] == [21] * 4
+    train([stays], 10)
+    again = started_again(sites[0], state, 21)
+    train([again, stays], 30)
+    assert agree([again, stays])
+    for fragment, own in enumerate(again.pace.follower.fragments):
+        # A flight may be recorded already.
+        flying = {own.flight.own.weight, 0} if own.flight else {0}
+        assert 51 in {counted_of(again, fragment) + own.samples + one for one in flying}
+
+
+def counted_of(site: Site, fragment: int) -> int:
+    """How many samples of a site count in a fragment."""
+    of_site = [own for r in site.hub.records() if r.fragment == fragment and (own := r.of(f"s{site.index}"))]
+    return sum(own.weight for own in of_site)
+
+
 class Noting:
     """A connection that notes what its site hears, call by call."""
 
@@ -298,7 +320,17 @@ def in_common(sites: list[list[Rank]]) -> list[dict[str, torch.Tensor]]:
 def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
     # Each is weighed with four samples.
     alone = train_ranked((1, 1, 1), 26, normed, train_step, (4, 4, 4), compression="fp32", **CHOICES)
-    sites = train_ranked((4, 2, 1), 26, normed, train_step, (1, 2, 4), compression="fp32", **CHOICES)
+    heard = []
+
+    def at(rank: Rank, step: int) -> None:
+        if step == 5 and rank.engine.topology.group_rank == 3:
+            rank.engine.request(2)
+        if rank.engine.requested:
+            heard.append((rank.site, step, rank.engine.requested))
+
+    sites = train_ranked((4, 2, 1), 26, normed, train_step, (1, 2, 4), at, compression="fp32", **CHOICES)
+    # What one rank asks, all of its site hear after the next step.
+    assert heard == [("s0", 6, 2)] * 4
     expected, *held = *in_common(alone)[:1], *in_common(sites)
     assert [key.split(",")[0] for key in expected] == [f"{p} Position(round={r}" for p, r in enumerate((3, 2, 2))]
     for own in held:
