@@ -145,9 +145,8 @@ class SiteArithmetic:
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
         values = fragment.storage.load(before.values)
         count = self._aggregation.count([_control(own) for own in record.counted])
-        all_reduce = self._at(record.fragment, record.round)
         sites = self._received(record, blobs)
-        mean = self._mean(fragment, all_reduce, sites, count, values)
+        mean = self._mean(fragment, self._at(record.fragment, record.round), sites, count, values)
         decoded = span_from(began, values.device)
         began = time.perf_counter()
         outer = outer_step(fragment, before, values, mean, counts=True, final=record.final)
