@@ -175,6 +175,7 @@ def train_in_fabric(place: Place, steps: int, size: int) -> None:
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     batches = iter(fabric.setup_dataloaders(DataLoader(place.data(), batch_size=size)))
     for step in range(steps):
+        time.sleep(0.03)
         x, y = next(batches)
         for half, target in zip(x.chunk(2), y.chunk(2), strict=True):
             fabric.backward(nn.functional.mse_loss(model(half), target) / 2)
