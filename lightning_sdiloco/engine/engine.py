@@ -268,6 +268,12 @@ class StreamingDiLoCo:
         self._view.end()
         self.close()
 
+    def leave(self) -> list[Landing]:
+        """Ends training before its end: what a site holds is sent, and counts. Returns what landed; see `close`."""
+        landed = self._counted(self._pace.leave(self._counts.inner_steps))
+        self.close()
+        return landed
+
     def close(self) -> None:
         """Ends the background. What is in flight is lost; `finish` calls it when nothing is."""
         self._closed = True
@@ -281,6 +287,11 @@ class StreamingDiLoCo:
     def withdraw(self, bits: int) -> None:
         """Takes back what was requested and has not been launched yet."""
         self.mailbox.withdraw(bits)
+
+    @property
+    def requested(self) -> int:
+        """What ranks of a site asked of each other with the last inner step; between groups, landings show it."""
+        return self._pace.requested
 
     def is_training(self, model: nn.Module) -> bool:
         """Tells whether this engine trains that model and has not finished, so that groups hold different values."""

@@ -66,9 +66,15 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Called:
-    """Somebody has launched for a round."""
+    """Somebody has launched for a round.
+
+    Attributes:
+        call: The call.
+        own: The contribution with which it was called, whose payloads can be fetched already.
+    """
 
     call: Call
+    own: Contribution | None = None
 
 
 @dataclass(frozen=True)
