@@ -100,7 +100,9 @@ def returned(told: Told, spans: Sequence[Span], span: Span, site: str) -> Found:
     back = min(up, default=None)
     end = back if back is not None else max((note["at"] for note in after), default=span.ended)
     others = [one for one in spans if one != span and one.victim in (site, HUB, ALL)]
-    between = [one for one in others if one.ended > first and one.began < end]
+    # Who has another fault while the hub has one comes back from that.
+    since = {one: span.began - 10 if span.victim == HUB and one.victim == site else span.ended for one in others}
+    between = [one for one in others if one.ended > since[one] and one.began < end]
     if between:
         return {"interrupted": between[0].kind, "seconds": None if back is None else back - first}
     if back is None:

@@ -21,6 +21,7 @@ LABELS = {
     "nat": "NAT forgets",
 }
 _GROUP = {"kill": 0, "lose": 0, "blackout": 0, "stop": 1, "cut": 2, "cut_out": 2, "cut_in": 2}
+_WIDTH = 12.0  # of a label, in seconds
 _LEGEND = ("killed", "stopped", "cut off", "bad link")
 _THEMES = {
     "": {"ink": "#1f2933", "quiet": "#5f6c7b", "grid": "#d9dfe6", "paper": "#ffffff", "trains": "#c4cfda"},
@@ -89,8 +90,16 @@ def _figure(told: Timeline, theme: dict[str, str], colors: tuple[str, ...]) -> A
             axes.barh(row, last - first, 0.26, first, color=theme["trains"], zorder=1)
         times = [at for at, _, sites in told["rounds"] if name in (HUB, *sites)]
         axes.vlines(times, row - 0.13, row + 0.13, color=colors[4], linewidth=1.0, zorder=3)
-    for kind, victim, began, ended in told["faults"]:
-        _draw_fault(axes, rows if victim == ALL else [victim], rows, (kind, began, ended), theme, colors)
+    labelled = dict.fromkeys(rows, -_WIDTH)
+    for kind, victim, began, ended in sorted(told["faults"], key=lambda fault: fault[2]):
+        for name in rows if victim == ALL else [victim]:
+            row, color = rows.index(name), colors[_GROUP.get(kind, 3)]
+            axes.barh(row, max(ended - began, 0.25), 0.46, began, color=color, alpha=0.55, zorder=2)
+            # What would be written over another label goes below.
+            above = began > labelled[name] + _WIDTH
+            labelled[name] = began if above else labelled[name]
+            at, side = (row - 0.27, "bottom") if above else (row + 0.27, "top")
+            axes.text(began, at, LABELS[kind], color=theme["ink"], fontsize=6.5, va=side, zorder=4)
     axes.set_yticks(range(len(rows)), ["hub", *(f"site {name}" for name in rows[1:])])
     axes.set_ylim(len(rows) - 0.4, -0.75)
     axes.set_xlim(-1, told["rounds"][-1][0] + 1)
@@ -105,19 +114,3 @@ def _figure(told: Timeline, theme: dict[str, str], colors: tuple[str, ...]) -> A
     style = {"ncols": 6, "frameon": False, "labelcolor": theme["ink"], "fontsize": 9}
     figure.legend(handles=marks, loc="outside lower center", **style)
     return figure
-
-
-def _draw_fault(
-    axes: Any,
-    victims: list[str],
-    rows: list[str],
-    fault: tuple[str, float, float],
-    theme: dict[str, str],
-    colors: tuple[str, ...],
-) -> None:
-    kind, began, ended = fault
-    color = colors[_GROUP.get(kind, 3)]
-    for victim in victims:
-        row = rows.index(victim)
-        axes.barh(row, max(ended - began, 0.25), 0.46, began, color=color, alpha=0.55, zorder=2)
-        axes.text(began, row - 0.29, LABELS[kind], color=theme["ink"], fontsize=6.5, va="bottom", zorder=4)

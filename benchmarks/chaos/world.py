@@ -83,8 +83,9 @@ class World:
         """Starts the hub or sites."""
         for name in names:
             target, first = (serve, len(self.sites)) if name == HUB else (train, name)
-            self.processes[name] = self._context.Process(target=target, args=(first, self._places[name]))
-            self.processes[name].start()
+            process = self._context.Process(target=target, args=(first, self._places[name]))
+            process.start()
+            self.processes[name] = process
 
     def begin(self, fault: Fault) -> None:
         """Lets a fault happen."""

@@ -26,8 +26,9 @@ class Link:
     def __init__(self, hub: str, bundle: Bundle | None, channels: int, timeout: float) -> None:
         self.hub, self.timeout = hub, timeout
         self._grpc = extra("grpc")
-        self._control = self._channel(bundle)
-        self.data = [self._channel(bundle) for _ in range(channels)]
+        self._bundle = bundle
+        self._control = self._channel()
+        self.data = [self._channel() for _ in range(channels)]
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-link")
         self._lock = threading.Lock()
         self._running: set[Any] = set()
@@ -40,9 +41,18 @@ class Link:
         return self._away
 
     def lost(self, why: str) -> None:
-        """Notes that the hub is gone: what waits for it ends at once."""
+        """Notes that the hub is gone: what waits for it ends at once, and all connections are made anew.
+
+        Those that there are may lead nowhere, after a link was cut or a NAT has forgotten them. TCP finds that out much
+        later, if ever.
+        """
         self._away = why
         self._cancel_all()
+        before = self._control, *self.data
+        if not self.closed.is_set():
+            self._control, self.data = self._channel(), [self._channel() for _ in self.data]
+        for channel in before:
+            channel.close()
 
     def found(self) -> None:
         """Notes that the hub is there."""
@@ -72,6 +82,8 @@ class Link:
         self.require()
         try:
             yield take
+        except ValueError as error:
+            raise self.error(error) from error
         finally:
             for call in calls:
                 call.cancel()
@@ -125,6 +137,8 @@ class Link:
             return HubUnreachable(self._away) if self._away is not None else error_of(error, self.hub)
         if isinstance(error, self._grpc.FutureCancelledError):
             return HubUnreachable(self._away or f"the call to hub {self.hub} was cancelled.")
+        if isinstance(error, ValueError) and str(error).startswith("Cannot invoke RPC"):
+            return HubUnreachable(self._away or f"the connection to hub {self.hub} is made anew.")
         raise error
 
     def close(self) -> None:
@@ -141,7 +155,8 @@ class Link:
         for call in running:
             call.cancel()
 
-    def _channel(self, bundle: Bundle | None) -> Any:
+    def _channel(self) -> Any:
+        bundle = self._bundle
         if bundle is None:
             return self._grpc.insecure_channel(self.hub, CLIENT_OPTIONS)
         credentials = self._grpc.ssl_channel_credentials(bundle.authority, bundle.key, bundle.certificate)
