@@ -21,7 +21,8 @@ LABELS = {
     "nat": "NAT forgets",
 }
 _GROUP = {"kill": 0, "lose": 0, "blackout": 0, "stop": 1, "cut": 2, "cut_out": 2, "cut_in": 2}
-_WIDTH = 12.0  # of a label, in seconds
+_SHOWN = 150.0  # seconds that are drawn, from the first record on
+_WIDTH = 13.0  # of a label, in seconds
 _LEGEND = ("killed", "stopped", "cut off", "bad link")
 _THEMES = {
     "": {"ink": "#1f2933", "quiet": "#5f6c7b", "grid": "#d9dfe6", "paper": "#ffffff", "trains": "#c4cfda"},
@@ -34,7 +35,7 @@ _COLORS = {
 
 
 def timeline(told: Told) -> Timeline:
-    """Returns what is drawn of a run: seconds since its first record.
+    """Returns what is drawn of a run: its beginning, in seconds since its first record.
 
     Returns:
         ``faults``: kind, victim, beginning and end; ``rounds``: time, fragment and sites that count; ``trains``: for
@@ -42,10 +43,13 @@ def timeline(told: Told) -> Timeline:
     """
     rounds = [note for note in told.hub if note["what"] == "append"]
     zero = rounds[0]["at"] if rounds else 0.0
+    rounds = [note for note in rounds if note["at"] < zero + _SHOWN]
+    faults = [span for span in told.spans() if span.began < zero + _SHOWN]
+    steps = {site: [note["at"] - zero for note in told.steps(site)] for site in told.sites}
     return {
-        "faults": [[span.kind, span.victim, span.began - zero, span.ended - zero] for span in told.spans()],
+        "faults": [[own.kind, own.victim, own.began - zero, own.ended - zero] for own in faults],
         "rounds": [[n["at"] - zero, n["fragment"], [site for site, *_ in n["counted"]]] for n in rounds],
-        "trains": {site: _spans([n["at"] - zero for n in told.steps(site)]) for site in told.sites},
+        "trains": {site: _spans([at for at in own if at < _SHOWN]) for site, own in steps.items()},
     }
 
 
@@ -102,7 +106,7 @@ def _figure(told: Timeline, theme: dict[str, str], colors: tuple[str, ...]) -> A
             axes.text(began, at, LABELS[kind], color=theme["ink"], fontsize=6.5, va=side, zorder=4)
     axes.set_yticks(range(len(rows)), ["hub", *(f"site {name}" for name in rows[1:])])
     axes.set_ylim(len(rows) - 0.4, -0.75)
-    axes.set_xlim(-1, told["rounds"][-1][0] + 1)
+    axes.set_xlim(-1, told["rounds"][-1][0] + 3)
     axes.set_xlabel("seconds since the first record", color=theme["ink"])
     axes.grid(axis="x", color=theme["grid"], linewidth=0.7)
     axes.set_axisbelow(True)
