@@ -28,7 +28,7 @@ from lightning_sdiloco.comm.mailbox.moving import download, upload
 from lightning_sdiloco.errors import Refused
 
 _SILENT_BEATS = 4  # beats of the hub that may be missing before it counts as gone
-_LONGEST_PAUSE = 5.0
+_LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
 
 Answer = TypeVar("Answer")
 

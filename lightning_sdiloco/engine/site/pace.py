@@ -106,12 +106,14 @@ class SitePace:
         Raises:
             ExchangeError: If the hub cannot be reached for longer than patience.
         """
+        self.hear()
         while not self._has_joined():
-            self._connection.wait(_MOMENT)
-            self.hear()
-            for _ in self._land_ready(step):
-                pass
+            # One at a time: where there are many, a state is the shorter way, and comes meanwhile.
+            landed = next(self._land_ready(step), None)
             self._look_after()
+            if landed is None:
+                self._connection.wait(_MOMENT)
+            self.hear()
 
     def _has_joined(self) -> bool:
         follower = self.follower
