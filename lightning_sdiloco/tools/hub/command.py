@@ -6,7 +6,7 @@ import threading
 
 from lightning_sdiloco.comm import LedgerError
 from lightning_sdiloco.hub import HubService
-from lightning_sdiloco.tools.hub.asking import Asking
+from lightning_sdiloco.tools.hub.asking import Asking, HubOptions
 
 
 def hub(
@@ -56,59 +56,46 @@ def _found(service: HubService) -> str:
     return f"it waits for {status['missing']} sites that found the run"
 
 
-def evict(
-    site: str, hub: str | None = None, keys: str | None = None, run: str | None = None, insecure: bool = False
-) -> str:
+def evict(site: str, options: HubOptions) -> str:
     """Throw a site out of a run. A new start of it may join again, and fetches a state from the others.
 
     Args:
         site: The name of the site.
-        hub: Address and port of the hub.
-        keys: The bundle of an operator.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys.
+        options: Which hub, and by whom.
 
     Raises:
         ValueError: If the hub refuses it, or cannot be reached.
     """
-    with Asking(hub, keys, run, insecure, "operator") as asking:
+    with Asking(options, "operator") as asking:
         asking.ask("evict", who=site)
     return f"{site} was evicted. To keep it out for good, revoke its keys: sdiloco keys revoke FOLDER {site}."
 
 
-def end(hub: str | None = None, keys: str | None = None, run: str | None = None, insecure: bool = False) -> str:
+def end(options: HubOptions) -> str:
     """End a run: the next round of every fragment is the last, for which every site launches what it has.
 
     Args:
-        hub: Address and port of the hub.
-        keys: The bundle of an operator.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys.
+        options: Which hub, and by whom.
 
     Raises:
         ValueError: If the hub refuses it, or cannot be reached.
     """
-    with Asking(hub, keys, run, insecure, "operator") as asking:
+    with Asking(options, "operator") as asking:
         asking.ask("end")
     return "The run ends with the next round of every fragment."
 
 
-def rollback(
-    round: int, hub: str | None = None, keys: str | None = None, run: str | None = None, insecure: bool = False
-) -> str:
+def rollback(round: int, options: HubOptions) -> str:
     """Roll a run back to a round: later records are dropped for good. Sites that have applied them must start again.
 
     Args:
         round: The last round of every fragment that stays.
-        hub: Address and port of the hub.
-        keys: The bundle of an operator.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys.
+        options: Which hub, and by whom.
 
     Raises:
         ValueError: If the hub has no state from which the run could go on there, or cannot be reached.
     """
-    with Asking(hub, keys, run, insecure, "operator") as asking:
+    with Asking(options, "operator") as asking:
         answer, _ = asking.ask("rollback", round=round)
     return (
         f"{answer['records']} records are left. Sites that have applied more are refused: start them again from a"
