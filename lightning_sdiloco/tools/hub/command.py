@@ -7,6 +7,7 @@ import threading
 from lightning_sdiloco.comm import LedgerError
 from lightning_sdiloco.hub import HubService
 from lightning_sdiloco.tools.hub.asking import Asking, HubOptions
+from lightning_sdiloco.tools.hub.metrics import MetricsServer
 
 
 def hub(
@@ -17,6 +18,7 @@ def hub(
     ledger: str = "hub.sqlite",
     store: str | None = None,
     insecure: bool = False,
+    metrics: str | None = None,
 ) -> str:
     """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger.
 
@@ -28,9 +30,11 @@ def hub(
         ledger: The file with the records of the run. Without it the run is lost: keep it on a disk that lasts.
         store: Folder or URL for payloads and states; by default the folder beside the ledger.
         insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
+        metrics: Address and port for a Prometheus server, which gets what the status says; by default there is none.
+            Whoever reaches that port can read it.
 
     Raises:
-        ValueError: If there is no run and nobody is to found one, or ledger, keys or address cannot be used.
+        ValueError: If there is no run and nobody is to found one, or ledger, keys or an address cannot be used.
     """
     if run is None:
         raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
@@ -39,12 +43,21 @@ def hub(
         service = HubService(run, ledger, sites, listen, store, keys, insecure)
     except LedgerError as error:
         raise ValueError(str(error)) from error
+    try:
+        told = None if metrics is None else MetricsServer(metrics, service.status)
+    except ValueError:
+        service.close()
+        raise
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
     service.start()
     print(f"The hub of run {run} listens on port {service.port}: {_found(service)}.", flush=True)
+    if told is not None:
+        print(f"Metrics for Prometheus are on port {told.port}, for everybody who reaches it.", flush=True)
     over.wait()
+    if told is not None:
+        told.close()
     service.close()
     return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
 
