@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         record_event,
         record_of,
         revoke_keys,
+        valid_until,
     )
 
 __all__ = [
@@ -107,6 +108,7 @@ __all__ = [
     "store",
     "to_device",
     "to_host",
+    "valid_until",
     "world",
 ]
 

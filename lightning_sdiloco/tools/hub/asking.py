@@ -34,13 +34,13 @@ class HubOptions:
         """
         if self.hub is None:
             raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
-        name, run, keys = str(role), self.run, None if self.insecure else self.keys
-        if keys is not None:
-            who = identity_of(keys)
+        name, run = str(role), self.run
+        if self.keys is not None and not self.insecure:
+            who = identity_of(self.keys)
             name, run = who.name, run or who.run
         if run is None:
             raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")
-        return HubMailbox(self.hub, run, name, keys, self.insecure, role=role, channels=channels)
+        return HubMailbox(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
 
 
 class Asking:

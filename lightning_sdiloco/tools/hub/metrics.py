@@ -3,7 +3,7 @@
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_sdiloco.tools.hub.table import STATES
@@ -120,7 +120,7 @@ def _of_fragments(status: dict[str, Any], family: Any) -> Iterator[Any]:
     yield _filled(family("sdiloco_fragment_waits_for", text, labels=["run", "fragment", "site"]), missing)
 
 
-def _filled(family: Any, values: list[tuple[list[str], float]]) -> Any:
+def _filled(family: Any, values: Sequence[tuple[list[str], float]]) -> Any:
     for labels, value in values:
         family.add_metric(labels, float(value))
     return family
