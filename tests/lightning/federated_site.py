@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
+from lightning_sdiloco import Federation, StreamingDiLoCoMonitor, StreamingDiLoCoStrategy
 from tests.large.models import FEATURES, TARGETS, wide
 
 
@@ -83,6 +83,7 @@ def train(site: str, hub: str, keys: Path, folder: Path, steps: int, seconds: fl
         enable_model_summary=False,
         callbacks=[
             notes,
+            StreamingDiLoCoMonitor(folder=str(folder / f"{site}.records"), diagnostics=False),
             ModelCheckpoint(dirpath=folder / site, save_last=True, every_n_train_steps=25, save_top_k=0),
         ],
     )

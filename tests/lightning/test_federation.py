@@ -17,6 +17,8 @@ import lightning_sdiloco
 from lightning_sdiloco import StreamingDiLoCoStrategy
 from lightning_sdiloco.comm import add_keys, init_keys
 from lightning_sdiloco.hub import HubService
+from lightning_sdiloco.lightning import read_run
+from lightning_sdiloco.lightning.monitor.timeline import changes
 from tests.comm.mailbox.hubs import require_extra
 from tests.lightning.federated_site import train
 
@@ -104,6 +106,11 @@ def test_a_site_is_killed_the_others_go_on_at_their_pace_and_it_returns(federati
     began = [after for before, after in zip(steps, steps[1:], strict=False) if after <= before]
     assert len(began) == 1
     assert began[0] > 1
+    # What each site noted: another one's absence, and its own return.
+    seen = [what for _, what in changes(read_run(federation.folder / "a.records").ranks[0])]
+    assert [what for what in seen if what.startswith("c ")] == ["c counts", "c counts no longer", "c counts"]
+    (head,) = read_run(federation.folder / "c.records").ranks
+    assert [step for _, step in head.starts] == [0, began[0] - 1]
 
 
 @pytest.mark.parametrize(

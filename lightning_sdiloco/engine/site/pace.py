@@ -305,7 +305,8 @@ class SitePace:
         seconds = max(0.0, arrived - launch[1])
         report = LandingReport.of(record.fragment, launched_at, launch, result, step, (wait[0], arrived), seconds)
         # What the ranks of this site ask is no business of others: it comes back with their own flight.
-        return report._replace(requests=launched.encoded.requests if launched and launched.encoded else 0)
+        requests = launched.encoded.requests if launched and launched.encoded else 0
+        return report._replace(requests=requests, sites=tuple(one.site for one in record.counted))
 
     # What is heard
 
