@@ -108,7 +108,8 @@ def test_a_site_is_killed_the_others_go_on_at_their_pace_and_it_returns(federati
     assert began[0] > 1
     # What each site noted: another one's absence, and its own return.
     seen = [what for _, what in changes(read_run(federation.folder / "a.records").ranks[0])]
-    assert [what for what in seen if what.startswith("c ")] == ["c counts", "c counts no longer", "c counts"]
+    assert "c counts no longer" in seen
+    assert seen.count("c counts") >= 2
     (head,) = read_run(federation.folder / "c.records").ranks
     assert [step for _, step in head.starts] == [0, began[0] - 1]
 
