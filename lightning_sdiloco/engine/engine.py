@@ -122,6 +122,7 @@ class StreamingDiLoCo:
     ) -> None:
         self._given = Settings.among(locals())
         self.topology = topology or default_topology(1 if federation else worker_groups, timeout)
+        self.site = federation.site if federation else None
         self.settings = self._given.chosen_for(self.topology.num_groups)
         self.mailbox = Mailbox()
         self.step_span: Span = (0.0, 0.0)

@@ -21,6 +21,7 @@ from lightning_sdiloco import (
     Federation,
     StreamingDiLoCoFabricStrategy,
     StreamingDiLoCoModelParallelStrategy,
+    StreamingDiLoCoMonitor,
     StreamingDiLoCoStrategy,
 )
 from tests.large.models import FEATURES, TARGETS, wide
@@ -151,7 +152,11 @@ def train(place: Place, steps: int, seconds: float, sharded: bool = False, valid
         enable_model_summary=False,
         val_check_interval=validates or None,
         limit_val_batches=2 if validates else 0,
-        callbacks=[notes, ModelCheckpoint(dirpath=folder, save_last=True, **saves)],
+        callbacks=[
+            notes,
+            StreamingDiLoCoMonitor(folder=f"{folder}.records", diagnostics=False),
+            ModelCheckpoint(dirpath=folder, save_last=True, **saves),
+        ],
     )
     loader = DataLoader(place.data(), batch_size=8)
     net = (ShardedNet if sharded else Net)(seconds)

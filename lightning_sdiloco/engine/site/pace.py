@@ -266,7 +266,8 @@ class SitePace:
         launch = (wait[0], wait[0]) if launched is None else launched.flight.launch
         launched_at = step if launched is None else launched.flight.snapshot.step
         seconds = max(0.0, wait[1] - launch[1])
-        return LandingReport.of(record.fragment, launched_at, launch, result, step, wait, seconds)
+        report = LandingReport.of(record.fragment, launched_at, launch, result, step, wait, seconds)
+        return report._replace(sites=tuple(one.site for one in record.counted))
 
     # What is heard
 
