@@ -141,9 +141,9 @@ def test_a_hub_that_dies_and_comes_back_has_lost_nothing(world: World) -> None:
     world.run(lambda: world.sites["a"].at > at + 2 * TERMS.sync_every)
     assert max(world.gaps.values()) < 0.5
     world.start()
-    assert [own["round"] for own in world.service.status()["fragments"]] == [
-        own["round"] for own in before["fragments"]
-    ]
+    # What was contributed by all before it died may be closed by now.
+    rounds = [[own["round"] for own in status["fragments"]] for status in (before, world.service.status())]
+    assert all(own <= now <= own + 1 for own, now in zip(*rounds, strict=True))
     world.run(world.more(3))
     assert all(site.welcomes == 2 for site in world.sites.values())
     world.agree()

@@ -55,14 +55,16 @@ def record_of(event: Event) -> tuple[int, bytes]:
     return seq, checked_blob(str(event.header.get("digest")), event.body, f"record {seq}")
 
 
-_WINDOW = 1 << 20
+_WINDOW = 2 << 20
 
 _SIZES: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
     # On a long link a connection carries a window per round trip; gRPC's own begins with 64 KiB.
     ("grpc.http2.lookahead_bytes", _WINDOW),
-    ("grpc.http2.write_buffer_size", _WINDOW // 4),
+    # It would make the window as large as the link can fill, and whoever writes more slowly would hold that much.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.write_buffer_size", 256 << 10),
 ]
 _PING_MS = 10_000
 
