@@ -1,5 +1,6 @@
 """How much worse than DDP a setting is: pairs of runs on the same data and start, as a table and as a picture."""
 
+import argparse
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,11 +108,15 @@ def compared(runs: Runs, settings: Mapping[str, Pairs]) -> list[Comparison]:
     return found
 
 
-def show(title: str, comparisons: Iterable[Comparison], caption: str = "") -> None:
-    """Prints a row for each setting."""
+def tell(
+    title: str, comparisons: Sequence[Comparison], runs: Runs, options: argparse.Namespace, caption: str = ""
+) -> None:
+    """Prints a row for each setting, and writes and draws what the command line of a benchmark asks for."""
     explained = "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
     rows = [one.cells() for one in comparisons]
     report.show(title, COLUMNS, rows, " ".join(filter(None, [explained, caption])))
+    runs.write(headline(comparisons), options.quick)
+    draw(comparisons, options.picture)
 
 
 def headline(comparisons: Iterable[Comparison]) -> dict[str, float]:

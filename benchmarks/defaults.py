@@ -6,7 +6,7 @@ Four stages, each with the runs that it needs and the table that it gives:
 
 - ``rates``: the inner learning rate, for DDP and for worker groups, each on its own.
 - ``screen``: two seeds, one factor at a time around two groups and H=50.
-- ``head_starts``: four and eight groups after some steps of DDP, or of averaging in each step (`warmup_steps`).
+- ``warmups``: four and eight groups with some `warmup_steps`.
 - ``finalists``: five seeds for 2, 4 and 8 groups and for H of 20, 50 and 100, each paired with DDP on data and start.
 
 With --json every run is kept at once, and runs that the file has are not made again: the benchmark may be stopped and
@@ -45,7 +45,7 @@ def ours(groups: int = 2, seed: int = 0, **changes: Any) -> Training:
 def ddp_of(training: Training) -> Training:
     """DDP on the same batches, from the same weights, at its own learning rate."""
     lr = 2 * DDP_LR if training.groups == 8 else DDP_LR
-    return replace(training, choices=None, lr=lr, head_start=0.0)
+    return replace(training, choices=None, lr=lr)
 
 
 def rates() -> Iterator[Training]:
@@ -72,14 +72,13 @@ def screen() -> Iterator[Training]:
         yield from (ours(seed=seed, **change) for change in changes)
 
 
-def head_starts() -> Iterator[Training]:
-    """Trainings in which worker groups begin after some steps."""
+def warmups() -> Iterator[Training]:
+    """Trainings in which groups take the mean of their gradients in some steps."""
     for groups, sync_every in ((4, 50), (8, 20)):
         alone = replace(ours(groups, sync_every=sync_every), batch=1, lr=2 * LR)
         yield from (ddp_of(alone), alone)
-        for share in (0.2, 0.5):
+        for share in (0.1, 0.2, 0.5):
             yield replace(alone, choices={**(alone.choices or {}), "warmup_steps": round(share * alone.steps)})
-            yield replace(alone, head_start=share)
 
 
 def finalists() -> Iterator[Training]:
@@ -94,7 +93,7 @@ def finalists() -> Iterator[Training]:
 STAGES: dict[str, Callable[[], Iterator[Training]]] = {
     "rates": rates,
     "screen": screen,
-    "head_starts": head_starts,
+    "warmups": warmups,
     "finalists": finalists,
 }
 
@@ -118,8 +117,6 @@ def name(training: Training) -> str:
     """Names a setting by what it changes of the base."""
     choices = dict(training.choices or {})
     changed = [f"{key}={value}" for key, value in choices.items() if key == "sync_every" or BASE.get(key) != value]
-    if training.head_start:
-        changed.append(f"{training.head_start:.0%} of DDP before")
     return ", ".join([f"M={training.groups}", f"lr={training.lr:g}", *changed])
 
 
@@ -132,10 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = list(trainings())
     kept = Runs("defaults", options.json)
     kept.make(wanted, options.workers, options.minutes)
-    found = comparison.compared(kept, paired(wanted))
-    comparison.show(f"{stage}: {comparison.described(wanted[0])}", found)
-    kept.write(comparison.headline(found), options.quick)
-    comparison.draw(found, options.picture)
+    title = f"{stage}: {comparison.described(wanted[0])}"
+    comparison.tell(title, comparison.compared(kept, paired(wanted)), kept, options)
 
 
 if __name__ == "__main__":

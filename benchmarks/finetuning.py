@@ -260,10 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
     pretrained_weights(wanted[0].size, wanted[0].pretrained)
     kept = Runs("finetuning", options.json)
     kept.make(wanted, options.workers, options.minutes)
-    found = comparison.compared(kept, paired(wanted))
-    comparison.show(f"{stage}: {wanted[0].steps} steps, {parameters(wanted[0].size):,} parameters", found)
-    kept.write(comparison.headline(found), options.quick)
-    comparison.draw(found, options.picture)
+    title = f"{stage}: {wanted[0].steps} steps, {parameters(wanted[0].size):,} parameters"
+    comparison.tell(title, comparison.compared(kept, paired(wanted)), kept, options)
 
 
 if __name__ == "__main__":

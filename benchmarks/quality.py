@@ -5,7 +5,7 @@
 
 - ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
 - ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best rate.
-- ``head_starts``: 4 and 8 groups after a fifth of the steps with DDP, on the seeds of the verdict.
+- ``warmups``: 4 and 8 groups with a fifth of the steps as `warmup_steps`, on the seeds of the verdict.
 - ``settings``: what changes one thing at a time.
 - ``short``: half a token per parameter, in which groups hardly have time to learn from each other.
 - ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for ``--device cuda``.
@@ -64,12 +64,12 @@ class Model:
     budget: float = 16.0
 
 
-# More groups make fewer and larger steps of the same tokens, and want larger rates; larger models want smaller ones.
+# More groups want larger rates of their own, since each steps on a smaller batch; larger models want smaller ones.
 MODELS = {
     "tiny": Model(TINY, {2: Rates(3e-3, 3e-3)}, budget=0.05),
-    "0.1M": Model(SMALL, {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(1.2e-2, 6e-3)}, batch=1),
+    "0.1M": Model(SMALL, {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)}, batch=1),
     "0.2M": Model(Size(3, 64, 4, 128), {2: Rates(4.5e-3, 2e-3)}, batch=1),
-    "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(3e-3, 2e-3)}),
+    "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(3e-3, 3e-3)}),
     "0.9M": Model(DEMO, {2: Rates(3e-3, 3e-3)}, batch=4, budget=0.5),
     "5M": Model(Size(6, 256, 4, 128), {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "10M": Model(TEN_MILLION, {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
@@ -123,12 +123,13 @@ def verdict(size: str) -> Iterator[tuple[str, Pair]]:
                 yield f"{size}, M={groups}, H={sync_every}", pair(size, groups, seed, sync_every=sync_every)
 
 
-def head_starts(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields groups that begin from a checkpoint of DDP."""
+def warmups(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields groups that take the mean of their gradients in the first fifth of the steps."""
     for groups, sync_every in ((4, 50), (8, 20)):
         for seed in HELD_OUT:
-            ours, ddp = pair(size, groups, seed, sync_every=sync_every)
-            yield f"{size}, M={groups}, H={sync_every}, after 20 % with DDP", (replace(ours, head_start=0.2), ddp)
+            steps = round(0.2 * pair(size, groups)[0].steps)
+            name = f"{size}, M={groups}, H={sync_every}, a fifth as warmup_steps"
+            yield name, pair(size, groups, seed, sync_every=sync_every, warmup_steps=steps)
 
 
 def rates(size: str) -> Iterator[tuple[str, Pair]]:
@@ -204,7 +205,7 @@ class Stage(NamedTuple):
 STAGES = {
     "rates": Stage("each inner learning rate for both methods", ["0.1M", "0.2M", "0.5M"], rates),
     "verdict": Stage("worker groups with the defaults, and DDP", ["0.1M", "0.2M", "0.5M"], verdict),
-    "head_starts": Stage("worker groups from a checkpoint of DDP", ["0.1M"], head_starts),
+    "warmups": Stage("worker groups that begin with the mean of their gradients", ["0.1M"], warmups),
     "settings": Stage("one thing changed at a time", ["0.1M"], settings),
     "short": Stage("half a token per parameter", ["0.9M"], short),
     "large": Stage("larger models", ["5M", "10M", "50M"], large),
@@ -278,9 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     found += each_at_its_best(found)
     few = "; ".join(name for name in every if name not in wanted)
     left_out = f"Left out, with fewer than {FEWEST_ROUNDS} rounds: {few}." if few else ""
-    comparison.show(f"{options.stage}: {stage.about}", found, left_out)
-    kept.write(comparison.headline(found), options.quick)
-    comparison.draw(found, options.picture)
+    comparison.tell(f"{options.stage}: {stage.about}", found, kept, options, left_out)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from tempfile import gettempdir
@@ -49,7 +49,6 @@ class Training:
         warmup: Share of the steps in which the learning rate rises.
         clip: The largest norm of a gradient.
         device: Where models and text are.
-        head_start: Share of the steps that come before worker groups: in them one model trains as with DDP.
     """
 
     size: Size
@@ -65,7 +64,6 @@ class Training:
     weight_decay: float = field(default=0.1, kw_only=True)
     validation_windows: int = field(default=512, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
-    head_start: float = field(default=0.0, kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -79,21 +77,10 @@ class Training:
 
     @property
     def rounds(self) -> int:
-        """How often each fragment travels, after head start and warm-up and before the final exchange; 0 with DDP."""
+        """How often each fragment travels, after the warm-up and before the final exchange; 0 with DDP."""
         if self.choices is None:
             return 0
-        before = self.steps_before + int(self.choices.get("warmup_steps", 0))
-        return (self.steps - before) // int(self.choices["sync_every"])
-
-    @property
-    def steps_before(self) -> int:
-        """Inner steps of the head start."""
-        return round(self.head_start * self.steps)
-
-    @property
-    def before(self) -> "Training":
-        """The training whose first steps are the head start."""
-        return replace(self, head_start=0.0, choices=None)
+        return (self.steps - int(self.choices.get("warmup_steps", 0))) // int(self.choices["sync_every"])
 
     def key(self) -> Run:
         """Returns what tells this training from all others, as it is read back from a file."""
@@ -196,10 +183,13 @@ class Group:
         self._schedule = LambdaLR(self.optimizer, training.lr_factor)
         self._clip = training.clip
 
-    def step(self, tokens: Tensor, targets: Tensor) -> None:
-        """Trains one inner step."""
+    def backward(self, tokens: Tensor, targets: Tensor) -> None:
+        """Makes the gradients of one inner step."""
         self.optimizer.zero_grad()
         next_byte_loss(self.model, tokens, targets).backward()
+
+    def step(self) -> None:
+        """Makes the inner step."""
         nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self.optimizer.step()
         self._schedule.step()
@@ -234,19 +224,9 @@ class Loop:
         self._groups = [Group(training) for _ in range(1 if training.choices is None else training.groups)]
         self._streaming: Simulated | None = None
         self.step = 0
-        if training.head_start:
-            self._take_over(Loop(training.before, text))
         if training.choices is not None:
             models, optimizers = [group.model for group in self._groups], [[group.optimizer] for group in self._groups]
             self._streaming = training.simulated(models, optimizers)
-
-    def _take_over(self, before: "Loop") -> None:
-        """Begins where the head start ends."""
-        before.run(steps=self._training.steps_before)
-        before.finish()
-        for group, other in zip(self._groups, cycle(before._groups), strict=False):
-            group.load_state_dict(other.state_dict())
-        self.step = before.step
 
     def run(self, until: float = math.inf, steps: int | None = None) -> bool:
         """Trains to the end, or until a moment of `time.time`; tells whether it got to the end.
@@ -266,7 +246,11 @@ class Loop:
     def _train(self, tokens: Tensor, targets: Tensor) -> None:
         count = len(self._groups)
         for group, *part in zip(self._groups, tokens.chunk(count), targets.chunk(count), strict=True):
-            group.step(*part)
+            group.backward(*part)
+        if self._streaming is not None:
+            self._streaming.average_gradients()
+        for group in self._groups:
+            group.step()
         if self._streaming is not None:
             self._streaming.step()
 

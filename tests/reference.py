@@ -52,6 +52,14 @@ def outer_step(outer: Tensor, buffer: Tensor | None, gradient: Tensor, lr: float
     return outer - lr * (gradient + mu * buffer), buffer
 
 
+def average_gradients(groups: Sequence[dict[str, Tensor]]) -> None:
+    """Every group gets the mean over the groups of each gradient."""
+    for name in groups[0]:
+        average = mean([group[name].grad for group in groups])
+        for group in groups:
+            group[name].grad = average.clone()
+
+
 def run(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
@@ -83,7 +91,8 @@ def run(
         mixing: alpha, the share of the local parameters kept on landing.
         outer_lr: learning rate of the outer optimizer, or its rate by the outer steps of the fragment before.
         outer_momentum: its Nesterov momentum; 0 is plain SGD.
-        warmup_steps: inner steps at the beginning, after each of which all groups take the mean of their parameters.
+        warmup_steps: inner steps at the beginning, in which all groups step on the mean of the gradients of those that
+            train; after the last one they take the mean of their parameters.
         final_sync: whether the run ends with the plain mean of the local parameters.
         idle: `(group, step)` to whether the group does not train in that step.
     """
@@ -124,10 +133,17 @@ def run(
             x, y = batch(m, step)  # line 3
             optimizers[m].zero_grad()
             loss(models[m](x), y).backward()  # line 4
+        training = [m for m in range(len(models)) if not idle(m, step)]
+        if step <= warmup_steps and training:
+            average_gradients([local[m] for m in training])
+        for m in training:
             optimizers[m].step()  # line 5
         with torch.no_grad():
             for p in range(len(fragments)):
-                if step <= warmup_steps:
+                if step < warmup_steps:
+                    outer.update({name: local[0][name].float() for name in fragments[p]})
+                elif step == warmup_steps:
+                    outer.update({name: torch.zeros_like(outer[name]) for name in fragments[p]})
                     take_mean(fragments[p])
                     trained[p] = [0 for _ in models]
                 elif is_launched(step - warmup_steps, p, len(fragments), sync_every):  # lines 6 and 7

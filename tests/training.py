@@ -43,9 +43,14 @@ def muon_for_matrices(model: nn.Module) -> torch.optim.Optimizer:
     return MuonAndAdamW(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(vectors, lr=0.01))
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, group: int, step: int) -> None:
-    """One inner step."""
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, group: int, step: int) -> None:
+    """The gradients of one inner step."""
     x, y = batch(group, step)
     optimizer.zero_grad()
     nn.functional.mse_loss(model(x), y).backward()
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, group: int, step: int) -> None:
+    """One inner step."""
+    backward(model, optimizer, group, step)
     optimizer.step()

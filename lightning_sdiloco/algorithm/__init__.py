@@ -4,7 +4,7 @@ In come settings, sizes and tensors; out come schedules, partitions, payloads an
 decided here. This room sends nothing, owns no state of a training, and knows neither models nor Lightning.
 """
 
-from lightning_sdiloco.algorithm.aggregation import Absences, Aggregation, Count, plain, remembered
+from lightning_sdiloco.algorithm.aggregation import Absences, Aggregation, Count, plain, remembered, trained
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.algorithm.digest import combined, digest
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
@@ -46,6 +46,7 @@ __all__ = [
     "kind_of_all_reduce",
     "partition",
     "plain",
+    "trained",
     "recommended",
     "remembered",
 ]

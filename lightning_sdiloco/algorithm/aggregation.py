@@ -37,6 +37,11 @@ def plain(controls: Sequence[Control]) -> Count:
     return Count({group: 1.0 for group, control in enumerate(controls) if control.finite})
 
 
+def trained(controls: Sequence[Control]) -> Count:
+    """Counts once every group that trained, whether its values are finite or not."""
+    return Count({group: 1.0 for group, control in enumerate(controls) if control.weight})
+
+
 @dataclass(frozen=True)
 class Aggregation:
     """Weighs, clips and guards the groups of a mean.

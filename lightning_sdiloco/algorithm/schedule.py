@@ -28,7 +28,7 @@ class Schedule:
     when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has done ``H`` steps of its own. It lands
     ``overlap_steps`` later.
 
-    Before that come ``warmup_steps``, after each of which all fragments launch and land. ``t`` counts from there.
+    Before that come ``warmup_steps``, after the last of which all fragments launch and land. ``t`` counts from there.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
@@ -71,15 +71,17 @@ class Schedule:
             >>> schedule.launches(10), schedule.landings(10), schedule.launches(11), schedule.launches(110)
             ((0, 1), (0, 1), (), (0,))
         """
-        return self._all if self.is_warmup(step) else self._launched(step - self.warmup_steps)
+        return self._all if self._ends_warmup(step) else self._launched(step - self.warmup_steps)
 
     def landings(self, step: int) -> tuple[int, ...]:
         """Returns the fragments that land after inner step ``step``, in the order of their launch."""
-        return self._all if self.is_warmup(step) else self._launched(step - self.warmup_steps - self.overlap_steps)
+        if self._ends_warmup(step):
+            return self._all
+        return self._launched(step - self.warmup_steps - self.overlap_steps)
 
     @property
     def first_round(self) -> int:
-        """The inner step after which every fragment has landed once.
+        """The inner step after which the outer model holds what was trained: in a warm-up it always does.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=4).first_round
@@ -142,6 +144,9 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.table()
+
+    def _ends_warmup(self, step: int) -> bool:
+        return 0 < step == self.warmup_steps
 
     @property
     def _all(self) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ from lightning_sdiloco.engine.rounds import Means, Rounds
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
 from lightning_sdiloco.engine.start import WorkerGroups, agreed_fragments, align_ranks, cut, default_topology
+from lightning_sdiloco.engine.warmup import Warmup
 
 
 class StreamingDiLoCo:
@@ -67,8 +68,8 @@ class StreamingDiLoCo:
         outer_lr_schedule: From the outer optimizer to a torch scheduler that counts each fragment's rounds; None: none.
         outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm; None clips nothing.
         outlier_guard: A group whose outer gradient is so many times as long as the median of its last is left out.
-        warmup_steps: After each of so many inner steps, the first of the run, all groups take the plain mean of their
-            local parameters; see [Note: warm-up].
+        warmup_steps: In so many inner steps, the first of the run, all groups take the mean of their gradients, as data
+            parallelism does. Then call `average_gradients` after every ``backward()``.
         final_sync: Whether `finish` ends with a plain mean of the groups' local parameters.
         offload: Whether outer parameters and momentum rest in page-locked memory of the host; ``"auto"``: with CUDA.
         timeout: How long a fragment may be in flight.
@@ -126,6 +127,7 @@ class StreamingDiLoCo:
         self.step_span: Span = (0.0, 0.0)
         self.last_landing: Landing | None = None
         self.final_landings: list[Landing] = []
+        self._early: list[Landing] = []
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
         self._pace: Pace
         self._renewed: Callable[[Rounds], Pace] = SchedulePace
@@ -147,7 +149,7 @@ class StreamingDiLoCo:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self._rounds = Rounds(self._model, fragments, self.settings, self.topology, self._means, self._diagnoses)
         self._view = OuterView(self._model, self._rounds.fragments, self.topology.in_group, self._means.storage)
-        self._pace = self._renewed(self._rounds)
+        self._pace, self._warmup = self._renewed(self._rounds), Warmup(self._rounds)
 
     def diagnose(self, diagnoses: bool = True) -> None:
         """Sets whether landings tell how far the groups agree. All ranks must call it alike, before the first step."""
@@ -158,6 +160,33 @@ class StreamingDiLoCo:
     def join(self) -> None:
         """Waits until a site has what the others have; without it, its first inner steps may be in vain."""
         self._pace.join(self._counts.inner_steps)
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the inner step that comes next is one of the warm-up, in which `average_gradients` does something."""
+        return not self._closed and self._warmup.is_due(self._counts.inner_steps + 1)
+
+    def average_gradients(self) -> None:
+        """Takes the mean over the groups of the gradients, in the warm-up; later it does nothing.
+
+        Call it in every process after ``backward()``, before gradients are clipped and the optimizer steps. What of the
+        parameters has no gradient counts as zero where another group has one.
+
+        Raises:
+            ExchangeError: If a worker group went away, or did not answer within ``timeout``.
+            AgreementError: If the groups are not in the same inner step.
+        """
+        self.launch_gradients()
+        self.land_gradients()
+
+    def launch_gradients(self, *, idle: bool = False) -> None:
+        """Does the first half of `average_gradients`, for a group that may be idle in this inner step."""
+        self._require_open("average_gradients()")
+        self._counts.launches += self._warmup.launch(self._counts.inner_steps + 1, self.mailbox, not idle)
+
+    def land_gradients(self) -> None:
+        """Does the second half of `average_gradients`. The next `step` returns what landed."""
+        self._early += self._counted(self._warmup.land(self._counts.inner_steps + 1))
 
     def step(self, *, idle: bool = False, samples: int = 1) -> list[Landing]:
         """Counts an inner step, launches what is due and lands what is due, which it returns.
@@ -177,6 +206,9 @@ class StreamingDiLoCo:
     def launch_due(self, *, idle: bool = False, samples: int = 1) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
         self._require_open("step()")
+        for _ in range(self._warmup.missing(self._counts.inner_steps + 1, idle)):
+            self.launch_gradients(idle=True)
+            self.land_gradients()
         self._counts.inner_steps += 1
         self.step_span = (began := time.perf_counter()), began
         if not idle:
@@ -189,7 +221,7 @@ class StreamingDiLoCo:
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
-        landed = self._counted(self._pace.land_due(self._counts.inner_steps))
+        landed, self._early = [*self._early, *self._counted(self._pace.land_due(self._counts.inner_steps))], []
         self.step_span = self.step_span[0], time.perf_counter()
         return landed
 
@@ -209,7 +241,8 @@ class StreamingDiLoCo:
 
         With ``final_sync`` every fragment then takes the plain mean over the groups of their local parameters, through
         the same compression, without outer learning rate and momentum. The model is left with the outer parameters,
-        the same bits in every group. Returns what landed, without the final exchange. A second call does nothing.
+        the same bits in every group. Within the warm-up that mean is taken in any case, in float32. Returns what
+        landed, without the final exchange. A second call does nothing.
         """
         if self.is_finished:
             return []
@@ -226,7 +259,7 @@ class StreamingDiLoCo:
 
     def launch_final(self) -> None:
         """Does the second part of `finish`: launches every fragment for the mean of the local parameters."""
-        if self.settings.final_sync:
+        if self.settings.final_sync or self.is_warming_up:
             self._pace.launch_final(self.inner_steps, self.mailbox)
 
     def land_final(self) -> None:

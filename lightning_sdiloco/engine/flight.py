@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -16,6 +17,24 @@ from lightning_sdiloco.engine.measurements import Diagnostics, Span
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 
 
+class Purpose(Enum):
+    """What a flight is for."""
+
+    ROUND = auto()
+    """An outer step."""
+    MEAN = auto()
+    """The plain mean of the local values, at the end or for an evaluation."""
+    START = auto()
+    """The same in float32, with which the rounds start after a warm-up."""
+    GRADIENT = auto()
+    """The mean of the gradients of an inner step, in float32."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it travels in float32, and as a difference to nothing."""
+        return self in (Purpose.START, Purpose.GRADIENT)
+
+
 class LaunchSnapshot(NamedTuple):
     """Holds what a launch reads: from here on the training thread may change the model.
 
@@ -23,14 +42,14 @@ class LaunchSnapshot(NamedTuple):
         fragment: The fragment.
         step: The inner step of the launch.
         outer: Outer parameters of this rank's shard, shape ``(length,)``, float32, on the device. Nobody
-            writes to them.
-        gradient: Outer gradient of the shard, of the same shape.
+            writes to them. Zeros where the purpose is exact.
+        gradient: Outer gradient of the shard, of the same shape: ``outer`` minus what the purpose is about.
         buffers: Copies of the buffers that belong to the fragment.
         travelling: Indices of the buffers that travel this time.
         requests: What this rank asks of all groups, one bit each.
         weight: Inner steps in which this group trained since its own last launch of the fragment.
         deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
-        final: Whether this is an exchange without outer learning rate and momentum: at the end, or in the warm-up.
+        purpose: What the flight is for.
     """
 
     fragment: int
@@ -42,7 +61,7 @@ class LaunchSnapshot(NamedTuple):
     requests: int
     weight: int
     deadline: float
-    final: bool
+    purpose: Purpose = Purpose.ROUND
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values and tensors on the host, without outer parameters and what the process decides."""
@@ -54,12 +73,11 @@ class LaunchSnapshot(NamedTuple):
             "travelling": self.travelling,
             "requests": self.requests,
             "weight": self.weight,
-            "final": self.final,
         }
 
     @staticmethod
     def of(state: dict[str, Any], outer: Tensor, deadline: float) -> "LaunchSnapshot":
-        """Restores what `state_dict` returned; copies the tensors.
+        """Restores what `state_dict` returned of a flight for a round; copies the tensors.
 
         Args:
             state: What was saved.
@@ -71,8 +89,7 @@ class LaunchSnapshot(NamedTuple):
             "gradient": state["gradient"].to(outer.device, copy=True),
             "buffers": [buffer.to(outer.device, copy=True) for buffer in state["buffers"]],
         }
-        # Of earlier versions nothing else was ever saved.
-        return LaunchSnapshot(**{"final": False, **state, **tensors}, deadline=deadline)
+        return LaunchSnapshot(**{**state, **tensors}, deadline=deadline)
 
 
 class SyncResult(NamedTuple):

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco.algorithm import Fragment, Settings
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
+from lightning_sdiloco.engine.flight import LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.offload import OuterStorage, Prefetched
 from lightning_sdiloco.engine.outer.optimizer import OuterState, ShardOptimizer, outer_optimizer_for
 from lightning_sdiloco.engine.parameters.buffers import FragmentBuffers, buffers_of
@@ -94,34 +94,66 @@ class FragmentState:
         """Starts to load the outer parameters of the shard, for the launch that comes next."""
         self._prefetched = self.storage.prefetch(self.outer.values)
 
-    def launch(self, step: int, deadline: float, final: bool, requests: int) -> LaunchSnapshot:
+    def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> LaunchSnapshot:
         """Reads all that a flight takes along. From here on the group counts its inner steps anew.
 
         Args:
             step: The inner step of the launch.
             deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
-            final: Whether this is the final exchange.
+            purpose: What it is for.
             requests: What this rank asks of all groups.
         """
-        snapshot = self.snapshot(step, deadline, final, requests)
+        snapshot = self.snapshot(step, deadline, purpose, requests)
         self.weight = 0
         return snapshot
 
-    def snapshot(self, step: int, deadline: float, final: bool, requests: int = 0) -> LaunchSnapshot:
+    def snapshot(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> LaunchSnapshot:
         """Reads all that a flight takes along, and changes nothing; the arguments are those of `launch`."""
-        outer = self.load_outer()
+        outer = self._zeros() if purpose.is_exact else self.load_outer()
         return LaunchSnapshot(
             fragment=self.index,
             step=step,
             outer=outer,
             gradient=self.layout.outer_gradient(outer),
             buffers=self.buffers.snapshot(),
-            travelling=self.buffers.travelling(final),
+            travelling=self.buffers.travelling(purpose is not Purpose.ROUND),
             requests=requests,
             weight=self.weight,
             deadline=deadline,
-            final=final,
+            purpose=purpose,
         )
+
+    def gradient_snapshot(self, step: int, deadline: float, trains: bool, requests: int) -> LaunchSnapshot:
+        """Reads what a flight takes along for the mean of the gradients, and changes nothing.
+
+        Args:
+            step: The inner step that they belong to.
+            deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
+            trains: Whether this group has any.
+            requests: What this rank asks of all groups.
+        """
+        zeros = self._zeros()
+        return LaunchSnapshot(
+            fragment=self.index,
+            step=step,
+            outer=zeros,
+            gradient=self.layout.negated_gradients(zeros) if trains else zeros,
+            buffers=[],
+            travelling=[],
+            requests=requests,
+            weight=int(trains),
+            deadline=deadline,
+            purpose=Purpose.GRADIENT,
+        )
+
+    def _zeros(self) -> Tensor:
+        return self.layout.held[0].new_zeros(self.layout.length, dtype=torch.float32)
+
+    def take_local(self) -> None:
+        """Takes the local values for the outer ones."""
+        self._prefetched = None
+        self.outer = self.outer._replace(values=self.storage.store(self.layout.read()))
+        self.buffers.take_local()
 
     def load_outer(self) -> Tensor:
         """Returns the outer parameters of the shard on the device, by way of what was prefetched."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.flight import Landing, Purpose
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.rounds import Rounds
 
@@ -62,12 +62,10 @@ class Pace(Protocol):
 
 
 class SchedulePace:
-    """Follows the schedule, which is the same in all groups: nobody asks anybody; see [Note: warm-up].
+    """Follows the schedule, which is the same in all groups: nobody asks anybody.
 
-    [Note: warm-up] At first groups that train alone lose much of what they do: parameters change fast, and the outer
-    momentum needs rounds to build up. With ``warmup_steps`` all groups take the plain mean of their local parameters
-    after each of the first inner steps, without outer rate and momentum, as in the final exchange and as compressed as
-    ever. Training waits for it. Then the rounds begin, as they would have after inner step 0.
+    In a warm-up (see `Warmup`) the outer model is the local one, until the last inner step of it gives all groups the
+    same bits.
 
     Args:
         rounds: What launches and lands.
@@ -92,17 +90,22 @@ class SchedulePace:
         due = schedule.launches(steps)
         if due:
             self._rounds.require_coverage()
+        purpose = Purpose.START if schedule.is_warmup(steps) else Purpose.ROUND
         for index in due:
-            self._rounds.launch(index, step, mailbox, final=schedule.is_warmup(steps))
+            self._rounds.launch(index, step, mailbox, purpose)
         return len(due)
 
     def land_due(self, step: int) -> Iterator[Landing]:
         """Lands what the schedule says, and prefetches what it launches after the next inner step."""
-        steps = step - self._rounds.began_at
-        for _ in self._rounds.schedule.landings(steps):
+        schedule, steps = self._rounds.schedule, step - self._rounds.began_at
+        landings = schedule.landings(steps)
+        for _ in landings:
             yield self._rounds.land(step)
-        for index in self._rounds.schedule.launches(steps + 1):
-            self._rounds.fragments[index].prefetch()
+        if schedule.is_warmup(steps) and not landings:
+            self._rounds.take_local()
+        if not schedule.is_warmup(steps + 1):
+            for index in schedule.launches(steps + 1):
+                self._rounds.fragments[index].prefetch()
 
     def land_all(self, step: int) -> Iterator[Landing]:
         """Lands what is in flight, in the order of the launches."""
@@ -112,7 +115,7 @@ class SchedulePace:
     def launch_final(self, step: int, mailbox: Mailbox) -> None:
         """Launches every fragment; see `Pace.launch_final`."""
         for index in range(len(self._rounds.fragments)):
-            self._rounds.launch(index, step, mailbox, final=True)
+            self._rounds.launch(index, step, mailbox, self._rounds.purpose_of_mean(step))
 
     def close(self) -> None:
         """Does nothing: all groups end together."""

@@ -29,11 +29,12 @@ from lightning_sdiloco.algorithm import (
     final_all_reduce_for,
     plain,
     remembered,
+    trained,
 )
 from lightning_sdiloco.comm import Exchange, Topology, Unanswered
-from lightning_sdiloco.compression import Kernels
+from lightning_sdiloco.compression import Kernels, resolve
 from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
-from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
+from lightning_sdiloco.engine.flight import LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.measurements import Span, agreement, diagnosed, distance, lost, on_link
 from lightning_sdiloco.errors import AgreementError, ExchangeError
@@ -121,6 +122,7 @@ class Pipeline:
         groups, codec, mixing = topology.num_groups, settings.codec, settings.numbers["mixing"]
         self._all_reduce = all_reduce_for(settings.exchange, groups, codec, mixing, kernels)
         self._final_all_reduce = final_all_reduce_for(groups, codec, mixing, kernels)
+        self._exact_all_reduce = all_reduce_for(settings.exchange, groups, resolve("fp32"), mixing, kernels)
         self._aggregation = Aggregation(settings.outer_clip_norm, settings.outlier_guard)
         self._diagnoses = diagnoses
 
@@ -129,9 +131,10 @@ class Pipeline:
         began, gradient, fragment = time.perf_counter(), snapshot.gradient, self._fragments[snapshot.fragment]
         tail, control = self._tail(snapshot), self._control(snapshot, fragment)
         words = self._topology.control.post([control[:HOST_BYTES]] * self._topology.num_groups)
-        # The final exchange is a mean of local parameters, not an outer step: no memory goes into it.
-        memory = None if fragment.memory is None or snapshot.final else fragment.storage.load(fragment.memory)
-        all_reduce = self._final_all_reduce if snapshot.final else self._all_reduce.at(snapshot.step)
+        # What is no outer step makes up for none: no memory goes into it.
+        is_round = snapshot.purpose is Purpose.ROUND
+        memory = fragment.storage.load(fragment.memory) if fragment.memory is not None and is_round else None
+        all_reduce = self._all_reduce_of(snapshot)
         encoded = all_reduce.encode(gradient, memory)
         head, messages = control[HOST_BYTES:].to(gradient.device), list[Tensor]()
         for group, payload in enumerate(encoded.payloads):
@@ -159,11 +162,12 @@ class Pipeline:
         payloads = [message[_HEAD_BYTES:end] for message in messages]
         controls = [Control.unpacked(torch.cat(parts)) for parts in zip(words, heads, strict=True)]
         self._check(controls, snapshot)
-        count = plain(controls) if snapshot.final else self._aggregation.count(controls, fragment.norms)
+        count = self._count(controls, snapshot)
         norms = remembered(fragment.norms, controls)
         began = time.perf_counter()
         mean = all_reduce.mean(payloads, count, like=snapshot.gradient)
-        residual = None if fragment.residual is None else fragment.storage.load(fragment.residual)
+        is_round = snapshot.purpose is Purpose.ROUND
+        residual = fragment.storage.load(fragment.residual) if fragment.residual is not None and is_round else None
         second_hop = all_reduce.second_hop(mean, residual)
         posted_at = time.perf_counter()
         onward = None if second_hop is None else topology.second_hop.post([second_hop.payload] * topology.num_groups)
@@ -202,7 +206,7 @@ class Pipeline:
             snapshot.outer,
             gradient,
             counts=bool(averaged.counted.factors),
-            final=snapshot.final,
+            final=snapshot.purpose is not Purpose.ROUND,
         )
         gathered = fragment.layout.all_gather(outer.values, group)
         kept.spans["outer_step"] = span_from(began, gradient.device)
@@ -232,6 +236,16 @@ class Pipeline:
             diagnostics=diagnostics,
         )
 
+    def _all_reduce_of(self, snapshot: LaunchSnapshot) -> AllReduce:
+        if snapshot.purpose.is_exact:
+            return self._exact_all_reduce.at(snapshot.step)
+        return self._all_reduce.at(snapshot.step) if snapshot.purpose is Purpose.ROUND else self._final_all_reduce
+
+    def _count(self, controls: Sequence[Control], snapshot: LaunchSnapshot) -> Count:
+        if snapshot.purpose is Purpose.ROUND:
+            return self._aggregation.count(controls, self._fragments[snapshot.fragment].norms)
+        return trained(controls) if snapshot.purpose is Purpose.GRADIENT else plain(controls)
+
     def _tail(self, snapshot: LaunchSnapshot) -> list[Tensor]:
         """Returns the buffers at the end of the message, as bytes. Only one rank of a group sends them."""
         if self._topology.group_rank != 0:
@@ -240,17 +254,18 @@ class Pipeline:
 
     def _control(self, snapshot: LaunchSnapshot, fragment: FragmentState) -> Tensor:
         """Returns the control vector of this group, as bytes. In-group collective."""
-        norm = norm_squared(snapshot.gradient)
+        norm, is_gradient = norm_squared(snapshot.gradient), snapshot.purpose is Purpose.GRADIENT
         own = Control(
             fragment=snapshot.fragment,
             step=snapshot.step,
             requests=snapshot.requests,
-            # A norm that is not finite does not decide: it may overflow where every value is finite.
-            finite=isfinite(norm) or bool(snapshot.gradient.isfinite().all()),
+            # A norm that is not finite does not decide: it may overflow where every value is finite. Gradients that
+            # are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
+            finite=is_gradient or isfinite(norm) or bool(snapshot.gradient.isfinite().all()),
             weight=snapshot.weight,
             digest=digest(snapshot.outer, start=fragment.layout.start),
             norm_squared=norm,
-            changed=fragment.buffers.changed(snapshot.buffers),
+            changed=0 if is_gradient else fragment.buffers.changed(snapshot.buffers),
         )
         if self._topology.group_size == 1:
             return own.packed()

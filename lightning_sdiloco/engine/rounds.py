@@ -20,7 +20,7 @@ from lightning_sdiloco.algorithm import Fragment, Schedule, Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Kernels
 from lightning_sdiloco.engine.background import Background, Pending, Stages
-from lightning_sdiloco.engine.flight import Counts, Flight, GroupMean, Landing, LaunchSnapshot, SyncResult
+from lightning_sdiloco.engine.flight import Counts, Flight, GroupMean, Landing, LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.fragments import fragments_of
 from lightning_sdiloco.engine.offload import OuterStorage
 from lightning_sdiloco.engine.parameters.naming import require_coverage
@@ -124,19 +124,40 @@ class Rounds:
         return self.fragments[0].optimizer.described()
 
     @torch.no_grad()
-    def launch(self, index: int, step: int, mailbox: Mailbox, *, final: bool = False) -> None:
+    def launch(self, index: int, step: int, mailbox: Mailbox, purpose: Purpose = Purpose.ROUND) -> None:
         """Launches a fragment.
 
         Args:
             index: The fragment.
             step: The inner step of the launch.
             mailbox: Whose requests it takes along.
-            final: Whether it is for the plain mean of the local parameters, at the end or in the warm-up.
+            purpose: What it is for.
         """
         began = time.perf_counter()
         with record_function("sdiloco::launch"):
             fragment, deadline = self.fragments[index], self._deadline()
-            self._start(fragment.launch(step, deadline, final, mailbox.take()), began)
+            self._start(fragment.launch(step, deadline, purpose, mailbox.take()), began)
+
+    @torch.no_grad()
+    def launch_gradients(self, step: int, mailbox: Mailbox, trains: bool) -> None:
+        """Launches the gradients of all fragments for their mean, which takes their place when it lands.
+
+        Args:
+            step: The inner step that they belong to.
+            mailbox: Whose requests they take along.
+            trains: Whether this group has any.
+        """
+        for fragment in self.fragments:
+            began = time.perf_counter()
+            with record_function("sdiloco::launch"):
+                self._start(fragment.gradient_snapshot(step, self._deadline(), trains, mailbox.take()), began)
+
+    @torch.no_grad()
+    def take_local(self) -> None:
+        """Takes the local values for the outer ones, without an exchange: all groups hold the same ones."""
+        reshard(self._model)
+        for fragment in self.fragments:
+            fragment.take_local()
 
     def _start(self, snapshot: LaunchSnapshot, began: float) -> None:
         # Noted before the background may begin.
@@ -159,8 +180,17 @@ class Rounds:
         Returns:
             What waits for the mean and returns it.
         """
-        snapshots = [fragment.snapshot(step, self._deadline(), final=True) for fragment in self.fragments]
+        purpose = self.purpose_of_mean(step)
+        snapshots = [fragment.snapshot(step, self._deadline(), purpose) for fragment in self.fragments]
         return partial(self._land_mean, [self._fly(snapshot) for snapshot in snapshots], counts)
+
+    def purpose_of_mean(self, step: int) -> Purpose:
+        """Returns what a flight for the mean of the local values is for, after an inner step.
+
+        Within the warm-up the outer values of the groups may differ: by what unlike hardware rounds in unlike ways, or
+        because one was idle.
+        """
+        return Purpose.START if 0 < step - self.began_at < self.schedule.warmup_steps else Purpose.MEAN
 
     def _land_mean(self, flights: Sequence[Pending[SyncResult]], counts: Counts) -> GroupMean:
         results = [flight.result() for flight in flights]
@@ -198,15 +228,20 @@ class Rounds:
     def _apply(self, snapshot: LaunchSnapshot, result: SyncResult) -> None:
         """Commits the result of a flight, and mixes it into the model."""
         fragment, group = self.fragments[snapshot.fragment], self._topology.group_index
-        is_left_out = group in result.left_out
-        if snapshot.final or is_left_out or group in result.counted.outlying:
+        if snapshot.purpose is Purpose.GRADIENT:
+            _keep_until_done([result.gathered])
+            if snapshot.weight:
+                fragment.layout.write_gradients(result.gathered)
+            return
+        is_left_out, is_round = group in result.left_out, snapshot.purpose is Purpose.ROUND
+        if not is_round or is_left_out or group in result.counted.outlying:
             mixing = 0.0
         else:
             # Where no group has trained, nothing moves.
             mixing = self.mixing if result.counted.factors else 1.0
         _keep_until_done([result.gathered, result.outer.values, *result.buffers.values()])
         reshard(self._model)
-        fragment.land(result, mixing, group, snapshot.final)
+        fragment.land(result, mixing, group, not is_round)
         if is_left_out:
             optimizers, in_group = self._means.inner_optimizers, self._topology.in_group
             recover(self._model, self.fragments, fragment.index, optimizers, in_group)

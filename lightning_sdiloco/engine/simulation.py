@@ -30,7 +30,7 @@ class SimulatedGroups:
         settings: As for `StreamingDiLoCo`, without ``worker_groups``.
 
     Raises:
-        ValueError: As `StreamingDiLoCo` does, or if there are no models.
+        ValueError: As `StreamingDiLoCo` does, or if there are no models, or optimizers of two groups share their state.
 
     Examples:
         >>> import torch
@@ -57,10 +57,22 @@ class SimulatedGroups:
         for model in models[1:]:
             model.load_state_dict(state)
         optimizers = inner_optimizers or [()] * len(models)
+        _require_own_state(optimizers)
         self.engines = [
             StreamingDiLoCo(model, topology=topology, inner_optimizers=own, **settings)
             for model, own, topology in zip(models, optimizers, simulated_topologies(len(models)), strict=True)
         ]
+
+    def average_gradients(self, *, idle: Collection[int] = ()) -> None:
+        """Takes the mean over the groups of their gradients; see `StreamingDiLoCo.average_gradients`.
+
+        Args:
+            idle: The groups that do not train in this inner step.
+        """
+        for group, engine in enumerate(self.engines):
+            engine.launch_gradients(idle=group in idle)
+        for engine in self.engines:
+            engine.land_gradients()
 
     def step(self, *, idle: Collection[int] = ()) -> list[list[Landing]]:
         """Counts an inner step of every group: launches all that is due, then lands all that is due.
@@ -91,3 +103,18 @@ class SimulatedGroups:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters, the same in all groups; see `StreamingDiLoCo.outer_state_dict`."""
         return self.engines[0].outer_state_dict()
+
+
+def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
+    """Refuses optimizers of which one would see in its state what another group does."""
+    owners: dict[int, int] = {}
+    for group, optimizers in enumerate(groups):
+        values = [value for one in optimizers for state in one.state.values() for value in state.values()]
+        for address in {value.data_ptr() for value in values if isinstance(value, Tensor) and value.numel()}:
+            other = owners.setdefault(address, group)
+            if other != group:
+                raise ValueError(
+                    f"The inner optimizers of groups {other} and {group} share tensors of their state, so that each"
+                    " would step on what the other does. load_state_dict keeps the tensors that it is given: load"
+                    " copy.deepcopy(state) in each group."
+                )

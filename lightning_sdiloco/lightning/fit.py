@@ -213,6 +213,18 @@ class Fit:
             )
         return True
 
+    def average_gradients(self, model: nn.Module | None) -> None:
+        """Takes the mean of the gradients over the groups in the warm-up, unless DDP still adds some up.
+
+        Args:
+            model: The model as it is wrapped.
+        """
+        engine = self.steps.engine
+        if engine is not None and engine.is_warming_up and getattr(model, "require_backward_grad_sync", True):
+            # Groups that wait for this one must take part.
+            self.meet()
+            engine.average_gradients()
+
     def end_batch(self, idle: bool = False) -> list[Landing]:
         """Makes the inner step of a batch in which an optimizer stepped, or would have.
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm import CONTROL_BYTES, Schedule, Settings, all_reduce_for, final_all_reduce_for
+from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 
@@ -132,6 +133,9 @@ class Streaming(Method):
         self._second_hops = [all_reduce.second_hop_bytes(shard) for shard in self._shards]
         self._sent = [groups.connections * sum(both) for both in zip(self._messages, self._second_hops, strict=True)]
         self._final = sum(groups.connections * (CONTROL_BYTES + final.payload_bytes(shard)) for shard in self._shards)
+        exact = all_reduce_for(settings.exchange, groups.groups, resolve("fp32"), mixing)
+        both_hops = [exact.payload_bytes(shard) + exact.second_hop_bytes(shard) for shard in self._shards]
+        self._exact = sum(groups.connections * (CONTROL_BYTES + both) for both in both_hops)
 
     @property
     @override
@@ -143,7 +147,9 @@ class Streaming(Method):
         """Returns the bytes that a group sends in a run, the final exchange included; exact but for buffers."""
         warmup_steps = min(steps, self.settings.warmup_steps)
         launched = sum(self._launches(p, steps - warmup_steps) * sent for p, sent in enumerate(self._sent))
-        return launched + (warmup_steps + self.settings.final_sync) * self._final
+        # In a warm-up there are the gradients of each step, and after the last one the parameters.
+        exact = warmup_steps + (0 < self.settings.warmup_steps <= steps)
+        return launched + exact * self._exact + self.settings.final_sync * self._final
 
     def _launches(self, fragment: int, steps: int) -> int:
         return max(0, (steps - self.schedule.offset(fragment)) // self.settings.sync_every)

@@ -1,6 +1,7 @@
 """The engine against the plain-loop reference of Algorithm 2, over many settings, simulated and with real processes."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.fits import LIGHTNING, fit
 from tests.ranks import run_processes, run_ranks
 from tests.reference import Result
 from tests.reference import run as run_reference
-from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
+from tests.training import LAYERS, backward, batch, inner_optimizer, mlp, train_step
 
 
 def grouped(fragments: int) -> list[list[str]]:
@@ -52,7 +53,11 @@ def simulate(
         resting = [group for group in range(groups) if idle(group, step)]
         for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             if group not in resting:
-                train_step(model, optimizer, group, step)
+                backward(model, optimizer, group, step)
+        simulated.average_gradients(idle=resting)
+        for group, optimizer in enumerate(optimizers):
+            if group not in resting:
+                optimizer.step()
         simulated.step(idle=resting)
         trajectory.append(simulated.outer_state_dict())
     simulated.finish()
@@ -198,3 +203,15 @@ def test_a_trainer_follows_the_reference(
         assert_same(trained["model"], expected.outer, 1 + 30 // sync_every)
         assert trained["report"]["landings"] == len(expected.landings)
         assert trained["report"]["inner_steps"] == 30
+
+
+def test_simulated_groups_whose_optimizers_share_their_state_are_refused() -> None:
+    """What `load_state_dict` is given it keeps, so that optimizers that load one state share its tensors."""
+    models = [mlp() for _ in range(2)]
+    optimizers = [inner_optimizer("adamw", model) for model in models]
+    train_step(models[0], optimizers[0], 0, 1)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    with pytest.raises(ValueError, match="groups 0 and 1 share tensors of their state"):
+        SimulatedGroups(models, [[one] for one in optimizers])
+    optimizers[1].load_state_dict(deepcopy(optimizers[0].state_dict()))
+    SimulatedGroups(models, [[one] for one in optimizers])

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LinearLR
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.compression import COMPRESSIONS
 from tests.ranks import run_ranks
-from tests.training import LAYERS, batch, inner_optimizer, mlp
+from tests.training import LAYERS, backward, inner_optimizer, mlp, train_step
 
 STEPS = 32
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": [*LAYERS[:2], ["4.*", "6.*", "7.*"]]}
@@ -21,13 +21,6 @@ CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": [*L
 
 def model_with_statistics(seed: int) -> nn.Sequential:
     return nn.Sequential(*mlp(seed), nn.BatchNorm1d(3))
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, group: int, step: int) -> None:
-    x, y = batch(group, step)
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), y).backward()
-    optimizer.step()
 
 
 def through_a_file(value: Any) -> Any:
@@ -53,7 +46,11 @@ class Groups:
             idle = [group for group in range(len(self.models)) if self.idle(group, step)]
             for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
                 if group not in idle:
-                    train_step(model, optimizer, group, step)
+                    backward(model, optimizer, group, step)
+            self.groups.average_gradients(idle=idle)
+            for group, optimizer in enumerate(self.optimizers):
+                if group not in idle:
+                    optimizer.step()
             self.landings += self.groups.step(idle=idle)[0]
             seen.append(self.seen())
         return seen
@@ -130,7 +127,7 @@ def test_stopping_with_a_warmup_a_schedule_a_guard_and_groups_that_run_dry() -> 
     expected = never_stopped.run(1, 70)
     for step in range(1, 60):
         first.run(step, step)
-        if step not in (9, 12, 20, 29, 34, 35, 37, 44, 59):
+        if step not in (4, 9, 12, 20, 29, 34, 35, 37, 44, 59):
             continue
         second = Groups(**choices)
         second.load(first.saved())

@@ -43,8 +43,8 @@ def part(rank: int, world_size: int, step: int) -> tuple[Tensor, Tensor]:
     return x.chunk(size)[rank % size], y.chunk(size)[rank % size]
 
 
-def in_fabric(rank: int, world_size: int, distribution: str) -> dict[str, Tensor]:
-    fabric = fabric_of(world_size, distribution)
+def in_fabric(rank: int, world_size: int, distribution: str, warmup_steps: int) -> dict[str, Tensor]:
+    fabric = fabric_of(world_size, distribution, warmup_steps=warmup_steps)
     model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
     for step in range(1, STEPS + 1):
         x, y = part(rank, world_size, step)
@@ -62,17 +62,19 @@ def in_fabric(rank: int, world_size: int, distribution: str) -> dict[str, Tensor
     return {name: values.clone() for name, values in model.state_dict().items()}
 
 
-def in_plain_loop(rank: int, world_size: int) -> dict[str, Tensor]:
+def in_plain_loop(rank: int, world_size: int, warmup_steps: int) -> dict[str, Tensor]:
     groups = WorkerGroups(2)
     model = DistributedDataParallel(net := mlp(rank), process_group=groups.process_group)
     optimizer = inner_optimizer("adamw", model)
-    engine = StreamingDiLoCo(model, worker_groups=groups, inner_optimizers=[optimizer], **CHOICES)
+    choices = {**CHOICES, "warmup_steps": warmup_steps}
+    engine = StreamingDiLoCo(model, worker_groups=groups, inner_optimizers=[optimizer], **choices)
     for step in range(1, STEPS + 1):
         x, y = part(rank, world_size, step)
         first, second = zip(x.chunk(2), y.chunk(2), strict=True)
         with model.no_sync():
             (nn.functional.mse_loss(model(first[0]), first[1]) / 2).backward()
         (nn.functional.mse_loss(model(second[0]), second[1]) / 2).backward()
+        engine.average_gradients()
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -81,10 +83,12 @@ def in_plain_loop(rank: int, world_size: int) -> dict[str, Tensor]:
     return {name: values.clone() for name, values in net.state_dict().items()}
 
 
-@pytest.mark.parametrize(("ranks", "distribution"), [(2, "lightning_fabric"), (4, "lightning.fabric")])
-def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution: str) -> None:
-    expected = run_ranks(in_plain_loop, ranks)
-    for actual in run_processes(in_fabric, ranks, distribution):
+@pytest.mark.parametrize(
+    ("ranks", "distribution", "warmup_steps"), [(2, "lightning_fabric", 3), (4, "lightning.fabric", 0)]
+)
+def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution: str, warmup_steps: int) -> None:
+    expected = run_ranks(in_plain_loop, ranks, warmup_steps)
+    for actual in run_processes(in_fabric, ranks, distribution, warmup_steps):
         assert actual.keys() == expected[0].keys()
         assert [name for name in actual if not torch.equal(actual[name], expected[0][name])] == []
 

@@ -52,6 +52,8 @@ def train(engines: SimulatedGroups, models: Sequence[nn.Module], steps: int) -> 
             x, y = batch(group, step)
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
+        engines.average_gradients()
+        for optimizer in optimizers:
             optimizer.step()
         engines.step()
 

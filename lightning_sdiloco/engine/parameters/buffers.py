@@ -40,6 +40,10 @@ class FragmentBuffers:
         """Returns copies of the local buffers, as float32."""
         return [buffer.detach().to(torch.float32, copy=True) for buffer in self._local]
 
+    def take_local(self) -> None:
+        """Takes the local values for the outer ones."""
+        self.outer = self.snapshot()
+
     def changed(self, snapshot: list[Tensor]) -> int:
         """Compares a snapshot with the outer buffers: one bit for each buffer that differs."""
         bits = 0

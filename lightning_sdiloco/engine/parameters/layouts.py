@@ -19,7 +19,14 @@ from lightning_sdiloco.engine.parameters.resharding import (
     to_shard,
     to_shard_by_spec,
 )
-from lightning_sdiloco.engine.parameters.sharding import ShardSpec, is_sharded, local, shard_specs
+from lightning_sdiloco.engine.parameters.sharding import (
+    ShardSpec,
+    is_sharded,
+    like,
+    local,
+    local_gradient,
+    shard_specs,
+)
 
 
 class FragmentLayout(ABC):
@@ -49,8 +56,12 @@ class FragmentLayout(ABC):
         """What this rank holds of each parameter. Looked up every time, because others may rebind ``.data``."""
 
     @abstractmethod
-    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yields what of each parameter belongs to the shard, flat, and where it lies in the shard."""
+    def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """Yields what of each parameter belongs to the shard, flat, and where it lies in the shard.
+
+        Args:
+            held: What this rank holds of each parameter, or of something that is laid out like it.
+        """
 
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
@@ -110,7 +121,7 @@ class FragmentLayout(ABC):
             A new float32 tensor of shape ``(length,)``.
         """
         shard = self.held[0].new_zeros(self.length, dtype=torch.float32)
-        for where, values in self._pieces():
+        for where, values in self._pieces(self.held):
             shard[where] = values
         return shard
 
@@ -123,15 +134,30 @@ class FragmentLayout(ABC):
         Returns:
             A new float32 tensor of shape ``(length,)``.
         """
-        gradient = torch.empty_like(outer)
+        return self._minus(outer, self.held)
+
+    def negated_gradients(self, zeros: Tensor) -> Tensor:
+        """Returns zeros minus the gradients of the shard; what has no gradient has zeros, too.
+
+        Args:
+            zeros: Zeros, float32, shape ``(length,)``.
+
+        Returns:
+            A new float32 tensor of shape ``(length,)``.
+        """
+        gradients = zip(self.held, map(local_gradient, self.parameters), strict=True)
+        return self._minus(zeros, [torch.zeros_like(own) if of is None else of for own, of in gradients])
+
+    def _minus(self, outer: Tensor, held: Sequence[Tensor]) -> Tensor:
+        difference = torch.empty_like(outer)
         end = 0
-        for where, values in self._pieces():
+        for where, values in self._pieces(held):
             # Longer types are rounded first, as they are where the shard is read.
             exact = torch.promote_types(values.dtype, torch.float32) == torch.float32
-            torch.sub(outer[where], values if exact else values.to(torch.float32), out=gradient[where])
+            torch.sub(outer[where], values if exact else values.to(torch.float32), out=difference[where])
             end = where.stop
-        gradient[end:] = 0
-        return gradient
+        difference[end:] = 0
+        return difference
 
     def split(self, gathered: Tensor) -> list[Tensor]:
         """Returns views of what `all_gather` returned, one per parameter, in the shape of what this rank holds."""
@@ -151,6 +177,21 @@ class FragmentLayout(ABC):
         """
         for parameter, values in zip(self.held, self.split(gathered), strict=True):
             mix(parameter, values, mixing)
+
+    def write_gradients(self, gathered: Tensor) -> None:
+        """Overwrites the gradients. A parameter without one gets one unless that is zero.
+
+        Args:
+            gathered: What `all_gather` returned, float32.
+        """
+        for parameter, values in zip(self.parameters, self.split(gathered), strict=True):
+            own = parameter.grad
+            if own is not None and own.is_sparse:
+                parameter.grad = values.to(own.dtype).to_sparse(own.sparse_dim())
+            elif own is not None:
+                local(own).copy_(values)
+            elif values.any():
+                parameter.grad = like(parameter, values.to(parameter.dtype))
 
     def shift(self, moved: Tensor) -> None:
         """Moves the parameters.
@@ -199,9 +240,9 @@ class WholeLayout(FragmentLayout):
         return [parameter.detach() for parameter in self.parameters]
 
     @override
-    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+    def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         position, start, end = 0, self.start, self.start + self.length
-        for parameter in self.held:
+        for parameter in held:
             first, last = max(position, start), min(position + parameter.numel(), end)
             if first < last:
                 values = parameter.reshape(-1)[first - position : last - position]
@@ -278,9 +319,9 @@ class ShardedLayout(FragmentLayout):
         return [local(parameter) for parameter in self.parameters]
 
     @override
-    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
+    def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         position = 0
-        for parameter, spec in zip(self.held, self._own, strict=True):
+        for parameter, spec in zip(held, self._own, strict=True):
             values = parameter.reshape(-1)[spec.first : spec.first + spec.length]
             yield slice(position, position + spec.length), values
             position += spec.length

@@ -75,6 +75,21 @@ def local(tensor: Tensor) -> Tensor:
     return sharded.to_local() if is_sharded(sharded) else sharded
 
 
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """Returns what this rank holds of the gradient of a parameter, dense and sharded like it; None if it has none.
+
+    In-group collective where the gradient is sharded in another way.
+    """
+    gradient: Any = parameter.grad
+    if gradient is None:
+        return None
+    sharded: Any = parameter
+    if is_sharded(gradient) and gradient.placements != sharded.placements:
+        # Tensor parallelism leaves sums that are still to be made.
+        parameter.grad = gradient = gradient.redistribute(placements=sharded.placements)
+    return local(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
 def like(tensor: Tensor, values: Tensor) -> Tensor:
     """Makes a tensor that is sharded like another one, and of which this rank holds the given values."""
     made = torch.empty_like(tensor.detach(), dtype=values.dtype)

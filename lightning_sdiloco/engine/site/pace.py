@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_sdiloco.algorithm import combined, digest
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.background import Pending, Stages
-from lightning_sdiloco.engine.flight import Flight, LaunchSnapshot
+from lightning_sdiloco.engine.flight import Flight, LaunchSnapshot, Purpose
 from lightning_sdiloco.engine.flight import Landing as LandingReport
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.parameters.sharding import reshard
@@ -187,7 +187,7 @@ class SitePace:
         begun = self.follower.begin(index, step)
         fragment = self._rounds.fragments[index]
         # Nobody tells a site in advance which buffers others have changed, so all of them travel.
-        snapshot = fragment.launch(step, float("inf"), True, requests)._replace(final=False)
+        snapshot = fragment.launch(step, float("inf"), Purpose.MEAN, requests)._replace(purpose=Purpose.ROUND)
         self._start(snapshot, begun, (began, time.perf_counter()))
 
     def _start(self, snapshot: LaunchSnapshot, begun: Contribution, launch: Span) -> None:

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 class Loop:
     """Makes an inner step of every step of an optimizer.
 
-    The engine is made at the first of them, or when a checkpoint is resumed: then the weights are final.
+    The engine is made at the first of them, or with a warm-up at the first ``backward``, or when a checkpoint is
+    resumed: then the weights are final.
 
     Args:
         options: What the user chose.
@@ -102,10 +103,7 @@ class Loop:
             # It was not set up with this strategy, so it is none of ours.
             yield
             return
-        engine = self.engine
-        if engine is None:
-            engine = self._begin()
-            engine.join()
+        engine = self._begun()
         if self._announcement is None:
             self._announcement = Announcement(engine, self._trained())
         if engine.is_finished:
@@ -118,6 +116,18 @@ class Loop:
             self.landings = engine.step()
             self._unfinished.inner_steps = engine.inner_steps
             self._announcement.step()
+
+    def average_gradients(self) -> None:
+        """Takes the mean of the gradients over the groups in the warm-up, once an optimizer is set up."""
+        if self._settings.warmup_steps and self._optimizers and (engine := self._begun()).is_warming_up:
+            engine.average_gradients()
+
+    def _begun(self) -> StreamingDiLoCo:
+        engine = self.engine
+        if engine is None:
+            engine = self._begin()
+            engine.join()
+        return engine
 
     def _begin(self) -> StreamingDiLoCo:
         engine = StreamingDiLoCo(

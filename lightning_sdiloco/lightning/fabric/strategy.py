@@ -226,6 +226,13 @@ class FabricWorkerGroupStrategy(_Base):
     # Training
 
     @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor, module, *args, **kwargs)
+        # Not where DistributedDataParallel still adds gradients up.
+        if all(wrapped.require_backward_grad_sync for wrapped in self._wrapped):
+            self._loop.average_gradients()
+
+    @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with self._loop.inner_step(optimizer):
             return super().optimizer_step(optimizer, **kwargs)
