@@ -178,6 +178,9 @@ class Sites:
         if rule == DISCOUNT:
             pace._arithmetic = LateArithmetic(pace._arithmetic, self._hub)  # type: ignore[assignment]
 
+    def average_gradients(self) -> None:
+        """Does nothing: a federation has no warm-up."""
+
     def step(self) -> None:
         """Counts an inner step of every site."""
         self._hub.passes(1.0)

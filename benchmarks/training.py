@@ -117,6 +117,10 @@ class Simulated(Protocol):
 
     engines: list[StreamingDiLoCo]
 
+    def average_gradients(self) -> None:
+        """Takes the mean of the gradients where the warm-up asks for it."""
+        ...
+
     def step(self) -> object:
         """Counts an inner step of every group."""
         ...

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_sdiloco.hub.in_process import InProcessConnection, InProcessHub
     from lightning_sdiloco.hub.remote import HubConnection
     from lightning_sdiloco.hub.service import HubService
+    from lightning_sdiloco.hub.virtual import VirtualHub, VirtualLink, VirtualTime
 
 __all__ = [
     "Called",
@@ -39,6 +40,9 @@ __all__ = [
     "StateArrived",
     "StateWanted",
     "Told",
+    "VirtualHub",
+    "VirtualLink",
+    "VirtualTime",
     "Waiting",
     "Welcomed",
 ]
@@ -49,6 +53,9 @@ _FILES = {
     "HubService": "service",
     "InProcessConnection": "in_process",
     "InProcessHub": "in_process",
+    "VirtualHub": "virtual",
+    "VirtualLink": "virtual",
+    "VirtualTime": "virtual",
 }
 
 if not TYPE_CHECKING:

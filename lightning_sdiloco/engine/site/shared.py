@@ -4,7 +4,6 @@
 the same inner step, so all decide the same, and nothing has to be agreed on but what is heard.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,7 +56,7 @@ class SharedConnection:
 
     def heard(self) -> tuple[list[Told], float]:
         """Returns what was heard since the last time, and the time."""
-        return self._of_rank_0(lambda own: (own.events(), time.monotonic()))
+        return self._of_rank_0(lambda own: (own.events(), own.now()))
 
     def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
         """Returns what of some work in the background is ready, at rank 0: the others wait for theirs, a moment."""
