@@ -22,8 +22,9 @@ def played(folder: Path, places: Places) -> FederatedRun:
 def test_a_site_at_half_speed_costs_the_others_nothing(tmp_path: Path) -> None:
     even, uneven = (played(tmp_path, Places(2, 1.0, speeds=speeds)) for speeds in ((1.0, 1.0), (1.0, 0.5)))
     fast, slow = uneven.sites
-    assert fast.times == even.sites[0].times
-    assert fast.times[-1] < STEPS + 1 < slow.times[-1]
+    # With its last step a site leaves, which may take as long as a round waits.
+    assert fast.times[:-1] == even.sites[0].times[:-1]
+    assert fast.times[-2] < STEPS < slow.times[STEPS // 2 + 1]
     assert slow.counted > 0
     assert even.sites[0].carried == 0
 
@@ -42,7 +43,7 @@ def test_a_site_that_is_away_and_one_that_joins_count_when_they_are_there(tmp_pa
     away = (Absence(1, 8.0, 40.0), Absence(2, 0.0, 12.0))
     run = played(tmp_path, Places(3, 1.0, absences=away))
     stays, stopped, joins = run.sites
-    assert stays.times[-1] < STEPS + 1
+    assert stays.times[-2] < STEPS
     assert stopped.times[6] < 8 < 40 < stopped.times[8]
     assert joins.times[0] > 12
     assert joins.counted > 0

@@ -94,7 +94,7 @@ class Site:
     """What happened at a site.
 
     Attributes:
-        times: When each inner step was done, in seconds.
+        times: When each inner step was done, in seconds, with landings; the last one with all until it left.
         ended: When it left.
         counted: Rounds in which it counts, over all fragments.
         late: Contributions of it that came when their round was closed.
