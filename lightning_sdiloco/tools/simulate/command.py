@@ -50,12 +50,12 @@ def simulate(
         model: Class path of the model, if the script gives it to its LightningCLI.
         data: Class path of the data module, if the script gives it to its LightningCLI.
         groups: Number of worker groups, of one rank each.
-        sites: Number of sites of a federation, of one rank each, in place of groups; with --step-time.
+        sites: Number of sites of a federation, of one rank each, in place of groups.
         sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Again for more.
         bandwidth: Gbit/s between a group and all others, or a site and its hub, to predict the time.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
         loss: Share of the packets that get lost: 0.1 % is 0.001.
-        step_time: Seconds of an inner step there. By default what it takes here.
+        step_time: Seconds of an inner step there. By default what it takes here; with --sites it must be given.
         speeds: How fast each group is, with 1 for the step time, as 1,1,0.5.
         delays: Seconds by which what each site sends comes later, as 0,0,12; with --sites.
         absence: When a group is away, in predicted seconds, as 1:30-90 for group 1. Again for more.
