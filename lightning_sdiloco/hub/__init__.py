@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_sdiloco.hub.remote import HubConnection
     from lightning_sdiloco.hub.service import HubService
     from lightning_sdiloco.hub.shards import HubShards, Shards, Wanted, payloads_of, places_of
+    from lightning_sdiloco.hub.virtual import VirtualHub, VirtualLink, VirtualTime
 
 __all__ = [
     "Called",
@@ -43,6 +44,9 @@ __all__ = [
     "StateArrived",
     "StateWanted",
     "Told",
+    "VirtualHub",
+    "VirtualLink",
+    "VirtualTime",
     "Waiting",
     "Wanted",
     "Welcomed",
@@ -62,6 +66,9 @@ _FILES = {
     "Wanted": "shards",
     "payloads_of": "shards",
     "places_of": "shards",
+    "VirtualHub": "virtual",
+    "VirtualLink": "virtual",
+    "VirtualTime": "virtual",
 }
 
 if not TYPE_CHECKING:

@@ -208,6 +208,9 @@ class Connection(Protocol):
             parts: Its bytes, in one part or more. They must not change any more.
         """
 
+    def now(self) -> float:
+        """Returns the time in seconds, on a clock that never goes back: that by which training waits."""
+
     def events(self) -> list[Told]:
         """Returns what was heard since the last call.
 

@@ -236,6 +236,10 @@ class InProcessConnection:
         named = [Payload(self._hub.store.put(part), len(part)) for part in parts]
         self._say(lambda hub: hub.give(self.site, request, header, named))
 
+    def now(self) -> float:
+        """See `Connection`."""
+        return self._hub.clock()
+
     def events(self) -> list[Told]:
         """See `Connection`."""
         self._hub.coordinator.tick()

@@ -156,6 +156,10 @@ class HubConnection:
 
     # What training hears
 
+    def now(self) -> float:
+        """See `Connection`."""
+        return time.monotonic()
+
     def events(self) -> list[Told]:
         """See `Connection`."""
         return self._inbox.take()

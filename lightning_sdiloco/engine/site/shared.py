@@ -5,7 +5,6 @@ the same inner step, so all decide the same, and nothing has to be agreed on but
 every rank has what it needs of its payloads.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -105,7 +104,7 @@ class SharedConnection:
         """
         if self._ranks.size == 1:
             assert self._connection is not None, "the first rank has it"
-            return Heard(self._connection.events(), time.monotonic(), requests)
+            return Heard(self._connection.events(), self._connection.now(), requests)
         every = self._of_all(lambda: (*self._listen(), requests))
         told = [one for one in every[0][0] if not self._is_coming(one)]
         for rank, (_, fetched, _, asked) in enumerate(every):
@@ -123,7 +122,11 @@ class SharedConnection:
                 one = Recorded(one.record, None)
             told.append(one)
         self._payloads.update((key, blobs) for key, blobs in fetched.items() if blobs is not None)
-        return told, {key: blobs is not None for key, blobs in fetched.items()}, time.monotonic()
+        return (
+            told,
+            {key: blobs is not None for key, blobs in fetched.items()},
+            self._connection.now() if self._connection else 0.0,
+        )
 
     def _is_coming(self, told: Told) -> bool:
         """Begins to fetch what this rank needs; tells whether it is a record, which is told when all ranks have it."""
