@@ -194,6 +194,9 @@ class Playing:
     def events(self) -> list[Told]:
         return self.told.pop(0) if self.is_listening else []
 
+    def now(self) -> float:
+        return 0.0
+
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 

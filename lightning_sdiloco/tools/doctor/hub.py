@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lightning_sdiloco.comm import HubMailbox, HubUnreachable, MailboxError, identity_of, valid_until
+from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.launch import reason, try_to_connect
 from lightning_sdiloco.tools.doctor.checks import Finding, rate_as_text
 from lightning_sdiloco.tools.hub.asking import HubOptions
@@ -59,7 +60,7 @@ def _findings(options: HubOptions, host: str, port: int, seconds: float, numbers
         return
     try:
         yield from _asked(mailbox, seconds, numbers)
-    except MailboxError as refusal:
+    except (MailboxError, Refused) as refusal:
         yield Finding("wrong", "hub", str(refusal), _what_to_do(refusal, options))
     finally:
         mailbox.close()
@@ -133,7 +134,7 @@ def _version(name: str, there: str) -> Finding:
     return Finding("wrong", name, f"{here} here, and {there} in the charter", fix)
 
 
-def _what_to_do(error: MailboxError, options: HubOptions) -> str:
+def _what_to_do(error: Exception, options: HubOptions) -> str:
     if isinstance(error, HubUnreachable) and options.insecure:
         return "Something listens there, and does not answer: a hub with keys takes nobody without. Give --keys FILE."
     if isinstance(error, HubUnreachable):
