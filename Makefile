@@ -1,5 +1,6 @@
 # Everything a fresh checkout needs; each target first installs what it uses into .venv.
 #   make demo    train with two worker groups on the CPU and compare with DDP
+#   make demo-federation    a hub and three sites on this machine: one is killed, and comes back
 #   make test    run the fast tests: at most 25 minutes on two cores
 #   make large   run those with models of real sizes
 #   make slow    run those that take more than a minute each
@@ -22,12 +23,15 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 OLDEST_TESTS := tests/test_surface.py \
   $(patsubst %,tests/lightning/test_%.py,register metrics strategy silence checkpoint works_with)
 
-.PHONY: venv demo test large slow foreign oldest lint types docs clean
+.PHONY: venv demo demo-federation test large slow foreign oldest lint types docs clean
 
 venv: $(VENV)/.installed
 
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+demo-federation: $(VENV)/.installed-examples $(VENV)/.installed-federated
+	$(BIN)/python examples/demo_federation.py $(DEMO_ARGS)
 
 # One thread per process: tests start several ranks on the same cores, and mostly wait for each other.
 test: $(VENV)/.installed-test

@@ -4,6 +4,8 @@ A process of its own, started by `benchmarks.links`. It needs root, Linux and no
 site has a TUN device, and a packet read from one is written to another when it would have arrived. TCP hands over
 segments of up to 64 KB, which are counted as the packets of 1500 bytes that they stand for. So a link of 1 Gbit/s costs
 a third of a core.
+
+A line of JSON on standard input changes the link of one site: its number as ``site``, and fields of `Site`.
 """
 
 from __future__ import annotations
@@ -31,28 +33,64 @@ _ETHERNET = 14
 _AT_ONCE = 16  # packets that are read from one site before the others have their turn
 _VNET = struct.Struct("<BBHH")  # <linux/virtio_net.h>, of its 10 bytes the first 6
 _PR_SET_PDEATHSIG = 1
+_FROM, _TO = slice(22, 26), slice(26, 30)  # the addresses in a packet of IPv4, behind the header of virtio
 
 
 @dataclass
 class Site:
-    """A site: its link to the star, alike in both directions.
+    """A site: its link to the star, alike in both directions but for what is cut.
 
-    `up` and `down` are the times at which the link is free again.
+    `up` and `down` are the times at which the link is free again. `rate` is in bytes per second (0: unlimited), `loss`
+    the share that is lost. `cut_out` and `cut_in` say whether all is, `nat` whether only what answers gets in. The NAT
+    knows the `flows` that began inside.
     """
 
     device: int
+    rate: float
+    loss: float
+    cut_out: bool = False
+    cut_in: bool = False
+    nat: bool = False
     up: float = 0.0
     down: float = 0.0
     arrived: dict[int, float] = field(default_factory=dict)
+    flows: set[bytes] = field(default_factory=set)
+
+    def change(self, **fields: Any) -> None:
+        """Changes the link. A NAT that is told of forgets what it knew."""
+        if "nat" in fields:
+            self.flows.clear()
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def lets_out(self, packet: bytes) -> bool:
+        """Whether a packet leaves the site."""
+        if self.nat and _begins(packet):
+            self.flows.add(_flow(packet, _FROM, _TO))
+        return not self.cut_out and (not self.nat or _flow(packet, _FROM, _TO) in self.flows)
+
+    def lets_in(self, packet: bytes) -> bool:
+        """Whether a packet reaches the site."""
+        return not self.cut_in and (not self.nat or _flow(packet, _TO, _FROM) in self.flows)
+
+
+def _flow(packet: bytes, inside: slice, outside: slice) -> bytes:
+    """What a NAT tells the packets of a connection by, whichever way they go: addresses and ports."""
+    ports = 10 + 4 * (packet[10] & 15)
+    port = {_FROM.start: packet[ports : ports + 2], _TO.start: packet[ports + 2 : ports + 4]}
+    return packet[inside] + port[inside.start] + packet[outside] + port[outside.start]
+
+
+def _begins(packet: bytes) -> bool:
+    """Whether a packet begins a connection: the first of TCP, and any of others."""
+    return packet[19] != socket.IPPROTO_TCP or packet[10 + 4 * (packet[10] & 15) + 13] & 0x12 == 0x02
 
 
 @dataclass(frozen=True)
 class Link:
-    """What all links have in common: bytes per second (0: unlimited), seconds between two sites, share that is lost."""
+    """What all links have in common: seconds between two sites, seconds of data that wait."""
 
-    rate: float
     delay: float
-    loss: float
     queue: float
 
 
@@ -60,9 +98,10 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     choices = json.loads(sys.argv[1])
+    own = {name: choices["link"].pop(name) for name in ("rate", "loss")}
     link = Link(**choices["link"])
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
-    sites = [Site(_device(libc, home, name, host)) for name, host in choices["sites"]]
+    sites = [Site(_device(libc, home, name, host), **own) for name, host in choices["sites"]]
     hosts = {socket.inet_aton(host): site for (_, host), site in zip(choices["sites"], sites, strict=True)}
     os.nice(-10)  # a packet that waits for the processor is a slower link
     print("ready", flush=True)
@@ -95,12 +134,24 @@ class Star:
         self._number = 0
 
     def run(self) -> None:
-        devices = list(self._sites)
+        stdin = sys.stdin.fileno()
+        devices = [*self._sites, stdin]
         while True:
             wait = max(0.0, self._waiting[0][0] - time.monotonic()) if self._waiting else None
             for device in select.select(devices, [], [], wait)[0]:
-                self._read(self._sites[device])
+                if device == stdin:
+                    lines = os.read(stdin, 1 << 16)
+                    self._change(lines)
+                    devices = devices if lines else list(self._sites)
+                else:
+                    self._read(self._sites[device])
             self._deliver()
+
+    def _change(self, lines: bytes) -> None:
+        sites = list(self._sites.values())
+        for line in lines.splitlines():
+            change = json.loads(line)
+            sites[change.pop("site")].change(**change)
 
     def _read(self, site: Site) -> None:
         for _ in range(_AT_ONCE):
@@ -109,7 +160,7 @@ class Star:
             except BlockingIOError:
                 return
             to = self._hosts.get(packet[26:30])
-            if packet[10] >> 4 == 4 and to is not None and to is not site:
+            if packet[10] >> 4 == 4 and to is not None and to is not site and site.lets_out(packet):
                 self._send(site, to, packet)
 
     def _send(self, site: Site, to: Site, packet: bytes) -> None:
@@ -120,11 +171,12 @@ class Star:
             count = -(-(length - header) // size)
             wire = length - header + count * (header + _ETHERNET)
         at, link = time.monotonic(), self._link
-        if link.rate:
+        if site.rate:
             if site.up - at > link.queue:
                 return
-            at = site.up = max(at, site.up) + wire / link.rate
-        if link.loss and random.random() < 1 - (1 - link.loss) ** count:
+            at = site.up = max(at, site.up) + wire / site.rate
+        loss = max(site.loss, to.loss)
+        if loss and random.random() < 1 - (1 - loss) ** count:
             return
         at = site.arrived[to.device] = max(at + link.delay, site.arrived.get(to.device, 0.0))
         self._wait(at, False, site, to, wire, packet)
@@ -134,14 +186,17 @@ class Star:
         heapq.heappush(self._waiting, (at, self._number, through, site, to, wire, packet))
 
     def _deliver(self) -> None:
-        now, rate = time.monotonic(), self._link.rate
+        now = time.monotonic()
         while self._waiting and self._waiting[0][0] <= now:
             at, _, through, site, to, wire, packet = heapq.heappop(self._waiting)
-            if rate and not through:
+            if not through and not to.lets_in(packet):
+                continue
+            if to.rate and not through:
                 if to.down - at > self._link.queue:
                     continue
                 # What came through a link as fast as this one waits only behind others.
-                to.down = max(at - wire / rate, to.down) + wire / rate
+                came = at - wire / site.rate if site.rate else at
+                to.down = max(max(came, to.down) + wire / to.rate, at)
                 if to.down > at:
                     self._wait(to.down, True, site, to, wire, packet)
                     continue

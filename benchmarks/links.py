@@ -34,6 +34,14 @@ def missing() -> str | None:
     return None
 
 
+def enter(namespace: str) -> None:
+    """Moves this process into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/var/run/netns", namespace).open() as handle:
+        if libc.setns(handle.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
+
+
 class Links:
     """Sites joined by slow links, for the time of a ``with`` block.
 
@@ -130,10 +138,19 @@ class Links:
 
     def enter(self, site: int) -> None:
         """Moves this process into a site: for a process that was forked for it."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with Path("/var/run/netns", self.names[site]).open() as namespace:
-            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"cannot enter site {site}")
+        enter(self.names[site])
+
+    def change(self, site: int, **link: Any) -> None:
+        """Changes the link of a site, while packets are on their way.
+
+        Args:
+            site: The site.
+            **link: ``rate`` in bytes per second, ``loss``, ``cut_out`` and ``cut_in``: nothing gets out or in, without
+                a word; ``nat``: only answers get in. Whenever this is said, the NAT forgets what it knew.
+        """
+        assert self._emulator is not None, "the links are open"
+        assert self._emulator.stdin is not None, "the emulator was started with a pipe"
+        self._emulator.stdin.write(json.dumps({"site": site, **link}) + "\n")
 
     def _open(self) -> None:
         hosts = "127.0.0.1 localhost\n" + "".join(f"{self.address(s)} site{s}\n" for s in range(len(self.names)))
@@ -146,7 +163,8 @@ class Links:
         sites = [(name, self.address(site)) for site, name in enumerate(self.names)]
         words = [sys.executable, "-S", "-E", str(Path(__file__).with_name("emulator.py"))]
         choices = json.dumps({"link": self._link, "sites": sites})
-        self._emulator = subprocess.Popen([*words, choices], stdout=subprocess.PIPE, text=True)
+        pipe = subprocess.PIPE
+        self._emulator = subprocess.Popen([*words, choices], stdin=pipe, stdout=pipe, text=True, bufsize=1)
         assert self._emulator.stdout is not None
         if self._emulator.stdout.readline() != "ready\n":
             raise RuntimeError("The emulator of the links did not start; its error is above.")
@@ -162,8 +180,8 @@ class Links:
 
     def _close(self) -> None:
         if self._emulator is not None:
-            self._emulator.terminate()
-            self._emulator.wait()
+            with self._emulator:
+                self._emulator.terminate()
         for name in self.names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)

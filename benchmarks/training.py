@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import mean
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -86,9 +86,18 @@ class Training:
         """Returns what tells this training from all others, as it is read back from a file."""
         return dict(json.loads(json.dumps(asdict(self))))
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another process can go on where its time was up."""
+        return True
+
     def model(self) -> nn.Module:
         """Makes the model as it is before the first step."""
         return self.size.make(self.seed)
+
+    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> "Simulated":
+        """Makes what joins the worker groups. There is room for everything, so nothing is offloaded."""
+        return SimulatedGroups(models, optimizers, offload=False, **(self.choices or {}))
 
     def text(self) -> "Text":
         """Returns what to train on and to judge by."""
@@ -97,6 +106,28 @@ class Training:
     def lr_factor(self, step: int) -> float:
         """Returns the share of ``lr`` that holds at a step."""
         return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))
+
+
+class Simulated(Protocol):
+    """Joins worker groups of this process: `SimulatedGroups`, or what stands in for it.
+
+    Attributes:
+        engines: The engines of the groups.
+    """
+
+    engines: list[StreamingDiLoCo]
+
+    def average_gradients(self) -> None:
+        """Takes the mean of the gradients where the warm-up asks for it."""
+        ...
+
+    def step(self) -> object:
+        """Counts an inner step of every group."""
+        ...
+
+    def finish(self) -> None:
+        """Ends training in all groups."""
+        ...
 
 
 @cache
@@ -195,12 +226,11 @@ class Loop:
     def __init__(self, training: Training, text: Text) -> None:
         self._training, self._text = training, text
         self._groups = [Group(training) for _ in range(1 if training.choices is None else training.groups)]
-        self._streaming: SimulatedGroups | None = None
+        self._streaming: Simulated | None = None
         self.step = 0
         if training.choices is not None:
             models, optimizers = [group.model for group in self._groups], [[group.optimizer] for group in self._groups]
-            # There is room for everything: what is offloaded with CUDA would only take time.
-            self._streaming = SimulatedGroups(models, optimizers, offload=False, **training.choices)
+            self._streaming = training.simulated(models, optimizers)
 
     def run(self, until: float = math.inf, steps: int | None = None) -> bool:
         """Trains to the end, or until a moment of `time.time`; tells whether it got to the end.
@@ -292,7 +322,7 @@ def made(training: Training, until: float = math.inf, state: Path | None = None)
     ended = time.process_time(), time.time()
     cpu_seconds, seconds = (before + end - start for before, start, end in zip(spent, began, ended, strict=True))
     if not is_done:
-        if state is not None and loop.step:
+        if state is not None and loop.step and training.can_go_on:
             _save({"loop": loop.state_dict(), "spent": (cpu_seconds, seconds)}, state)
         return None
     return {

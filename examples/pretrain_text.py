@@ -8,6 +8,7 @@ Nothing here knows which strategy trains it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -173,6 +174,11 @@ def bytes_sent(trainer: Trainer, model: LightningModule) -> int:
     return 2 * (trainer.world_size - 1) * gradients * trainer.global_step // trainer.world_size
 
 
+def fingerprint(model: LightningModule) -> str:
+    """Returns a digest of all parameters: the same for the same bits."""
+    return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
 class PretrainCLI(LightningCLI):
     """The command line: one ``context`` for data and model, and a file of results when asked for."""
 
@@ -204,6 +210,7 @@ class PretrainCLI(LightningCLI):
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "shapes": {name: list(p.shape) for name, p in self.model.named_parameters()},
             "bytes_sent": bytes_sent(self.trainer, self.model),
+            "sha256": fingerprint(self.model),
             "train_seconds": self.model.clock.seconds,
             "step_seconds": self.model.clock.step_seconds,
         }

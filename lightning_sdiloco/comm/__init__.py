@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         record_event,
         record_of,
         revoke_keys,
+        valid_until,
     )
 
 __all__ = [
@@ -113,6 +114,7 @@ __all__ = [
     "store",
     "to_device",
     "to_host",
+    "valid_until",
     "world",
 ]
 

@@ -16,13 +16,19 @@ class Communicator:
 
     Args:
         process_group: The ranks, or None for a single rank.
+
+    Attributes:
+        process_group: The same.
+        size: How many ranks there are.
+        rank: Which of them this one is.
+        is_on_host: Whether tensors go through the hosts.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self._on_host = process_group is not None and dist.get_backend(process_group) == "gloo"
+        self.is_on_host = process_group is not None and dist.get_backend(process_group) == "gloo"
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks, in the order of the ranks. All must have the same shape and dtype."""
@@ -73,7 +79,7 @@ class Communicator:
             tensor.copy_(staged)
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        return to_host(tensor) if self._on_host else tensor
+        return to_host(tensor) if self.is_on_host else tensor
 
 
 class _AllGather(torch.autograd.Function):

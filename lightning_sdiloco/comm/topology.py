@@ -33,6 +33,7 @@ class Topology:
         world: All ranks; used only before training starts.
         peers: The ranks with the same shard, one of each group; used only before training starts.
         in_group: The ranks of this group; for the training thread.
+        in_site: The ranks of a group that is alone in its world, through the hosts; for the training thread.
         stages: The ranks of this group, once for each stage of the background.
         control: The exchange for control vectors, where they wait behind no outer gradient.
         progress: The exchange for what groups say of their place in an epoch; for the training thread.
@@ -48,6 +49,7 @@ class Topology:
     world: Communicator = field(default_factory=Communicator)
     peers: Communicator = field(default_factory=Communicator)
     in_group: Communicator = field(default_factory=Communicator)
+    in_site: Communicator = field(default_factory=Communicator)
     stages: tuple[Communicator, ...] = field(default_factory=lambda: (Communicator(),) * STAGES)
     control: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     progress: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
@@ -119,7 +121,9 @@ class Topology:
     ) -> "Topology":
         rank = dist.get_rank()
         # Twice the bound of a flight: a rank whose own exchange went well waits for one of its group whose did not.
-        in_group = Communicator(_own(rank, layout.worker_group_ranks(), None, timeout))
+        in_group = in_site = Communicator(_own(rank, layout.worker_group_ranks(), None, timeout))
+        if layout.worker_groups == 1 and not in_group.is_on_host:
+            in_site = Communicator(_own(rank, layout.worker_group_ranks(), "gloo", timeout))
         stages = tuple(
             Communicator(_own(rank, layout.worker_group_ranks(), "gloo", 2 * timeout)) for _ in range(STAGES)
         )
@@ -134,6 +138,7 @@ class Topology:
             world=world(),
             peers=peers,
             in_group=in_group,
+            in_site=in_site,
             stages=stages,
             control=control,
             progress=progress,

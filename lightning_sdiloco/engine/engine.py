@@ -122,6 +122,7 @@ class StreamingDiLoCo:
     ) -> None:
         self._given = Settings.among(locals())
         self.topology = topology or default_topology(1 if federation else worker_groups, timeout)
+        self.site = federation.site if federation else None
         self.settings = self._given.chosen_for(self.topology.num_groups)
         self.mailbox = Mailbox()
         self.step_span: Span = (0.0, 0.0)
@@ -268,6 +269,12 @@ class StreamingDiLoCo:
         self._view.end()
         self.close()
 
+    def leave(self) -> list[Landing]:
+        """Ends training before its end: what a site holds is sent, and counts. Returns what landed; see `close`."""
+        landed = self._counted(self._pace.leave(self._counts.inner_steps))
+        self.close()
+        return landed
+
     def close(self) -> None:
         """Ends the background. What is in flight is lost; `finish` calls it when nothing is."""
         self._closed = True
@@ -281,6 +288,11 @@ class StreamingDiLoCo:
     def withdraw(self, bits: int) -> None:
         """Takes back what was requested and has not been launched yet."""
         self.mailbox.withdraw(bits)
+
+    @property
+    def requested(self) -> int:
+        """What ranks of a site asked of each other with the last inner step; between groups, landings show it."""
+        return self._pace.requested
 
     def is_training(self, model: nn.Module) -> bool:
         """Tells whether this engine trains that model and has not finished, so that groups hold different values."""

@@ -204,6 +204,8 @@ class Landing(NamedTuple):
         diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
         on_link_s: Seconds for which the messages of the other groups were on the link; NaN if that cannot be told,
             because they were there already when this rank began to wait for them.
+        sites: Of a site of a federation: the names of the sites that counted in the round, this one's among them unless
+            it came too late.
     """
 
     fragment: int
@@ -223,6 +225,7 @@ class Landing(NamedTuple):
     spans: Mapping[str, Span]
     diagnostics: Diagnostics | None
     on_link_s: float = math.nan
+    sites: tuple[str, ...] = ()
 
     def seconds(self, name: str) -> float:
         """Returns how long one of the `spans` was; 0 if there was none."""

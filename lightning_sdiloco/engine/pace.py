@@ -12,6 +12,11 @@ class Pace(Protocol):
     """Launches and lands what is due after an inner step."""
 
     @property
+    def requested(self) -> int:
+        """What is asked of all ranks after this inner step, where that needs no launch; see `Mailbox`."""
+        ...
+
+    @property
     def is_over(self) -> bool:
         """Whether nobody trains any more."""
         ...
@@ -44,6 +49,10 @@ class Pace(Protocol):
         """Lands everything that is still to land: training is over."""
         ...
 
+    def leave(self, step: int) -> Iterator[Landing]:
+        """Ends before training is over, and lands what others need for that."""
+        ...
+
     def launch_final(self, step: int, mailbox: Mailbox) -> None:
         """Launches every fragment for the mean of the local parameters, which `land_all` lands."""
         ...
@@ -71,6 +80,7 @@ class SchedulePace:
         rounds: What launches and lands.
     """
 
+    requested = 0
     is_over = False
 
     def __init__(self, rounds: Rounds) -> None:
@@ -111,6 +121,10 @@ class SchedulePace:
         """Lands what is in flight, in the order of the launches."""
         while self._rounds.flights:
             yield self._rounds.land(step)
+
+    def leave(self, step: int) -> Iterator[Landing]:
+        """Lands nothing: all groups end together, and go on together with what is in flight."""
+        return iter(())
 
     def launch_final(self, step: int, mailbox: Mailbox) -> None:
         """Launches every fragment; see `Pace.launch_final`."""

@@ -190,15 +190,7 @@ class Pipeline:
     def receive(self, snapshot: LaunchSnapshot, averaged: "_Averaged") -> SyncResult:
         """Does the third stage: puts the mean of the whole shard together and makes the outer step."""
         kept, fragment, group = averaged.kept, self._fragments[snapshot.fragment], self._topology.stages[_STEP]
-        gradient, residual, onward = averaged.mean, fragment.residual, _Traffic(0, 0)
-        on_link_s = averaged.on_link_s
-        if averaged.second_hop is not None:
-            began, posted = time.perf_counter(), [(self._topology.second_hop, averaged.posted)]
-            (payloads,), onward = self._collect(posted, snapshot, _STEP)
-            kept.spans["relay"] = span_from(began, gradient.device)
-            on_link_s += on_link(averaged.posted_at, began, averaged.posted_at, onward.arrived[0], 0.0)
-            gradient = kept.all_reduce.assemble(payloads, like=snapshot.gradient)
-            residual = averaged.second_hop.residual
+        gradient, residual, onward, on_link_s = self._assembled(snapshot, averaged)
         began, storage = time.perf_counter(), fragment.storage
         outer = outer_step(
             fragment,
@@ -220,7 +212,7 @@ class Pipeline:
         return SyncResult(
             outer=outer.moved(storage.store),
             memory=None if kept.memory is None else storage.store(kept.memory),
-            residual=None if residual is None else storage.store(residual),
+            residual=fragment.residual if residual is None else storage.store(residual),
             gathered=gathered,
             buffers=averaged.buffers,
             norms=averaged.norms,
@@ -235,6 +227,23 @@ class Pipeline:
             spans=kept.spans,
             diagnostics=diagnostics,
         )
+
+    def _assembled(
+        self, snapshot: LaunchSnapshot, averaged: "_Averaged"
+    ) -> tuple[Tensor, Tensor | None, "_Traffic", float]:
+        """Puts the mean of the whole shard together, if this group averaged a part of it.
+
+        Returns:
+            The mean, what the second rounding lost, what a second hop took, and all seconds on the link.
+        """
+        if averaged.second_hop is None:
+            return averaged.mean, None, _Traffic(0, 0), averaged.on_link_s
+        began, posted = time.perf_counter(), [(self._topology.second_hop, averaged.posted)]
+        (payloads,), onward = self._collect(posted, snapshot, _STEP)
+        averaged.kept.spans["relay"] = span_from(began, averaged.mean.device)
+        again_s = on_link(averaged.posted_at, began, averaged.posted_at, onward.arrived[0], 0.0)
+        gradient = averaged.kept.all_reduce.assemble(payloads, like=snapshot.gradient)
+        return gradient, averaged.second_hop.residual, onward, averaged.on_link_s + again_s
 
     def _all_reduce_of(self, snapshot: LaunchSnapshot) -> AllReduce:
         if snapshot.purpose.is_exact:

@@ -74,6 +74,12 @@ class Charter:
         """The key by which charters are told apart; the first record of every fragment names it."""
         return key_of(self.to_bytes())
 
+    def summary(self) -> dict[str, Any]:
+        """Returns what is to be said of it in short, as an object of JSON: without the names of parameters."""
+        own = self.described() | {"key": self.key, "fragments": len(self.fragments)}
+        del own["shards"]
+        return own | {"parameters": sum(map(len, self.fragments))}
+
     def to_bytes(self) -> bytes:
         """Returns its text, with a key, so that no bit of it changes unseen."""
         return sealed(self.described())

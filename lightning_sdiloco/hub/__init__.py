@@ -22,9 +22,11 @@ from lightning_sdiloco.hub.connection import (
 
 if TYPE_CHECKING:
     from lightning_sdiloco.hub.coordinator import Coordinator
-    from lightning_sdiloco.hub.in_process import InProcessConnection, InProcessHub
+    from lightning_sdiloco.hub.in_process import InProcessConnection, InProcessHub, InProcessShards
     from lightning_sdiloco.hub.remote import HubConnection
     from lightning_sdiloco.hub.service import HubService
+    from lightning_sdiloco.hub.shards import HubShards, Shards, Wanted, payloads_of, places_of
+    from lightning_sdiloco.hub.virtual import VirtualHub, VirtualLink, VirtualTime
 
 __all__ = [
     "Called",
@@ -32,23 +34,41 @@ __all__ = [
     "Coordinator",
     "HubConnection",
     "HubService",
+    "HubShards",
     "InProcessConnection",
     "InProcessHub",
+    "InProcessShards",
     "Lost",
     "Recorded",
+    "Shards",
     "StateArrived",
     "StateWanted",
     "Told",
+    "VirtualHub",
+    "VirtualLink",
+    "VirtualTime",
     "Waiting",
+    "Wanted",
     "Welcomed",
+    "payloads_of",
+    "places_of",
 ]
 
 _FILES = {
     "Coordinator": "coordinator",
     "HubConnection": "remote",
     "HubService": "service",
+    "HubShards": "shards",
     "InProcessConnection": "in_process",
     "InProcessHub": "in_process",
+    "InProcessShards": "in_process",
+    "Shards": "shards",
+    "Wanted": "shards",
+    "payloads_of": "shards",
+    "places_of": "shards",
+    "VirtualHub": "virtual",
+    "VirtualLink": "virtual",
+    "VirtualTime": "virtual",
 }
 
 if not TYPE_CHECKING:

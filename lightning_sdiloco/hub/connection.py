@@ -66,9 +66,15 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Called:
-    """Somebody has launched for a round."""
+    """Somebody has launched for a round.
+
+    Attributes:
+        call: The call.
+        own: The contribution with which it was called, whose payloads can be fetched already.
+    """
 
     call: Call
+    own: Contribution | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +207,9 @@ class Connection(Protocol):
             header: Where the state stands.
             parts: Its bytes, in one part or more. They must not change any more.
         """
+
+    def now(self) -> float:
+        """Returns the time in seconds, on a clock that never goes back: that by which training waits."""
 
     def events(self) -> list[Told]:
         """Returns what was heard since the last call.

@@ -355,7 +355,8 @@ class Coordinator:
             status: Status = {"run": self.run, "founded": self._ledger is not None, "trouble": self.trouble}
             if self._ledger is None:
                 return status | {"missing": self._gathering.missing, "here": sorted(self._gathering.hellos)}
-            return status | status_of(self._ledger, self.statistics, self._clock())
+            charter = self.charter.summary() if self.charter else None
+            return status | {"charter": charter} | status_of(self._ledger, self.statistics, self._clock())
 
     # What the clock does
 

@@ -1,6 +1,7 @@
 """A hub in memory and connections to it without a network: for simulations and tests, in real or virtual time."""
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from lightning_sdiloco.federation import (
     Follower,
     Hello,
     Payload,
+    Record,
     StateHeader,
 )
 from lightning_sdiloco.hub.connection import (
@@ -30,6 +32,7 @@ from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.events import Heard, heard
 from lightning_sdiloco.hub.history import Bytes, History
 from lightning_sdiloco.hub.outbox import Outbox
+from lightning_sdiloco.hub.shards import Fetched, Wanted, all_payloads
 
 
 class InMemoryJournal:
@@ -96,6 +99,13 @@ class InMemoryStore:
         """See `Store`."""
         return len(self.get(key))
 
+    def payloads(self, record: Record, wanted: Wanted) -> dict[str, Bytes] | None:
+        """Returns what a rank needs of the payloads that count; None if some of it is gone."""
+        try:
+            return {payload.key: self.get(payload.key) for own in record.counted for payload in wanted(own)}
+        except Missing:
+            return None
+
     def retain(self, keys: Collection[str], age: float = 0.0, may: Callable[[], bool] = lambda: True) -> int:
         """See `Store`."""
         before = len(self._blobs)
@@ -130,9 +140,18 @@ class InProcessHub:
         self._sites = sites
         self.coordinator = self._started()
 
-    def connect(self, site: str) -> "InProcessConnection":
-        """Returns the connection of a site that has just been started."""
-        return InProcessConnection(self, site)
+    def connect(self, site: str, wanted: Wanted = all_payloads) -> "InProcessConnection":
+        """Returns the connection of a site that has just been started.
+
+        Args:
+            site: The name of the site.
+            wanted: Returns which payloads of a contribution its first rank fetches.
+        """
+        return InProcessConnection(self, site, wanted)
+
+    def connect_shards(self, site: str, wanted: Wanted) -> "InProcessShards":
+        """Returns what moves the payloads of another rank of a site."""
+        return InProcessShards(self, site, wanted)
 
     def restart(self) -> None:
         """Dies, and starts again from what is durable; all connections are lost meanwhile, and made again."""
@@ -157,12 +176,14 @@ class InProcessConnection:
     Args:
         hub: The hub.
         site: The name of the site.
+        wanted: Returns which payloads of a contribution this rank fetches.
     """
 
-    def __init__(self, hub: InProcessHub, site: str) -> None:
+    def __init__(self, hub: InProcessHub, site: str, wanted: Wanted = all_payloads) -> None:
         self.site, self.life = site, secrets.token_hex(8)
-        self._hub = hub
+        self._hub, self._wanted = hub, wanted
         self._outbox = Outbox()
+        self._lock = threading.Lock()
         self._told: list[Told] = []
         self._error: Exception | None = None
         self._hello: Hello | None = None
@@ -215,10 +236,15 @@ class InProcessConnection:
         named = [Payload(self._hub.store.put(part), len(part)) for part in parts]
         self._say(lambda hub: hub.give(self.site, request, header, named))
 
+    def now(self) -> float:
+        """See `Connection`."""
+        return self._hub.clock()
+
     def events(self) -> list[Told]:
         """See `Connection`."""
         self._hub.coordinator.tick()
-        told, self._told = self._told, []
+        with self._lock:
+            told, self._told = self._told, []
         if not told and self._error:
             raise self._error
         return told
@@ -261,7 +287,9 @@ class InProcessConnection:
 
     def hear(self, event: Event) -> None:
         """Takes what the hub tells."""
-        self._told += self._read(heard(event))
+        told = self._read(heard(event))
+        with self._lock:
+            self._told += told
 
     # What happens within
 
@@ -311,7 +339,7 @@ class InProcessConnection:
         if said.welcome:
             return [Welcomed(said.welcome, said.header)]
         if said.call:
-            return [Called(said.call)]
+            return [Called(said.call, said.own)]
         if said.kind == "wanted":
             return [StateWanted(said.text, said.flag)]
         if said.kind == "state" and said.header:
@@ -321,8 +349,42 @@ class InProcessConnection:
 
     def _payloads(self, said: Heard) -> dict[str, Bytes] | None:
         assert said.record is not None, "the event is a record"
-        keys = [payload.key for own in said.record.counted for payload in own.payloads]
-        try:
-            return {key: self._hub.store.get(key) for key in keys}
-        except Missing:
-            return None
+        return self._hub.store.payloads(said.record, self._wanted)
+
+
+class InProcessShards:
+    """Moves payloads to and from a hub in this process; see `Shards`.
+
+    Args:
+        hub: The hub.
+        site: The name of the site.
+        wanted: Returns which payloads of a contribution this rank fetches.
+    """
+
+    def __init__(self, hub: InProcessHub, site: str, wanted: Wanted) -> None:
+        self._hub, self._site, self._wanted = hub, site, wanted
+        self._fetched: dict[str, Mapping[str, Bytes] | None] = {}
+
+    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
+        """See `Shards`."""
+        for key, blob in blobs.items():
+            self._hub.store.put(blob)
+            self._hub.coordinator.stored(self._site, key, len(blob))
+
+    def keep(self, outstanding: Collection[Contribution]) -> None:
+        """See `Shards`."""
+
+    def prefetch(self, own: Contribution) -> None:
+        """See `Shards`."""
+
+    def fetch(self, record: Record) -> None:
+        """See `Shards`."""
+        self._fetched[record.key] = self._hub.store.payloads(record, self._wanted)
+
+    def fetched(self) -> Fetched:
+        """See `Shards`."""
+        fetched, self._fetched = self._fetched, {}
+        return fetched
+
+    def close(self) -> None:
+        """See `Shards`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_sdiloco.comm import MAX_BLOB, Busy, HubMailbox, HubUnreachable, MailboxError, key_of
 from lightning_sdiloco.errors import ExchangeError, Refused
-from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Payload, StateHeader
+from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, StateHeader
 from lightning_sdiloco.hub.connection import (
     Called,
     Lost,
@@ -26,17 +26,13 @@ from lightning_sdiloco.hub.fetching import Fetching, keys_of
 from lightning_sdiloco.hub.history import Bytes
 from lightning_sdiloco.hub.inbox import Inbox
 from lightning_sdiloco.hub.outbox import Outbox
+from lightning_sdiloco.hub.shards import Wanted, all_payloads
 
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 _LONGEST_LEASE = 12.0  # seconds after which a name that is in use is not that of a process that died
 _UNREAD = 32  # records that may wait to be read before no more payloads are fetched
-
-
-def all_payloads(own: Contribution) -> Sequence[Payload]:
-    """Returns all payloads of a contribution."""
-    return own.payloads
 
 
 class HubConnection:
@@ -66,7 +62,7 @@ class HubConnection:
         keys: str | Path | None = None,
         insecure: bool = False,
         patience: float = 60.0,
-        wanted: Callable[[Contribution], Sequence[Payload]] = all_payloads,
+        wanted: Wanted = all_payloads,
         channels: int = 8,
         beat: float = 1.0,
         max_blob: int = MAX_BLOB,
@@ -159,6 +155,10 @@ class HubConnection:
         self._in_background(after_all_else)
 
     # What training hears
+
+    def now(self) -> float:
+        """See `Connection`."""
+        return time.monotonic()
 
     def events(self) -> list[Told]:
         """See `Connection`."""
@@ -268,7 +268,7 @@ class HubConnection:
             for own in self._outbox.outstanding():
                 self._in_background(lambda own=own: self._send(own))  # type: ignore[misc]
         elif said.call:
-            self._inbox.put(Called(said.call))
+            self._inbox.put(Called(said.call, said.own))
             if said.own and said.own.site != self.site:
                 self._fetching.prefetch(said.own, keys_of(self._wanted(said.own)))
         elif said.kind == "wanted":

@@ -117,7 +117,8 @@ class Fit:
         self._parts.results.begin(self.options)
         check_names(trainer)
         refuse_what_cannot_work(trainer)
-        self._signals = Signals(trainer, self.requests, groups.topology.world, self._parts.termination)
+        termination = self._parts.termination
+        self._signals = Signals(trainer, self.requests, groups.topology.world, termination, self._leave)
         replace_batch_hooks(self._patches, trainer, groups, self.requests, self._signals, self.progress)
         self._epoch_ends = EpochEnds(groups.topology, self.options.settings.timeout)
         groups.announce_meetings(self.meet)
@@ -243,10 +244,9 @@ class Fit:
         if engine.schedule.launches(engine.steps_in_rounds + 1):
             # Before the launch: groups that wait for this one must make it too, and this one waits for its landing.
             self.meet()
-        own_requests = self._own_requests(engine)
         landings = self.steps.make(idle)
         self.evaluation.forget()
-        self.requests.land(landings, own_requests)
+        self.requests.land(landings, engine.requested)
         if landings and self._epoch_ends is not None:
             self._epoch_ends.collect(landings[-1].launched_at)
         if self._signal_latency is not None:
@@ -256,11 +256,6 @@ class Fit:
         if self.options.options.auto.step(self.options.settings.sync_every - engine.steps_in_rounds):
             self._choose(engine)
         return landings
-
-    def _own_requests(self, engine: StreamingDiLoCo) -> int:
-        """Takes what needs nobody's consent: a site of one rank does at once what it asks for."""
-        alone = self._parts.options.federation is not None and self._parts.groups.topology.world.size == 1
-        return engine.mailbox.take() if alone else 0
 
     def _choose(self, engine: StreamingDiLoCo) -> None:
         """Chooses the ``"auto"`` settings; see [Note: what is chosen when]."""
@@ -276,8 +271,9 @@ class Fit:
             tell(engine.settings, len(engine.fragments), auto.measured, trainer.loggers, trainer.global_step)
 
     def _watch_signals(self, engine: StreamingDiLoCo) -> None:
-        is_chosen = not self.options.options.auto.names
-        self._signal_latency = SignalLatency(engine.schedule) if self._trainer.is_global_zero and is_chosen else None
+        # The ranks of a site need no launch to agree.
+        waits = not self.options.options.auto.names and self._parts.options.federation is None
+        self._signal_latency = SignalLatency(engine.schedule) if self._trainer.is_global_zero and waits else None
 
     def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
         """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those.
@@ -348,6 +344,11 @@ class Fit:
         """Returns whether all ranks end with this exception, after the same inner step."""
         ended = self._signals is not None and self._signals.ended
         return ended and isinstance(exception, self._parts.termination)
+
+    def _leave(self) -> None:
+        """Ends a fit that has been saved and goes on in another process."""
+        if self.steps.engine is not None and self._parts.options.federation is not None:
+            self.steps.engine.leave()
 
     def save(self, checkpoint: dict[str, Any], path: Any, write: Any) -> None:
         """Saves the fit; see `Checkpointer.save`."""

@@ -71,7 +71,7 @@ class InnerSteps:
 
     def note_samples(self, batch: Any) -> None:
         """Notes on how many samples this rank trains in a batch: the length of the first tensor in it."""
-        self.samples += _length(batch) or 1
+        self.samples += samples_in(batch) or 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -117,9 +117,9 @@ class InnerSteps:
         return landings
 
 
-def _length(batch: Any) -> int:
-    """Returns the length of the first tensor of a batch; 0 if there is none."""
+def samples_in(batch: Any) -> int:
+    """Returns how many samples a batch has: the length of its first tensor; 0 if there is none."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((length for length in map(_length, parts) if length), 0)
+    return next((samples for samples in map(samples_in, parts) if samples), 0)

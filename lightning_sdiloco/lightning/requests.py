@@ -76,7 +76,7 @@ class Requests:
 
         Args:
             landings: What landed.
-            own: What this rank asks for, where it asks nobody else.
+            own: What all ranks have heard without a landing, as those of a site do.
 
         Returns:
             The bits that are agreed on.

@@ -32,13 +32,21 @@ class Signals:
         requests: What carries the wish to end to all ranks.
         world: All ranks.
         termination: What ends a fit after SIGTERM, in this distribution of Lightning.
+        leave: Called when the fit has been saved, before it ends.
     """
 
-    def __init__(self, trainer: Any, requests: Requests, world: Communicator, termination: type[BaseException]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        requests: Requests,
+        world: Communicator,
+        termination: type[BaseException],
+        leave: Callable[[], object],
+    ) -> None:
         self._trainer = trainer
         self._requests = requests
         self._world = world
-        self._termination = termination
+        self._termination, self._leave = termination, leave
         self._received: set[Request] = set()
         self._requeue = trainer._signal_connector._slurm_sigusr_handler_fn
         self._requeued_by: int | None = None
@@ -103,6 +111,7 @@ class Signals:
         else:
             self._save()
         self.ended = True
+        self._leave()
         self._trainer._signal_connector.received_sigterm = True
         raise self._termination
 

@@ -7,7 +7,8 @@ cannot contradict a run; only time is a model. Nothing here makes a module, open
 """
 
 from lightning_sdiloco.planning import paper, planner
-from lightning_sdiloco.planning.clock import Absence, Times, play
+from lightning_sdiloco.planning.clock import Absence, Times, play, step_end
+from lightning_sdiloco.planning.hub import Enough, HubLoad, through_hub
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
 from lightning_sdiloco.planning.paper import TARGETS, Entry, PaperModel
@@ -26,8 +27,10 @@ from lightning_sdiloco.planning.workload import Groups, Model
 __all__ = [
     "Absence",
     "DataParallel",
+    "Enough",
     "Entry",
     "Groups",
+    "HubLoad",
     "LARGEST_SYNC_EVERY",
     "Link",
     "MARGIN",
@@ -48,4 +51,6 @@ __all__ = [
     "readable",
     "recommend",
     "short",
+    "step_end",
+    "through_hub",
 ]

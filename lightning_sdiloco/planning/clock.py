@@ -69,6 +69,26 @@ def play(
     return _Play(method, link, speeds, list(absences)).times(steps)
 
 
+def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
+    """Returns when an inner step is done, which goes on after an absence that interrupts it.
+
+    Args:
+        begins: When it begins, in seconds.
+        step_time: How long it takes.
+        absences: Those of its group, in order.
+
+    Examples:
+        >>> step_end(1.0, 0.5, [Absence(0, 1.25, 3.0)])
+        3.25
+    """
+    left = step_time
+    for absence in absences:
+        if begins + left > absence.start and begins < absence.end:
+            left -= max(0.0, absence.start - begins)
+            begins = absence.end
+    return begins + left
+
+
 class _Group:
     """The clocks of one group: training thread and background."""
 
@@ -82,13 +102,8 @@ class _Group:
         self.steps: list[float] = []
 
     def step(self) -> None:
-        """Makes an inner step, and goes on after an absence that interrupts it."""
-        left = self._step_time
-        for absence in self._absences:
-            if self.clock + left > absence.start and self.clock < absence.end:
-                left -= max(0.0, absence.start - self.clock)
-                self.clock = absence.end
-        self.clock += left
+        """Makes an inner step."""
+        self.clock = step_end(self.clock, self._step_time, self._absences)
 
 
 class _Play:

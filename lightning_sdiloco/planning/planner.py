@@ -20,9 +20,10 @@ TARGET = 0.95
 MARGIN = 0.8
 """The share of the bandwidth that a recommendation counts on."""
 
-_SYNC_EVERY = (30, 50, 100, 200, 300, 500)
+SYNC_EVERY = (30, 50, 100, 200, 300, 500)
+"""The ``sync_every`` that are tried."""
 
-LARGEST_SYNC_EVERY = max(_SYNC_EVERY)
+LARGEST_SYNC_EVERY = max(SYNC_EVERY)
 """The largest ``sync_every`` among the `candidates`."""
 
 
@@ -104,7 +105,7 @@ def candidates() -> Iterator[Settings]:
     fragment, and saw some loss from larger ``sync_every``. So compression varies first and ``sync_every`` last.
     """
     for sync_every, layers, overlap_steps, compression in product(
-        _SYNC_EVERY, (3, 6, 12, 1), (1, 2, 3, 4, 5, 10), ("fp32", "bf16", "fp4")
+        SYNC_EVERY, (3, 6, 12, 1), (1, 2, 3, 4, 5, 10), ("fp32", "bf16", "fp4")
     ):
         yield Settings(
             sync_every=sync_every, overlap_steps=overlap_steps, layers_per_fragment=layers, compression=compression

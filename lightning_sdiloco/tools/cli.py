@@ -4,13 +4,15 @@ Where `COMMANDS` has several functions under one name, they are subcommands of t
 one under the name `ITSELF` runs without a subcommand, as in ``sdiloco hub``. A subcommand is added by writing one
 function that returns the text to print. jsonargparse reads its type hints and its docstring, which are the help. A
 parameter without a default is positional, one of type bool is a flag, and one that is a list can be given several
-times. What a user can get wrong is a ``ValueError``: its message goes to stderr, and the command ends with exit code 2.
+times. One that is a dataclass stands for its fields: options that several subcommands share. What a user can get wrong
+is a ``ValueError``: its message goes to stderr, and the command ends with exit code 2.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
@@ -110,7 +112,7 @@ def _parser() -> ArgumentParser:
 
 def _add_subcommands(parser: ArgumentParser, commands: Mapping[str, Any]) -> None:
     if ITSELF in commands:
-        parser.add_function_arguments(commands[ITSELF], as_group=False, as_positional=True)
+        _add_arguments(parser, commands[ITSELF])
     subcommands = parser.add_subcommands(dest="command", required=ITSELF not in commands)
     for name, command in commands.items():
         if name == ITSELF:
@@ -119,11 +121,23 @@ def _add_subcommands(parser: ArgumentParser, commands: Mapping[str, Any]) -> Non
         summary = " ".join(map(_summary, command.values() if several else [command]))
         subparser = _Parser(description=summary)
         if not several:
-            subparser.add_function_arguments(command, as_group=False, as_positional=True)
+            _add_arguments(subparser, command)
         subcommands.add_subcommand(name, subparser, help=summary)
         # From the top down: jsonargparse takes no other order.
         if several:
             _add_subcommands(subparser, command)
+
+
+def _add_arguments(parser: ArgumentParser, command: Callable[..., str]) -> None:
+    shared = _shared_options(command)
+    parser.add_function_arguments(command, as_group=False, as_positional=True, skip=set(shared))
+    for options in shared.values():
+        parser.add_class_arguments(options, as_group=False, instantiate=False)
+
+
+def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
+    """Returns the parameters of a command that stand for several options, each with its dataclass."""
+    return {name: hint for name, hint in get_type_hints(command).items() if is_dataclass(hint)}
 
 
 def _summary(command: Callable[..., str]) -> str:
@@ -133,9 +147,16 @@ def _summary(command: Callable[..., str]) -> str:
 def _run(commands: Mapping[str, Any], chosen: Any) -> str:
     """Runs what was chosen, down to the last subcommand."""
     if chosen.command is None:
-        return commands[ITSELF](**_arguments_of(chosen))
+        return _called(commands[ITSELF], chosen)
     command, arguments = commands[chosen.command], chosen[chosen.command]
-    return _run(command, arguments) if isinstance(command, Mapping) else command(**_arguments_of(arguments))
+    return _run(command, arguments) if isinstance(command, Mapping) else _called(command, arguments)
+
+
+def _called(command: Callable[..., str], chosen: Any) -> str:
+    given = _arguments_of(chosen)
+    for name, options in _shared_options(command).items():
+        given[name] = options(**{field.name: given.pop(field.name) for field in fields(options)})
+    return command(**given)
 
 
 def _arguments_of(chosen: Any) -> dict[str, Any]:

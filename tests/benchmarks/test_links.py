@@ -60,3 +60,28 @@ def test_an_unlimited_link_is_fast() -> None:
         started = time.monotonic()
         stream(links, 100_000)
         assert time.monotonic() - started < 30
+
+
+REACHES = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=1.5).sendall(b'.')"
+
+
+@pytest.mark.network
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+def test_a_link_is_cut_and_healed_and_a_nat_lets_only_answers_in() -> None:
+    with Links(sites=2, rate=None, one_way_delay=0.0) as links:
+        words = [sys.executable, "-m", "http.server", "7000"]
+        servers = [links.start(site, words, stderr=subprocess.DEVNULL) for site in (0, 1)]
+
+        def reaches(site: int, other: int) -> bool:
+            words = links.command(site, [sys.executable, "-c", REACHES, links.address(other)])
+            return subprocess.run(words, check=False, capture_output=True, timeout=30).returncode == 0
+
+        deadline = time.monotonic() + 30
+        while not (reaches(0, 1) and reaches(1, 0)):
+            assert time.monotonic() < deadline
+        links.change(1, cut_in=True)
+        assert not reaches(1, 0)
+        links.change(1, cut_in=False, nat=True)
+        assert (reaches(1, 0), reaches(0, 1)) == (True, False)
+        for server in servers:
+            server.kill()

@@ -43,7 +43,7 @@ def here(connection: InProcessConnection) -> Federation:
     """The federation of a hub in this process."""
 
     class Here(Federation):
-        def connect(self) -> Connection:
+        def connect(self, ranks: int = 1) -> Connection:
             return connection
 
     return Here("hub", "run", connection.site, insecure=True, lease=2.0, grace=1.0)
@@ -52,11 +52,19 @@ def here(connection: InProcessConnection) -> Federation:
 class Site:
     """An engine that is a site, with the model that it trains. Its number chooses its data."""
 
-    def __init__(self, hub: VirtualHub, index: int, seed: int = 0, inner: str = "adamw", **choices: Any) -> None:
+    def __init__(
+        self,
+        hub: VirtualHub,
+        index: int,
+        seed: int = 0,
+        inner: str = "adamw",
+        connection: Any = None,
+        **choices: Any,
+    ) -> None:
         self.hub, self.index = hub, index
         self.model: nn.Sequential = mlp(seed)
         self.optimizer = inner_optimizer(inner, self.model)
-        self.connection = hub.connect(f"s{index}")
+        self.connection = connection or hub.connect(f"s{index}")
         self.step = 0
         self.engine = StreamingDiLoCo(
             self.model,

@@ -1,18 +1,20 @@
 """An engine as a site of a federation: with the right answers of the fixed world, and through deaths and returns."""
 
 import copy
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_sdiloco import Federation, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.comm import GroupLayout, Topology
+from lightning_sdiloco import Federation, SimulatedGroups
 from lightning_sdiloco.compression import FP4, RandomK
-from lightning_sdiloco.engine.site.pace import SitePace
-from tests.engine.sites import Site, VirtualHub, agree, equal, founded, here, train
-from tests.ranks import run_ranks
+from lightning_sdiloco.federation import Charter, Welcome
+from lightning_sdiloco.hub import Called, Recorded, Told, Welcomed
+from tests.engine.ranked_sites import Rank, whole
+from tests.engine.ranked_sites import train as train_ranked
+from tests.engine.sites import Site, VirtualHub, agree, equal, founded, train
+from tests.large.models import FEATURES, TARGETS, wide
 from tests.training import inner_optimizer, mlp, train_step
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2}
@@ -137,6 +139,148 @@ def test_a_site_that_returns_with_an_old_checkpoint_replays_what_it_missed() -> 
     assert sites[0].hub.counted()[-1] == ["s0", "s1", "s2"]
 
 
+def test_a_site_that_is_told_to_end_has_all_counted_and_nothing_twice() -> None:
+    sites = founded(2, **CHOICES)
+    train(sites, 21)
+    state, stays = saved(sites[0]), sites[1]
+    sites[0].engine.leave()
+    assert [counted_of(sites[0], fragment) for fragment in range(4)] == [21] * 4
+    train([stays], 10)
+    again = started_again(sites[0], state, 21)
+    train([again, stays], 30)
+    assert agree([again, stays])
+    for fragment, own in enumerate(again.pace.follower.fragments):
+        total = counted_of(again, fragment) + own.samples
+        # Where the earlier life has counted, its steps and those until it has landed cannot be told apart.
+        assert total <= 51
+        assert total + (own.flight.own.weight if own.flight else 0) >= 51 - CHOICES["overlap_steps"]
+
+
+def counted_of(site: Site, fragment: int) -> int:
+    """How many samples of a site count in a fragment."""
+    of_site = [own for r in site.hub.records() if r.fragment == fragment and (own := r.of(f"s{site.index}"))]
+    return sum(own.weight for own in of_site)
+
+
+class Noting:
+    """A connection that notes what its site hears, call by call."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.heard: list[list[Told]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def events(self) -> list[Told]:
+        self.heard.append(self._inner.events())
+        return self.heard[-1]
+
+
+class Playing:
+    """A connection without a hub, from which another life of a site hears again what the first one heard."""
+
+    def __init__(self, noted: Noting, calls: int, welcome: Welcome | None) -> None:
+        self.site, self.life = noted.site, noted.life
+        before = [told for heard in noted.heard[:calls] for told in heard]
+        # What the hub tells after a hello.
+        first = [told for told in before if isinstance(told, (Recorded, Called))]
+        self.told = [[*([Welcomed(welcome)] if welcome else ()), *first], *noted.heard[calls:]]
+        self.is_listening = False
+
+    def agree(self, charter: Charter) -> Charter:
+        return charter
+
+    def events(self) -> list[Told]:
+        return self.told.pop(0) if self.is_listening else []
+
+    def now(self) -> float:
+        return 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def welcome_of(site: Site) -> Welcome | None:
+    """What the hub would tell this site now, if it can."""
+    own = site.pace.follower.fragments
+    closed = [one.records[one.closed].position if one.closed in one.records else one.applied for one in own]
+    kept = tuple(one.kept for one in own)
+    return Welcome(tuple(closed), kept) if site.pace.follower.reachable else None
+
+
+def test_a_site_is_a_function_of_its_checkpoint_and_of_what_it_heard_at_which_step() -> None:
+    hub = VirtualHub(2)
+    noted = Noting(hub.connect("s0"))
+    sites = [Site(hub, 0, connection=noted, **CHOICES), Site(hub, 1, **CHOICES)]
+    for _ in range(2):
+        for site in sites:
+            site.pace.hear()
+    states = {}
+    for step in range(1, 56):
+        # It misses more than a round, and carries what it trained meanwhile.
+        if step in (20, 34):
+            (sites[0].cut_off if step == 20 else sites[0].mended)()
+        train(sites, 1)
+        if step in (9, 17, 28, 33, 35, 42):
+            states[step] = saved(sites[0]), welcome_of(sites[0]), len(noted.heard)
+    counted = [record for record in hub.records() if record.of("s0")]
+    assert len(counted) < len(hub.records())
+    for step, (state, welcome, calls) in states.items():
+        playing = Playing(noted, calls, welcome)
+        again = Site(hub, 0, seed=5, connection=playing, **CHOICES)
+        playing.is_listening = True
+        again.engine.load_state_dict(state["engine"])
+        again.optimizer.load_state_dict(state["optimizer"])
+        again.step = step
+        train([again], 55 - step)
+        assert not playing.told
+        assert equal(again.held(), sites[0].held())
+
+
+def test_a_federation_whose_sites_were_all_killed_goes_on_from_their_checkpoints() -> None:
+    sites = founded(3, **CHOICES)
+    states = []
+    for steps in (12, 13, 16):
+        train(sites, steps)
+        states.append(saved(sites[len(states)]))
+    known = sites[0].hub.records()
+    for site in sites:
+        site.die()
+    sites[0].hub.restart()
+    again = [started_again(sites[0], states[0], 12), started_again(sites[1], states[1], 25)]
+    # The third has lost its disk too.
+    again.append(Site(sites[2].hub, 2, seed=7, **CHOICES))
+    train(again, 30)
+    assert agree(again)
+    assert max(site.lag for site in again) <= 1
+    records = sites[0].hub.records()
+    assert records[: len(known)] == known
+    assert sites[0].hub.counted()[-1] == ["s0", "s1", "s2"]
+
+
+def test_a_federation_that_has_lost_all_its_checkpoints_goes_on_from_the_anchor() -> None:
+    sites = founded(2, **CHOICES)
+    train(sites, 41)
+    held = {own.applied: values for own, values in zip(sites[0].pace.follower.fragments, sites[0].outer(), strict=True)}
+    for site in sites:
+        site.die()
+    sites[0].hub.restart()
+    again = [Site(sites[0].hub, index, seed=7 + index, **CHOICES) for index in range(2)]
+    for _ in range(8):
+        for site in again:
+            site.hub.passes(1.0)
+            site.engine.land_due()
+            site.pace.hear()
+    # One fragment was in flight, and has landed here.
+    found = dict(zip((own.applied for own in again[1].pace.follower.fragments), again[1].outer(), strict=True))
+    assert len(found.keys() & held.keys()) >= len(held) - 1
+    assert all(torch.equal(found[at], held[at]) for at in found.keys() & held.keys())
+    train(again, 30)
+    assert agree(again)
+    assert sites[0].hub.counted()[-1] == ["s0", "s1"]
+
+
 def test_the_hub_dies_and_comes_back_and_nothing_is_lost() -> None:
     sites = founded(2, **CHOICES)
     train(sites, 17)
@@ -166,43 +310,68 @@ def test_a_site_that_ends_has_all_counted_and_the_others_go_on() -> None:
     assert stays.hub.counted()[-1] == ["s1"]
 
 
-def _trains_beside_another(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
-    """Trains a site of several ranks, and on rank 0 another one; returns the outer parameters by their records."""
-    topology = Topology.of_world(GroupLayout(world, 1), timedelta(seconds=30))
-    hub, model = VirtualHub(2), mlp()
-    optimizer = inner_optimizer("adamw", model)
-    federation = here(hub.connect("s0"))
-    engine = StreamingDiLoCo(
-        model, topology=topology, inner_optimizers=[optimizer], layers_per_fragment=1, federation=federation, **CHOICES
-    )
-    other = Site(hub, 1, **CHOICES) if rank == 0 else None
-    for step in range(1, 25):
-        hub.passes(0.1)
-        train_step(model, optimizer, 0, step)
-        engine.launch_due()
-        if other:
-            other.train()
-        engine.land_due()
-        if other:
-            other.engine.land_due()
-    engine.close()
-    assert isinstance(engine._pace, SitePace)
-    return [by_record(engine._pace, engine), *([by_record(other.pace, other.engine)] if other else [])]
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 11), nn.BatchNorm1d(11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def by_record(pace: SitePace, engine: StreamingDiLoCo) -> dict[str, torch.Tensor]:
-    followed = zip(pace.follower.fragments, engine._rounds.fragments, strict=True)
-    return {f"{own.fragment} {own.applied}": fragment.outer.values for own, fragment in followed if own.applied.round}
+def in_common(sites: list[list[Rank]]) -> list[dict[str, torch.Tensor]]:
+    """The outer parameters of each site, of the fragments that all have at the same round."""
+    held = list(map(whole, sites))
+    return [{key: one[key] for key in one if all(key in other for other in held)} for one in held]
 
 
-def test_a_site_of_two_ranks_and_one_of_one_hold_the_same_outer_parameters() -> None:
-    (first, other), (second,) = run_ranks(_trains_beside_another, 2)
-    in_common = first.keys() & other.keys()
-    assert len(in_common) >= 2
-    for key in in_common:
-        whole = torch.cat([first[key], second[key]])
-        assert torch.equal(whole[: len(other[key])], other[key])
-    assert all(" Position(round=" in key for key in in_common)
+def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
+    # Each is weighed with four samples.
+    alone = train_ranked((1, 1, 1), 26, normed, train_step, (4, 4, 4), compression="fp32", **CHOICES)
+    heard = []
+
+    def at(rank: Rank, step: int) -> None:
+        if step == 5 and rank.engine.topology.group_rank == 3:
+            rank.engine.request(2)
+        if rank.engine.requested:
+            heard.append((rank.site, step, rank.engine.requested))
+
+    sites = train_ranked((4, 2, 1), 26, normed, train_step, (1, 2, 4), at, compression="fp32", **CHOICES)
+    # What one rank asks, all of its site hear after the next step.
+    assert heard == [("s0", 6, 2)] * 4
+    expected, *held = *in_common(alone)[:1], *in_common(sites)
+    assert [key.split(",")[0] for key in expected] == [f"{p} Position(round={r}" for p, r in enumerate((3, 2, 2))]
+    for own in held:
+        assert [key.split(",")[0] for key in own] == [key.split(",")[0] for key in expected]
+        assert equal(list(own.values()), list(expected.values()))
+    buffers = [rank.engine._rounds.fragments[0].buffers.outer for site in (*alone, *sites) for rank in site]
+    assert all(equal(own, buffers[0]) for own in buffers)
+
+
+def test_ranks_share_what_their_site_sends_and_fetches() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: int, number: int) -> None:
+        generator = torch.Generator().manual_seed(1_000 * site + number)
+        x, y = torch.randn(8, FEATURES, generator=generator), torch.randn(8, TARGETS, generator=generator)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    torch.manual_seed(0)
+    made = wide()
+    sites = train_ranked((4, 4, 1), 18, lambda: copy.deepcopy(made), step, (1, 1, 4), **CHOICES)
+    held = in_common(sites)
+    assert len(held[0]) == 4
+    for own in held:
+        assert equal(list(own.values()), list(held[0].values()))
+    (alone,) = sites[2]
+    for site in sites[:2]:
+        for rank in site:
+            assert rank.connection.sent == pytest.approx(alone.connection.sent / 4, rel=0.02)
+            # Of the other site with four ranks each fetches a quarter; of that with one rank 0 fetches all.
+            shares = 1 / 4 + (rank is site[0])
+            received = rank.engine.report()["bytes_received"]
+            assert received == pytest.approx(shares * alone.engine.report()["bytes_sent"], rel=0.02)
+    for rank in (*sites[0], *sites[1], alone):
+        report = rank.engine.report()
+        # The rest is in flight.
+        assert 0.5 * rank.connection.sent < report["bytes_sent"] < rank.connection.sent
+        assert report["bytes_received"] == rank.connection.fetched_bytes
 
 
 def test_a_site_with_other_settings_is_refused_and_told_which() -> None:

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,15 @@ def train(sites: list[ScriptedSite], rounds: int, seconds: float = 60.0) -> None
 def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
     hub: HubProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "it waits for 2 sites that found the run" in hub.start("--sites", "2")
+    metrics = find_spec("prometheus_client") is not None
+    assert "it waits for 2 sites that found the run" in hub.start(
+        "--sites", "2", *(["--metrics", "127.0.0.1:0"] if metrics else [])
+    )
+    if metrics:
+        assert hub.process.stdout is not None
+        port = int(hub.process.stdout.readline().split("port ")[1].split(",")[0])
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            assert f'sdiloco_missing_sites{{run="{RUN}"}} 2.0' in answer.read().decode()
     connections = [HubConnection(f"127.0.0.1:{hub.port}", RUN, name, hub.keys, channels=2) for name in "ab"]
     sites = [ScriptedSite(connection, charter()) for connection in connections]
     train(sites, 3)

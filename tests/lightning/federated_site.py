@@ -1,18 +1,71 @@
-"""A site as a process of its own, for tests: trains a small model with the Trainer and writes down when it stepped."""
+"""Ranks of sites as processes of their own, for tests: they train a small model and write down when they stepped."""
 
 import json
 import os
 import time
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
+from lightning_sdiloco import (
+    Federation,
+    StreamingDiLoCoFabricStrategy,
+    StreamingDiLoCoModelParallelStrategy,
+    StreamingDiLoCoMonitor,
+    StreamingDiLoCoStrategy,
+)
 from tests.large.models import FEATURES, TARGETS, wide
+
+CHOICES: dict[str, Any] = {"sync_every": 20, "overlap_steps": 2, "layers_per_fragment": 2}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of a site: where it meets its hub and the other ranks, and where it writes."""
+
+    site: str
+    hub: str
+    keys: Path
+    folder: Path
+    port: int
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.site}{self.rank or ''}"
+
+    @cached_property
+    def federation(self) -> Federation:
+        return Federation(hub=self.hub, run="run", site=self.site, keys=self.keys, lease=2.0)
+
+    def settle(self) -> None:
+        """Prepares this process."""
+        own = {"LOCAL_RANK": self.rank, "RANK": self.rank, "NODE_RANK": 0, "WORLD_SIZE": self.ranks}
+        os.environ |= {key: str(value) for key, value in own.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "GLOO_SOCKET_IFNAME": "lo"}
+        log = os.open(self.folder / f"{self.name}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        torch.set_num_threads(1)
+        pl.seed_everything(0)
+
+    def data(self) -> TensorDataset:
+        """The data of this site."""
+        generator = torch.Generator().manual_seed(sum(map(ord, self.site)))
+        return TensorDataset(
+            torch.randn(512, FEATURES, generator=generator), torch.randn(512, TARGETS, generator=generator)
+        )
 
 
 class Net(pl.LightningModule):
@@ -23,10 +76,24 @@ class Net(pl.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         time.sleep(self.seconds)
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("trained", loss, on_step=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        self.log("seen", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class ShardedNet(Net):
+    def configure_model(self) -> None:
+        if not any(hasattr(parameter, "placements") for parameter in self.parameters()):
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.net:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
 
 
 class Notes(Callback):
@@ -54,38 +121,73 @@ class Notes(Callback):
         self.file.flush()
 
 
-def train(site: str, hub: str, keys: Path, folder: Path, steps: int, seconds: float, port: int) -> None:
-    """Trains a site until it has made so many inner steps, each of which takes some seconds at least."""
-    os.environ["MASTER_PORT"] = str(port)
-    log = os.open(folder / f"{site}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
-    pl.seed_everything(0)
-    generator = torch.Generator().manual_seed(sum(map(ord, site)))
-    x, y = torch.randn(512, FEATURES, generator=generator), torch.randn(512, TARGETS, generator=generator)
-    last = folder / site / "last.ckpt"
-    notes = Notes(folder / f"{site}.jsonl")
-    strategy = StreamingDiLoCoStrategy(
-        sync_every=20,
-        overlap_steps=2,
-        layers_per_fragment=2,
-        federation=Federation(hub=hub, run="run", site=site, keys=keys, lease=2.0),
-    )
+def train(place: Place, steps: int, seconds: float, sharded: bool = False, validates: int = 0) -> None:
+    """Trains a site until it has made so many inner steps, each of which takes some seconds at least.
+
+    Args:
+        place: Which rank this is.
+        steps: How many.
+        seconds: How long a step takes.
+        sharded: Whether its ranks share one model.
+        validates: After how many steps it validates, and saves the best model; 0: it saves every 25 steps.
+    """
+    place.settle()
+    folder = place.folder / place.site
+    last = folder / "last.ckpt"
+    if sharded:
+        sizes = {"data_parallel_size": place.ranks}
+        strategy = StreamingDiLoCoModelParallelStrategy(federation=place.federation, **sizes, **CHOICES)
+    else:
+        strategy = StreamingDiLoCoStrategy(federation=place.federation, **CHOICES)
+    saves: dict[str, Any] = {"monitor": "seen"} if validates else {"every_n_train_steps": 25, "save_top_k": 0}
+    notes = Notes(place.folder / f"{place.name}.jsonl")
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=place.ranks,
         strategy=strategy,
         max_steps=steps,
         max_epochs=-1,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        val_check_interval=validates or None,
+        limit_val_batches=2 if validates else 0,
         callbacks=[
             notes,
-            ModelCheckpoint(dirpath=folder / site, save_last=True, every_n_train_steps=25, save_top_k=0),
+            StreamingDiLoCoMonitor(folder=f"{folder}.records", diagnostics=False),
+            ModelCheckpoint(dirpath=folder, save_last=True, **saves),
         ],
     )
-    loader = DataLoader(TensorDataset(x, y), batch_size=8)
-    trainer.fit(Net(seconds), loader, ckpt_path=str(last) if last.exists() else None)
-    notes.write(ended=True, report=strategy.report())
+    loader = DataLoader(place.data(), batch_size=8)
+    net = (ShardedNet if sharded else Net)(seconds)
+    try:
+        trainer.fit(net, loader, loader, ckpt_path=str(last) if last.exists() else None)
+        ended: dict[str, Any] = {"ended": True}
+    except SIGTERMException:
+        ended = {"ended": True, "terminated": True}
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    outer = {} if "terminated" in ended else {name: float(v.sum()) for name, v in strategy.outer_state_dict().items()}
+    notes.write(**ended, report=strategy.report(), metrics=metrics, outer=outer)
+
+
+def train_in_fabric(place: Place, steps: int, size: int) -> None:
+    """Trains a site in a loop of Fabric, with batches of some size in two halves."""
+    place.settle()
+    strategy = StreamingDiLoCoFabricStrategy(federation=place.federation, **CHOICES)
+    fabric = Fabric(accelerator="cpu", devices=place.ranks, strategy=strategy)
+    fabric.launch()
+    model = wide()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    batches = iter(fabric.setup_dataloaders(DataLoader(place.data(), batch_size=size)))
+    for step in range(steps):
+        time.sleep(0.03)
+        x, y = next(batches)
+        for half, target in zip(x.chunk(2), y.chunk(2), strict=True):
+            fabric.backward(nn.functional.mse_loss(model(half), target) / 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (3, 30):
+            with fabric.strategy.evaluate(), torch.no_grad():
+                model(x)
+    fabric.strategy.finish()
+    Notes(place.folder / f"{place.name}.jsonl").write(ended=True, report=strategy.report())

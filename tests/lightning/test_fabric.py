@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sdiloco
-from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
+from lightning_sdiloco import Federation, StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
 from lightning_sdiloco import pytorch_lightning as other_distribution
+from lightning_sdiloco.federation import Record
+from lightning_sdiloco.hub import Connection, InProcessHub, payloads_of
 from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, batch, inner_optimizer, mlp
 
@@ -91,6 +94,34 @@ def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution
     for actual in run_processes(in_fabric, ranks, distribution, warmup_steps):
         assert actual.keys() == expected[0].keys()
         assert [name for name in actual if not torch.equal(actual[name], expected[0][name])] == []
+
+
+def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model() -> None:
+    def loop(rank: int, world_size: int) -> list[int]:
+        hub = InProcessHub("run", 1)
+
+        class Here(Federation):
+            def connect(self, ranks: int = 1) -> Connection:
+                return hub.connect("a", payloads_of(0, ranks))
+
+        strategy = StreamingDiLoCoFabricStrategy(federation=Here("hub", "run", "a", insecure=True), **CHOICES)
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
+        for step in range(1, STEPS + 1):
+            # Eight samples, in two halves.
+            for half, target in zip(*(one.chunk(2) for one in batch(0, step)), strict=True):
+                fabric.backward(nn.functional.mse_loss(model(half), target) / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            with fabric.strategy.evaluate(), torch.no_grad():
+                model(half)
+        fabric.strategy.finish()
+        records = [Record.from_bytes(text) for _, text in hub.journal.read()]
+        return [record.counted[0].weight for record in records if record.fragment == 0]
+
+    (weights,) = run_processes(loop, 1)
+    assert weights == [4 * 8, 4 * 8, 3 * 8]
 
 
 def test_what_goes_over_all_ranks_and_what_stays_in_the_group() -> None:

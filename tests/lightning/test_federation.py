@@ -1,11 +1,5 @@
-"""Sites as real processes with the Trainer, over gRPC: one is killed, the others do not notice, and it comes back."""
+"""Sites as real processes with the Trainer, over gRPC: some fail, the others do not notice, and all come back."""
 
-import json
-import multiprocessing
-import socket
-import statistics
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,96 +8,76 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_sdiloco
+from benchmarks.chaos.checks import Found, Span, Told, examined, returned
+from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.running import Play
+from benchmarks.chaos.site import BATCH
+from benchmarks.chaos.world import World
+from benchmarks.links import Links, missing
 from lightning_sdiloco import StreamingDiLoCoStrategy
-from lightning_sdiloco.comm import add_keys, init_keys
-from lightning_sdiloco.hub import HubService
 from tests.comm.mailbox.hubs import require_extra
-from tests.lightning.federated_site import train
-
-SITES = ("a", "b", "c")
-STEP = 0.02
-STEPS = 300
 
 
-class Federation:
-    """A hub in this process, and sites in others."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        init_keys(folder / "keys", "run")
-        for site in SITES:
-            add_keys(folder / "keys", site)
-        self.hub = HubService("run", folder / "hub.sqlite", sites=len(SITES), keys=folder / "keys")
-        self.hub.start()
-        self.processes: dict[str, Any] = {}
-        # For the ranks of a site: those that look for a port at the same time may find the same one.
-        listening = [socket.create_server(("127.0.0.1", 0)) for _ in SITES]
-        self.ports = {site: one.getsockname()[1] for site, one in zip(SITES, listening, strict=True)}
-        for one in listening:
-            one.close()
-        # Sites begin with what they import, and with no thread of gRPC.
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.lightning.federated_site"])
-
-    def start(self, site: str, steps: int) -> None:
-        port = self.ports[site]
-        arguments = site, f"127.0.0.1:{self.hub.port}", self.folder / "keys", self.folder, steps, STEP, port
-        self.processes[site] = self.context.Process(target=train, args=arguments)
-        self.processes[site].start()
-
-    def notes(self, site: str) -> list[dict[str, Any]]:
-        path = self.folder / f"{site}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def round(self, site: str) -> int:
-        stepped = [note for note in self.notes(site) if "rounds" in note]
-        return min(stepped[-1]["rounds"]) if stepped else 0
-
-    def until(self, what: str, holds: Callable[[], bool], timeout: float = 120.0) -> None:
-        deadline = time.monotonic() + timeout
-        while not holds():
-            dead = [site for site, process in self.processes.items() if process.exitcode]
-            told = {site: (self.folder / f"{site}.log").read_text()[-3000:] for site in dead}
-            assert not dead, f"{what}: {told}"
-            assert time.monotonic() < deadline, f"{what} did not happen: {self.hub.status()}"
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.join()
-        self.hub.close()
+def played(world: World, *faults: Fault) -> tuple[Told, Found]:
+    """Lets faults happen one after the other, each when all have come back from that before, and ends the run."""
+    play = Play(world)
+    play.begin()
+    for fault in faults:
+        play.suffer(fault)
+    play.finish()
+    told = Told.of(world.folder, world.sites)
+    return told, examined(told, BATCH)
 
 
-@pytest.fixture
-def federation(tmp_path: Path) -> Iterator[Federation]:
-    require_extra()
-    made = Federation(tmp_path)
-    yield made
-    made.close()
+def counted_without(told: Told, span: Span) -> set[str]:
+    """The sites that count in the rounds that closed without the one that has a fault, until it is heard of again."""
+    victim = span.victim
+    heard = [note["at"] for note in told.hub if note.get("site") == victim and note["at"] > span.ended]
+    closed = [note for note in told.hub if note["what"] == "append" and span.began < note["at"]]
+    counted = [{site for site, *_ in note["counted"]} for note in closed if note["at"] < min(heard, default=span.ended)]
+    return set().union(*(sites for sites in counted if victim not in sites))
 
 
 @pytest.mark.timeout(400)
-def test_a_site_is_killed_the_others_go_on_at_their_pace_and_it_returns(federation: Federation) -> None:
-    for site in SITES:
-        federation.start(site, STEPS)
-    federation.until("all have landed two rounds", lambda: min(map(federation.round, SITES)) >= 2)
-    federation.processes.pop("c").kill()
-    killed = time.monotonic()
-    there = federation.round("a")
-    federation.until("the others have landed three more", lambda: min(map(federation.round, "ab")) >= there + 3)
-    federation.start("c", STEPS)
-    federation.until("all have ended", lambda: all("ended" in federation.notes(site)[-1] for site in SITES))
-    for site in "ab":
-        stepped = [note for note in federation.notes(site) if "took" in note]
-        after = [note["stalled"] for note in stepped if killed < note["at"] < killed + 10]
-        one_step = statistics.median(note["took"] for note in stepped)
-        assert max(after) < 0.1 + one_step, (sorted(after)[-5:], one_step)
-    steps = [note["step"] for note in federation.notes("c") if "step" in note]
+def test_sites_and_the_hub_fail_the_others_go_on_at_their_pace_and_all_return(tmp_path: Path) -> None:
+    require_extra()
+    with World(tmp_path, "abc", seconds=0.02) as world:
+        told, found = played(world, Fault("stop", "c", 4.0), Fault("stop", "hub", 7.0), Fault("kill", "b", 1.0))
+    # No stall, other digest, or sample that counts twice, and one model at the end.
+    assert found["problems"] == []
+    stopped, hub, killed = told.spans()
+    assert counted_without(told, stopped) == {"a", "b"}
+    assert counted_without(told, killed) == {"a", "c"}
+    for site in world.sites:
+        during = [note for note in told.steps(site) if hub.began + 6 < note["at"] < hub.ended]
+        assert during
+        # Four beats of a second without an answer.
+        assert not any(note["reachable"] for note in during)
+    # It was not started again.
+    assert len([note for note in told.sites["c"] if note["what"] == "up"]) == 1
+    steps = [note["step"] for note in told.steps("b")]
     # It went on from its own checkpoint.
     began = [after for before, after in zip(steps, steps[1:], strict=False) if after <= before]
     assert len(began) == 1
     assert began[0] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.timeout(400)
+def test_sites_behind_a_nat_are_cut_off_and_return_by_themselves(tmp_path: Path) -> None:
+    require_extra()
+    faults = [Fault("cut", "b", 15.0), Fault("cut_in", "b", 6.0), Fault("cut_out", "b", 6.0), Fault("nat", "b", 0.0)]
+    with Links(3, 100e6, 0.025) as links, World(tmp_path, "ab", seconds=0.05, links=links) as world:
+        told, found = played(world, *faults)
+    assert found["problems"] == []
+    cut, *_ = spans = told.spans()
+    assert counted_without(told, cut) == {"a"}
+    alone = [note for note in told.steps("b") if cut.began < note["at"] < cut.ended and not note["reachable"]]
+    # It noticed, and trained on.
+    assert len(alone) > 3
+    assert [returned(told, spans, span, "b").get("interrupted") for span in spans] == [None] * 4
 
 
 @pytest.mark.parametrize(

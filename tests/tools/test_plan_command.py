@@ -202,6 +202,23 @@ def test_what_cannot_be_planned_is_refused(capsys: pytest.CaptureFixture[str], a
     assert words in " ".join(refused(capsys, *args).split())
 
 
+# A hub
+
+
+def test_a_hub_carries_a_payload_of_each_site_to_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--groups=4", "--compression=bf16", "--hub-bandwidth=0.5"]
+    hub = json.loads(run(capsys, *asked, "--format=json"))["hub"]
+    assert (hub["bytes_in"], hub["bytes_out"]) == (4 * 2 * 10**9, 4 * 3 * 2 * 10**9)
+    # 24 GB at 0.5 Gbit/s are 384 s: in 100 steps of 0.1 s that is 38.4 times what there is, and 500 do not suffice.
+    assert hub["share"] == pytest.approx(38.4)
+    assert hub["enough"] is None
+    # 1.03 GB at 10 Gbit/s are 0.825 s, which is less than 0.8 of 30 steps.
+    text = run(capsys, *ASKED, "--hub-bandwidth=10")
+    assert "1.03 GB in and 1.03 GB out" in text
+    assert "Enough: sync_every=30, overlap_steps=" in text
+    assert "hub_bandwidth=0.0 is out of range" in refused(capsys, *ASKED, "--hub-bandwidth=0")
+
+
 # The picture
 
 

@@ -13,13 +13,14 @@ import lightning_sdiloco
 from lightning_sdiloco.algorithm.partition import Parameter
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.lightning.monitor.records import Run, read_run
-from lightning_sdiloco.lightning.monitor.timeline import trace
+from lightning_sdiloco.lightning.monitor.timeline import changes, trace
 from lightning_sdiloco.planning import planner
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.report import series
+from lightning_sdiloco.tools.report.pictures import THEMES, draw_sites, drawn, pictures_of
 from lightning_sdiloco.tools.report.verdict import judge
 from tests.fits import fit
 from tests.ranks import run_processes
@@ -362,6 +363,27 @@ def test_groups_that_were_left_out_are_counted(tmp_path: Path) -> None:
         text.startswith("Of all outer gradients 1 were left out of a mean because they were not finite, and 0")
         for text in sentences
     )
+
+
+def test_a_site_tells_who_counted_and_when_it_was_started(tmp_path: Path) -> None:
+    play = Play(link=0.01)
+    ends, launches, arrivals = simulate(play)
+    lines = rank_lines(play, 0, ends[0], launches[0], arrivals)
+    lines[0] |= {"site": "a", "groups": 1, "world_size": 1}
+    landings = [line for line in lines if line["kind"] == "landing"]
+    for landed, sites in zip(landings, (["a", "b"], ["a", "b"], ["a"], ["a"]), strict=True):
+        landed["sites"] = sites
+    # It was killed after its last step, and started again.
+    run = write(tmp_path, [*lines, lines[0] | {"time": 5.0, "step": 20}])
+    told = judge(run).sentences[0]
+    assert "This is a, one site of a federation, which waits for no other. It was started again once." in told
+    assert told.endswith("Of the 4 rounds of fragments that landed here, there counted: a in 4, b in 2.")
+    seen = [what for _, what in changes(run.ranks[0])]
+    assert seen == ["a starts", "a starts after inner step 20", "a counts", "b counts", "b counts no longer"]
+    assert {event["name"] for event in trace(run)["traceEvents"] if event["ph"] == "i"} == set(seen)
+    assert {"sites", "agreement"} & pictures_of(run).keys() == {"sites"}
+    pytest.importorskip("matplotlib")
+    assert b"<svg" in drawn(draw_sites, run, THEMES["dark"], "svg")
 
 
 # The page

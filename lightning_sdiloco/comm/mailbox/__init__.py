@@ -29,7 +29,7 @@ from lightning_sdiloco.comm.mailbox.frames import Header
 from lightning_sdiloco.comm.mailbox.hub_client import HubMailbox
 from lightning_sdiloco.comm.mailbox.hub_server import Handler, Hub, Push
 from lightning_sdiloco.comm.mailbox.in_process import InProcessMailbox
-from lightning_sdiloco.comm.mailbox.keys import ROLES, Role, add_keys, identity_of, init_keys, revoke_keys
+from lightning_sdiloco.comm.mailbox.keys import ROLES, Role, add_keys, identity_of, init_keys, revoke_keys, valid_until
 from lightning_sdiloco.comm.mailbox.ledger import LedgerError, SQLiteLedger
 from lightning_sdiloco.comm.mailbox.ledger_handler import LedgerHandler
 from lightning_sdiloco.errors import Malformed, Refused
@@ -74,4 +74,5 @@ __all__ = [
     "record_event",
     "record_of",
     "revoke_keys",
+    "valid_until",
 ]

@@ -29,6 +29,9 @@ MAY: Mapping[str, frozenset[str]] = {
 }
 """Which roles may make which call. What is not in the table, nobody may."""
 
+LOOKING = frozenset({"ping", "status", "watch"})
+"""Calls with which nobody speaks for a start of a site: the keys of one that trains may be used for them elsewhere."""
+
 
 class Peer(NamedTuple):
     """Who makes a call, as its certificate says.

@@ -25,10 +25,11 @@ from lightning_sdiloco.comm.mailbox.frames import PROTOCOL, Header, pack, unpack
 from lightning_sdiloco.comm.mailbox.keys import Bundle, Identity, Role, load
 from lightning_sdiloco.comm.mailbox.link import Link
 from lightning_sdiloco.comm.mailbox.moving import download, upload
+from lightning_sdiloco.comm.mailbox.probing import bandwidth, round_trip
 from lightning_sdiloco.errors import Refused
 
 _SILENT_BEATS = 4  # beats of the hub that may be missing before it counts as gone
-_LONGEST_PAUSE = 5.0
+_LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
 
 Answer = TypeVar("Answer")
 
@@ -222,6 +223,14 @@ class HubMailbox:
             if seq == seen[0] + 1:
                 seen[0] = seq
                 yield seq, record
+
+    def round_trip(self) -> float:
+        """Returns how many seconds a small call takes; see `probing.round_trip`."""
+        return round_trip(self._link, self._header())
+
+    def bandwidth(self, up: bool, seconds: float) -> float:
+        """Returns the bits per second that get through to the hub, or from it; see `probing.bandwidth`."""
+        return bandwidth(self._link, self._header(), up, seconds)
 
     def close(self) -> None:
         """Ends all connections, and every `events` and `watch`."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_sdiloco.comm.mailbox.access import MAY, Access, Peer, speaks_for_itself
+from lightning_sdiloco.comm.mailbox.access import LOOKING, MAY, Access, Peer, speaks_for_itself
 from lightning_sdiloco.comm.mailbox.base import (
     Failure,
     MailboxError,
@@ -26,6 +26,7 @@ from lightning_sdiloco.comm.mailbox.chunks import checked_runs, count
 from lightning_sdiloco.comm.mailbox.frames import Header, pack, pack_chunk, unpack, unpack_chunk
 from lightning_sdiloco.comm.mailbox.hub_transfers import Downloads, Uploads
 from lightning_sdiloco.comm.mailbox.keys import load
+from lightning_sdiloco.comm.mailbox.probing import answer_to
 from lightning_sdiloco.comm.mailbox.sessions import Session, Sessions
 from lightning_sdiloco.errors import Malformed, Refused
 
@@ -193,7 +194,7 @@ class Hub:
         header, body = unpack(message)
         call = str(header.get("call"))[:80] if call == "call" else call
         peer = self._access.peer(call, header, context)
-        if call != "watch":
+        if call not in LOOKING:
             self._sessions.check_life(peer)
         return peer, header, header.get("about", {}), body
 
@@ -232,7 +233,7 @@ class Hub:
     def _call(self, message: bytes, context: Any) -> bytes:
         peer, header, about, body = self._asked("call", message, context)
         if header["call"] == "ping":
-            return pack({}, body)
+            return pack({}, answer_to(about, body))
         return pack(*self._handler.call(peer, header["call"], about, body))
 
     def _watch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:

@@ -261,6 +261,18 @@ def identity_of(keys: str | Path) -> Identity:
     return load(keys).identity
 
 
+def valid_until(keys: str | Path) -> datetime.datetime:
+    """Returns until when the certificate of a bundle is valid.
+
+    Raises:
+        ValueError: If it is none, or has expired.
+    """
+    ends: datetime.datetime = (
+        extra("cryptography.x509").load_pem_x509_certificate(load(keys).certificate).not_valid_after_utc
+    )
+    return ends
+
+
 def _parsed(path: Path, folder: Path | None) -> Bundle:
     x509 = extra("cryptography.x509")
     blocks = [(match[1], match[0]) for match in _BLOCKS.finditer(path.read_bytes())]

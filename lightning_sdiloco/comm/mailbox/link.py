@@ -32,8 +32,9 @@ class Link:
             )
         self.timeout = timeout
         self._grpc = extra("grpc")
+        self._bundle = bundle
         # Those to a hub that is not spoken to stay: it may be its turn again soon.
-        self._channels = [[self._channel(one, bundle) for _ in range(channels + 1)] for one in self.hubs]
+        self._channels = [[self._channel(one) for _ in range(channels + 1)] for one in self.hubs]
         self._turn = 0
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-link")
         self._lock = threading.Lock()
@@ -61,9 +62,18 @@ class Link:
         self._turn = (self._turn + 1) % len(self.hubs)
 
     def lost(self, why: str) -> None:
-        """Notes that the hub is gone: what waits for it ends at once."""
+        """Notes that the hub is gone: what waits for it ends at once, and all connections are made anew.
+
+        Those that there are may lead nowhere, after a link was cut or a NAT has forgotten them. TCP finds that out much
+        later, if ever.
+        """
         self._away = why
         self._cancel_all()
+        before = self._channels[self._turn]
+        if not self.closed.is_set():
+            self._channels[self._turn] = [self._channel(self.hub) for _ in before]
+        for channel in before:
+            channel.close()
 
     def found(self) -> None:
         """Notes that the hub is there."""
@@ -93,6 +103,8 @@ class Link:
         self.require()
         try:
             yield take
+        except ValueError as error:
+            raise self.error(error) from error
         finally:
             for call in calls:
                 call.cancel()
@@ -144,6 +156,8 @@ class Link:
             return HubUnreachable(self._away) if self._away is not None else error_of(error, self.hub)
         if isinstance(error, self._grpc.FutureCancelledError):
             return HubUnreachable(self._away or f"the call to hub {self.hub} was cancelled.")
+        if isinstance(error, ValueError) and str(error).startswith("Cannot invoke RPC"):
+            return HubUnreachable(self._away or f"the connection to hub {self.hub} is made anew.")
         raise error
 
     def close(self) -> None:
@@ -160,7 +174,8 @@ class Link:
         for call in running:
             call.cancel()
 
-    def _channel(self, hub: str, bundle: Bundle | None) -> Any:
+    def _channel(self, hub: str) -> Any:
+        bundle = self._bundle
         if bundle is None:
             return self._grpc.insecure_channel(hub, CLIENT_OPTIONS)
         credentials = self._grpc.ssl_channel_credentials(bundle.authority, bundle.key, bundle.certificate)

@@ -7,9 +7,7 @@ federation in which nobody is ever late has the bits of the fixed world.
 import ctypes
 import time
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from math import isfinite
-from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -34,8 +32,11 @@ from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.layouts import FragmentLayout
 from lightning_sdiloco.federation import Contribution, Payload, Record
+from lightning_sdiloco.hub import places_of
 
 Bytes = bytes | bytearray | memoryview
+_Fetched = tuple[int, int, Payload]
+"""A payload that a rank fetches: of which site in the record, of which rank there, and its name."""
 
 
 class Encoded(NamedTuple):
@@ -43,12 +44,11 @@ class Encoded(NamedTuple):
 
     Attributes:
         payloads: The names of the payloads, one of each rank of the site.
-        blobs: The payloads by their keys.
+        blobs: That of this rank by its key.
         memory: What the compression remembers if it counts.
         digest: Digest of the outer parameters against which it is measured.
         finite: Whether it is.
         norm_squared: Its squared norm.
-        requests: What the ranks of the site ask of each other, one bit each.
     """
 
     payloads: tuple[Payload, ...]
@@ -57,7 +57,6 @@ class Encoded(NamedTuple):
     digest: int
     finite: bool
     norm_squared: float
-    requests: int
 
 
 class Stepped(NamedTuple):
@@ -74,6 +73,13 @@ class Stepped(NamedTuple):
     after: int
     moved: Tensor
     result: SyncResult
+
+
+class _Site(NamedTuple):
+    """Holds what came of a site: how many ranks it has, and their payloads by rank, on the host."""
+
+    ranks: int
+    payloads: dict[int, Tensor]
 
 
 class SiteArithmetic:
@@ -96,7 +102,8 @@ class SiteArithmetic:
         kernels: Kernels,
     ) -> None:
         self._fragments = fragments
-        self._in_group, self._rank, self._ranks = topology.stages, topology.group_rank, topology.group_size
+        # All is done in the first stage of the background, whose communicator this is.
+        self._site, self._rank, self._ranks = topology.stages[0], topology.group_rank, topology.group_size
         self._schedule = schedule
         self._all_reduce = all_reduce_for(
             settings.exchange, topology.num_groups, settings.codec, settings.numbers["mixing"], kernels
@@ -111,21 +118,19 @@ class SiteArithmetic:
         buffers = [buffer.reshape(-1).view(torch.uint8) for buffer in snapshot.buffers]
         # Rank 0 speaks for the buffers.
         blob = to_bytes(torch.cat([encoded.payloads[0], *(buffers if self._rank == 0 else ())]))
-        norm = norm_squared(gradient)
+        payload, norm = Payload(key_of(blob), len(blob)), norm_squared(gradient)
         # A norm that is not finite does not decide: it may overflow where every value is finite.
         finite = isfinite(norm) or bool(gradient.isfinite().all())
         outer = digest(snapshot.outer, start=fragment.layout.start)
-        own = blob, outer, finite, norm if isfinite(norm) else 0.0, snapshot.requests
-        blobs, digests, finites, norms, requests = zip(*self._in_group[0].all_gather_object(own), strict=True)
-        payloads = tuple(Payload(key_of(one), len(one)) for one in blobs)
+        own = payload, outer, finite, norm if isfinite(norm) else 0.0
+        payloads, digests, finites, norms = zip(*self._site.all_gather_object(own), strict=True)
         return Encoded(
             payloads=payloads,
-            blobs={payload.key: one for payload, one in zip(payloads, blobs, strict=True)},
+            blobs={payload.key: blob},
             memory=encoded.memory,
             digest=combined(list(digests)),
             finite=all(finites),
             norm_squared=sum(norms),
-            requests=reduce(or_, requests),
         )
 
     def apply(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, memory: Tensor | None) -> Stepped:
@@ -133,22 +138,20 @@ class SiteArithmetic:
 
         Args:
             record: The record.
-            blobs: The payloads that it names, by their keys.
+            blobs: The payloads that it names and this rank fetches, by their keys; see `places_of`.
             before: The outer state of the fragment.
             memory: What the compression remembers if the own flight counts.
         """
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
         values = fragment.storage.load(before.values)
         count = self._aggregation.count([_control(own) for own in record.counted])
-        all_reduce = self._at(record.fragment, record.round)
-        sites = [[to_tensor(blobs[payload.key], values.device) for payload in own.payloads] for own in record.counted]
-        mean = self._mean(fragment, all_reduce, sites, count, values)
+        sites = self._received(record, blobs)
+        mean = self._mean(fragment, self._at(record.fragment, record.round), sites, count, values)
         decoded = span_from(began, values.device)
         began = time.perf_counter()
         outer = outer_step(fragment, before, values, mean, counts=True, final=record.final)
-        gathered = fragment.layout.all_gather(outer.values, self._in_group[2])
+        gathered = fragment.layout.all_gather(outer.values, self._site)
         buffers = self._mean_buffers(fragment, sites)
-        start, device = fragment.layout.start, values.device
         result = SyncResult(
             outer=outer.moved(fragment.storage.store),
             memory=None if memory is None else fragment.storage.store(memory),
@@ -160,62 +163,104 @@ class SiteArithmetic:
             left_out=(),
             changed=-1,
             counted=count,
-            gradient_norm=whole_norm(mean, self._in_group[2]),
+            gradient_norm=whole_norm(mean, self._site),
             bytes_sent=0,
-            bytes_received=sum(map(len, blobs.values())),
+            bytes_received=0,
             on_link_s=float("nan"),
-            spans={"decode": decoded, "outer_step": span_from(began, device)},
+            spans={"decode": decoded, "outer_step": span_from(began, values.device)},
             diagnostics=None,
         )
-        moved = gathered - fragment.layout.all_gather(values, self._in_group[2])
-        digests = self._in_group[2].all_gather_object((digest(values, start), digest(outer.values, start)))
-        before_it, after_it = (combined(list(ranks)) for ranks in zip(*digests, strict=True))
-        return Stepped(before_it, after_it, moved, result)
+        moved = gathered - fragment.layout.all_gather(values, self._site)
+        digests = self._digests([values, outer.values], fragment.layout.start)
+        return Stepped(digests[0], digests[1], moved, result)
+
+    def _digests(self, values: Sequence[Tensor], start: int) -> list[int]:
+        """Returns the digests of fragments of which each rank has a shard. In-group collective."""
+        ranks = self._site.all_gather_object([digest(one, start) for one in values])
+        return [combined(list(shards)) for shards in zip(*ranks, strict=True)]
+
+    def bytes_fetched(self, record: Record, site: str) -> int:
+        """Returns how many bytes of a record this rank fetches: those of other sites."""
+        fetched = _fetched_by(self._rank, self._ranks, record)
+        return sum(payload.size for index, _, payload in fetched if record.counted[index].site != site)
 
     def _at(self, fragment: int, round: int) -> AllReduce:
         return self._all_reduce.at(round * self._schedule.sync_every + self._schedule.offset(fragment))
 
+    def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Site]:
+        """Returns what came of each site: of one of as many ranks what this rank needs, of others everything."""
+        of_ranks = [_fetched_by(rank, self._ranks, record) for rank in range(self._ranks)]
+        sites = [_Site(len(own.payloads), {}) for own in record.counted]
+        for site, place, payload in of_ranks[self._rank]:
+            sites[site].payloads[place] = to_tensor(blobs[payload.key])
+        if any(site.ranks != self._ranks for site in sites):
+            self._pass_on([[one for one in own if sites[one[0]].ranks != self._ranks] for own in of_ranks], sites)
+        return sites
+
+    def _pass_on(self, of_ranks: Sequence[Sequence[_Fetched]], sites: Sequence[_Site]) -> None:
+        """Gives all ranks what each of them has fetched. In-group collective."""
+        sizes = [[payload.size for *_, payload in fetched] for fetched in of_ranks]
+        flat = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
+        if sizes[self._rank]:
+            own = [sites[site].payloads[place] for site, place, _ in of_ranks[self._rank]]
+            flat[: sum(sizes[self._rank])] = torch.cat(own)
+        for fetched, lengths, came in zip(of_ranks, sizes, self._site.all_gather(flat), strict=True):
+            parts = came[: sum(lengths)].split(lengths) if lengths else ()
+            for (site, place, _), part in zip(fetched, parts, strict=True):
+                sites[site].payloads.setdefault(place, part)
+
     def _mean(
-        self,
-        fragment: FragmentState,
-        all_reduce: AllReduce,
-        sites: Sequence[Sequence[Tensor]],
-        count: Count,
-        like: Tensor,
+        self, fragment: FragmentState, all_reduce: AllReduce, sites: Sequence[_Site], count: Count, like: Tensor
     ) -> Tensor:
-        """Returns the mean of what sites sent, each a payload from each of its ranks: that of this rank's shard."""
+        """Returns the mean of what sites sent: that of this rank's shard."""
         layout = fragment.layout
-        if all(len(payloads) == self._ranks for payloads in sites):
+        if all(site.ranks == self._ranks for site in sites):
             end = all_reduce.payload_bytes(layout.length)
-            return all_reduce.mean([payloads[self._rank][:end] for payloads in sites], count, like=like)
-        decoded = [self._stretch(layout, all_reduce, payloads, like) for payloads in sites]
+            return all_reduce.mean(
+                [site.payloads[self._rank][:end].to(like.device) for site in sites], count, like=like
+            )
+        decoded = [self._stretch(layout, all_reduce, site, like) for site in sites]
         return weighted_mean(((decoded[index], factor) for index, factor in count.factors.items()), like)
 
-    def _stretch(
-        self, layout: FragmentLayout, all_reduce: AllReduce, payloads: Sequence[Tensor], like: Tensor
-    ) -> Tensor:
+    def _stretch(self, layout: FragmentLayout, all_reduce: AllReduce, site: _Site, like: Tensor) -> Tensor:
         """Decodes what of a site's payloads belongs to the shard of this rank."""
         stretch, position = torch.zeros_like(like), 0
-        for payload, length in zip(payloads, layout.shard_lengths(len(payloads)), strict=True):
+        for place, length in enumerate(layout.shard_lengths(site.ranks)):
             first, last = max(position, layout.start), min(position + length, layout.start + layout.length)
             if first < last:
                 values = like.new_empty(length)
-                all_reduce.compression.decode(payload[: all_reduce.payload_bytes(length)], values)
+                payload = site.payloads[place][: all_reduce.payload_bytes(length)].to(like.device)
+                all_reduce.compression.decode(payload, values)
                 stretch[first - layout.start : last - layout.start] = values[first - position : last - position]
             position += length
         return stretch
 
-    def _mean_buffers(self, fragment: FragmentState, sites: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
-        """Returns the plain mean of the buffers over the sites that count; what is the same everywhere stays so."""
+    def _mean_buffers(self, fragment: FragmentState, sites: Sequence[_Site]) -> dict[int, Tensor]:
+        """Returns the plain mean of the buffers over the sites that count; what is the same everywhere stays so.
+
+        They came with the payload of the first rank, which gives the others their mean. In-group collective.
+        """
         outer = fragment.buffers.outer
         if not outer:
             return {}
-        nbytes = 4 * sum(buffer.numel() for buffer in outer)
-        tails = [payloads[0][payloads[0].numel() - nbytes :] for payloads in sites]
-        same = all(torch.equal(tail, tails[0]) for tail in tails)
-        flat = mean_of_buffers(tails[:1] if same else tails)
+        size = sum(buffer.numel() for buffer in outer)
+        flat = torch.empty(size, device=outer[0].device)
+        if self._rank == 0:
+            tails = [site.payloads[0][site.payloads[0].numel() - 4 * size :].to(flat.device) for site in sites]
+            same = all(torch.equal(tail, tails[0]) for tail in tails)
+            flat = mean_of_buffers(tails[:1] if same else tails)
+        self._site.broadcast(flat)
         parts = flat.split([buffer.numel() for buffer in outer])
         return {index: part.view_as(own) for index, (part, own) in enumerate(zip(parts, outer, strict=True))}
+
+
+def _fetched_by(rank: int, ranks: int, record: Record) -> list[_Fetched]:
+    """Returns which payloads of a record a rank fetches."""
+    return [
+        (site, place, own.payloads[place])
+        for site, own in enumerate(record.counted)
+        for place in places_of(rank, ranks, len(own.payloads))
+    ]
 
 
 def _control(own: Contribution) -> Control:
@@ -238,6 +283,6 @@ def to_bytes(values: Tensor) -> bytes:
     return ctypes.string_at(on_host.data_ptr(), on_host.numel()) if on_host.numel() else b""
 
 
-def to_tensor(data: Bytes, device: torch.device) -> Tensor:
-    """Copies bytes to a uint8 tensor."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+def to_tensor(data: Bytes) -> Tensor:
+    """Copies bytes to a uint8 tensor on the host."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

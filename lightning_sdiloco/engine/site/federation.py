@@ -6,7 +6,10 @@ from typing import Literal
 
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.federation import LONGEST_GRACE, NAME
-from lightning_sdiloco.hub import Connection, HubConnection
+from lightning_sdiloco.hub import Connection, HubConnection, HubShards, Shards, payloads_of
+
+_CHANNELS = 8
+"""Connections of a site over which payloads travel; its ranks share them."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,46 @@ class Federation:
         """Whether training ever waits for a landing."""
         return self.grace != "auto"
 
-    def connect(self) -> Connection:
-        """Connects to the hub."""
-        return HubConnection(self.hub, self.run, self.site, self.keys, self.insecure)
+    def connect(self, ranks: int = 1) -> Connection:
+        """Connects the first rank of a site of so many ranks to the hub."""
+        return HubConnection(
+            self.hub,
+            self.run,
+            self.site,
+            self.keys,
+            self.insecure,
+            wanted=payloads_of(0, ranks),
+            channels=max(1, _CHANNELS // ranks),
+        )
+
+    def connect_shards(self, rank: int, ranks: int, life: str) -> Shards:
+        """Connects another rank of the site to the hub.
+
+        Args:
+            rank: The rank.
+            ranks: How many there are.
+            life: The life of the site, which the first rank knows.
+
+        Raises:
+            ExchangeError: If this rank cannot reach the hub.
+        """
+        shards = HubShards(
+            self.hub,
+            self.run,
+            self.site,
+            life,
+            self.keys,
+            self.insecure,
+            wanted=payloads_of(rank, ranks),
+            patience=self.patience,
+            channels=max(1, _CHANNELS // ranks),
+        )
+        try:
+            shards.reach()
+        except Exception:
+            shards.close()
+            raise
+        return shards
 
     def check(self, settings: Settings) -> None:
         """Refuses settings of a training that a federation cannot have.

@@ -40,7 +40,7 @@ def join(
             " out, and start the others as sites of their own."
         )
     ours = charter_of(federation, model, rounds, settings, means.kernels)
-    connection = SharedConnection(federation.connect() if topology.group_rank == 0 else None, topology.in_group)
+    connection = SharedConnection(federation, topology)
     try:
         charter = connection.agree(ours)
         if federation.grace == "auto":

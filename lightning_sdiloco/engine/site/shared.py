@@ -1,20 +1,34 @@
-"""The connection of a site of several ranks: rank 0 speaks for all, and all hear the same at the same inner step.
+"""The connections of a site: its first rank speaks for all, each rank moves its own payloads, and all hear the same.
 
 [Note: one site, many followers] Every rank has a follower of its own. All hear the same events, of the same time, after
-the same inner step, so all decide the same, and nothing has to be agreed on but what is heard.
+the same inner step, so all decide the same, and nothing has to be agreed on but what is heard. A record is heard when
+every rank has what it needs of its payloads.
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from lightning_sdiloco.comm import Communicator
+from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.background import Pending
-from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, StateHeader
-from lightning_sdiloco.hub import Connection, Told
+from lightning_sdiloco.engine.site.federation import Federation
+from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Record, StateHeader
+from lightning_sdiloco.hub import Called, Connection, Recorded, Shards, Told
 
 Bytes = bytes | bytearray | memoryview
-Value = TypeVar("Value")
+
+
+class Heard(NamedTuple):
+    """Holds what all ranks hear after an inner step.
+
+    Attributes:
+        told: What the hub has told.
+        now: The time, in seconds.
+        requests: What any rank asks of all of them, one bit each.
+    """
+
+    told: list[Told]
+    now: float
+    requests: int
 
 
 class _Said(NamedTuple):
@@ -23,80 +37,175 @@ class _Said(NamedTuple):
 
 
 class SharedConnection:
-    """Gives all ranks of a site what its connection says, see [Note: one site, many followers]. In-group collectives.
+    """Connects a site; see [Note: one site, many followers] and [Note: a site of several ranks]. In-group collectives.
 
     Args:
-        connection: The connection, on rank 0; None on the others.
-        in_group: The ranks of this site, for the training thread.
+        federation: What the user said of it.
+        topology: The ranks of this site.
 
     Attributes:
         site: The name of the site.
         life: A random number of this start.
+
+    Raises:
+        ExchangeError: If a rank cannot reach the hub.
     """
 
-    def __init__(self, connection: Connection | None, in_group: Communicator) -> None:
-        self._connection = connection
-        self._in_group = in_group
-        self.site, self.life = self._of_rank_0(lambda own: (own.site, own.life))
+    def __init__(self, federation: Federation, topology: Topology) -> None:
+        self._ranks, rank, ranks = topology.in_site, topology.group_rank, topology.group_size
+        self._connection: Connection | None = None
+        self._shards: Shards | None = None
+        self._payloads: dict[str, Mapping[str, Bytes]] = {}
+        self._coming: dict[str, tuple[Record, set[int]]] = {}
 
-    def _of_rank_0(self, ask: Callable[[Connection], Value]) -> Value:
-        said = _Said(None, None)
-        if self._connection is not None:
-            try:
-                said = _Said(ask(self._connection), None)
-            except Exception as error:  # raised on all ranks, of which none may wait for the others
-                said = _Said(None, error)
-        value, refusal = self._in_group.all_gather_object(said)[0]
-        if refusal is not None:
-            raise refusal
-        return value
+        def connect() -> tuple[str, str] | None:
+            if rank:
+                return None
+            self._connection = federation.connect(ranks)
+            return self._connection.site, self._connection.life
+
+        def connect_shards() -> None:
+            self._shards = federation.connect_shards(rank, ranks, self.life) if rank else None
+
+        self.site, self.life = self._of_all(connect)[0]
+        self._together(connect_shards)
+
+    def _of_all(self, ask: Callable[[], Any]) -> list[Any]:
+        """Returns what all ranks say. An error of one is raised on all, of which none may wait for the others."""
+        try:
+            said = _Said(ask(), None)
+        except Exception as error:
+            said = _Said(None, error)
+        every = self._ranks.all_gather_object(said)
+        for one in every:
+            if one.error is not None:
+                raise one.error
+        return [one.value for one in every]
+
+    def _together(self, act: Callable[[], None]) -> None:
+        try:
+            self._of_all(act)
+        except Exception:
+            self.close()
+            raise
 
     def agree(self, charter: Charter) -> Charter:
         """See `Connection.agree`."""
-        return Charter.from_bytes(self._of_rank_0(lambda own: own.agree(charter).to_bytes()))
+        said = self._of_all(lambda: self._connection and self._connection.agree(charter).to_bytes())[0]
+        return Charter.from_bytes(said)
 
-    def heard(self) -> tuple[list[Told], float]:
-        """Returns what was heard since the last time, and the time."""
-        return self._of_rank_0(lambda own: (own.events(), time.monotonic()))
+    # What is heard
+
+    def heard(self, requests: int = 0) -> Heard:
+        """Returns what was heard since the last time.
+
+        Args:
+            requests: What this rank asks of all of them.
+        """
+        if self._ranks.size == 1:
+            assert self._connection is not None, "the first rank has it"
+            return Heard(self._connection.events(), self._connection.now(), requests)
+        every = self._of_all(lambda: (*self._listen(), requests))
+        told = [one for one in every[0][0] if not self._is_coming(one)]
+        for rank, (_, fetched, _, asked) in enumerate(every):
+            requests |= asked
+            told += [one for key, is_there in fetched.items() if (one := self._arrived(key, rank, is_there))]
+        return Heard(told, every[0][2], requests)
+
+    def _listen(self) -> tuple[list[Told], dict[str, bool], float]:
+        """Returns what this rank has heard: events at the first one, and which records it has fetched payloads for."""
+        told: list[Told] = []
+        fetched: dict[str, Mapping[str, Bytes] | None] = dict(self._shards.fetched()) if self._shards else {}
+        for one in self._connection.events() if self._connection else ():
+            if isinstance(one, Recorded):
+                fetched[one.record.key] = one.blobs
+                one = Recorded(one.record, None)
+            told.append(one)
+        self._payloads.update((key, blobs) for key, blobs in fetched.items() if blobs is not None)
+        return (
+            told,
+            {key: blobs is not None for key, blobs in fetched.items()},
+            self._connection.now() if self._connection else 0.0,
+        )
+
+    def _is_coming(self, told: Told) -> bool:
+        """Begins to fetch what this rank needs; tells whether it is a record, which is told when all ranks have it."""
+        if isinstance(told, Called) and told.own and self._shards:
+            self._shards.prefetch(told.own)
+        if not isinstance(told, Recorded):
+            return False
+        if told.record.key not in self._coming:
+            self._coming[told.record.key] = told.record, set()
+            if self._shards:
+                self._shards.fetch(told.record)
+        return True
+
+    def _arrived(self, key: str, rank: int, is_there: bool) -> Recorded | None:
+        """Hears that a rank has what it needs for a record, or that some of it is gone; returns what is told of it."""
+        if key not in self._coming:
+            # It was fetched twice.
+            self._payloads.pop(key, None)
+            return None
+        record, there = self._coming[key]
+        there.add(rank)
+        if is_there and len(there) < self._ranks.size:
+            return None
+        del self._coming[key]
+        blobs = self._payloads.pop(key, None)
+        return Recorded(record, blobs if is_there else None)
 
     def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
         """Returns what of some work in the background is ready, at rank 0: the others wait for theirs, a moment."""
-        return self._of_rank_0(lambda own: {key for key, one in pending.items() if one.is_ready}) if pending else ()
+        if not pending:
+            return ()
+        ready: Collection[int] = self._of_all(lambda: {key for key, one in pending.items() if one.is_ready})[0]
+        return ready
 
     def wait(self, timeout: float) -> None:
         """Waits for something to hear, at rank 0. The others wait where they hear it."""
         if self._connection is not None:
             self._connection.wait(timeout)
 
+    # What is said
+
     def hello(self, follower: Follower) -> None:
         """See `Connection.hello`; so are the following."""
-        self._say(lambda own: own.hello(follower))
+        if self._connection:
+            self._connection.hello(follower)
 
     def beat(self, follower: Follower) -> None:
         """Says what is new of the follower."""
-        self._say(lambda own: own.beat(follower))
+        if self._connection:
+            self._connection.beat(follower)
+        if self._shards:
+            self._shards.keep(follower.outstanding())
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """Sends what the site launches."""
-        self._say(lambda connection: connection.contribute(own, blobs))
+        """Sends what the site launches: each rank its own payload."""
+        if self._shards:
+            self._shards.contribute(own, blobs)
+        if self._connection:
+            self._connection.contribute(own, blobs)
 
     def skip(self, call: Call) -> None:
         """Says that a call will not be answered."""
-        self._say(lambda own: own.skip(call))
+        if self._connection:
+            self._connection.skip(call)
 
     def ask(self, without: Collection[str] = ()) -> None:
         """Asks for a state."""
-        self._say(lambda own: own.ask(without))
+        if self._connection:
+            self._connection.ask(without)
 
     def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
         """Gives a state."""
-        self._say(lambda own: own.give(request, header, parts))
+        if self._connection:
+            self._connection.give(request, header, parts)
 
     def close(self) -> None:
-        """Leaves, and ends the connection."""
-        self._say(lambda own: own.leave())
-        self._say(lambda own: own.close())
-
-    def _say(self, say: Callable[[Connection], None]) -> None:
-        if self._connection is not None:
-            say(self._connection)
+        """Leaves, and ends the connections."""
+        if self._connection:
+            self._connection.leave()
+            self._connection.close()
+        if self._shards:
+            self._shards.close()

@@ -1,15 +1,26 @@
 """Outer states on their way between sites: outer parameters, outer optimizer and buffers, a part for each fragment."""
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_sdiloco.algorithm import combined, digest
+from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter
+from lightning_sdiloco.engine.parameters.sharding import reshard
+from lightning_sdiloco.engine.rounds import Rounds
+from lightning_sdiloco.engine.site.shared import SharedConnection
+from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation import Follower, Landing, StateHeader
+from lightning_sdiloco.hub import StateArrived, StateWanted
+
+_log = logging.getLogger(__name__)
 
 Bytes = bytes | bytearray | memoryview
 
@@ -56,3 +67,98 @@ def from_part(fragment: FragmentState, part: Bytes) -> Arrived:
     if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
         raise ValueError(f"the state of fragment {fragment.index} that came has {tuple(outer.values.shape)} values")
     return Arrived(outer, buffers)
+
+
+class StateTransfer:
+    """Gives the outer state of a site to others, and takes over theirs, between landings. In-group collectives.
+
+    Args:
+        model: The model.
+        rounds: Its fragments.
+        topology: The ranks of this site.
+        connection: The connection to the hub.
+        follower: The rules.
+
+    Attributes:
+        refused: Whose states were refused, since one was taken over.
+    """
+
+    def __init__(
+        self, model: nn.Module, rounds: Rounds, topology: Topology, connection: SharedConnection, follower: Follower
+    ) -> None:
+        self._model, self._rounds, self._topology = model, rounds, topology
+        self._connection, self._follower = connection, follower
+        self.refused: list[str] = []
+
+    def digests(self) -> list[int]:
+        """Returns the digests of the outer parameters, by fragment."""
+        return self._combined([own.outer.values for own in self._rounds.fragments])
+
+    def _combined(self, values: Sequence[Tensor]) -> list[int]:
+        own = [digest(one, of.layout.start) for one, of in zip(values, self._rounds.fragments, strict=True)]
+        ranks = self._topology.in_site.all_gather_object(own)
+        return [combined(list(shards)) for shards in zip(*ranks, strict=True)]
+
+    def begin_as_founded(self, anchor: StateHeader | None) -> None:
+        """Begins at round 0 with what this site has, where the run was founded on the same values."""
+        if anchor is None or any(position.round for position in anchor.applied):
+            return
+        if any(own.digest is not None for own in self._follower.fragments):
+            return
+        digests = self.digests()
+        if list(anchor.digests) == digests:
+            self._follower.found(digests)
+
+    def give(self, wanted: StateWanted) -> None:
+        """Gives the state of this site, if it follows."""
+        if wanted.founding:
+            positions = tuple(own.applied for own in self._follower.fragments)
+            header = StateHeader(positions, tuple(self.digests()))
+        elif self._follower.follows:
+            header = self._follower.header()
+            if list(header.digests) != self.digests():
+                return
+        else:
+            return
+        gather = self._topology.in_site.all_gather_object
+        parts = [to_part(own, gather(own.outer.state_dict())) for own in self._rounds.fragments]
+        self._connection.give(wanted.request, header, parts)
+
+    @torch.no_grad()
+    def adopt(self, state: StateArrived) -> list[int]:
+        """Takes over a state that came, as far as it is newer than what this site has.
+
+        Returns:
+            The fragments that were taken over.
+        """
+        if not self._follower.wants_state:
+            return []
+        try:
+            fragments = self._rounds.fragments
+            if len(state.parts) != len(fragments):
+                raise Refused(f"the state has {len(state.parts)} parts, and there are {len(fragments)} fragments")
+            came = [from_part(own, part) for own, part in zip(fragments, state.parts, strict=True)]
+            digests = self._combined([own.outer.values for own in came])
+            landings = self._follower.adopt(state.header, digests)
+        except ValueError as error:
+            _log.warning("A state that %s gave was refused: %s.", state.source, error)
+            self.refused.append(state.source)
+            return []
+        self.refused.clear()
+        reshard(self._model)
+        for index, landing in landings.items():
+            self._take_over(index, came[index], landing)
+        self._connection.hello(self._follower)
+        return list(landings)
+
+    def _take_over(self, index: int, came: Arrived, landing: Landing) -> None:
+        fragment, in_group = self._rounds.fragments[index], self._topology.in_group
+        before = fragment.gathered(in_group)
+        fragment.start_from(came.outer, came.buffers)
+        after = fragment.gathered(in_group)
+        if landing is Landing.CARRY:
+            fragment.layout.shift(after - before)
+            return
+        fragment.layout.write(after, self._rounds.mixing if landing is Landing.MIX else 0.0)
+        fragment.buffers.write()
+        fragment.memory = None

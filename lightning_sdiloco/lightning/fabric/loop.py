@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ from lightning_sdiloco.engine import (
     write_own,
 )
 from lightning_sdiloco.lightning.announcement import Announcement
+from lightning_sdiloco.lightning.inner_steps import samples_in
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.worker_groups import WorkerGroups
@@ -51,6 +53,7 @@ class Loop:
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self.landings: list[Landing] = []
+        self._samples = 0
         self._unfinished = _Unfinished()
         self._announcement: Announcement | None = None
 
@@ -89,6 +92,14 @@ class Loop:
 
     # Inner steps
 
+    def note_samples(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes on how many samples a model is about to be trained; a hook before its forward pass.
+
+        Nobody shows a strategy of Fabric the batches: what goes through the model is what it can count.
+        """
+        if module.training and torch.is_grad_enabled():
+            self._samples += samples_in([*args, *kwargs.values()]) or 1
+
     @contextmanager
     def inner_step(self, optimizer: Optimizer) -> Iterator[None]:
         """Makes an inner step after its ``with`` block, in which an optimizer steps.
@@ -113,7 +124,8 @@ class Loop:
             )
         yield
         if optimizer is self._optimizers[-1]:
-            self.landings = engine.step()
+            self.landings = engine.step(samples=max(1, self._samples))
+            self._samples = 0
             self._unfinished.inner_steps = engine.inner_steps
             self._announcement.step()
 

@@ -180,6 +180,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
             shards=topology.group_size,
             shard=topology.group_rank,
             host=socket.gethostname(),
+            site=engine.site,
             offset=self._offsets[0]._asdict(),
             time=self._done,
             step=self._step,

@@ -40,6 +40,7 @@ class LandingRecord:
         exchange: The exchange that ran, ``"gather"`` or ``"two_shot"``.
         link_gbit_s: As of `lightning_sdiloco.Landing`; None where it could not be told.
         spans: As of `lightning_sdiloco.Landing`, on the clock of rank 0 in seconds since 1970.
+        sites: As of `lightning_sdiloco.Landing`.
     """
 
     fragment: int
@@ -57,6 +58,7 @@ class LandingRecord:
     link_gbit_s: float | None
     spans: dict[str, Span]
     diagnostics: dict[str, Any] | None
+    sites: list[str] = field(default_factory=list)
 
     def seconds(self, name: str) -> float:
         """Returns the length of a span in seconds; 0 if there is none of that name."""
@@ -92,6 +94,7 @@ class Rank:
         landings: The landings.
         validations: The validations.
         losses: Inner step and loss of each training batch whose loss was recorded.
+        starts: When it was started, each time, and after how many inner steps it went on from there.
         uncertainty: By how many seconds its clock may still be off after the correction.
     """
 
@@ -103,12 +106,19 @@ class Rank:
     landings: list[LandingRecord] = field(default_factory=list)
     validations: list[Validation] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)
+    starts: list[tuple[float, int]] = field(default_factory=list)
     uncertainty: float = 0.0
 
     @property
     def group(self) -> int:
         """Returns its worker group."""
         return int(self.about["group"])
+
+    @property
+    def name(self) -> str:
+        """Returns the name of its worker group: in a federation that of the site."""
+        site = self.about.get("site")
+        return f"group {self.group}" if site is None else str(site)
 
 
 @dataclass(frozen=True)
@@ -206,12 +216,14 @@ def _take(rank: Rank, part: list[dict[str, Any]], correction: _Correction) -> No
     rank.uncertainty = max(rank.uncertainty, correction.uncertainty)
     for told in part:
         kind = told.pop("kind")
-        if kind == "step":
+        if kind == "start":
+            rank.starts.append((correction(told["time"]), told["step"]))
+        elif kind == "step":
             rank.steps.append(Step(told["step"], correction.span(told["span"]), correction(told["done"])))
         elif kind == "landing":
             spans = {name: correction.span(span) for name, span in told["spans"].items()}
-            # Records of older versions do not say which exchange ran.
-            told = {"exchange": exchange_of(spans), "link_gbit_s": 0.0, **told, "spans": spans}
+            # Records of older versions do not say which exchange ran, or which sites counted.
+            told = {"exchange": exchange_of(spans), "link_gbit_s": 0.0, "sites": [], **told, "spans": spans}
             rank.landings.append(LandingRecord(**{name: told[name] for name in LandingRecord.__dataclass_fields__}))
         elif kind == "validation":
             rank.validations.append(Validation(told["step"], correction.span(told["span"]), told["metrics"]))

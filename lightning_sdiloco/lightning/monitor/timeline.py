@@ -33,8 +33,9 @@ def trace(run: Run) -> dict[str, Any]:
 
     A process stands for a rank. Its first row is the training thread, whose slices ``step``, ``launch``, ``wait`` and
     ``land`` do not overlap; a validation lies inside a step. Below is a row for each fragment with its flights, and
-    inside each flight what happened in the background. Arrows go from a launch to its landing. Times are in
-    microseconds since the first inner step.
+    inside each flight what happened in the background. Arrows go from a launch to its landing. Of a site of a
+    federation there are marks where it was started, and where sites began or ceased to count. Times are in microseconds
+    since the first inner step.
     """
     numbers = count(1)
     events = [event for rank in run.ranks for event in _events(rank, run.began, numbers)]
@@ -68,12 +69,35 @@ def _events(rank: Rank, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
         number = next(numbers)
         yield event("s", "flight", _TRAINING, landing.spans["launch"][0], id=number, cat="flight")
         yield event("f", "flight", _TRAINING, landing.spans["land"][0], id=number, cat="flight", bp="e")
+    for moment, what in changes(rank):
+        yield event("i", what, _TRAINING, moment, s="p")
+
+
+def changes(rank: Rank) -> Iterator[tuple[float, str]]:
+    """Yields what a rank of a site saw of sites that come and go: when, and what in words.
+
+    It knows of its own starts, and of others whether they count in the rounds that land here. Who does not has died,
+    left or come too late: that only the hub can tell.
+    """
+    if rank.about.get("site") is None:
+        return
+    for moment, step in rank.starts:
+        yield moment, f"{rank.name} starts" + (f" after inner step {step}" if step else "")
+    before: dict[int, set[str]] = {}
+    counts: set[str] = set()
+    for landing in rank.landings:
+        before[landing.fragment] = set(landing.sites)
+        # A round of one fragment may be missed by accident; who is in none of the last rounds is away.
+        now = set().union(*before.values())
+        for site in sorted(now ^ counts):
+            yield landing.spans["land"][1], f"{site} counts" if site in now else f"{site} counts no longer"
+        counts = now
 
 
 def _names(rank: Rank) -> Iterator[Event]:
     shard = f", rank {rank.rank}" if rank.about["shards"] > 1 else ""
     fragments = [f"fragment {fragment}" for fragment in range(len(rank.fragments))]
-    yield {"ph": "M", "name": "process_name", "pid": rank.rank, "args": {"name": f"group {rank.group}{shard}"}}
+    yield {"ph": "M", "name": "process_name", "pid": rank.rank, "args": {"name": f"{rank.name}{shard}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank.rank, "args": {"sort_index": rank.rank}}
     for row, name in enumerate(["training", *fragments]):
         yield {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": row, "args": {"name": name}}

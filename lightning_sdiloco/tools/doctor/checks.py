@@ -150,12 +150,12 @@ def _bandwidths(seen: Examined) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 name,
-                f"{_rate(rate)}, and {_rate(back)} in the other direction",
+                f"{rate_as_text(rate)}, and {rate_as_text(back)} in the other direction",
                 f"Look for other traffic on the way from worker group {source} to {target}, and at its congestion"
                 " control: training goes at the pace of the slower direction.",
             )
         else:
-            yield Finding("ok", name, _rate(rate))
+            yield Finding("ok", name, rate_as_text(rate))
 
 
 def _buffers(seen: Examined) -> Iterator[Finding]:
@@ -172,7 +172,7 @@ def _buffers(seen: Examined) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 f"buffers {link.source} -> {link.target}",
-                f"buffers of TCP may hold one connection below {_rate(most)} at {1000 * link.round_trip:.3g} ms",
+                f"buffers of TCP may hold one connection below {rate_as_text(most)} at {1000 * link.round_trip:.3g} ms",
                 f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
                 f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
             )
@@ -217,7 +217,8 @@ def _rank(rank: int, seen: Examined) -> str:
     return f"rank {rank} ({seen.endpoints[rank].host})"
 
 
-def _rate(bits_per_second: float) -> str:
+def rate_as_text(bits_per_second: float) -> str:
+    """Formats a rate with three digits."""
     for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
         if bits_per_second >= size:
             return f"{bits_per_second / size:.3g} {unit}"

@@ -1,13 +1,15 @@
 """The command ``sdiloco doctor``: started for every rank, it tells on rank 0 what is wrong between the machines."""
 
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_sdiloco.comm import GroupLayout, checked_worker_groups
 from lightning_sdiloco.launch import exchange_address, find_broken_connections, group_address, rendezvous_at
-from lightning_sdiloco.tools.doctor import checks, links, machine
+from lightning_sdiloco.tools.doctor import checks, hub, links, machine
 from lightning_sdiloco.tools.doctor.launcher import detect_launch
-from lightning_sdiloco.tools.doctor.text import as_json, as_table
+from lightning_sdiloco.tools.doctor.text import as_json, as_table, described
+from lightning_sdiloco.tools.hub.asking import HubOptions
 
 
 class Unwell(Exception):
@@ -15,6 +17,7 @@ class Unwell(Exception):
 
 
 def doctor(
+    options: HubOptions,
     worker_groups: Literal["auto"] | int = "auto",
     num_nodes: int | None = None,
     seconds: float = links.SECONDS,
@@ -23,10 +26,13 @@ def doctor(
 ) -> str:
     """Check between the machines of a training: reachability, versions, settings, bandwidth and round trip.
 
+    With --hub it is started once, at a site, and checks the way to a hub: keys, round trip, bandwidth, charter.
+
     Args:
+        options: Which hub, and by whom, to check that.
         worker_groups: Number of worker groups, as for the strategy; auto is one per node.
         num_nodes: Number of nodes, where it is started once on every node, with NODE_RANK and MASTER_ADDR.
-        seconds: How long each direction between worker groups is measured.
+        seconds: How long each direction between worker groups, or to and from the hub, is measured.
         wait: How many seconds to wait until all ranks have come.
         json: Print JSON in place of a table.
 
@@ -34,6 +40,8 @@ def doctor(
         ValueError: If this process does not know its rank, rank 0 cannot be reached, or ranks do not come.
         Unwell: On rank 0, if training would not work.
     """
+    if options.hub is not None:
+        return _told(*hub.examine(options, seconds), json)
     launch = detect_launch(num_nodes)
     groups = checked_worker_groups(worker_groups)
     if groups == "auto":
@@ -50,7 +58,10 @@ def doctor(
     if launch.rank != 0:
         return ""
     seen = checks.Examined(groups, endpoints, machines, broken, measured)
-    found = checks.findings(seen)
+    return _told(checks.findings(seen), described(seen), json)
+
+
+def _told(found: Sequence[checks.Finding], seen: Mapping[str, Any], json: bool) -> str:
     text = as_json(found, seen) if json else as_table(found)
     if any(finding.state == "wrong" for finding in found):
         raise Unwell(text)

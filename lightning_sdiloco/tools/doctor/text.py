@@ -3,7 +3,8 @@
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,17 +29,20 @@ def as_table(found: Sequence[Finding]) -> str:
     return printed.getvalue().rstrip("\n")
 
 
-def as_json(found: Sequence[Finding], seen: Examined) -> str:
-    """Returns everything that was seen, as JSON."""
+def as_json(found: Sequence[Finding], told: Mapping[str, Any]) -> str:
+    """Returns the findings, and everything that was seen, as JSON."""
+    well = all(finding.state != "wrong" for finding in found)
+    return json.dumps({"ok": well, "findings": [finding._asdict() for finding in found], **told}, indent=2)
+
+
+def described(seen: Examined) -> dict[str, Any]:
+    """Returns everything that was seen of machines and links, as values of JSON."""
     ranks = [
         {"rank": rank, "host": one.host, "worker_group": one.group, "exchange": one.exchange[0], **machine}
         for rank, (one, machine) in enumerate(zip(seen.endpoints, seen.machines, strict=True))
     ]
-    told = {
-        "ok": all(finding.state != "wrong" for finding in found),
-        "findings": [finding._asdict() for finding in found],
+    return {
         "ranks": ranks,
         "unreachable": [connection._asdict() for connection in seen.broken],
         "links": [link._asdict() for link in seen.links],
     }
-    return json.dumps(told, indent=2)

@@ -1,34 +1,61 @@
 """Asking a hub something as an operator or a reader."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_sdiloco.comm import HubMailbox, MailboxError, Role, identity_of
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """Says which hub is asked, and by whom: options that all commands share which ask one.
+
+    Args:
+        hub: Address and port of the hub; of two with a comma between them.
+        keys: The bundle of who asks; an operator's for what changes the run.
+        run: The name of the run, if the bundle does not say it.
+        insecure: Ask a hub that has no keys.
+    """
+
+    hub: str | None = None
+    keys: str | None = None
+    run: str | None = None
+    insecure: bool = False
+
+    def mailbox(self, role: Role, channels: int = 1) -> HubMailbox:
+        """Connects to the hub.
+
+        Args:
+            role: What who asks is to an insecure hub.
+            channels: Connections for blobs.
+
+        Raises:
+            ValueError: If the keys cannot be used, or hub or run are not known.
+        """
+        if self.hub is None:
+            raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
+        name, run = str(role), self.run
+        if self.keys is not None and not self.insecure:
+            who = identity_of(self.keys)
+            name, run = who.name, run or who.run
+        if run is None:
+            raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")
+        return HubMailbox(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
 
 
 class Asking:
     """Asks a hub, over a connection that lasts as long as the ``with`` block.
 
     Args:
-        hub: Address and port of the hub; of two with a comma between them.
-        keys: The bundle of who asks.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys; then the run has to be said.
+        options: Which hub, and by whom.
         role: What who asks is to an insecure hub.
 
     Raises:
         ValueError: If the keys cannot be used, or hub or run are not known.
     """
 
-    def __init__(self, hub: str | None, keys: str | None, run: str | None, insecure: bool, role: Role) -> None:
-        if hub is None:
-            raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
-        name: str = role
-        if keys is not None and not insecure:
-            who = identity_of(keys)
-            name, run = who.name, run or who.run
-        if run is None:
-            raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")
-        self._mailbox = HubMailbox(hub, run, name, keys, insecure, role=role, channels=1)
+    def __init__(self, options: HubOptions, role: Role) -> None:
+        self._mailbox = options.mailbox(role)
 
     def __enter__(self) -> "Asking":
         return self

@@ -6,7 +6,8 @@ import threading
 
 from lightning_sdiloco.comm import MailboxError, NotActive
 from lightning_sdiloco.hub import HubService
-from lightning_sdiloco.tools.hub.asking import Asking
+from lightning_sdiloco.tools.hub.asking import Asking, HubOptions
+from lightning_sdiloco.tools.hub.metrics import MetricsServer
 
 
 def hub(
@@ -17,6 +18,7 @@ def hub(
     ledger: str = "hub.sqlite",
     store: str | None = None,
     insecure: bool = False,
+    metrics: str | None = None,
 ) -> str:
     """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger.
 
@@ -29,9 +31,11 @@ def hub(
             they are in etcd, for two hubs and more: etcd://HOST:2379[,HOST:2379]/PREFIX.
         store: Folder or URL for payloads and states; by default the folder beside the ledger. Several hubs share one.
         insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
+        metrics: Address and port for a Prometheus server, which gets what the status says; by default there is none.
+            Whoever reaches that port can read it.
 
     Raises:
-        ValueError: If there is no run and nobody is to found one, or ledger, keys or address cannot be used.
+        ValueError: If there is no run and nobody is to found one, or ledger, keys or an address cannot be used.
     """
     if run is None:
         raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
@@ -40,12 +44,21 @@ def hub(
         service = HubService(run, ledger, sites, listen, store, keys, insecure)
     except MailboxError as error:
         raise ValueError(str(error)) from error
+    try:
+        told = None if metrics is None else MetricsServer(metrics, service.status)
+    except ValueError:
+        service.close()
+        raise
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
     service.start()
     print(f"The hub of run {run} listens on port {service.port}: {_found(service)}.", flush=True)
+    if told is not None:
+        print(f"Metrics for Prometheus are on port {told.port}, for everybody who reaches it.", flush=True)
     over.wait()
+    if told is not None:
+        told.close()
     service.close()
     return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
 
@@ -60,59 +73,46 @@ def _found(service: HubService) -> str:
     return f"it waits for {status['missing']} sites that found the run"
 
 
-def evict(
-    site: str, hub: str | None = None, keys: str | None = None, run: str | None = None, insecure: bool = False
-) -> str:
+def evict(site: str, options: HubOptions) -> str:
     """Throw a site out of a run. A new start of it may join again, and fetches a state from the others.
 
     Args:
         site: The name of the site.
-        hub: Address and port of the hub; of two with a comma between them.
-        keys: The bundle of an operator.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys.
+        options: Which hub, and by whom.
 
     Raises:
         ValueError: If the hub refuses it, or cannot be reached.
     """
-    with Asking(hub, keys, run, insecure, "operator") as asking:
+    with Asking(options, "operator") as asking:
         asking.ask("evict", who=site)
     return f"{site} was evicted. To keep it out for good, revoke its keys: sdiloco keys revoke FOLDER {site}."
 
 
-def end(hub: str | None = None, keys: str | None = None, run: str | None = None, insecure: bool = False) -> str:
+def end(options: HubOptions) -> str:
     """End a run: the next round of every fragment is the last, for which every site launches what it has.
 
     Args:
-        hub: Address and port of the hub; of two with a comma between them.
-        keys: The bundle of an operator.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys.
+        options: Which hub, and by whom.
 
     Raises:
         ValueError: If the hub refuses it, or cannot be reached.
     """
-    with Asking(hub, keys, run, insecure, "operator") as asking:
+    with Asking(options, "operator") as asking:
         asking.ask("end")
     return "The run ends with the next round of every fragment."
 
 
-def rollback(
-    round: int, hub: str | None = None, keys: str | None = None, run: str | None = None, insecure: bool = False
-) -> str:
+def rollback(round: int, options: HubOptions) -> str:
     """Roll a run back to a round: later records are dropped for good. Sites that have applied them must start again.
 
     Args:
         round: The last round of every fragment that stays.
-        hub: Address and port of the hub; of two with a comma between them.
-        keys: The bundle of an operator.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys.
+        options: Which hub, and by whom.
 
     Raises:
         ValueError: If the hub has no state from which the run could go on there, or cannot be reached.
     """
-    with Asking(hub, keys, run, insecure, "operator") as asking:
+    with Asking(options, "operator") as asking:
         answer, _ = asking.ask("rollback", round=round)
     return (
         f"{answer['records']} records are left. Sites that have applied more are refused: start them again from a"

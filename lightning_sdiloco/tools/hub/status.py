@@ -7,28 +7,23 @@ import time
 from rich.console import Console
 from rich.live import Live
 
-from lightning_sdiloco.tools.hub.asking import Asking
+from lightning_sdiloco.tools.hub.asking import Asking, HubOptions
 from lightning_sdiloco.tools.hub.table import as_table, printed
 
 _EVERY = 1.0
 
 
-def status(
-    hub: str | None = None, keys: str | None = None, run: str | None = None, json: bool = False, insecure: bool = False
-) -> str:
+def status(options: HubOptions, json: bool = False) -> str:
     """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; elsewhere once.
 
     Args:
-        hub: Address and port of the hub; of two with a comma between them.
-        keys: The bundle of a reader, or of anybody else who has one.
-        run: The name of the run, if the bundle does not say it.
+        options: Which hub, and by whom: a reader, or anybody else who has keys.
         json: Print JSON in place of a table, once.
-        insecure: Ask a hub that has no keys.
 
     Raises:
         ValueError: If the hub refuses it, or cannot be reached.
     """
-    with Asking(hub, keys, run, insecure, "reader") as asking:
+    with Asking(options, "reader") as asking:
         _, text = asking.ask("status")
         if json:
             return codec.dumps(codec.loads(text), indent=2)

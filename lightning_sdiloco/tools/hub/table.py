@@ -7,7 +7,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-_STYLES = {"follows": "green", "joining": "yellow", "expected": "yellow", "silent": "red", "gone": "dim"}
+STATES = {"follows": "green", "joining": "yellow", "expected": "yellow", "silent": "red", "gone": "dim"}
+"""The states of a site, each with its color."""
+
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -37,7 +39,7 @@ def _sites(sites: dict[str, dict[str, Any]]) -> Table:
     for name, own in sites.items():
         table.add_row(
             name,
-            Text(own["state"], style=_STYLES[own["state"]]),
+            Text(own["state"], style=STATES[own["state"]]),
             "-" if own["last_beat"] is None else f"{own['last_beat']:.1f} s",
             "-" if own["rounds_behind"] is None else str(own["rounds_behind"]),
             f"{own['share']:.0%}",

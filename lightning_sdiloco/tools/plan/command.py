@@ -12,9 +12,20 @@ from torch import nn
 
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine import trainable
-from lightning_sdiloco.planning import Groups, Link, Method, Model, PaperModel, Plan, paper, planner
+from lightning_sdiloco.planning import (
+    Groups,
+    HubLoad,
+    Link,
+    Method,
+    Model,
+    PaperModel,
+    Plan,
+    paper,
+    planner,
+    through_hub,
+)
 from lightning_sdiloco.tools.plan.picture import draw
-from lightning_sdiloco.tools.plan.text import plan_as_text, table_4_as_text
+from lightning_sdiloco.tools.plan.text import hub_as_text, plan_as_text, table_4_as_text
 
 MakeModel = Callable[[], nn.Module]
 
@@ -27,6 +38,7 @@ def plan(
     groups: int = 2,
     group_size: int = 1,
     bandwidth: float | None = None,
+    hub_bandwidth: float | None = None,
     round_trip: float = 0.0,
     loss: float = 0.0,
     sync_every: int = 100,
@@ -49,6 +61,7 @@ def plan(
         groups: Number of worker groups.
         group_size: Ranks in a worker group.
         bandwidth: Gbit/s between a group and all others, in each direction.
+        hub_bandwidth: Gbit/s of the hub of a federation, in each direction: the groups are its sites then.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
         loss: Share of the packets that get lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
@@ -90,9 +103,14 @@ def plan(
         Link(bandwidth, round_trip, loss),
         steps,
     )
+    hub = None
+    if hub_bandwidth is not None:
+        hub = through_hub(planned.model, settings, planned.groups, planned.link, hub_bandwidth)
     if picture is not None:
         _draw_plan(picture, planned)
-    return json.dumps(_as_json(planned), indent=2) if format == "json" else plan_as_text(planned)
+    if format == "json":
+        return json.dumps({**_as_json(planned), **({"hub": _hub_as_json(hub)} if hub else {})}, indent=2)
+    return "\n\n".join([plan_as_text(planned), *([hub_as_text(hub, settings)] if hub else [])])
 
 
 def _require_options(given: dict[str, Any]) -> None:
@@ -159,6 +177,10 @@ def _as_json(planned: Plan) -> dict[str, Any]:
             "memory": chosen.memory._asdict(),
         },
     }
+
+
+def _hub_as_json(hub: HubLoad) -> dict[str, Any]:
+    return {**hub._asdict(), "enough": hub.enough and hub.enough._asdict()}
 
 
 def _settings(settings: Settings, fragments: tuple[int, ...], groups: Groups) -> dict[str, Any]:

@@ -8,7 +8,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sdiloco.planning import MARGIN, TARGET, TARGETS, Entry, Memory, Plan, Prediction, readable, short
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.planning import (
+    MARGIN,
+    TARGET,
+    TARGETS,
+    Entry,
+    HubLoad,
+    Memory,
+    Plan,
+    Prediction,
+    readable,
+    short,
+)
 
 NAMES: Mapping[str, str] = {
     "ddp": "DDP",
@@ -53,6 +65,31 @@ def plan_as_text(plan: Plan) -> str:
             *_recommendation(plan),
         ]
     )
+
+
+def hub_as_text(hub: HubLoad, settings: Settings) -> str:
+    """Formats what goes through a hub.
+
+    Args:
+        hub: What goes through it.
+        settings: The settings that were asked for.
+    """
+    busy = f"{percent(hub.share)} of what it can" if hub.share <= 1 else f"{hub.share:.3g} times what it can"
+    late = hub.flight_steps > settings.overlap_steps
+    lines = [
+        f"Through a hub with {hub.gbit_s:g} Gbit/s in each direction, as a federation of {hub.sites} sites:",
+        "",
+        f"  {readable(hub.bytes_in)} in and {readable(hub.bytes_out)} out for a round of all fragments:",
+        f"  of each fragment a site sends one payload and gets {hub.sites - 1}",
+        f"  with sync_every={settings.sync_every} the hub sends {busy}",
+        f"  the largest fragment is there after {hub.flight_seconds:.3g} s, {hub.flight_steps} inner steps"
+        + (f": later than overlap_steps={settings.overlap_steps}" if late else ""),
+        "",
+        f"  Enough: sync_every={hub.enough.sync_every}, overlap_steps={hub.enough.overlap_steps}"
+        if hub.enough
+        else "  No sync_every up to 500 is enough: give the hub more bandwidth, or compress more",
+    ]
+    return "\n".join(lines)
 
 
 def table_4_as_text(entries: Iterable[Entry]) -> str:

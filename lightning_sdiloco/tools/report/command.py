@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning_sdiloco.lightning import Run, read_run, write_timeline
 from lightning_sdiloco.tools.report.page import page
-from lightning_sdiloco.tools.report.pictures import PICTURES, THEMES, drawn
+from lightning_sdiloco.tools.report.pictures import THEMES, drawn, pictures_of
 from lightning_sdiloco.tools.report.verdict import Verdict, judge
 
 
@@ -34,8 +34,9 @@ def report(
 def _write(folder: Path, title: str, run: Run, verdict: Verdict) -> None:
     """Writes the pictures, the trace and the page, all into one folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    embedded: dict[str, dict[str, bytes]] = {name: {} for name in PICTURES}
-    for name, draw in PICTURES.items():
+    pictures = pictures_of(run)
+    embedded: dict[str, dict[str, bytes]] = {name: {} for name in pictures}
+    for name, draw in pictures.items():
         for theme, colors in THEMES.items():
             suffix = "" if theme == "light" else f"-{theme}"
             (folder / f"{name}{suffix}.png").write_bytes(drawn(draw, run, colors, "png"))

@@ -35,6 +35,11 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
         "Cosine between what each group sent and the mean, mean of the fragments of a round; and the norm of the outer"
         " gradient of all fragments. One curve far from the others is a group that trains on something else.",
     ),
+    "sites": (
+        "Sites that come and go",
+        "As this site saw it: a mark for each round of a fragment in which a site counted, when it landed here. A site"
+        " without marks has died, left, or come too late.",
+    ),
 }
 """The title and caption of each picture, by the name of the picture."""
 
@@ -100,14 +105,19 @@ def _about(run: Run) -> str:
     about, settings = run.ranks[0].about, run.ranks[0].about["settings"]
     values = sum(numel for numel, _ in run.ranks[0].parameters.values())
     compression = settings["compression"] or "a compression of its own"
+    is_site = about.get("site") is not None
+    ranks = (
+        f"{run.ranks[0].name}: {about['shards']} ranks" if is_site else f"{about['groups']} groups of {about['shards']}"
+    )
     return (
-        f"{values:,} parameters in {len(run.ranks[0].fragments)} fragments · {about['groups']} groups of"
-        f" {about['shards']} · sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
+        f"{values:,} parameters in {len(run.ranks[0].fragments)} fragments · {ranks} ·"
+        f" sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
         f" mixing={settings['mixing']}, compression={compression}, exchange={series.exchange(run) or '-'}"
     )
 
 
 def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
+    about = run.ranks[0].about
     steps = max(len(rank.steps) for rank in run.ranks)
     sent = max(series.bytes_sent(run).values())
     tiles = [
@@ -116,7 +126,7 @@ def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         (seconds_as_text(max(series.step_seconds(rank) for rank in run.heads)), "slowest inner step"),
         (_size(sent), "sent by each group"),
     ]
-    if sent:
+    if sent and about["groups"] > 1:
         tiles.append((f"1/{series.ddp_bytes_per_step(run) * steps / sent:,.0f}", "of the bytes of DDP"))
     if verdict.link is not None:
         tiles.append((rate_as_text(verdict.link.gbit_s), "link rate while in use"))
@@ -132,7 +142,7 @@ def _table(run: Run) -> str:
     rows = [
         (
             str(rank.rank),
-            str(rank.group),
+            rank.name.removeprefix("group "),
             str(rank.about["host"]),
             seconds_as_text(series.step_seconds(rank)),
             seconds_as_text(sum(landed.seconds("wait") for landed in series.waits(rank))),

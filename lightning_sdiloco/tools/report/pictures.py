@@ -103,7 +103,7 @@ def draw_losses(figure: Any, run: Run, theme: Theme) -> None:
     axes = _axes(figure, theme, "inner step", "loss")
     for rank in run.heads:
         _line(axes, rank.losses, theme.of(rank.group), 0.35, 1)
-        _line(axes, _smoothed(rank.losses), theme.of(rank.group), 1, 2, f"group {rank.group}")
+        _line(axes, _smoothed(rank.losses), theme.of(rank.group), 1, 2, rank.name)
     told = run.heads[0].validations
     for name in sorted({name for validation in told for name in validation.metrics if "loss" in name}):
         points = [(v.step, v.metrics[name]) for v in told if name in v.metrics]
@@ -115,7 +115,7 @@ def draw_utilisation(figure: Any, run: Run, theme: Theme) -> None:
     """Draws the share of every round in which training did not wait."""
     axes = _axes(figure, theme, "seconds since the first inner step", "compute utilisation")
     for rank in run.heads:
-        _line(axes, series.utilisation_over_time(rank, run.began), theme.of(rank.group), 1, 2, f"group {rank.group}")
+        _line(axes, series.utilisation_over_time(rank, run.began), theme.of(rank.group), 1, 2, rank.name)
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _legend(axes, theme)
@@ -133,10 +133,11 @@ def draw_bandwidth(figure: Any, run: Run, theme: Theme) -> None:
         rates += [rate for _, rate in points]
         if points:
             x, y = zip(*points, strict=True)
-            axes.step(x, y, where="post", color=theme.of(head.group), linewidth=1.5, label=f"group {head.group}")
+            axes.step(x, y, where="post", color=theme.of(head.group), linewidth=1.5, label=head.name)
     if any(rates):
         label = f"DDP at this speed: {unit * needed:.3g} {name}"
-        axes.axhline(unit * needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
+        if needed:
+            axes.axhline(unit * needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
         # Where nothing was sent there is no logarithm: the axis ends at a thousandth of the most.
         axes.set_yscale("log")
         axes.set_ylim(max(max(rates) / 1000, min(rate for rate in rates if rate)) / 2, 3 * max([unit * needed, *rates]))
@@ -177,7 +178,7 @@ def _draw_group(
 
     # A hair apart, so that single steps can be told.
     gap = (window[1] - window[0]) / 1500
-    ticks.append((row, f"group {head.group}"))
+    ticks.append((row, head.name))
     bars(row, [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps], theme.training, 1, 0.8)
     bars(row, [landed.spans["wait"] for landed in head.landings], theme.waiting, 1, 0.8)
     for fragment in range(len(head.fragments)):
@@ -218,12 +219,37 @@ def draw_agreement(figure: Any, run: Run, theme: Theme) -> None:
     _legend(axes, theme)
 
 
+def draw_sites(figure: Any, run: Run, theme: Theme) -> None:
+    """Draws in which rounds each site counted, as one of them saw it, and when that one was started."""
+    head = run.heads[0]
+    sites = sorted({site for landed in head.landings for site in landed.sites})
+    axes = _axes(figure, theme, "seconds since the first inner step", "")
+    figure.set_size_inches(_SIZE[0], 1.2 + 0.3 * max(len(sites), 2))
+    for row, site in enumerate(sites):
+        moments = [landed.spans["land"][1] - run.began for landed in head.landings if site in landed.sites]
+        axes.plot(moments, [row] * len(moments), "|", color=theme.of(row), markersize=12, markeredgewidth=1.6)
+    for number, (moment, _) in enumerate(head.starts):
+        label = None if number else f"{head.name} starts"
+        axes.axvline(moment - run.began, color=theme.ink, linewidth=1.4, linestyle="--", label=label)
+    axes.set_yticks(range(len(sites)), sites)
+    axes.set_ylim(len(sites) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    _legend(axes, theme)
+
+
+def pictures_of(run: Run) -> Mapping[str, Callable[[Any, Run, Theme], None]]:
+    """Returns the pictures that tell something of a run; one site knows nothing of how well all of them agree."""
+    own = "sites" if run.heads[0].about.get("site") is not None else "agreement"
+    return {name: draw for name, draw in PICTURES.items() if name not in {"sites", "agreement"} - {own}}
+
+
 PICTURES: Mapping[str, Callable[[Any, Run, Theme], None]] = {
     "losses": draw_losses,
     "utilisation": draw_utilisation,
     "bandwidth": draw_bandwidth,
     "flights": draw_flights,
     "agreement": draw_agreement,
+    "sites": draw_sites,
 }
 """The functions that draw, by the names of the files."""
 

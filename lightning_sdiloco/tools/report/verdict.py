@@ -225,6 +225,8 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
     kept = f"Training kept computing for {share:.1%} of the time."
     waited = f"Of the time that it waited, {_shares(causes)}."
     rate = f" The link carried {rate_as_text(link.gbit_s)} while fragments were on it." if link is not None else ""
+    if limit == "alone" and run.heads[0].about.get("site") is not None:
+        return [f"{kept} {_who_counted(run.heads[0])}"]
     if limit == "alone":
         return ["There is one worker group, so nothing travelled and nothing was waited for."]
     if limit == "nothing":
@@ -240,6 +242,18 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
         ]
     what = "The link" if limit == "link" else "Encoding, decoding and the outer step, in the background,"
     return [f"{kept} {what} limited this run. {waited}{rate}"]
+
+
+def _who_counted(rank: Rank) -> str:
+    landed = series.waits(rank)
+    sites = sorted({site for one in landed for site in one.sites})
+    counted = ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites) or "nobody"
+    again = len(rank.starts) - 1
+    started = "" if not again else f" It was started again {'once' if again == 1 else f'{again} times'}."
+    return (
+        f"This is {rank.name}, one site of a federation, which waits for no other.{started} Of the {len(landed)} rounds"
+        f" of fragments that landed here, there counted: {counted}."
+    )
 
 
 def _shares(causes: Causes) -> str:

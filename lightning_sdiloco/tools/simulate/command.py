@@ -14,10 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_sdiloco.planning import Absence, Link
 from lightning_sdiloco.tools.figures import require_drawable
 from lightning_sdiloco.tools.simulate.configuration import Configuration
-from lightning_sdiloco.tools.simulate.picture import draw
+from lightning_sdiloco.tools.simulate.federated import Places, Site, play_sites
+from lightning_sdiloco.tools.simulate.picture import draw, draw_sites
 from lightning_sdiloco.tools.simulate.running import check, run
 from lightning_sdiloco.tools.simulate.sweeping import Circumstances, Outcome, combinations, names_of, predict
-from lightning_sdiloco.tools.simulate.text import run_as_text, sweep_as_text
+from lightning_sdiloco.tools.simulate.text import run_as_text, sites_as_text, sweep_as_text
 
 
 def simulate(
@@ -27,12 +28,14 @@ def simulate(
     model: str | None = None,
     data: str | None = None,
     groups: int = 2,
+    sites: int | None = None,
     sweep: list[str] = [],  # noqa: B006
     bandwidth: float | None = None,
     round_trip: float = 0.0,
     loss: float = 0.0,
     step_time: float | None = None,
     speeds: str | None = None,
+    delays: str | None = None,
     absence: list[str] = [],  # noqa: B006
     memory_rate: float = 1000.0,
     picture: str | None = None,
@@ -47,12 +50,14 @@ def simulate(
         model: Class path of the model, if the script gives it to its LightningCLI.
         data: Class path of the data module, if the script gives it to its LightningCLI.
         groups: Number of worker groups, of one rank each.
+        sites: Number of sites of a federation, of one rank each, in place of groups.
         sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Again for more.
-        bandwidth: Gbit/s between a group and all others, to predict the time.
+        bandwidth: Gbit/s between a group and all others, or a site and its hub, to predict the time.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
         loss: Share of the packets that get lost: 0.1 % is 0.001.
-        step_time: Seconds of an inner step there. By default what it takes here.
+        step_time: Seconds of an inner step there. By default what it takes here; with --sites it must be given.
         speeds: How fast each group is, with 1 for the step time, as 1,1,0.5.
+        delays: Seconds by which what each site sends comes later, as 0,0,12; with --sites.
         absence: When a group is away, in predicted seconds, as 1:30-90 for group 1. Again for more.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
         picture: File (.svg or .png) for a picture of the losses.
@@ -63,12 +68,29 @@ def simulate(
     """
     if not config:
         raise ValueError("--config must be given: the configuration file of a LightningCLI.")
-    where = _circumstances(bandwidth, round_trip, loss, step_time, speeds, absence, memory_rate)
     if picture is not None:
         require_drawable(picture)
     classes = [_class_at(name, path) for name, path in (("cli", cli), ("model", model), ("data", data))]
     configuration = Configuration(tuple(config), tuple(set), *classes)
-    planned = combinations(sweep, groups)
+    if sites is not None:
+        if sweep:
+            raise ValueError("--sweep does not go with --sites. Give one run of a federation at a time.")
+        link = None if bandwidth is None else Link(bandwidth, round_trip, loss)
+        return _federation(configuration, _places(sites, step_time, link, speeds, delays, absence), picture, json)
+    if delays is not None:
+        raise ValueError("--delays is about the sites of a federation. Give --sites too.")
+    where = _circumstances(bandwidth, round_trip, loss, step_time, speeds, absence, memory_rate)
+    return _worker_groups(configuration, combinations(sweep, groups), names_of(sweep), where, picture, json)
+
+
+def _worker_groups(
+    configuration: Configuration,
+    planned: list[tuple[int, dict[str, Any]]],
+    names: list[str],
+    where: Circumstances | None,
+    picture: str | None,
+    json: str | None,
+) -> str:
     for number, choices in planned:
         check(configuration, number, choices)
         if where is not None:
@@ -78,12 +100,52 @@ def simulate(
         for number, choices in planned:
             done = run(configuration, number, choices, begin(number, choices))
             outcomes.append(Outcome(number, choices, done, predict(done, where) if where else None))
-    names = names_of(sweep)
     if picture is not None:
         draw(picture, outcomes, names)
     if json is not None:
-        _write(json, outcomes, where)
+        told = {"circumstances": None if where is None else asdict(where)}
+        _write(json, {**told, "runs": [_as_json(outcome) for outcome in outcomes]})
     return sweep_as_text(outcomes, names, where) if names else run_as_text(outcomes[0], where)
+
+
+def _places(
+    sites: int,
+    step_time: float | None,
+    link: Link | None,
+    speeds: str | None,
+    delays: str | None,
+    absences: list[str],
+) -> Places:
+    if step_time is None:
+        raise ValueError("--sites needs --step-time: who is late depends on how long an inner step takes.")
+    away = tuple(map(_absence, absences))
+    return Places(sites, step_time, link, _numbers(speeds, "speeds"), _numbers(delays, "delays"), away)
+
+
+def _federation(configuration: Configuration, places: Places, picture: str | None, json: str | None) -> str:
+    check(configuration, places.sites, {}, site=0)
+    with _progress(1) as begin:
+        played = play_sites(configuration, places, {}, begin(places.sites, {}))
+    if picture is not None:
+        draw_sites(picture, played)
+    if json is not None:
+        _write(json, {"places": asdict(places), "sites": [_site_as_json(site) for site in played.sites]})
+    return sites_as_text(played, places)
+
+
+def _site_as_json(site: Site) -> dict[str, Any]:
+    assert site.group is not None, "the site has lived"
+    return {
+        "losses": site.group.losses,
+        "outer_loss": site.group.outer_loss,
+        "bytes_sent": site.group.bytes_sent,
+        "steps_done_at": site.times,
+        "ended": site.ended,
+        "counted": site.counted,
+        "late": site.late,
+        "carried": site.carried,
+        "weights": site.weights,
+    }
 
 
 def _circumstances(
@@ -101,9 +163,13 @@ def _circumstances(
         if given:
             raise ValueError(f"{given[0]} tells how long a run takes on a link. Give its --bandwidth too.")
         return None
-    each = tuple(_number(speed, "speeds", "1,1,0.5") for speed in speeds.split(",")) if speeds else None
+    each = _numbers(speeds, "speeds")
     away = tuple(map(_absence, absences))
     return Circumstances(Link(bandwidth, round_trip, loss), step_time, memory_rate * 1e9, each, away)
+
+
+def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:
+    return tuple(_number(number, name, "1,1,0.5") for number in text.split(",")) if text else None
 
 
 def _absence(text: str) -> Absence:
@@ -154,11 +220,7 @@ def _progress(runs: int) -> Iterator[Callable[[int, dict[str, Any]], Callable[[]
         yield begin
 
 
-def _write(path: str, outcomes: list[Outcome], where: Circumstances | None) -> None:
-    told = {
-        "circumstances": None if where is None else asdict(where),
-        "runs": [_as_json(outcome) for outcome in outcomes],
-    }
+def _write(path: str, told: dict[str, Any]) -> None:
     try:
         Path(path).write_text(json_format.dumps(told, indent=1) + "\n")
     except OSError as error:

@@ -10,6 +10,7 @@ import yaml
 
 from lightning_sdiloco.lightning import WholeModel, WorkerGroupStrategy, check_class
 from lightning_sdiloco.tools.simulate.processes import SimulatedRank
+from lightning_sdiloco.tools.simulate.site import site_name
 
 # For each distribution our module with its strategy, and the module with its LightningCLI.
 _OURS = {
@@ -103,6 +104,7 @@ class Configuration:
                 arguments = _arguments_of(trainer)
                 arguments |= choices
                 _refuse_what_is_measured(arguments)
+                arguments["federation"] = _federation(arguments.get("federation"), rank)
                 arguments |= {"worker_groups": rank.topology.num_groups, "start_method": "popen"}
                 trainer.strategy = {"class_path": name, "init_args": arguments}
 
@@ -141,6 +143,20 @@ def _arguments_of(trainer: Any) -> dict[str, Any]:
     return arguments
 
 
+def _federation(given: Any, rank: SimulatedRank) -> dict[str, Any] | None:
+    """Returns the federation of a simulated site: the terms of the one that the files name, and a hub in memory."""
+    if rank.site is None:
+        if given is not None:
+            raise ValueError(
+                "The configuration is that of a site of a federation. Give --sites in place of --groups: how many such"
+                " sites there shall be."
+            )
+        return None
+    named = dict(getattr(given, "init_args", given) or {})
+    terms = {name: named[name] for name in ("lease", "grace", "quorum", "rounds") if name in named}
+    return {**terms, "hub": "memory", "run": "simulated", "site": site_name(rank.site), "insecure": True}
+
+
 def _refuse_what_is_measured(arguments: Mapping[str, Any]) -> None:
     names = [name for name in ("sync_every", "overlap_steps", "fragments") if arguments.get(name) == "auto"]
     if names:
@@ -163,7 +179,7 @@ def _refuse_groups_of_several(trainer: Any, groups: Any) -> None:
 
 def _on_one_device(trainer: Any, rank: SimulatedRank, callback: Any) -> dict[str, Any]:
     """Returns what replaces arguments of the Trainer. Otherwise every group would show a progress bar."""
-    trainer["strategy"].simulated_rank = rank
+    trainer["strategy"].play(rank)
     chosen = trainer["callbacks"] or []
     callbacks = chosen if isinstance(chosen, list) else [chosen]
     kept = [one for one in callbacks if not any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__)]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_sdiloco.tools.figures import require_drawable, save
+from lightning_sdiloco.tools.simulate.federated import FederatedRun
 from lightning_sdiloco.tools.simulate.recording import Validation
 from lightning_sdiloco.tools.simulate.sweeping import Outcome
 
@@ -28,13 +29,56 @@ def draw(path: str, outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
     save(_figure(outcomes, names), path)
 
 
-def _figure(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
+def draw_sites(path: str, run: FederatedRun) -> None:
+    """Writes the picture of a federation to a file: the loss of every site over inner steps, and over virtual time.
+
+    Args:
+        path: The file, with the suffix .svg or .png.
+        run: What happened.
+
+    Raises:
+        ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
+    """
+    require_drawable(path)
+    figure, left, right = _panels()
+    unit, name = _unit(max(site.ended for site in run.sites))
+    for index, site in enumerate(run.sites):
+        color = _COLORS[index % len(_COLORS)]
+        assert site.group is not None, "the site has lived"
+        batches, losses = _smooth(site.group.losses)
+        scale = len(site.times) / max(1, len(site.group.losses))
+        steps = [max(1, math.ceil(batch * scale)) for batch in batches]
+        left.plot(steps, losses, color=color, label=f"site {index}")
+        right.plot([site.times[step - 1] / unit for step in steps], losses, color=color)
+    _finish(figure, left, right, f"{name}, virtual")
+    save(figure, path)
+
+
+def _panels() -> tuple[Any, Any, Any]:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     # White in a dark page too: the colors are chosen for it.
     figure = Figure(figsize=(8.4, 4.3), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
-    left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+    return figure, figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
+
+
+def _finish(figure: Any, left: Any, right: Any, label: str) -> None:
+    _style(left, "inner steps")
+    _style(right, label)
+    left.set_ylabel("loss", color=_INK)
+    right.set_ylim(left.get_ylim())
+    right.tick_params(labelleft=False)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, labelcolor=_INK, fontsize=9)
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next((unit, name) for unit, name in _UNITS if seconds >= unit or unit == 1)
+
+
+def _figure(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
+    figure, left, right = _panels()
     cost, label = _cost(outcomes)
     for index, outcome in enumerate(outcomes):
         color = _COLORS[index % len(_COLORS)]
@@ -51,13 +95,7 @@ def _figure(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
             axes.plot(*zip(*points, strict=True), "o", color=color, markersize=5, mec="white") if points else None
     if any(_validated(outcomes[0])):
         left.plot([], [], "o", color=_INK, markersize=5, label="outer model, validation")
-    _style(left, "inner steps")
-    _style(right, label)
-    left.set_ylabel("loss", color=_INK)
-    right.set_ylim(left.get_ylim())
-    right.tick_params(labelleft=False)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, labelcolor=_INK, fontsize=9)
+    _finish(figure, left, right, label)
     return figure
 
 
@@ -85,7 +123,7 @@ def _cost(outcomes: Sequence[Outcome]) -> tuple[Callable[[Outcome, float], float
             "MB sent by a group"
         )
     longest = max(prediction.seconds for prediction in predictions if prediction is not None)
-    unit, name = next((unit, name) for unit, name in _UNITS if longest >= unit or unit == 1)
+    unit, name = _unit(longest)
 
     def seconds(outcome: Outcome, step: float) -> float:
         assert outcome.prediction is not None

@@ -1,6 +1,7 @@
 """Stands in for the processes of a strategy: every rank is a thread of this process."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,11 +11,16 @@ from typing_extensions import override
 
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.lightning import WorkerGroups, in_batch
+from lightning_sdiloco.tools.simulate.site import SimulatedFederation
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
+
+
+def _nothing() -> None:
+    pass
 
 
 class SimulatedRank(NamedTuple):
@@ -23,21 +29,43 @@ class SimulatedRank(NamedTuple):
     Attributes:
         topology: How it reaches the others.
         clock: A clock that stands still while other threads run.
+        site: Its number as the site of a federation, which is a world of its own; None if it is none.
+        sites: How many sites there are.
+        begins: Called when an inner step begins.
     """
 
     topology: Topology
     clock: Callable[[], float]
+    site: int | None = None
+    sites: int = 1
+    begins: Callable[[], None] = _nothing
+
+    @property
+    def rank(self) -> int:
+        """Its number among all ranks that train, each on its part of the data."""
+        return self.topology.group_index if self.site is None else self.site
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks train."""
+        return self.topology.num_groups if self.site is None else self.sites
 
 
 class SimulatedProcessesMixin(_Base):
-    """Replaces, below a strategy, what DDPStrategy does with processes.
-
-    Set ``simulated_rank`` before the Trainer is made.
-    """
+    """Replaces, below a strategy, what DDPStrategy does with processes. Call `play` before the Trainer is made."""
 
     simulated_rank: SimulatedRank
     _groups: WorkerGroups
+    _options: Any
     reset_seed: Callable[[], None]
+
+    def play(self, rank: SimulatedRank) -> None:
+        """Sets the rank that this strategy plays."""
+        self.simulated_rank = rank
+        federation = self._options.federation
+        if federation is not None:
+            # Only now: jsonargparse makes no subclass of a dataclass.
+            self._options = replace(self._options, federation=SimulatedFederation(**vars(federation)))
 
     @property
     @override
@@ -48,22 +76,22 @@ class SimulatedProcessesMixin(_Base):
     @property
     @override
     def num_processes(self) -> int:
-        return self.simulated_rank.topology.num_groups
+        return self.simulated_rank.ranks
 
     @property
     @override
     def world_size(self) -> int:
-        return self.simulated_rank.topology.num_groups
+        return self.simulated_rank.ranks
 
     @property
     @override
     def global_rank(self) -> int:
-        return self.simulated_rank.topology.group_index
+        return self.simulated_rank.rank
 
     @property
     @override
     def local_rank(self) -> int:
-        return self.simulated_rank.topology.group_index
+        return self.simulated_rank.rank
 
     @property
     @override

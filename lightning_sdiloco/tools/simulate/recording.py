@@ -40,11 +40,14 @@ class RecorderMixin(_Base):
     Args:
         clock: A clock that stands still while other groups run.
         stepped: Called after every inner step.
+        begins: Called before every inner step.
     """
 
-    def __init__(self, clock: Callable[[], float], stepped: Callable[[], None]) -> None:
+    def __init__(self, clock: Callable[[], float], stepped: Callable[[], None], begins: Callable[[], None]) -> None:
         self._clock = clock
         self._stepped = stepped
+        self._begins = begins
+        self._begun = 0
         self._batches: deque[tuple[Any, int]] = deque(maxlen=LAST)
         self._times: list[float] = []
         self._steps = 0
@@ -57,6 +60,12 @@ class RecorderMixin(_Base):
         """Returns the median time of an inner step in seconds; None if there were not two."""
         steps = [later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)]
         return median(steps) if steps else None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Notes that an inner step begins."""
+        if self._begun <= self._steps:
+            self._begun = self._steps + 1
+            self._begins()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Records the loss."""

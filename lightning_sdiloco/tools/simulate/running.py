@@ -44,6 +44,11 @@ class Group:
     step_seconds: float | None
 
     @property
+    def first_loss(self) -> float | None:
+        """Returns the mean loss of the first batches."""
+        return _mean(self.losses[:LAST])
+
+    @property
     def last_loss(self) -> float | None:
         """Returns the mean loss of the last batches."""
         return _mean(self.losses[-LAST:])
@@ -103,32 +108,39 @@ def run(
     _require_groups(groups)
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
     ranks = [SimulatedRank(topology, turns.seconds) for topology in simulated_topologies(groups, turns.until)]
-    with _quiet():
-        lived = turns.run([partial(_live, configuration, rank, choices or {}, stepped) for rank in ranks])
+    with quiet():
+        lived = turns.run([partial(live, configuration, rank, choices or {}, stepped) for rank in ranks])
     first = lived[0][1]
     assert first is not None
     return Run([group for group, _ in lived], first.validations, first.outer, first.model, first.settings)
 
 
-def check(configuration: Configuration, groups: int, choices: Mapping[str, Any]) -> None:
+def check(
+    configuration: Configuration, groups: int, choices: Mapping[str, Any], site: int | None = None
+) -> dict[str, Any]:
     """Refuses what the strategy would refuse, without making a model or data.
 
     Args:
         configuration: The configuration.
-        groups: Number of worker groups.
+        groups: Number of worker groups, or of sites.
         choices: Arguments of the strategy that replace those of the configuration.
+        site: The number of a site of a federation; None if there is none.
+
+    Returns:
+        The arguments of the strategy.
 
     Raises:
         ValueError: If they are out of range.
     """
     _require_groups(groups)
     turns: Turns[dict[str, Any]] = Turns(1)
-    rank = SimulatedRank(simulated_topologies(1, turns.until)[0], turns.seconds)
-    with _quiet():
+    rank = SimulatedRank(simulated_topologies(1, turns.until)[0], turns.seconds, site, groups)
+    with quiet():
         (arguments,) = turns.run([partial(configuration.arguments_of_strategy, rank, choices)])
     names = {item.name for item in fields(Settings)}
     plain = {name: value for name, value in arguments.items() if name in names and _is_plain(value)}
     Settings(**plain)
+    return arguments
 
 
 def _is_plain(value: Any) -> bool:
@@ -141,11 +153,21 @@ def _require_groups(groups: int) -> None:
         raise ValueError(f"groups={groups} is out of range: it must be at least 1. Give the number of worker groups.")
 
 
-def _live(
+def live(
     configuration: Configuration, rank: SimulatedRank, choices: Mapping[str, Any], stepped: Callable[[], None]
 ) -> tuple[Group, Run | None]:
-    """Runs one group to its end. Only the first returns what is the same in all."""
-    recorder = configuration.ours.Recorder(rank.clock, stepped)
+    """Runs one group to its end, in its thread. Only the first returns what is the same in all.
+
+    Args:
+        configuration: The configuration.
+        rank: The rank of the thread.
+        choices: Arguments of the strategy that replace those of the configuration.
+        stepped: Called after every inner step.
+
+    Raises:
+        ValueError: If the configuration chooses what cannot be simulated.
+    """
+    recorder = configuration.ours.Recorder(rank.clock, stepped, rank.begins)
     trainer = configuration.fit(rank, choices, recorder)
     strategy = trainer.strategy
     if strategy.engine is None:
@@ -158,14 +180,14 @@ def _live(
         inner_steps=int(report["inner_steps"]),
         step_seconds=recorder.step_seconds,
     )
-    if rank.topology.group_index:
+    if rank.rank:
         return group, None
     model = Model.of_parameters(trainable(trainer.lightning_module))
     return group, Run([], recorder.validations, strategy.outer_state_dict(), model, strategy.engine.settings)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences what every Trainer says about itself, and restores the environment."""
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     seeds = {name: os.environ.get(name) for name in _SEEDS}

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from lightning_sdiloco.planning import readable
+from lightning_sdiloco.planning import Link, readable
 from lightning_sdiloco.tools.plan.text import new_table, percent, rendered
+from lightning_sdiloco.tools.simulate.federated import FederatedRun, Places
 from lightning_sdiloco.tools.simulate.recording import LAST
 from lightning_sdiloco.tools.simulate.running import Run
 from lightning_sdiloco.tools.simulate.sweeping import Circumstances, Outcome, Prediction
@@ -23,19 +24,63 @@ def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
     Returns:
         The settings, a table of the groups, the validations, and how long it would take.
     """
-    run, settings = outcome.run, outcome.run.settings
-    steps, numbers = max(group.inner_steps for group in run.groups), dict(settings.numbers)
+    run = outcome.run
+    steps = max(group.inner_steps for group in run.groups)
     parts = [
         f"{len(run.groups)} worker group{'s' if len(run.groups) > 1 else ''}, {steps:,} inner steps each,"
-        f" {run.model.numel:,} parameters in {len(run.model.fragments(settings))} fragments\n"
-        f"sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, mixing={numbers.pop('mixing')},"
-        f" compression={settings.compression!r}{''.join(f', {name}={value}' for name, value in numbers.items())}",
+        f" {_settings(run)}",
         _groups(run, outcome.prediction),
         *_validations(run),
     ]
     if where is not None and outcome.prediction is not None:
         parts.append(_predicted(outcome, where))
     return "\n\n".join(parts)
+
+
+def sites_as_text(run: FederatedRun, places: Places) -> str:
+    """Formats a federation.
+
+    Args:
+        run: What happened.
+        places: Where its sites were.
+
+    Returns:
+        The settings, a table of the sites, and the validations of the first one.
+    """
+    first = run.first
+    parts = [
+        f"{len(run.sites)} site{'s' if len(run.sites) > 1 else ''}, {_settings(first)}\n{run.terms}",
+        _sites(run),
+        *_validations(first),
+        f"In virtual time, {_link(places)}{places.step_time:g} s per inner step.",
+    ]
+    return "\n\n".join(parts)
+
+
+def _sites(run: FederatedRun) -> str:
+    columns = ["site", "inner\nsteps", f"loss, first\n{LAST} batches", f"loss, last\n{LAST} batches"]
+    columns += [
+        "outer model,\nsame batches",
+        "rounds\ncounted",
+        "came\nlate",
+        "rounds\ncarried",
+        "bytes\nsent",
+        "ended\nafter",
+    ]
+    table = new_table(columns, left=1)
+    for index, site in enumerate(run.sites):
+        group = site.group
+        assert group is not None, "the site has lived"
+        losses = [_loss(group.first_loss), _loss(group.last_loss), _loss(group.outer_loss)]
+        rounds = [str(site.counted), str(site.late), str(site.carried)]
+        table.add_row(
+            str(index), f"{len(site.times):,}", *losses, *rounds, readable(group.bytes_sent), _duration(site.ended)
+        )
+    return rendered(table, _WIDTH)
+
+
+def _link(places: Places) -> str:
+    return f"{_described(places.link)}, " if places.link else ""
 
 
 def sweep_as_text(outcomes: Sequence[Outcome], names: Sequence[str], where: Circumstances | None) -> str:
@@ -67,13 +112,22 @@ def sweep_as_text(outcomes: Sequence[Outcome], names: Sequence[str], where: Circ
     return "\n\n".join([text, *notes])
 
 
+def _settings(run: Run) -> str:
+    settings = run.settings
+    numbers = dict(settings.numbers)
+    return (
+        f"{run.model.numel:,} parameters in {len(run.model.fragments(settings))} fragments\n"
+        f"sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, mixing={numbers.pop('mixing')},"
+        f" compression={settings.compression!r}{''.join(f', {name}={value}' for name, value in numbers.items())}"
+    )
+
+
 def _groups(run: Run, prediction: Prediction | None) -> str:
     columns = ["group", f"loss, first\n{LAST} batches", f"loss, last\n{LAST} batches", "outer model,\nsame batches"]
     columns += ["bytes\nsent"] + (["predicted\nwait"] if prediction else [])
     table = new_table(columns, left=1)
     for index, group in enumerate(run.groups):
-        first = group.losses[:LAST]
-        row = [_loss(sum(first) / len(first) if first else None), _loss(group.last_loss), _loss(group.outer_loss)]
+        row = [_loss(group.first_loss), _loss(group.last_loss), _loss(group.outer_loss)]
         row += [readable(group.bytes_sent)]
         table.add_row(str(index), *row, *([_duration(prediction.times[index].waited)] if prediction else []))
     return rendered(table, _WIDTH) + (f"\n\nOuter model: loss {_loss(run.outer_loss)}" if run.outer_loss else "")
@@ -109,7 +163,10 @@ def _predicted(outcome: Outcome, where: Circumstances) -> str:
 
 
 def _circumstances(where: Circumstances) -> str:
-    link = where.link
+    return _described(where.link)
+
+
+def _described(link: Link) -> str:
     told = f"{link.gbit_s:g} Gbit/s in each direction, {link.round_trip * 1000:g} ms round trip"
     return told + (f", {link.loss:.3g} of the packets lost" if link.loss else "")
 

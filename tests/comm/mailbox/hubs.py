@@ -85,6 +85,7 @@ class Line:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._sockets: list[socket.socket] = []
+        self._forgotten: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -92,6 +93,10 @@ class Line:
         for end in self._sockets:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Carries nothing on the connections that there are, and leaves them open, as a NAT does that was restarted."""
+        self._forgotten.update(self._sockets)
 
     def close(self) -> None:
         self._listener.close()
@@ -116,6 +121,8 @@ class Line:
         with suppress(OSError):
             while data := one.recv(1 << 16):
                 self.flows.wait()
+                if one in self._forgotten:
+                    continue
                 other.sendall(data)
                 self.passed[way] += len(data)
                 if self.passed[way] >= self.cut_after.get(way, 1 << 60):

@@ -100,6 +100,24 @@ def test_a_silent_hub_is_gone_after_some_beats_and_all_that_waits_ends(hub: Serv
         site.close()
 
 
+def test_connections_that_lead_nowhere_are_made_again_at_once(hub: Served, line: Line) -> None:
+    site = hub.mailbox("site-a", port=line.port, channels=2)
+    events = site.events(lambda: {"after": EVERYTHING})
+    key = site.put(os.urandom(4 * CHUNK))
+    with ThreadPoolExecutor() as pool:
+        hub.ledger.append(0, b"record")
+        assert pool.submit(next, events).result(10).kind == "record"
+        heard = pool.submit(next, events)
+        line.forget()
+        assert heard.result(10).kind == "lost"
+        # TCP and gRPC would find out in some ten seconds.
+        began = time.monotonic()
+        assert pool.submit(next, events).result(30).kind == "record"
+        assert len(site.get(key)) == 4 * CHUNK
+        assert time.monotonic() - began < 5
+        site.close()
+
+
 def test_what_has_arrived_is_not_sent_again(hub: Served, line: Line) -> None:
     site = hub.mailbox("site-a", port=line.port, channels=4)
     site.call("ping")

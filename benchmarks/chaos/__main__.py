@@ -1,0 +1,165 @@
+"""How a federation bears faults: real processes with the Trainer, and faults by chance.
+
+    python -m benchmarks.chaos [--seed N] [--faults N] [--minutes M] [--namespaces] [--json FILE] [--picture FILE]
+
+A hub and four sites, 220,000 parameters, H=20; a site that is killed is started again with its newest checkpoint. With
+--namespaces every site is a network namespace behind a NAT, on a link of 100 Mbit/s and 50 ms, which needs root. With
+--json runs are added to those of other seeds. It exits with 1 if there is a problem.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import report
+from benchmarks.chaos.checks import Found, Told, examined
+from benchmarks.chaos.faults import sequence
+from benchmarks.chaos.running import Halted, Play
+from benchmarks.chaos.site import BATCH
+from benchmarks.chaos.timeline import draw, timeline
+from benchmarks.chaos.world import MBIT_S, ONE_WAY_DELAY, World
+from benchmarks.links import Links, missing
+
+SITES = ("a", "b", "c", "d")
+
+
+def run(seed: int, faults: int, minutes: float, namespaces: bool, seconds: float, folder: Path) -> Found:
+    """Plays a sequence of faults.
+
+    Args:
+        seed: Says which.
+        faults: How many, at most.
+        minutes: For how long, at most.
+        namespaces: Whether over slow links.
+        seconds: That an inner step takes at least.
+        folder: Where processes write.
+
+    Returns:
+        What was found; see `examined`.
+    """
+    links = Links(1 + len(SITES), MBIT_S, ONE_WAY_DELAY) if namespaces else nullcontext(None)
+    began, problems = time.monotonic(), []
+    with links as opened, World(folder, SITES, seconds, links=opened) as world:
+        try:
+            Play(world, sequence(seed, SITES, namespaces)).run(faults, 60 * minutes)
+        except Halted as halted:
+            problems = [str(halted)]
+    told = Told.of(folder, SITES)
+    found = examined(told, BATCH)
+    found["problems"] += problems
+    about = {"seed": seed, "namespaces": namespaces, "commit": commit(), "seconds": time.monotonic() - began}
+    return rounded({**about, **found, "timeline": timeline(told)})
+
+
+def rounded(value: Any) -> Any:
+    """Returns the same with milliseconds as the last digit."""
+    if isinstance(value, dict):
+        return {name: rounded(own) for name, own in value.items()}
+    if isinstance(value, list):
+        return [rounded(own) for own in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def commit() -> str:
+    """Returns the commit of this checkout, with a plus if files differ from it."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    return subprocess.run(words, check=False, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def summed(runs: list[Found]) -> dict[str, float]:
+    """Returns the few numbers that matter, over runs."""
+    headline: dict[str, float] = {
+        "faults": sum(sum(one["faults"].values()) for one in runs),
+        "records": sum(one["records"] for one in runs),
+        "inner steps": sum(one["steps"] for one in runs),
+        "problems": sum(len(one["problems"]) for one in runs),
+        "late returns": sum(len(one["slow"]) for one in runs),
+    }
+    for name, key in (("longest stall, s", "stalls"), ("longest stall of a site that returns, s", "returning")):
+        stalls = [stall for one in runs for own in one["stalls"].values() for stall in own[key]]
+        headline[name] = max(stalls, default=0.0)
+    for kind in kinds_of(runs):
+        times = [own["seconds"] for one in runs for own in one["returns"] if own["kind"] == kind]
+        if times:
+            headline[f"{kind}: median return, s"] = median(times)
+            headline[f"{kind}: longest return, s"] = max(times)
+    return headline
+
+
+def kinds_of(runs: list[Found]) -> list[str]:
+    """Returns the faults that there were, by their names."""
+    return sorted({kind for one in runs for kind in one["faults"]})
+
+
+def add(path: Path | None, runs: list[Found], quick: bool) -> list[Found]:
+    """Adds runs to those in a file that were made at the same commit; returns all."""
+    if path is None:
+        return runs
+    before = json.loads(path.read_text())["runs"] if path.exists() else []
+    new = {(one["seed"], one["namespaces"], one["commit"]) for one in runs}
+    kept = [one for one in before if (one["seed"], one["namespaces"], one["commit"]) not in new]
+    every = [*kept, *({name: value for name, value in one.items() if name != "timeline"} for one in runs)]
+    report.write(path, summed(every), report.measured("chaos", quick), runs=every)
+    return every
+
+
+def show(runs: list[Found]) -> None:
+    """Prints how many faults there were, how sites came back, and what went wrong."""
+    rows = []
+    for kind in kinds_of(runs):
+        back = [own for one in runs for own in one["returns"] if own["kind"] == kind]
+        times = [own["seconds"] for own in back]
+        cells = [f"{median(times):.2f}", f"{max(times):.2f}"] if back else ["-"] * 2
+        states = sum(own["state"] for own in back)
+        rows.append([kind, str(sum(one["faults"].get(kind, 0) for one in runs)), str(len(back)), *cells, str(states)])
+    columns = ["fault", "times", "returns", "median, s", "longest, s", "with a state"]
+    report.show("Faults, and seconds from hello to all records applied", columns, rows)
+    for name, value in summed(runs).items():
+        if "return," not in name:
+            print(f"{name}: {value:g}")
+    for one in runs:
+        for problem in [*one["problems"], *one["slow"]]:
+            print(f"seed {one['seed']}: {problem}")
+
+
+def options(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="which sequence of faults")
+    parser.add_argument("--faults", type=int, default=50, help="how many, at most")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long, at most")
+    parser.add_argument("--namespaces", action="store_true", help="sites behind NATs, on slow links that fail too")
+    parser.add_argument("--step", type=float, default=0.05, help="seconds that an inner step takes at least")
+    parser.add_argument("--keep", type=Path, help="an empty folder for what the processes write")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark."""
+    chosen = options(arguments)
+    if chosen.namespaces and (lacks := missing()) is not None:
+        sys.exit(lacks)
+    faults = 3 if chosen.quick else chosen.faults
+    folder = chosen.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    found = run(chosen.seed, faults, chosen.minutes, chosen.namespaces, chosen.step, folder)
+    if chosen.picture:
+        draw(found["timeline"], chosen.picture)
+    show([found])
+    add(chosen.json, [found], chosen.quick)
+    if found["problems"]:
+        sys.exit(f"What the processes wrote is in {folder}.")
+    if not chosen.keep:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

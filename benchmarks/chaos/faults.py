@@ -1,0 +1,82 @@
+"""Faults, and sequences of them by chance: what happens to whom, and for how long."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+HUB, ALL = "hub", "all"
+
+Kind = Literal["kill", "lose", "blackout", "stop", "cut", "cut_out", "cut_in", "loss", "slow", "nat"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kind of fault is.
+
+    Attributes:
+        told: For people.
+        seconds: The shortest and the longest time that it lasts.
+        often: How often it is chosen, relative to others.
+        hits_hub: Whether it happens to the hub as well.
+        needs_links: Whether it needs network namespaces.
+    """
+
+    told: str
+    seconds: tuple[float, float]
+    often: float
+    hits_hub: bool = False
+    needs_links: bool = False
+
+
+FORMS: dict[Kind, Form] = {
+    "kill": Form("kill -9, and started again", (0.5, 4.0), 3.0, hits_hub=True),
+    "lose": Form("kill -9, its checkpoints lost", (0.5, 4.0), 1.0),
+    "blackout": Form("kill -9 of all, the hub too", (0.5, 4.0), 0.3),
+    "stop": Form("SIGSTOP, then SIGCONT", (1.0, 20.0), 3.0, hits_hub=True),
+    "cut": Form("link cut", (3.0, 30.0), 2.0, needs_links=True),
+    "cut_out": Form("link cut, outwards only", (3.0, 20.0), 1.0, needs_links=True),
+    "cut_in": Form("link cut, inwards only", (3.0, 20.0), 1.0, needs_links=True),
+    "loss": Form("0.1 to 2 % of the packets lost", (5.0, 20.0), 1.0, needs_links=True),
+    "slow": Form("a link of 1 Mbit/s", (5.0, 20.0), 1.0, needs_links=True),
+    "nat": Form("its NAT forgets its connections", (0.0, 0.0), 1.0, needs_links=True),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        kind: What happens.
+        victim: To whom: a site, the hub, or all.
+        seconds: For how long.
+        strength: A number between 0 and 1, for what has one.
+    """
+
+    kind: Kind
+    victim: str
+    seconds: float
+    strength: float = 0.0
+
+
+def sequence(seed: int, sites: Sequence[str], links: bool) -> Iterator[tuple[float, Fault]]:
+    """Yields faults without end, each with the seconds to wait before it.
+
+    Args:
+        seed: Says which.
+        sites: The names of the sites.
+        links: Whether there are links to be cut.
+    """
+    chance = random.Random(seed)
+    kinds = [kind for kind, form in FORMS.items() if links or not form.needs_links]
+    weights = [FORMS[kind].often for kind in kinds]
+    while True:
+        kind = chance.choices(kinds, weights)[0]
+        form = FORMS[kind]
+        hits_hub = form.hits_hub and chance.random() < 0.25
+        victim = HUB if hits_hub else ALL if kind == "blackout" else chance.choice(sites)
+        seconds = chance.uniform(*form.seconds)
+        # Everybody stands still without a hub: the shorter half.
+        seconds = seconds / 2 if hits_hub else seconds
+        yield chance.uniform(0.3, 3.0), Fault(kind, victim, seconds, chance.random())

@@ -1,0 +1,163 @@
+"""A hub and sites as processes on this machine, some of which are stopped, killed, started again or cut off."""
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.chaos.faults import ALL, HUB, Fault
+from benchmarks.chaos.hub import serve
+from benchmarks.chaos.notes import Note, Notebook, Reader, read
+from benchmarks.chaos.site import RUN, Place, train
+from benchmarks.links import Links
+from lightning_sdiloco.comm import add_keys, init_keys
+
+MBIT_S, ONE_WAY_DELAY = 100e6, 0.025
+
+
+class World:
+    """Processes, for the time of a ``with`` block.
+
+    Args:
+        folder: Where they write.
+        sites: The names of the sites.
+        seconds: That an inner step takes at least.
+        steps: After which sites end; -1: when the run does.
+        links: The slow links, open, with the hub as number 0 and the sites behind a NAT each; None: the loopback.
+        lease: That of the charter.
+
+    Attributes:
+        sites: The names of the sites.
+        processes: Those that are up, by name.
+        faults: Writes down what is done to them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sites: Sequence[str],
+        seconds: float,
+        steps: int = -1,
+        links: Links | None = None,
+        lease: float = 2.0,
+    ) -> None:
+        self.folder, self.sites, self._links = folder, tuple(sites), links
+        init_keys(folder / "keys", RUN)
+        for site in sites:
+            add_keys(folder / "keys", site)
+        ports = _free_ports(1 + len(sites))
+        hub = f"127.0.0.1:{ports[0]}" if links is None else f"{links.address(0)}:29400"
+        of_all = Place(folder, hub, 0, seconds, steps, lease=lease)
+        names = (HUB, *sites)
+        self._number = {name: number for number, name in enumerate(names)}
+        self._places = {
+            name: replace(of_all, port=port, namespace=links and links.names[self._number[name]])
+            for name, port in zip(names, ports, strict=True)
+        }
+        self.processes: dict[str, Any] = {}
+        self.faults = Notebook(folder / "faults.jsonl")
+        self._readers = {name: Reader(folder / f"{name}.jsonl") for name in names}
+        # They begin with what they import, and with no thread of gRPC.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["benchmarks.chaos.hub"])
+
+    def __enter__(self) -> "World":
+        if self._links is not None:
+            for site in self.sites:
+                self._links.change(self._number[site], nat=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+
+    def start(self, *names: str) -> None:
+        """Starts the hub or sites."""
+        for name in names:
+            target, first = (serve, len(self.sites)) if name == HUB else (train, name)
+            process = self._context.Process(target=target, args=(first, self._places[name]))
+            process.start()
+            self.processes[name] = process
+
+    def begin(self, fault: Fault) -> None:
+        """Lets a fault happen."""
+        self.faults.write("begin", kind=fault.kind, victim=fault.victim)
+        match fault.kind:
+            case "kill" | "lose" | "blackout":
+                for name in self._victims(fault):
+                    process = self.processes.pop(name)
+                    process.kill()
+                    process.join()
+                if fault.kind == "lose":
+                    for file in (self.folder / fault.victim).glob("*"):
+                        file.rename(file.with_name(f"{file.name}.lost"))
+            case "stop":
+                self.signal(fault.victim, signal.SIGSTOP)
+            case "cut":
+                self._change(fault.victim, cut_out=True, cut_in=True)
+            case "cut_out" | "cut_in":
+                self._change(fault.victim, **{fault.kind: True})
+            case "loss":
+                self._change(fault.victim, loss=0.001 + 0.019 * fault.strength)
+            case "slow":
+                self._change(fault.victim, rate=1e6 / 8)
+            case "nat":
+                self._change(fault.victim, nat=True)
+
+    def end(self, fault: Fault) -> None:
+        """Mends what a fault has done."""
+        self.faults.write("end", kind=fault.kind, victim=fault.victim)
+        match fault.kind:
+            case "kill" | "lose" | "blackout":
+                self.start(*self._victims(fault))
+            case "stop":
+                self.signal(fault.victim, signal.SIGCONT)
+            case "nat":
+                pass
+            case _:
+                self._change(fault.victim, cut_out=False, cut_in=False, loss=0.0, rate=MBIT_S / 8)
+
+    def _victims(self, fault: Fault) -> tuple[str, ...]:
+        return (HUB, *self.sites) if fault.victim == ALL else (fault.victim,)
+
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a process."""
+        os.kill(self.processes[name].pid, number)
+
+    def _change(self, site: str, **link: Any) -> None:
+        assert self._links is not None, "only links can be cut"
+        self._links.change(self._number[site], **link)
+
+    def dead(self) -> list[str]:
+        """Returns who has ended by itself, with an error."""
+        return [name for name, process in self.processes.items() if process.exitcode]
+
+    def said(self, name: str) -> str:
+        """Returns the last that a process has said."""
+        path = self.folder / f"{name}.log"
+        return path.read_text()[-4000:] if path.exists() else ""
+
+    def notes(self, name: str) -> list[Note]:
+        """Returns all that a process has written down."""
+        return read(self.folder / f"{name}.jsonl")
+
+    def news(self, name: str) -> list[Note]:
+        """Returns what it has written down since the last time."""
+        return self._readers[name].new()
+
+
+def _free_ports(number: int) -> list[int]:
+    """Those who look for a port at the same time may find the same one."""
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [int(one.getsockname()[1]) for one in listening]
+    for one in listening:
+        one.close()
+    return ports

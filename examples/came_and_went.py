@@ -1,0 +1,143 @@
+"""What the records of sites tell of one that was killed and returned: two sentences, and a timeline as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lightning_sdiloco.lightning import Rank, Run
+
+THEMES = {
+    "federation": {
+        **{"paper": "#ffffff", "ink": "#1f2933", "quiet": "#5f6c7b", "grid": "#d9dfe6", "training": "#c4cfda"},
+        **{"killed": "#d32f2f", "sites": ("#1f6fd6", "#1d8f5a", "#d9541e")},
+    },
+    "federation-dark": {
+        **{"paper": "#171c22", "ink": "#e6ebf0", "quiet": "#9fb0c0", "grid": "#34404c", "training": "#4a5866"},
+        **{"killed": "#ff6b6b", "sites": ("#6fb1ff", "#5fd49b", "#ff9b63")},
+    },
+}
+PAUSE = 1.0
+"""Seconds without an inner step that are drawn as a pause."""
+
+
+def slowest_step(rank: Rank, began: float, ended: float) -> float:
+    """Returns the longest time between the ends of two inner steps in a span of time, in seconds."""
+    done = [step.done for step in rank.steps if began <= step.done <= ended]
+    return max((after - before for before, after in pairwise(done)), default=0.0)
+
+
+def sentences(
+    runs: Mapping[str, Run], results: Mapping[str, Mapping[str, Any]], at: Mapping[str, float], killed: str
+) -> list[str]:
+    """Says what the death of a site was to the others, and what became of it.
+
+    Args:
+        runs: The records of every site.
+        results: What every site wrote down at its end.
+        at: When the run was ``founded``, the site ``killed``, ``started`` again and ``back``; and how many rounds went
+            by while the others were ``alone``.
+        killed: The site that was killed.
+    """
+    others = [run.heads[0] for name, run in runs.items() if name != killed]
+    before = max(slowest_step(rank, at["founded"], at["killed"]) for rank in others)
+    after = max(slowest_step(rank, at["killed"], at["started"]) for rank in others)
+    first = runs[killed].heads[0].starts
+    losses = [result["val_loss"] for result in results.values()]
+    same = len({result["sha256"] for result in results.values()}) == 1
+    ends = (
+        f"all {len(results)} sites ended with the same parameters, bit for bit, at {losses[0]:.3f} nats per byte"
+        if same
+        else "the sites DID NOT end with the same parameters, which is a bug: please report it"
+    )
+    return [
+        f"{killed} was killed with -9 after {at['killed'] - at['founded']:.0f} s, and the others trained on: until it"
+        f" was started again, {at['alone']:.0f} rounds later, their slowest inner step took {1000 * after:.0f} ms, and"
+        f" before its death {1000 * before:.0f} ms.",
+        f"It went on from inner step {first[-1][1]:,} of its own checkpoint, counted again"
+        f" {at['back'] - at['started']:.1f} s after its process was started, and {ends}.",
+    ]
+
+
+def training(rank: Rank) -> list[tuple[float, float]]:
+    """Returns the spans in which a site trained, without the pauses between them."""
+    spans: list[tuple[float, float]] = []
+    for step in rank.steps:
+        if spans and step.span[0] - spans[-1][1] < PAUSE and step.done - step.span[0] < PAUSE:
+            spans[-1] = spans[-1][0], step.done
+        else:
+            # What came before a step that took so long was no training.
+            spans.append((max(step.span[0], step.done - PAUSE), step.done))
+    return spans
+
+
+def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed: str) -> list[Path]:
+    """Draws when each site trained and counted, and its loss, for light and for dark pages; returns the files."""
+    import matplotlib as mpl
+
+    # With a salt of its own, and without a date, the same numbers give the same file.
+    mpl.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "federation"})
+    paths = []
+    for stem, theme in THEMES.items():
+        paths.append(folder / f"{stem}.svg")
+        figure(runs, at, killed, theme).savefig(paths[-1], metadata={"Date": None})
+    return paths
+
+
+def figure(runs: Mapping[str, Run], at: Mapping[str, float], killed: str, theme: Mapping[str, Any]) -> Any:
+    """Draws the picture in one theme."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(8.4, 4.2), facecolor=theme["paper"], layout="constrained")
+    rows, losses = drawn.subplots(2, 1, sharex=True, height_ratios=(2, 3))
+    seen_by = next(run.heads[0] for name, run in runs.items() if name != killed)
+    for row, (name, run) in enumerate(runs.items()):
+        color, rank = theme["sites"][row % len(theme["sites"])], run.heads[0]
+        spans = [(began - at["founded"], ended - began) for began, ended in training(rank)]
+        rows.broken_barh(spans, (row - 0.3, 0.6), color=theme["training"], linewidth=0)
+        moments = [one.spans["land"][1] - at["founded"] for one in seen_by.landings if name in one.sites]
+        rows.plot(moments, [row] * len(moments), "|", color=color, markersize=13)
+        losses.plot(*smooth(rank, at["founded"]), color=color, linewidth=1.4, label=name)
+    for axes in (rows, losses):
+        dress(axes, theme)
+        for moment in ("killed", "started", "back"):
+            axes.axvline(at[moment] - at["founded"], color=theme["killed"], linewidth=1, linestyle=":")
+    marks = {"killed": f"{killed}: kill -9", "started": "started again", "back": "counts again"}
+    for number, (moment, text) in enumerate(marks.items()):
+        place, side = (at[moment] - at["founded"], len(runs) - 0.5 + 0.3 * (number == 2)), "left" if number else "right"
+        rows.annotate(text, place, color=theme["killed"], ha=side, va="top", fontsize=8, annotation_clip=False)
+    rows.set_yticks(range(len(runs)), list(runs))
+    rows.set_ylim(len(runs) + 0.1, -0.5)
+    rows.set_title("grey: trains; a mark: counts in a round", color=theme["quiet"], fontsize=9, loc="left")
+    losses.set_xlabel("seconds since the run was founded", color=theme["ink"])
+    losses.set_ylabel("training loss", color=theme["ink"])
+    losses.legend(frameon=False, labelcolor=theme["ink"], loc="upper right")
+    return drawn
+
+
+def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:
+    """Returns the training loss over time, smoothed; nothing is drawn where a site was away."""
+    done = {step.step: step.done for step in rank.steps}
+    points = sorted((done[int(step)] - zero, loss) for step, loss in rank.losses if int(step) in done)
+    moments: list[float] = []
+    values: list[float] = []
+    width = max(1, len(points) // 40)
+    for start in range(0, len(points) - width + 1, width):
+        part = points[start : start + width]
+        if moments and part[0][0] - moments[-1] > 5 * PAUSE:
+            moments.append(moments[-1])
+            values.append(float("nan"))
+        moments.append(part[-1][0])
+        values.append(sum(loss for _, loss in part) / len(part))
+    return moments, values
+
+
+def dress(axes: Any, theme: Mapping[str, Any]) -> None:
+    """Gives axes the colors of a theme."""
+    axes.set_facecolor(theme["paper"])
+    axes.grid(color=theme["grid"], linewidth=0.7, axis="x")
+    axes.tick_params(colors=theme["quiet"], length=0, pad=6)
+    for side in axes.spines.values():
+        side.set_visible(False)

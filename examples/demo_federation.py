@@ -1,0 +1,346 @@
+"""Starts a hub and three sites on this machine, kills one of them with -9, brings it back, and shows what happens.
+
+    python examples/demo_federation.py
+
+Each site is a job of its own: ``pretrain_text.py`` with a file of its own, which says the site's name and where the hub
+is. This script starts them as anybody would, prints the commands, and watches: it asks the hub for its status and reads
+the records of the sites' monitors. Logs, records and a picture of what happened are in ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import came_and_went
+import yaml
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from text_data import StandardLibraryText
+
+from lightning_sdiloco.comm import add_keys, init_keys
+from lightning_sdiloco.lightning import Run, read_run
+from lightning_sdiloco.tools.hub.asking import Asking, HubOptions
+from lightning_sdiloco.tools.hub.table import STATES
+
+# Relative, so that the commands printed can be read, and typed, in the folder where the demo was started.
+EXAMPLES = Path(os.path.relpath(Path(__file__).parent))
+RUN = "demo"
+SITES = ("site-a", "site-b", "site-c")
+KILLED = "site-c"
+KILL_AT, RETURN_AT = 0.3, 0.5
+"""When the site is killed and started again, as shares of the time of training."""
+PATIENCE = 120.0
+"""Seconds for anything that has to come true."""
+
+
+def free_port() -> int:
+    """Returns a port that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@dataclass
+class Site:
+    """A site: its folder, its process, and what its monitor has written down so far."""
+
+    name: str
+    folder: Path
+    port: int
+    process: subprocess.Popen[bytes] | None = None
+    step: int = 0
+    loss: float | None = None
+    counted: list[tuple[float, list[str]]] = field(default_factory=list)
+    read: int = 0
+
+    @property
+    def records(self) -> Path:
+        """The folder of its monitor."""
+        return self.folder / "sdiloco"
+
+    @property
+    def checkpoint(self) -> Path:
+        """What it goes on from."""
+        return self.folder / "last.ckpt"
+
+    def configure(self, hub: str, keys: Path) -> None:
+        """Writes the file of the site: what is its own, beside ``configs/federated.yaml``."""
+        self.folder.mkdir(parents=True)
+        federation = {"hub": hub, "run": RUN, "site": self.name, "keys": str(keys), "lease": 3.0}
+        monitor = {"folder": str(self.records), "diagnostics": False}
+        saved = {"dirpath": str(self.folder), "save_last": True, "every_n_train_steps": 50, "save_top_k": 0}
+        own = {
+            # The run begins with the parameters of one of them.
+            "seed_everything": SITES.index(self.name),
+            "trainer": {
+                "strategy": {
+                    "class_path": "lightning_sdiloco.StreamingDiLoCoStrategy",
+                    "init_args": {
+                        "sync_every": 20,
+                        "layers_per_fragment": 1,
+                        "federation": {"class_path": "lightning_sdiloco.Federation", "init_args": federation},
+                    },
+                },
+                "callbacks": [
+                    {"class_path": "lightning_sdiloco.StreamingDiLoCoMonitor", "init_args": monitor},
+                    {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saved},
+                ],
+                "logger": {
+                    "class_path": "lightning.pytorch.loggers.CSVLogger",
+                    "init_args": {"save_dir": str(self.folder), "name": "logs"},
+                },
+            },
+        }
+        (self.folder / "site.yaml").write_text(yaml.safe_dump(own, sort_keys=False), encoding="utf-8")
+
+    def command(self) -> list[str]:
+        """Returns the command that starts it, from its checkpoint if it has one."""
+        command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
+        for path in (EXAMPLES / "configs" / "base.yaml", EXAMPLES / "configs" / "federated.yaml"):
+            command += ["--config", str(path)]
+        command += ["--config", str(self.folder / "site.yaml"), "--result", str(self.folder / "result.json")]
+        return [*command, "--ckpt_path", str(self.checkpoint)] if self.checkpoint.exists() else command
+
+    def start(self) -> None:
+        """Starts it."""
+        with (self.folder / "log.txt").open("ab") as log:
+            environment = {**os.environ, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, env=environment)
+
+    def kill(self) -> None:
+        """Kills it as a power cut would."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def look(self) -> None:
+        """Reads what its monitor has added."""
+        path = self.records / "rank_00000.jsonl"
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self.read)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self.read += len(line)
+                    self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            told = json.loads(line)
+        except json.JSONDecodeError:
+            return  # the last line before it was killed
+        if told["kind"] in ("start", "step"):
+            self.step = told["step"]
+        elif told["kind"] == "loss":
+            self.loss = told["loss"]
+        elif told["kind"] == "landing":
+            self.counted.append((told["spans"]["land"][1], told["sites"]))
+
+
+class Demo:
+    """A hub, its sites, and what happens to them.
+
+    Args:
+        folder: Where everything goes.
+        seconds: For how long to train.
+        console: Where to print.
+    """
+
+    def __init__(self, folder: Path, seconds: float, console: Console) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.folder, self.seconds, self.console = folder, seconds, console
+        self.hub, self.keys = f"127.0.0.1:{free_port()}", folder / "keys"
+        self.sites = {name: Site(name, folder / name, free_port()) for name in SITES}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.status: dict[str, Any] = {}
+        self.events: list[tuple[float, str]] = []
+        self.began = time.time()
+
+    def prepare(self) -> None:
+        """Makes the text, and keys for everybody."""
+        StandardLibraryText().prepare_data()
+        self.show(["sdiloco", "keys", "init", str(self.keys), "--run", RUN])
+        init_keys(self.keys, RUN)
+        self.show(["sdiloco", "keys", "add", str(self.keys), *SITES])
+        for site in self.sites.values():
+            site.configure(self.hub, add_keys(self.keys, site.name))
+        add_keys(self.keys, "operator", "operator")
+
+    def start(self) -> None:
+        """Starts the hub and all sites."""
+        command = ["hub", "--run", RUN, "--keys", str(self.keys), "--sites", str(len(SITES)), "--listen", self.hub]
+        command += ["--ledger", str(self.folder / "hub.sqlite")]
+        self.show(["sdiloco", *command])
+        with (self.folder / "hub.log").open("wb") as log:
+            command = [sys.executable, "-m", "lightning_sdiloco.tools.cli", *command]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        for site in self.sites.values():
+            self.show(["python", *site.command()[1:]])
+            site.start()
+        self.note("a hub and three sites are started, each a process of its own")
+
+    def show(self, command: Sequence[str]) -> None:
+        """Prints a command."""
+        self.console.print(f"$ {shlex.join(command)}", style="dim", soft_wrap=True, highlight=False, markup=False)
+
+    def note(self, what: str) -> float:
+        """Notes that something happened, and returns when."""
+        now = time.time()
+        self.events.append((now, what))
+        self.console.print(f"{now - self.began:5.0f} s  {what}", highlight=False, soft_wrap=True)
+        return now
+
+    # Watching
+
+    def play(self) -> dict[str, float]:
+        """Trains, kills a site, brings it back, and ends the run; returns when what happened."""
+        keys = str(self.keys / "operator.bundle")
+        with Live(self.table(), console=self.console, auto_refresh=False, transient=True) as live:
+            self.until("the hub answers", live, lambda: socket_is_open(self.hub))
+            with Asking(HubOptions(self.hub, keys), "operator") as asking:
+                return self.parts(asking, live)
+
+    def parts(self, asking: Asking, live: Live) -> dict[str, float]:
+        """Plays the parts of the demo one after the other."""
+        killed, others = self.sites[KILLED], [site for site in self.sites.values() if site.name != KILLED]
+
+        def counted_since(moment: float) -> bool:
+            return any(at > moment and KILLED in sites for site in others for at, sites in site.counted)
+
+        def rounds() -> int:
+            return min((own["round"] for own in self.status.get("fragments", [])), default=0)
+
+        self.until("the run is founded", live, lambda: self.status.get("founded"), asking)
+        at = {"founded": self.note("all three are there: the run is founded, and trains")}
+        self.until("time has passed", live, lambda: time.time() > at["founded"] + KILL_AT * self.seconds, asking)
+        self.until("it can go on from a checkpoint", live, killed.checkpoint.exists, asking)
+        self.until("rounds have landed", live, lambda: rounds() >= 2, asking)
+        killed.kill()
+        at["killed"], before = self.note(f"{KILLED} is killed with -9"), rounds()
+        self.until("time has passed", live, lambda: time.time() > at["founded"] + RETURN_AT * self.seconds, asking)
+        self.until("the others go on", live, lambda: rounds() >= before + 2, asking)
+        at["alone"] = float(rounds() - before)
+        at["started"] = self.note(f"{KILLED} is started again, from its checkpoint; {rounds() - before} rounds went by")
+        killed.start()
+        self.until("it counts again", live, lambda: counted_since(at["started"]), asking)
+        at["back"] = self.note(f"{KILLED} counts again")
+        self.until("time has passed", live, lambda: time.time() > at["founded"] + self.seconds, asking)
+        asking.ask("end")
+        at["ended"] = self.note("the operator ends the run: sdiloco hub end")
+        self.until("all have ended", live, lambda: not any(map(self.is_running, self.sites.values())), asking)
+        return at
+
+    def is_running(self, site: Site) -> bool:
+        """Tells whether a site has not ended yet."""
+        return site.process is not None and site.process.poll() is None
+
+    def until(self, what: str, live: Live, true: Any, asking: Asking | None = None) -> None:
+        """Watches until something is true.
+
+        Raises:
+            SystemExit: If a process ended that should not have, or it does not come true.
+        """
+        end = time.time() + PATIENCE + self.seconds
+        while not true():
+            for site in self.sites.values():
+                site.look()
+                if site.process is not None and site.process.poll():
+                    raise SystemExit(f"{site.name} ended with an error; see {site.folder / 'log.txt'}.")
+            if self.process is not None and self.process.poll() is not None:
+                raise SystemExit(f"The hub has ended; see {self.folder / 'hub.log'}.")
+            if time.time() > end:
+                raise SystemExit(f"It did not come true within {PATIENCE + self.seconds:.0f} s that {what}.")
+            if asking is not None:
+                with suppress(ValueError):  # on a busy machine it may take the hub too long to answer
+                    self.status = json.loads(asking.ask("status")[1])
+            live.update(self.table(), refresh=True)
+            time.sleep(0.3)
+
+    def table(self) -> Table:
+        """Returns what is to be seen now: what the hub says, and what the sites' monitors wrote down."""
+        rounds = [own["round"] for own in self.status.get("fragments", [])]
+        table = Table(title=f"rounds of the fragments: {', '.join(map(str, rounds)) or '-'}", title_justify="left")
+        for name in ("site", "", "inner steps", "loss", "last beat", "behind", "share", "late", "starts"):
+            table.add_column(name, justify="left" if name in ("site", "") else "right")
+        for name, site in self.sites.items():
+            own = self.status.get("sites", {}).get(name)
+            state = own["state"] if own else "starts"
+            told = [f"{site.step:,}", "-" if site.loss is None else f"{site.loss:.2f}"]
+            if own:
+                behind = "-" if own["rounds_behind"] is None else str(own["rounds_behind"])
+                beat = "-" if own["last_beat"] is None else f"{own['last_beat']:.1f} s"
+                told += [beat, behind, f"{own['share']:.0%}", str(own["late"])]
+                told += [str(own["lives"])]
+            table.add_row(name, Text(state, style=STATES.get(state, "dim")), *told)
+        return table
+
+    def close(self) -> None:
+        """Ends all processes that are left."""
+        for site in self.sites.values():
+            site.kill()
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait()
+
+
+def socket_is_open(address: str) -> bool:
+    """Tells whether somebody listens at an address."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def tell(demo: Demo, at: dict[str, float], console: Console) -> None:
+    """Prints two sentences and the path of the picture."""
+    runs: dict[str, Run] = {name: read_run(site.records) for name, site in demo.sites.items()}
+    results = {name: json.loads((site.folder / "result.json").read_text()) for name, site in demo.sites.items()}
+    for sentence in came_and_went.sentences(runs, results, at, KILLED):
+        console.print(sentence, highlight=False)
+    pictures = came_and_went.draw(demo.folder, runs, at, KILLED) if find_spec("matplotlib") else []
+    if pictures:
+        console.print("Saved:", *map(str, pictures), highlight=False, soft_wrap=True)
+    else:
+        console.print("There is no picture: matplotlib is not installed. Install it with pip install matplotlib.")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plays the demo, and tells what happened."""
+    parser = argparse.ArgumentParser(description="A hub and three sites on this machine; one is killed and returns.")
+    parser.add_argument("--seconds", type=float, default=90.0, help="how long to train (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo_federation"), help="folder for all that it writes")
+    given = parser.parse_args(arguments)
+    console = Console()
+    demo = Demo(given.out, given.seconds, console)
+    try:
+        demo.prepare()
+        demo.start()
+        at = demo.play()
+    finally:
+        demo.close()
+    tell(demo, at, console)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Predicts what a federation sends through its hub, and how often its fragments may travel."""
+
+import math
+from typing import NamedTuple
+
+from lightning_sdiloco.algorithm import Settings, all_reduce_for
+from lightning_sdiloco.planning.link import Link, require
+from lightning_sdiloco.planning.planner import MARGIN, SYNC_EVERY
+from lightning_sdiloco.planning.workload import Groups, Model
+
+# A site has so many connections to its hub.
+_CHANNELS = 8
+
+# One until a payload is at the hub and others hear of it, one until they have asked for it.
+_ROUND_TRIPS = 2
+
+
+class Enough(NamedTuple):
+    """Settings with which a hub suffices.
+
+    Attributes:
+        sync_every: The least that leaves the hub some of its bandwidth; see `MARGIN`.
+        overlap_steps: The least with which every fragment is there in time.
+    """
+
+    sync_every: int
+    overlap_steps: int
+
+
+class HubLoad(NamedTuple):
+    """What goes through a hub.
+
+    Attributes:
+        gbit_s: Gbit/s of the hub, in each direction.
+        sites: How many sites there are.
+        bytes_in: What the sites send in one round of all fragments: a payload of each site.
+        bytes_out: What the hub sends in it: to each site the payloads of all others.
+        share: The share of the hub's bandwidth that it sends with on average.
+        flight_seconds: How long the largest fragment is on its way.
+        flight_steps: The same in inner steps.
+        enough: Settings with which the hub suffices; None if there are none.
+    """
+
+    gbit_s: float
+    sites: int
+    bytes_in: int
+    bytes_out: int
+    share: float
+    flight_seconds: float
+    flight_steps: int
+    enough: Enough | None
+
+
+def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float) -> HubLoad:
+    """Predicts what a federation sends through its hub.
+
+    Args:
+        model: The model.
+        settings: The settings of the engine.
+        groups: The sites, a worker group each.
+        link: The way from a site to the hub.
+        gbit_s: Gbit/s of the hub, in each direction.
+
+    Raises:
+        ValueError: If the bandwidth is out of its range.
+
+    Examples:
+        >>> model, sites = Model.of_size(10**9, layers=24), Groups(step_time=1.0, groups=4)
+        >>> load = through_hub(model, Settings(compression="bf16"), sites, Link(gbit_s=1.0), gbit_s=1.0)
+        >>> load.bytes_in, load.bytes_out, load.share, load.enough
+        (8000000000, 24000000000, 1.92, Enough(sync_every=300, overlap_steps=32))
+    """
+    require(0 < gbit_s < math.inf, "hub_bandwidth", gbit_s, "a positive number of Gbit/s")
+    sites = groups.groups
+    mixing = settings.chosen_for(sites).numbers["mixing"]
+    all_reduce = all_reduce_for("gather", sites, settings.codec, mixing).at(0)
+    payloads = [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
+    bytes_in = sites * sum(payloads)
+    bytes_out = groups.others * bytes_in
+    # What a round keeps the hub busy for, however often there is one.
+    busy = _seconds(bytes_out, gbit_s)
+    flight = _flight(max(payloads), groups, link, gbit_s)
+    steps = max(1, math.ceil(flight / groups.step_time))
+    fitting = [h for h in SYNC_EVERY if busy <= MARGIN * h * groups.step_time and steps < h]
+    return HubLoad(
+        gbit_s=gbit_s,
+        sites=sites,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        share=busy / (settings.sync_every * groups.step_time),
+        flight_seconds=flight,
+        flight_steps=steps,
+        enough=Enough(fitting[0], steps) if fitting else None,
+    )
+
+
+def _flight(payload: int, groups: Groups, link: Link, gbit_s: float) -> float:
+    """Returns the seconds from when all sites launch until each has the payloads of all."""
+    own, sites = link.gbit_s_of(_CHANNELS), groups.groups
+    up = _seconds(payload, min(own, gbit_s / sites))
+    down = _seconds(groups.others * payload, min(own, gbit_s / sites))
+    return up + down + _ROUND_TRIPS * link.round_trip
+
+
+def _seconds(nbytes: float, gbit_s: float) -> float:
+    return nbytes * 8e-9 / gbit_s

@@ -1,0 +1,213 @@
+"""Plays a configuration as the sites of a federation, in virtual time: the real rules, engine, hub and Trainer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lightning_sdiloco.federation import Follower, Record
+from lightning_sdiloco.hub import VirtualHub, VirtualLink, VirtualTime
+from lightning_sdiloco.planning import Absence, Link, step_end
+from lightning_sdiloco.tools.simulate.configuration import Configuration
+from lightning_sdiloco.tools.simulate.processes import SimulatedRank
+from lightning_sdiloco.tools.simulate.running import Group, Run, live, quiet
+from lightning_sdiloco.tools.simulate.site import site_name, use
+from lightning_sdiloco.tools.simulate.turns import Turns
+from lightning_sdiloco.tools.simulate.world import simulated_topologies
+
+# A site has so many connections to its hub.
+_CHANNELS = 8
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the sites of a federation are, and how fast.
+
+    Args:
+        sites: How many there are.
+        step_time: Seconds of an inner step.
+        link: The way from a site to the hub; None takes no time.
+        speeds: How fast each site trains, with 1.0 for the step time; None means all alike.
+        delays: Seconds by which what each site sends comes later; None means none.
+        absences: When which site does nothing. One that begins at 0 makes its site join later.
+
+    Raises:
+        ValueError: If there is not one number for each site, or one is out of its range.
+    """
+
+    sites: int
+    step_time: float
+    link: Link | None = None
+    speeds: tuple[float, ...] | None = None
+    delays: tuple[float, ...] | None = None
+    absences: tuple[Absence, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.sites >= 1, "sites", self.sites, "at least 1")
+        _require(self.step_time > 0, "step_time", self.step_time, "a positive number of seconds")
+        for name, each, least in (("speeds", self.speeds, "positive"), ("delays", self.delays, "at least 0")):
+            if each is not None and len(each) != self.sites:
+                raise ValueError(f"There are {len(each)} {name} for {self.sites} sites. Give one for each site.")
+            for value in each or ():
+                _require(value > 0 or (value == 0 and name == "delays"), name, value, least)
+        for absence in self.absences:
+            _require(0 <= absence.group < self.sites, "site", absence.group, "the number of a site, from 0")
+            _require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
+        _require(self.founders >= 1, "absence", 0.0, "above 0 for one site at least, or nobody founds the run")
+
+    def absences_of(self, site: int) -> list[Absence]:
+        """Returns when a site is away, in order."""
+        return sorted((absence for absence in self.absences if absence.group == site), key=lambda one: one.start)
+
+    def joins_at(self, site: int) -> float:
+        """Returns when a site is there for the first time."""
+        return max((absence.end for absence in self.absences_of(site) if absence.start == 0), default=0.0)
+
+    @property
+    def founders(self) -> int:
+        """Returns how many sites are there from the beginning."""
+        return sum(self.joins_at(site) == 0 for site in range(self.sites))
+
+    def seconds(self, site: int, begins: float) -> float:
+        """Returns how long an inner step of a site takes, absences included."""
+        step_time = self.step_time / (self.speeds[site] if self.speeds else 1.0)
+        return step_end(begins, step_time, self.absences_of(site)) - begins
+
+    def link_of(self, site: int) -> VirtualLink:
+        """Returns the way between a site and the hub."""
+        link, delay, away = self.link, self.delays[site] if self.delays else 0.0, self.absences_of(site)
+        return VirtualLink(
+            latency=link.round_trip / 2 if link else 0.0,
+            seconds_per_byte=8e-9 / link.gbit_s_of(_CHANNELS) if link else 0.0,
+            delay=delay,
+            is_away=lambda time: any(absence.start <= time < absence.end for absence in away),
+        )
+
+
+def _require(holds: bool, name: str, value: float, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}.")
+
+
+@dataclass
+class Site:
+    """What happened at a site.
+
+    Attributes:
+        times: When each inner step was done, in seconds, with landings; the last one with all until it left.
+        ended: When it left.
+        counted: Rounds in which it counts, over all fragments.
+        late: Contributions of it that came when their round was closed.
+        carried: Rounds that landed at it and count nothing of it: what it had trained stays held.
+        weights: By how many samples it counts in each of its rounds, by fragment.
+        group: Its losses, bytes and inner steps.
+    """
+
+    times: list[float] = field(default_factory=list)
+    ended: float = 0.0
+    counted: int = 0
+    late: int = 0
+    carried: int = 0
+    weights: dict[int, list[int]] = field(default_factory=dict)
+    group: Group | None = None
+
+
+@dataclass(frozen=True)
+class FederatedRun:
+    """What happened in a federation.
+
+    Attributes:
+        sites: The sites.
+        first: What is the same at all of them, as the first one has it.
+        records: The records of the hub.
+        terms: The terms on which it was founded, as text.
+    """
+
+    sites: Sequence[Site]
+    first: Run
+    records: Sequence[Record]
+    terms: str
+
+
+def play_sites(
+    configuration: Configuration, places: Places, choices: Mapping[str, Any], stepped: Callable[[], None]
+) -> FederatedRun:
+    """Runs a configuration as the sites of a federation, in threads that take turns.
+
+    Args:
+        configuration: The configuration.
+        places: Where the sites are.
+        choices: Arguments of the strategy that replace those of the configuration.
+        stepped: Called after every inner step of every site.
+
+    Raises:
+        ValueError: If the configuration chooses what cannot be simulated.
+    """
+    turns: Turns[tuple[Site, Run | None]] = Turns(places.sites)
+    hub = VirtualHub("simulated", places.founders, VirtualTime(places.sites, turns.until))
+    lives = [_Life(configuration, places, hub, turns, site) for site in range(places.sites)]
+    with quiet():
+        lived = turns.run([partial(life.live, choices, stepped) for life in lives])
+    first = lived[0][1]
+    assert first is not None
+    records = [Record.from_bytes(data) for _, data in hub.journal.read()]
+    terms = hub.coordinator.ledger.terms
+    told = f"grace={terms.grace:g} s, lease={terms.lease:g} s, quorum={terms.quorum}"
+    return FederatedRun([_counted(life, records, hub) for life in lives], first, records, told)
+
+
+class _Life:
+    """Lives the life of a site, in its thread."""
+
+    def __init__(
+        self, configuration: Configuration, places: Places, hub: VirtualHub, turns: Turns[Any], number: int
+    ) -> None:
+        self.name, self.site, self.joined = site_name(number), Site(), list[int]()
+        self._configuration, self._places, self._hub, self._number = configuration, places, hub, number
+        topology = simulated_topologies(1, turns.until)[0]
+        self._rank = SimulatedRank(topology, turns.seconds, number, places.sites, self._begins)
+        self._connection = hub.connect_over(self.name, number, places.link_of(number), places.step_time / 10)
+
+    def live(self, choices: Mapping[str, Any], stepped: Callable[[], None]) -> tuple[Site, Run | None]:
+        """Trains from beginning to end."""
+        time = self._hub.time
+
+        def done() -> None:
+            self.site.times.append(time.now)
+            stepped()
+
+        time.passes(self._number, self._places.joins_at(self._number))
+        use(self._connection)
+        try:
+            self.site.group, run = live(self._configuration, self._rank, choices, done)
+        finally:
+            self.site.ended = time.now
+            time.ends(self._number)
+        return self.site, run
+
+    def _begins(self) -> None:
+        """Lets the time of an inner step pass, after which it launches and lands."""
+        if not self.joined:
+            self.joined = self.applied
+        time = self._hub.time
+        time.passes(self._number, self._places.seconds(self._number, time.now))
+
+    @property
+    def applied(self) -> list[int]:
+        """The rounds that have landed, by fragment."""
+        follower = self._connection.follower
+        assert isinstance(follower, Follower), "who trains has said hello"
+        return [own.applied.round for own in follower.fragments]
+
+
+def _counted(life: _Life, records: Sequence[Record], hub: VirtualHub) -> Site:
+    site, joined, applied = life.site, life.joined, life.applied
+    for record in records:
+        own = record.of(life.name)
+        if own is not None:
+            site.counted += 1
+            site.weights.setdefault(record.fragment, []).append(own.weight)
+        elif joined[record.fragment] < record.round <= applied[record.fragment]:
+            site.carried += 1
+    site.late = hub.coordinator.statistics.of(life.name).late
+    return site

@@ -1,0 +1,64 @@
+"""What the chaos benchmark says of notes whose answer is known, and that a seed is a sequence."""
+
+from itertools import islice
+from typing import Any
+
+from benchmarks.chaos.checks import Told, examined
+from benchmarks.chaos.faults import HUB, sequence
+
+Note = dict[str, Any]
+
+
+def step(at: float, stalled: float = 0.0, lag: int = 0, reachable: bool = True) -> Note:
+    numbers = {"step": int(10 * at), "took": 0.1, "stalled": stalled, "delayed": 0.0}
+    return {"what": "step", "at": at, **numbers, "lag": lag, "reachable": reachable}
+
+
+def land(at: float, digest: int) -> Note:
+    return {"what": "land", "at": at, "fragment": 0, "round": 1, "key": "k", "digest": digest, "how": "mix"}
+
+
+def record(at: float, weight: int) -> Note:
+    counted = [["a", "life", weight], ["b", "life", weight]]
+    return {"what": "append", "at": at, "fragment": 0, "round": 1, "key": "k", "counted": counted}
+
+
+def told(a: list[Note], b: list[Note], weight: int = 8, faults: tuple[Note, ...] = ()) -> Told:
+    hub = [record(5.0, weight), {"what": "hello", "at": 7.5, "site": "b"}]
+    return Told({"a": [{"what": "up", "at": 0.0}, *a], "b": [{"what": "up", "at": 0.0}, *b]}, hub, faults)
+
+
+def steps(first: int = 0, last: int = 100) -> list[Note]:
+    return [step(number / 10) for number in range(first, last)]
+
+
+def problems(of: Told) -> list[str]:
+    found: list[str] = examined(of, batch=8)["problems"]
+    return found
+
+
+def test_what_must_not_be_is_found() -> None:
+    assert problems(told(steps(), steps())) == []
+    assert problems(told([*steps(), land(5, 1)], [*steps(), land(5, 2)])) == ["fragment 0, round 1 has 2 digests"]
+    stood_still = problems(told([*steps(), step(10.4, stalled=0.3)], steps()))
+    assert len(stood_still) == 1
+    assert stood_still[0].startswith("a stood still for 0.300 s")
+    assert problems(told(steps(0, 3), steps(), weight=40)) == ["a counts 40 samples of fragment 0, and has trained 32"]
+
+
+def test_who_was_stopped_may_stand_still_and_is_back_when_it_has_applied_all() -> None:
+    faults = ({"what": "begin", "at": 1.0}, {"what": "end", "at": 7.0})
+    stop = tuple({**note, "kind": "stop", "victim": "b"} for note in faults)
+    back = [step(7.2, stalled=6.1, reachable=False), {"what": "lose", "at": 7.3}, step(7.7, stalled=0.5, lag=2)]
+    stopped = told(steps(), [*steps(0, 10), *back, *steps(80, 100)], faults=stop)
+    assert problems(stopped) == []
+    [found] = examined(stopped, batch=8)["returns"]
+    assert (found["site"], found["hello"], found["seconds"], found["state"]) == ("b", 0.5, 0.5, False)
+
+
+def test_a_seed_is_a_sequence_of_faults() -> None:
+    first, again, other = (list(islice(sequence(seed, "abc", links=True), 300)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert {fault.victim for _, fault in first} == {"a", "b", "c", HUB, "all"}
+    assert not {fault.kind for _, fault in islice(sequence(1, "abc", links=False), 300)} & {"cut", "loss", "nat"}

@@ -1,0 +1,206 @@
+"""Sites of one rank and of several as real processes, with the Trainer and with Fabric, over gRPC."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sdiloco.comm import add_keys, init_keys
+from lightning_sdiloco.federation import Record
+from lightning_sdiloco.hub import HubService
+from lightning_sdiloco.lightning import read_run
+from lightning_sdiloco.lightning.monitor.timeline import changes
+from tests.comm.mailbox.hubs import require_extra
+from tests.lightning.federated_site import Place, train, train_in_fabric
+
+SITES = ("a", "b", "c")
+STEP = 0.02
+STEPS = 300
+
+
+class Federation:
+    """A hub in this process, and sites in others."""
+
+    def __init__(self, folder: Path, sites: Sequence[str]) -> None:
+        self.folder, self.sites = folder, sites
+        init_keys(folder / "keys", "run")
+        for site in sites:
+            add_keys(folder / "keys", site)
+        self.open_hub()
+        self.processes: dict[str, Any] = {}
+        # For the ranks of a site: those that look for a port at the same time may find the same one.
+        listening = [socket.create_server(("127.0.0.1", 0)) for _ in sites]
+        self.ports = {site: one.getsockname()[1] for site, one in zip(sites, listening, strict=True)}
+        for one in listening:
+            one.close()
+        # Sites begin with what they import, and with no thread of gRPC.
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["tests.lightning.federated_site"])
+
+    def open_hub(self, listen: str = "127.0.0.1:0") -> None:
+        keys, count = self.folder / "keys", len(self.sites)
+        self.hub = HubService("run", self.folder / "hub.sqlite", sites=count, listen=listen, keys=keys)
+        self.hub.start()
+
+    def start(self, site: str, *arguments: Any, ranks: int = 1, does: Any = train, **choices: Any) -> None:
+        for rank in range(ranks):
+            hub = f"127.0.0.1:{self.hub.port}"
+            place = Place(site, hub, self.folder / "keys", self.folder, self.ports[site], rank, ranks)
+            self.processes[place.name] = self.context.Process(target=does, args=(place, *arguments), kwargs=choices)
+            self.processes[place.name].start()
+
+    def notes(self, site: str) -> list[dict[str, Any]]:
+        path = self.folder / f"{site}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def round(self, site: str) -> int:
+        stepped = [note for note in self.notes(site) if "rounds" in note]
+        return min(stepped[-1]["rounds"]) if stepped else 0
+
+    def records(self) -> list[Record]:
+        return [Record.from_bytes(text) for _, text in self.hub.coordinator.history.journal.read()]
+
+    def trained(self, site: str, fragment: int = 0) -> int:
+        """How many samples of a site count."""
+        of_site = [own for record in self.records() if record.fragment == fragment and (own := record.of(site))]
+        return sum(own.weight for own in of_site)
+
+    def until(self, what: str, holds: Callable[[], bool], timeout: float = 240.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not holds():
+            dead = [site for site, process in self.processes.items() if process.exitcode]
+            told = {site: (self.folder / f"{site}.log").read_text()[-3000:] for site in dead}
+            assert not dead, f"{what}: {told}"
+            assert time.monotonic() < deadline, f"{what} did not happen: {self.hub.status()}"
+            time.sleep(0.05)
+
+    def until_ended(self, *sites: str) -> None:
+        def ended() -> bool:
+            return all((notes := self.notes(site)) and "ended" in notes[-1] for site in sites)
+
+        self.until(f"{sites} have ended", ended)
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        self.hub.close()
+
+
+@pytest.fixture
+def federation(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Federation]:
+    require_extra()
+    made = Federation(tmp_path, getattr(request, "param", SITES))
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_site_is_killed_the_others_go_on_at_their_pace_and_it_returns(federation: Federation) -> None:
+    for site in SITES:
+        federation.start(site, STEPS, STEP)
+    federation.until("all have landed two rounds", lambda: min(map(federation.round, SITES)) >= 2)
+    federation.processes.pop("c").kill()
+    killed = time.monotonic()
+    there = federation.round("a")
+    federation.until("the others have landed three more", lambda: min(map(federation.round, "ab")) >= there + 3)
+    federation.start("c", STEPS, STEP)
+    federation.until_ended(*SITES)
+    for site in "ab":
+        stepped = [note for note in federation.notes(site) if "took" in note]
+        after = [note["stalled"] for note in stepped if killed < note["at"] < killed + 10]
+        one_step = statistics.median(note["took"] for note in stepped)
+        assert max(after) < 0.1 + one_step, (sorted(after)[-5:], one_step)
+    steps = [note["step"] for note in federation.notes("c") if "step" in note]
+    # It went on from its own checkpoint.
+    began = [after for before, after in zip(steps, steps[1:], strict=False) if after <= before]
+    assert len(began) == 1
+    assert began[0] > 1
+    # What each site noted: another one's absence, and its own return.
+    seen = [what for _, what in changes(read_run(federation.folder / "a.records").ranks[0])]
+    assert "c counts no longer" in seen
+    assert seen.count("c counts") >= 2
+    (head,) = read_run(federation.folder / "c.records").ranks
+    assert [step for _, step in head.starts] == [0, began[0] - 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it(federation: Federation) -> None:
+    federation.start("a", 10_000, STEP, ranks=2, validates=6)
+    federation.start("b", 10_000, STEP)
+    federation.until("both have landed a round", lambda: min(map(federation.round, "ab")) >= 1)
+    os.kill(federation.processes["a1"].pid, signal.SIGTERM)
+    federation.until_ended("a", "a1")
+    first, second = federation.notes("a"), federation.notes("a1")
+    steps = first[-2]["step"]
+    assert (second[-2]["step"], second[-1]["terminated"], first[-1]["terminated"]) == (steps, True, True)
+    # What both had trained when they left counts.
+    assert {federation.trained("a", fragment) for fragment in range(2)} == {steps * 8 * 2}
+    reports = [note["report"] for note in (first[-1], second[-1])]
+    assert reports[0]["bytes_sent"] == pytest.approx(reports[1]["bytes_sent"], rel=0.02)
+    for metrics in (first[-1]["metrics"], second[-1]["metrics"]):
+        assert metrics["seen"] == first[-1]["metrics"]["seen"]
+        assert metrics["trained"] > 0
+    assert any(path.name.startswith("terminated") for path in (federation.folder / "a").glob("*.ckpt"))
+    there = federation.round("b")
+    federation.until("the other one goes on", lambda: federation.round("b") > there + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_loops_of_fabric_are_sites_that_count_by_what_goes_through_their_model(federation: Federation) -> None:
+    federation.start("a", 40, 12, does=train_in_fabric)
+    federation.start("b", 40, 4, does=train_in_fabric)
+    federation.until_ended("a", "b")
+    assert federation.trained("a") == 40 * 12
+    assert federation.trained("b") == 40 * 4
+    assert any(len(record.counted) == 2 for record in federation.records())
+
+
+@pytest.mark.large
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_sites_whose_ranks_share_a_sharded_model_train_together(federation: Federation) -> None:
+    for site in "ab":
+        federation.start(site, 70, STEP, ranks=2, sharded=True, validates=30)
+    federation.until_ended("a", "a1", "b", "b1")
+    assert any(len(record.counted) == 2 for record in federation.records())
+    ends = [federation.notes(site)[-1] for site in ("a", "a1", "b", "b1")]
+    assert ends[0]["outer"] == ends[1]["outer"]
+    sent = [end["report"]["bytes_sent"] for end in ends]
+    assert sent[0] == pytest.approx(sent[1], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_a_federation_of_which_everything_was_killed_goes_on(federation: Federation) -> None:
+    for site in "ab":
+        federation.start(site, STEPS, STEP)
+    federation.until("both have landed three rounds", lambda: min(map(federation.round, "ab")) >= 3)
+    for site in "ab":
+        federation.processes.pop(site).kill()
+    known = federation.records()
+    federation.hub.close()
+    federation.open_hub(f"127.0.0.1:{federation.hub.port}")
+    # One of them has lost its disk.
+    shutil.rmtree(federation.folder / "b")
+    for site in "ab":
+        federation.start(site, STEPS, STEP)
+    federation.until_ended("a", "b")
+    records = federation.records()
+    assert records[: len(known)] == known
+    assert any(len(record.counted) == 2 for record in records[len(known) :])

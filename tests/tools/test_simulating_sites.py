@@ -1,0 +1,83 @@
+"""Sites of a federation in virtual time: the slow and the late cost the others nothing, and nothing counts twice."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_sdiloco.planning import Absence
+from lightning_sdiloco.tools.cli import main
+from lightning_sdiloco.tools.simulate.configuration import Configuration
+from lightning_sdiloco.tools.simulate.federated import FederatedRun, Places, play_sites
+from tests.tools.test_simulating import write
+
+STEPS, BATCH = 24, 5
+
+
+def played(folder: Path, places: Places) -> FederatedRun:
+    quiet = ("trainer.limit_val_batches=0", f"trainer.max_steps={STEPS}")
+    return play_sites(Configuration((write(folder),), quiet), places, {}, lambda: None)
+
+
+def test_a_site_at_half_speed_costs_the_others_nothing(tmp_path: Path) -> None:
+    even, uneven = (played(tmp_path, Places(2, 1.0, speeds=speeds)) for speeds in ((1.0, 1.0), (1.0, 0.5)))
+    fast, slow = uneven.sites
+    # With its last step a site leaves, which may take as long as a round waits.
+    assert fast.times[:-1] == even.sites[0].times[:-1]
+    assert fast.times[-2] < STEPS < slow.times[STEPS // 2 + 1]
+    assert slow.counted > 0
+    assert even.sites[0].carried == 0
+
+
+def test_what_a_late_site_has_trained_counts_once(tmp_path: Path) -> None:
+    run = played(tmp_path, Places(2, 1.0, delays=(0.0, 12.0)))
+    on_time, late = run.sites
+    assert on_time.late == 0 < late.late
+    assert late.carried > 0
+    assert max(late.weights[0]) > 6 * BATCH, "what was carried counts with what came after it"
+    assert {sum(weights) for site in run.sites for weights in site.weights.values()} == {STEPS * BATCH}
+    assert on_time.ended < late.ended
+
+
+def test_a_site_that_is_away_and_one_that_joins_count_when_they_are_there(tmp_path: Path) -> None:
+    away = (Absence(1, 8.0, 40.0), Absence(2, 0.0, 12.0))
+    run = played(tmp_path, Places(3, 1.0, absences=away))
+    stays, stopped, joins = run.sites
+    assert stays.times[-2] < STEPS
+    assert stopped.times[6] < 8 < 40 < stopped.times[8]
+    assert joins.times[0] > 12
+    assert joins.counted > 0
+    first = next(record for record in run.records if record.fragment == 0)
+    assert [own.site for own in first.counted] == ["site-0", "site-1"]
+
+
+def test_the_command_tells_each_site_the_same_every_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, told = write(tmp_path, max_steps=12, limit_val_batches=0), []
+    args = [f"--config={file}", "--sites=2", "--step-time=0.1", "--bandwidth=0.001", "--speeds=1,0.5"]
+    for name in ("one", "other"):
+        main(["simulate", *args, f"--json={tmp_path / name}"])
+        told.append((capsys.readouterr().out, (tmp_path / name).read_text()))
+    assert told[0] == told[1]
+    text, sites = told[0][0], json.loads(told[0][1])["sites"]
+    assert "2 sites, 74 parameters in 2 fragments" in text
+    assert "grace=10 s, lease=10 s, quorum=1" in text
+    assert [len(site["losses"]) for site in sites] == [12, 12]
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--sites=2"], "--sites needs --step-time"),
+        (["--sites=2", "--step-time=1", "--sweep=sync_every=5"], "--sweep does not go with --sites"),
+        (["--sites=2", "--step-time=1", "--delays=1"], "1 delays for 2 sites"),
+        (["--sites=1", "--step-time=1", "--absence=0:0-5"], "nobody founds the run"),
+        (["--delays=1,2"], "Give --sites too"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], words: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", f"--config={write(tmp_path)}", *args])
+    assert words in " ".join(capsys.readouterr().err.split())
