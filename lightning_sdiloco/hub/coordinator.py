@@ -290,8 +290,7 @@ class Coordinator:
             self._states.hand_on(self.ledger, request)
 
     def _found(self, header: StateHeader, parts: Sequence[Payload]) -> None:
-        charter = self._gathering.charter
-        self.history.found(charter, header, parts)
+        self.history.found(self._gathering.charter, header, parts)
         self._ledger = self.history.ledger(self._clock())
         log.info("run %s has been founded", self.run)
         for hello in self._gathering.hellos.values():
