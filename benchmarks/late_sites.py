@@ -133,7 +133,7 @@ class LateArithmetic:
 
     def __init__(self, arithmetic: SiteArithmetic, hub: LateHub) -> None:
         self._arithmetic, self._hub = arithmetic, hub
-        self.encode = arithmetic.encode
+        self.encode, self.bytes_fetched = arithmetic.encode, arithmetic.bytes_fetched
 
     def apply(self, record: Record, blobs: Blobs, before: OuterState, memory: Tensor | None) -> Stepped:
         """See `SiteArithmetic.apply`."""
@@ -208,7 +208,7 @@ class Sites:
 def _here(connection: InProcessConnection) -> Federation:
     class Here(Federation):
         @override
-        def connect(self) -> Connection:
+        def connect(self, ranks: int = 1) -> Connection:
             return connection
 
     return Here("hub", "late", connection.site, insecure=True, lease=1e6, grace=GRACE)

@@ -134,8 +134,7 @@ def test_a_checkpoint_of_an_earlier_version_is_taken_up_bit_for_bit(left_open: t
     path = str(tmp_path / "old" / f"step={SAVED}.ckpt")
     choices = {name: value for name, value in CHOICES.items() if name not in left_open}
     resumed = run_processes(lambda rank, world_size: fit(rank, world_size, tmp_path, path, choices), 2)
-    # States of that version did not say whose they are, with which settings, and that nothing in flight was final.
-    assert not any(flight.pop("final") for rank in resumed for flight in rank["at the checkpoint"]["flights"])
+    # States of that version did not say whose they are, and with which settings.
     assert [rank["at the checkpoint"].pop("rank")["group_index"] for rank in resumed] == [0, 1]
     assert {rank["at the checkpoint"].pop("settings")["outer_lr"] for rank in resumed} == {"0.5"}
     assert differences(resumed, expected) == []
