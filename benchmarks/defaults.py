@@ -44,8 +44,7 @@ def ours(groups: int = 2, seed: int = 0, **changes: Any) -> Training:
 
 def ddp_of(training: Training) -> Training:
     """DDP on the same batches, from the same weights, at its own learning rate."""
-    lr = 2 * DDP_LR if training.groups == 8 else DDP_LR
-    return replace(training, choices=None, lr=lr)
+    return replace(training, choices=None, lr=DDP_LR)
 
 
 def rates() -> Iterator[Training]:
