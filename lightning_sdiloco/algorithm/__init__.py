@@ -46,7 +46,7 @@ __all__ = [
     "kind_of_all_reduce",
     "partition",
     "plain",
-    "trained",
     "recommended",
     "remembered",
+    "trained",
 ]

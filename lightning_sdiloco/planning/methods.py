@@ -147,9 +147,10 @@ class Streaming(Method):
         """Returns the bytes that a group sends in a run, the final exchange included; exact but for buffers."""
         warmup_steps = min(steps, self.settings.warmup_steps)
         launched = sum(self._launches(p, steps - warmup_steps) * sent for p, sent in enumerate(self._sent))
-        # In a warm-up there are the gradients of each step, and after the last one the parameters.
-        exact = warmup_steps + (0 < self.settings.warmup_steps <= steps)
-        return launched + exact * self._exact + self.settings.final_sync * self._final
+        # In a warm-up there are the gradients of each step, and after the last one the parameters; a run that ends in
+        # it has no other mean at its end.
+        exact, ends_in_it = warmup_steps + (warmup_steps > 0), 0 < steps < self.settings.warmup_steps
+        return launched + exact * self._exact + (self.settings.final_sync and not ends_in_it) * self._final
 
     def _launches(self, fragment: int, steps: int) -> int:
         return max(0, (steps - self.schedule.offset(fragment)) // self.settings.sync_every)

@@ -66,15 +66,14 @@ def train(engines: SimulatedGroups, models: Sequence[nn.Module], steps: int) -> 
 @pytest.mark.parametrize("groups", [2, 3])
 def test_the_bytes_of_a_run_are_those_that_the_engine_counts(groups: int, compression: str, final_sync: bool) -> None:
     choices: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "fragments": LAYERS, "compression": compression}
-    choices["warmup_steps"] = 0 if final_sync else 4
-    models = [mlp() for _ in range(groups)]
-    simulated = SimulatedGroups(models, **choices, final_sync=final_sync)
-    train(simulated, models, steps=23)
-    simulated.finish()
-    planned = Streaming(
-        Model.of_parameters(trainable(mlp())), Settings(**choices, final_sync=final_sync), Groups(1.0, groups)
-    )
-    assert planned.bytes_in(23) == simulated.engines[0].report()["bytes_sent"]
+    for warmup_steps, steps in ((0, 23), (4, 23), (4, 4), (4, 3)):
+        own = {**choices, "warmup_steps": warmup_steps, "final_sync": final_sync}
+        models = [mlp() for _ in range(groups)]
+        simulated = SimulatedGroups(models, **own)
+        train(simulated, models, steps)
+        simulated.finish()
+        planned = Streaming(Model.of_parameters(trainable(mlp())), Settings(**own), Groups(1.0, groups))
+        assert planned.bytes_in(steps) == simulated.engines[0].report()["bytes_sent"]
 
 
 def test_the_bytes_of_a_group_of_several_ranks_are_those_of_its_ranks_together() -> None:

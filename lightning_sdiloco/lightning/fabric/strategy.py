@@ -215,7 +215,8 @@ class FabricWorkerGroupStrategy(_Base):
         wrapped = super().setup_module(module)
         if self.topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
-        wrapped.register_forward_pre_hook(self._loop.note_samples, with_kwargs=True)
+        if self._options.federation is not None:
+            wrapped.register_forward_pre_hook(self._loop.note_samples, with_kwargs=True)
         self._wrapped.append(wrapped)
         return wrapped
 
