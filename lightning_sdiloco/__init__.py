@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
+from lightning_sdiloco.engine.drop_compute import DropCompute
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.paced import Paced
 from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups
@@ -20,11 +22,13 @@ __all__ = [
     "AgreementError",
     "BFloat16",
     "Compression",
+    "DropCompute",
     "ExchangeError",
     "Federation",
     "Float32",
     "Fragment",
     "Landing",
+    "Paced",
     "Schedule",
     "SimulatedGroups",
     "StreamingDiLoCo",

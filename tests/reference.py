@@ -38,7 +38,7 @@ def mean(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-    """Each group by the inner steps that it trained; the plain mean where all trained as many."""
+    """Each group by the micro-batches that it trained; the plain mean where all trained as many."""
     if len(set(weights)) == 1:
         return mean(tensors)
     total = sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))
@@ -76,6 +76,7 @@ def run(
     warmup_steps: int = 0,
     final_sync: bool = True,
     idle: Callable[[int, int], bool] = lambda group, step: False,
+    micro_batches: Callable[[int, int], int] = lambda group, step: 1,
 ) -> Result:
     """Trains the models, one per group and equal at first, in place.
 
@@ -95,6 +96,7 @@ def run(
             train; after the last one they take the mean of their parameters.
         final_sync: whether the run ends with the plain mean of the local parameters.
         idle: `(group, step)` to whether the group does not train in that step.
+        micro_batches: `(group, step)` to how many of them the group trained in that step: by these it weighs.
     """
     local = [{name: p for name, p in model.named_parameters() if p.requires_grad} for model in models]
     assert sorted(local[0]) == sorted(name for fragment in fragments for name in fragment), "each name in one fragment"
@@ -104,7 +106,7 @@ def run(
     in_flight: dict[int, tuple[int, dict[str, list[Tensor]]]] = {}  # fragment -> launch step, name -> delta per group
     rate = outer_lr if callable(outer_lr) else lambda number: outer_lr
     outer_steps = [0 for _ in fragments]
-    trained = [[0 for _ in models] for _ in fragments]  # [fragment][group]: inner steps since the last launch
+    trained = [[0 for _ in models] for _ in fragments]  # [fragment][group]: since the last launch
     weights: dict[int, list[int]] = {}  # of the launch in flight, by group
     result = Result(outer=outer)
 
@@ -129,7 +131,7 @@ def run(
             if idle(m, step):
                 continue
             for counts in trained:
-                counts[m] += 1
+                counts[m] += micro_batches(m, step)
             x, y = batch(m, step)  # line 3
             optimizers[m].zero_grad()
             loss(models[m](x), y).backward()  # line 4

@@ -7,6 +7,7 @@ decided here. This room sends nothing, owns no state of a training, and knows ne
 from lightning_sdiloco.algorithm.aggregation import Absences, Aggregation, Count, plain, remembered, trained
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.algorithm.digest import combined, digest
+from lightning_sdiloco.algorithm.dropping import Drop, best_drop
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
 from lightning_sdiloco.algorithm.recommended import AUTO, SPARSE_GAINS, OuterStep, recommended
 from lightning_sdiloco.algorithm.reduction import (
@@ -28,6 +29,7 @@ __all__ = [
     "Control",
     "Count",
     "DEFAULT_TIMEOUT",
+    "Drop",
     "Fragment",
     "HOST_BYTES",
     "OuterLRSchedule",
@@ -40,6 +42,7 @@ __all__ = [
     "SecondHop",
     "Settings",
     "all_reduce_for",
+    "best_drop",
     "combined",
     "digest",
     "final_all_reduce_for",

@@ -12,9 +12,11 @@ from lightning_sdiloco.engine.checkpoint import files
 from lightning_sdiloco.engine.checkpoint.files import random_state, set_random_state
 from lightning_sdiloco.engine.checkpoint.optimizer_state import own_state, take_up_state
 from lightning_sdiloco.engine.checkpoint.ranks import Saved, read_own, write_common_file, write_own, write_ranks
+from lightning_sdiloco.engine.drop_compute import DropCompute, DroppingLoader
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import GroupMean, Landing
-from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.engine.measurements import Span, StepClock
+from lightning_sdiloco.engine.paced import Paced
 from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
 from lightning_sdiloco.engine.restart import Restart, restart_from
@@ -22,13 +24,17 @@ from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import cut
 
 __all__ = [
+    "DropCompute",
+    "DroppingLoader",
     "Federation",
     "GroupMean",
     "InlineBackground",
     "Landing",
+    "Paced",
     "Restart",
     "Saved",
     "Span",
+    "StepClock",
     "StreamingDiLoCo",
     "align_model",
     "clean_name",

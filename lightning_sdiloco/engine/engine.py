@@ -27,7 +27,7 @@ from lightning_sdiloco.engine.agreement import require_own_group, require_same_s
 from lightning_sdiloco.engine.background import Background, ThreadBackground
 from lightning_sdiloco.engine.checkpoint.ranks import load, place_of, require_own_state, save
 from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
-from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.engine.measurements import Span, StepClock
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import OuterView
 from lightning_sdiloco.engine.pace import Pace, SchedulePace
@@ -38,7 +38,14 @@ from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
-from lightning_sdiloco.engine.start import WorkerGroups, agreed_fragments, align_ranks, cut, default_topology
+from lightning_sdiloco.engine.start import (
+    WorkerGroups,
+    agreed_fragments,
+    align_ranks,
+    checked_micro_batches,
+    cut,
+    default_topology,
+)
 from lightning_sdiloco.engine.warmup import Warmup
 
 
@@ -126,6 +133,7 @@ class StreamingDiLoCo:
         self.settings = self._given.chosen_for(self.topology.num_groups)
         self.mailbox = Mailbox()
         self.step_span: Span = (0.0, 0.0)
+        self.step_clock = StepClock()
         self.last_landing: Landing | None = None
         self.final_landings: list[Landing] = []
         self._early: list[Landing] = []
@@ -189,31 +197,38 @@ class StreamingDiLoCo:
         """Does the second half of `average_gradients`. The next `step` returns what landed."""
         self._early += self._counted(self._warmup.land(self._counts.inner_steps + 1))
 
-    def step(self, *, idle: bool = False, samples: int = 1) -> list[Landing]:
+    def step(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> list[Landing]:
         """Counts an inner step, launches what is due and lands what is due, which it returns.
 
         Args:
-            idle: Whether this group did not train in this inner step, because it has no data left: it then counts less
-                in the next mean of every fragment. All ranks of a group say the same.
-            samples: On how many samples this rank trained: by these a federation weighs its sites.
+            trained: How many micro-batches this rank trained in this inner step: by these groups weigh in the next mean
+                of every fragment, so all count in the same unit.
+            idle: Whether this group did not train in this inner step, because it has no data left, for instance: the
+                word for ``trained=0``. All ranks of a group say the same.
+            samples: On how many samples this rank trained: by these a federation weighs its sites. None: ``trained``.
 
         Raises:
+            ValueError: If ``trained`` is no whole number from 0.
             ExchangeError: If a worker group went away, or did not answer within ``timeout``.
             AgreementError: If the groups hold different outer parameters, or one stays not finite.
         """
-        self.launch_due(idle=idle, samples=samples)
+        self.launch_due(trained=trained, idle=idle, samples=samples)
         return self.land_due()
 
-    def launch_due(self, *, idle: bool = False, samples: int = 1) -> None:
+    def launch_due(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
         self._require_open("step()")
-        for _ in range(self._warmup.missing(self._counts.inner_steps + 1, idle)):
+        trained = 0 if idle else checked_micro_batches(trained)
+        for _ in range(self._warmup.missing(self._counts.inner_steps + 1, not trained)):
             self.launch_gradients(idle=True)
             self.land_gradients()
         self._counts.inner_steps += 1
-        self.step_span = (began := time.perf_counter()), began
-        if not idle:
-            self._pace.trained(samples)
+        ended, began = self.step_span[1], time.perf_counter()
+        self.step_span = began, began
+        if trained:
+            self._pace.trained(trained, trained if samples is None else samples)
+            self.step_clock.note(ended, began)
+        self.mailbox.step_time = self.step_clock.seconds
         self._counts.launches += self._pace.launch_due(self._counts.inner_steps, self.mailbox)
 
     def _require_open(self, called: str) -> None:
@@ -297,6 +312,11 @@ class StreamingDiLoCo:
     def is_training(self, model: nn.Module) -> bool:
         """Tells whether this engine trains that model and has not finished, so that groups hold different values."""
         return self._model is model and not self.is_finished
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained, without what it was wrapped in."""
+        return self._model
 
     @property
     def is_finished(self) -> bool:

@@ -47,9 +47,10 @@ class LaunchSnapshot(NamedTuple):
         buffers: Copies of the buffers that belong to the fragment.
         travelling: Indices of the buffers that travel this time.
         requests: What this rank asks of all groups, one bit each.
-        weight: Inner steps in which this group trained since its own last launch of the fragment.
+        weight: Micro-batches that this rank trained since its group's own last launch of the fragment.
         deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
         purpose: What the flight is for.
+        step_time: Seconds of an inner step of this rank; 0 where that is not known.
     """
 
     fragment: int
@@ -62,6 +63,7 @@ class LaunchSnapshot(NamedTuple):
     weight: int
     deadline: float
     purpose: Purpose = Purpose.ROUND
+    step_time: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values and tensors on the host, without outer parameters and what the process decides."""
@@ -206,6 +208,8 @@ class Landing(NamedTuple):
             because they were there already when this rank began to wait for them.
         sites: Of a site of a federation: the names of the sites that counted in the round, this one's among them unless
             it came too late.
+        step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 where that was
+            not known.
     """
 
     fragment: int
@@ -226,6 +230,7 @@ class Landing(NamedTuple):
     diagnostics: Diagnostics | None
     on_link_s: float = math.nan
     sites: tuple[str, ...] = ()
+    step_times: tuple[float, ...] = ()
 
     def seconds(self, name: str) -> float:
         """Returns how long one of the `spans` was; 0 if there was none."""
@@ -279,6 +284,7 @@ class Landing(NamedTuple):
             },
             diagnostics=result.diagnostics,
             on_link_s=result.on_link_s,
+            step_times=tuple(control.step_time for control in result.controls),
         )
 
     @property

@@ -65,7 +65,7 @@ class FragmentState:
         memory: Error feedback of the compression.
         residual: What the second rounding of the mean lost.
         norms: The last norms of the outer gradients of all groups, for the guard against outliers.
-        weight: Inner steps in which this group has trained since its last launch of the fragment.
+        weight: Micro-batches that this rank has trained since its group's last launch of the fragment.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
 """What is measured of a flight: when its parts began and ended, and, if asked for, how far the groups agree."""
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,39 @@ from lightning_sdiloco.compression import Compression
 
 Span = tuple[float, float]
 """From when to when, on the clock of ``time.perf_counter()``."""
+
+_REMEMBERED = 16
+
+
+class StepClock:
+    """Measures how long this rank trains for an inner step, from the end of one call of the engine to the next.
+
+    What the engine itself waits for is left out. Pauses, as for a validation, are too, by a median.
+
+    Args:
+        seconds: What it says in place of what it measures.
+
+    Examples:
+        >>> clock = StepClock()
+        >>> for ended, began in ((0.0, 4.0), (1.0, 1.5), (2.0, 2.25), (3.0, 9.0)):
+        ...     clock.note(ended, began)
+        >>> clock.seconds
+        0.5
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self._last: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def note(self, ended: float, began: float) -> None:
+        """Notes an inner step: when the last call of the engine ended, or 0 if there was none, and this one began."""
+        if ended:
+            self._last.append(began - ended)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an inner step; 0 if none is known."""
+        return self._seconds or (median(self._last) if self._last else 0.0)
 
 
 class Diagnostics(NamedTuple):

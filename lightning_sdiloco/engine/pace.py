@@ -25,8 +25,8 @@ class Pace(Protocol):
         """Waits until there is all that training begins with, after an inner step."""
         ...
 
-    def trained(self, samples: int) -> None:
-        """Counts an inner step in which this rank trained on so many samples."""
+    def trained(self, micro_batches: int, samples: int) -> None:
+        """Counts an inner step in which this rank trained so many micro-batches, and in them so many samples."""
         ...
 
     def launch_due(self, step: int, mailbox: Mailbox) -> int:
@@ -89,10 +89,10 @@ class SchedulePace:
     def join(self, step: int) -> None:
         """Does nothing: all groups begin together."""
 
-    def trained(self, samples: int) -> None:
-        """Counts an inner step: all of a group's weigh the same."""
+    def trained(self, micro_batches: int, samples: int) -> None:
+        """Counts an inner step: all micro-batches weigh the same."""
         for fragment in self._rounds.fragments:
-            fragment.weight += 1
+            fragment.weight += micro_batches
 
     def launch_due(self, step: int, mailbox: Mailbox) -> int:
         """Launches what the schedule says; see `Pace.launch_due`."""

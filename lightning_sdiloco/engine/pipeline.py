@@ -275,6 +275,7 @@ class Pipeline:
             digest=digest(snapshot.outer, start=fragment.layout.start),
             norm_squared=norm,
             changed=0 if is_gradient else fragment.buffers.changed(snapshot.buffers),
+            step_time=snapshot.step_time,
         )
         if self._topology.group_size == 1:
             return own.packed()

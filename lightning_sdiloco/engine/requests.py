@@ -1,4 +1,4 @@
-"""What this rank asks of all groups: bits that wait for the next launch, which takes them along."""
+"""What this rank tells all groups with the next launch: what it asks of them, and how fast it is."""
 
 
 class Mailbox:
@@ -8,6 +8,7 @@ class Mailbox:
 
     Attributes:
         pending: What waits for the next launch, one bit each; a plain number, because checkpoints hold it.
+        step_time: Seconds of an inner step, which launches take along too; 0 where that is not known.
 
     Examples:
         >>> mailbox = Mailbox()
@@ -19,6 +20,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.pending = 0
+        self.step_time = 0.0
 
     def request(self, bits: int) -> None:
         """Adds bits, up to 16, whose meaning is the caller's."""

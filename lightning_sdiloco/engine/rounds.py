@@ -136,7 +136,8 @@ class Rounds:
         began = time.perf_counter()
         with record_function("sdiloco::launch"):
             fragment, deadline = self.fragments[index], self._deadline()
-            self._start(fragment.launch(step, deadline, purpose, mailbox.take()), began)
+            snapshot = fragment.launch(step, deadline, purpose, mailbox.take())
+            self._start(snapshot._replace(step_time=mailbox.step_time), began)
 
     @torch.no_grad()
     def launch_gradients(self, step: int, mailbox: Mailbox, trains: bool) -> None:

@@ -74,17 +74,18 @@ class SimulatedGroups:
         for engine in self.engines:
             engine.land_gradients()
 
-    def step(self, *, idle: Collection[int] = ()) -> list[list[Landing]]:
+    def step(self, *, trained: Sequence[int] = (), idle: Collection[int] = ()) -> list[list[Landing]]:
         """Counts an inner step of every group: launches all that is due, then lands all that is due.
 
         Args:
+            trained: How many micro-batches each group trained, by group; 1 where it is left out.
             idle: The groups that did not train in this inner step.
 
         Returns:
             What landed in each group.
         """
         for group, engine in enumerate(self.engines):
-            engine.launch_due(idle=group in idle)
+            engine.launch_due(trained=trained[group] if trained else 1, idle=group in idle)
         return [engine.land_due() for engine in self.engines]
 
     def finish(self) -> None:

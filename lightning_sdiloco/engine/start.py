@@ -93,6 +93,20 @@ def default_topology(worker_groups: int | str | WorkerGroups, timeout: timedelta
     return Topology.of_world(layout, timeout) if is_connected() else Topology()
 
 
+def checked_micro_batches(trained: int) -> int:
+    """Returns how many micro-batches were trained.
+
+    Raises:
+        ValueError: If it is no such number.
+    """
+    if not isinstance(trained, int) or trained < 0:
+        raise ValueError(
+            f"trained={trained!r} is no number of micro-batches: it must be a whole number, 0 if the group was idle."
+            " Give 1 for an inner step without micro-batches, or leave it out."
+        )
+    return trained
+
+
 @torch.no_grad()
 def agreed_fragments(
     model: nn.Module, settings: Settings, topology: Topology, *, is_site: bool = False

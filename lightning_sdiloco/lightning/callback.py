@@ -44,7 +44,7 @@ class InnerStepHooks(_Base):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Makes the inner step, logs what landed, and ends a fit with its last batch."""
-        self.fit.steps.note_samples(batch)
+        self.fit.steps.note_batch(batch)
         self._write(trainer, self.fit.end_batch(self._is_idle_step(trainer, batch)))
         if self.fit.requests.agreed(Request.TIME_LIMIT):
             trainer.should_stop = True

@@ -17,6 +17,7 @@ from lightning_sdiloco.lightning.epoch_ends import EpochEnds
 from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.host.batch_hooks import replace_batch_hooks
 from lightning_sdiloco.lightning.host.ended_data import Epochs
+from lightning_sdiloco.lightning.host.paced_data import follow_engine
 from lightning_sdiloco.lightning.host.patching import check_names
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
 from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike
@@ -184,6 +185,7 @@ class Fit:
     def begin_epoch(self) -> None:
         """Makes the first batch of the epoch check whether other parameters are trainable now."""
         self._epoch_begins = True
+        follow_engine(self._trainer, self.steps)
 
     def recut(self) -> bool:
         """Cuts the model anew where an epoch begins with other trainable parameters.

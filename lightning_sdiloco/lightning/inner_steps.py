@@ -20,13 +20,15 @@ class InnerSteps:
         landed: Whether anything landed in the batch that has just ended.
         optimizer_steps: How often optimizers have stepped in this batch.
         samples: On how many samples this rank has trained since the last inner step, where somebody counts them.
+        counts_micro_batches: Whether groups weigh by the micro-batches that they train, because some are left out.
     """
 
     def __init__(self) -> None:
         self.engine: StreamingDiLoCo | None = None
         self.landed = False
         self.optimizer_steps = 0
-        self.samples = 0
+        self.samples = self._micro_batches = 0
+        self.counts_micro_batches = False
         self.stepped = False
         self._per_batch = 0
         self._early: list[Landing] = []
@@ -34,7 +36,7 @@ class InnerSteps:
     def start(self, engine: StreamingDiLoCo) -> None:
         """Begins to count for an engine."""
         self.engine = engine
-        self.landed = self.stepped = False
+        self.landed = self.stepped = self.counts_micro_batches = False
         self.optimizer_steps = self._per_batch = 0
 
     @property
@@ -69,9 +71,11 @@ class InnerSteps:
         """Notes that an optimizer has stepped, perhaps without Lightning's wrapper; a hook of optimizers."""
         self.stepped = True
 
-    def note_samples(self, batch: Any) -> None:
+    def note_batch(self, batch: Any) -> None:
         """Notes on how many samples this rank trains in a batch: the length of the first tensor in it."""
-        self.samples += samples_in(batch) or 1
+        if batch is not None:
+            self.samples += samples_in(batch) or 1
+            self._micro_batches += 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,8 +115,9 @@ class InnerSteps:
         self._per_batch = self.optimizer_steps or self._per_batch
         self.optimizer_steps = 0
         self.stepped = False
-        landings = [*self._early, *self.engine.step(idle=idle, samples=max(1, self.samples))]
-        self._early, self.samples = [], 0
+        trained = self._micro_batches if self.counts_micro_batches else 1
+        landings = [*self._early, *self.engine.step(trained=trained, idle=idle, samples=max(1, self.samples))]
+        self._early, self.samples, self._micro_batches = [], 0, 0
         self.landed = bool(landings)
         return landings
 

@@ -29,6 +29,7 @@ from lightning_sdiloco.lightning.callback import InnerStepHooks
 from lightning_sdiloco.lightning.collectives import stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
 from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers
+from lightning_sdiloco.lightning.host.paced_data import process_wrapped
 from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_divided, refuse_in_notebook
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
@@ -287,6 +288,11 @@ class WorkerGroupStrategy(_Base):
             self.fit.prepare(trainer.lightning_module)
         super().setup_optimizers(trainer)
         refuse_divided(self.optimizers)
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        assert self.lightning_module is not None
+        return super().process_dataloader(process_wrapped(self.lightning_module.trainer, dataloader))
 
     # Training
 

@@ -1,6 +1,6 @@
 """Plays a run in virtual time: when every group has made each inner step, with unequal speeds and absences."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from lightning_sdiloco.planning.link import Link, require
@@ -38,7 +38,12 @@ class Times(NamedTuple):
 
 
 def play(
-    method: Streaming, link: Link, steps: int, speeds: Sequence[float], absences: Iterable[Absence] = ()
+    method: Streaming,
+    link: Link,
+    steps: int,
+    speeds: Sequence[float],
+    absences: Iterable[Absence] = (),
+    idle: Sequence[Collection[int]] = (),
 ) -> list[Times]:
     """Plays training thread and background of every group, as `Streaming.utilisation` does where all are alike.
 
@@ -50,6 +55,7 @@ def play(
         steps: Inner steps of the run.
         speeds: How fast each group trains: 0.5 takes twice the step time of the groups.
         absences: When which group is away.
+        idle: The inner steps, from 1, in which each group does not train, by group: they take no time.
 
     Returns:
         The times of each group.
@@ -65,8 +71,11 @@ def play(
         >>> fast, slow = play(method, Link(gbit_s=1.0), steps=20, speeds=[1.0, 0.5])
         >>> round(fast.waited), round(slow.waited), round(fast.end) == round(slow.end)
         (20, 0, True)
+        >>> fast, slow = play(method, Link(gbit_s=1.0), 20, [1.0, 0.5], idle=[(), range(1, 20, 2)])
+        >>> round(fast.waited), round(fast.end)
+        (0, 20)
     """
-    return _Play(method, link, speeds, list(absences)).times(steps)
+    return _Play(method, link, speeds, list(absences), idle or [()] * len(speeds)).times(steps)
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
@@ -92,8 +101,8 @@ def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> fl
 class _Group:
     """The clocks of one group: training thread and background."""
 
-    def __init__(self, step_time: float, absences: list[Absence]) -> None:
-        self._step_time = step_time
+    def __init__(self, step_time: float, absences: list[Absence], idle: Collection[int]) -> None:
+        self._step_time, self._idle = step_time, frozenset(idle)
         self._absences = sorted(absences, key=lambda absence: absence.start)
         self.clock = self.waited = self.longest_flight = 0.0
         # When each stage of the background was done with its last flight.
@@ -101,18 +110,27 @@ class _Group:
         self.landings: list[float] = []
         self.steps: list[float] = []
 
-    def step(self) -> None:
+    def step(self, number: int) -> None:
         """Makes an inner step."""
-        self.clock = step_end(self.clock, self._step_time, self._absences)
+        if number not in self._idle:
+            self.clock = step_end(self.clock, self._step_time, self._absences)
 
 
 class _Play:
-    def __init__(self, method: Streaming, link: Link, speeds: Sequence[float], absences: list[Absence]) -> None:
+    def __init__(
+        self,
+        method: Streaming,
+        link: Link,
+        speeds: Sequence[float],
+        absences: list[Absence],
+        idle: Sequence[Collection[int]],
+    ) -> None:
         groups = method.groups
-        if len(speeds) != groups.groups:
-            raise ValueError(
-                f"There are {len(speeds)} speeds for {groups.groups} worker groups. Give one for each group."
-            )
+        for name, each in (("speeds", speeds), ("lists of idle steps", idle)):
+            if len(each) != groups.groups:
+                raise ValueError(
+                    f"There are {len(each)} {name} for {groups.groups} worker groups. Give one for each group."
+                )
         for speed in speeds:
             require(speed > 0, "speed", speed, "positive: 0.5 is half as fast as the others")
         for absence in absences:
@@ -122,7 +140,7 @@ class _Play:
         self._link = link
         self._link_free = 0.0
         self._groups = [
-            _Group(groups.step_time / speed, [absence for absence in absences if absence.group == group])
+            _Group(groups.step_time / speed, [absence for absence in absences if absence.group == group], idle[group])
             for group, speed in enumerate(speeds)
         ]
 
@@ -131,7 +149,7 @@ class _Play:
         in_flight: list[int] = []
         for step in range(1, steps + 1):
             for group in self._groups:
-                group.step()
+                group.step(step)
             for fragment in schedule.launches(step):
                 self._launch(fragment)
                 in_flight.append(fragment)

@@ -173,7 +173,8 @@ def test_the_norms_of_every_fragment_are_remembered_apart() -> None:
 def test_a_control_vector_carries_the_weight_and_a_group_trained_when_all_its_ranks_did() -> None:
     control = said(weight=2**32 - 1)
     assert Control.unpacked(control.packed()) == control
-    assert Control.merged([control, said(weight=7), said(weight=9)]).weight == 7
+    assert Control.merged([said(weight=7), said(weight=9)]).weight == 16
+    assert Control.merged([said(weight=7), said(weight=0)]).weight == 0
 
 
 # Simulated groups whose parameters are moved by hand

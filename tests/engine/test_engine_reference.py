@@ -42,8 +42,17 @@ def never(group: int, step: int) -> bool:
     return False
 
 
+def once(group: int, step: int) -> int:
+    return 1
+
+
 def simulate(
-    inner: str, groups: int, steps: int, idle: Callable[[int, int], bool] = never, **choices: Any
+    inner: str,
+    groups: int,
+    steps: int,
+    idle: Callable[[int, int], bool] = never,
+    micro_batches: Callable[[int, int], int] = once,
+    **choices: Any,
 ) -> tuple[list[dict[str, Tensor]], list[nn.Sequential]]:
     models = [mlp(seed) for seed in range(groups)]
     optimizers = [inner_optimizer(inner, model) for model in models]
@@ -58,7 +67,7 @@ def simulate(
         for group, optimizer in enumerate(optimizers):
             if group not in resting:
                 optimizer.step()
-        simulated.step(idle=resting)
+        simulated.step(trained=[micro_batches(group, step) for group in range(groups)], idle=resting)
         trajectory.append(simulated.outer_state_dict())
     simulated.finish()
     return [*trajectory, simulated.outer_state_dict()], models
@@ -128,7 +137,10 @@ def test_simulated_groups_follow_the_reference(choices: dict[str, Any], groups: 
 def test_groups_that_run_dry_and_a_schedule_follow_the_reference(
     choices: dict[str, Any], batches: list[int], warm_up: int, inner: str
 ) -> None:
-    """Epochs of as many inner steps as the group with the most batches; the others are idle at the end of each."""
+    """Epochs of as many inner steps as the group with the most batches; the others are idle at the end of each.
+
+    In an inner step, groups train unequal numbers of micro-batches.
+    """
 
     def idle(group: int, step: int) -> bool:
         return (step - 1) % max(1, *batches) >= batches[group]
@@ -136,11 +148,15 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_reference(
     def rate(number: int) -> float:
         return min(1.0, (number + 1) / (warm_up + 1))
 
+    def micro_batches(group: int, step: int) -> int:
+        return 1 + (group + step * warm_up) % 3
+
     base = choices.pop("outer_lr")
-    expected = reference(inner, len(batches), 25, outer_lr=lambda number: base * rate(number), idle=idle, **choices)
+    counts = {"idle": idle, "micro_batches": micro_batches}
+    expected = reference(inner, len(batches), 25, outer_lr=lambda number: base * rate(number), **counts, **choices)
     schedule = partial(LambdaLR, lr_lambda=rate)
     own = {**choices, "outer_lr": base, "outer_lr_schedule": schedule}
-    trajectory, models = simulate(inner, len(batches), 25, idle, **own)
+    trajectory, models = simulate(inner, len(batches), 25, **counts, **own)
     assert_same_trajectory(trajectory, models, expected, choices)
 
 

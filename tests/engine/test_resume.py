@@ -33,8 +33,10 @@ def through_a_file(value: Any) -> Any:
 class Groups:
     """Two simulated groups that can be stopped and taken up again in new objects."""
 
-    def __init__(self, idle: Callable[[int, int], bool] = lambda group, step: False, **choices: Any) -> None:
-        self.idle = idle
+    def __init__(
+        self, idle: Callable[[int, int], bool] = lambda group, step: False, counts: bool = False, **choices: Any
+    ) -> None:
+        self.idle, self.counts = idle, counts
         self.models = [model_with_statistics(seed) for seed in range(2)]
         self.optimizers = [inner_optimizer("adamw", model) for model in self.models]
         self.landings: list[Landing] = []
@@ -51,7 +53,8 @@ class Groups:
             for group, optimizer in enumerate(self.optimizers):
                 if group not in idle:
                     optimizer.step()
-            self.landings += self.groups.step(idle=idle)[0]
+            trained = [1 + (step + group) % 3 if self.counts else 1 for group in range(len(self.models))]
+            self.landings += self.groups.step(trained=trained, idle=idle)[0]
             seen.append(self.seen())
         return seen
 
@@ -112,6 +115,7 @@ def runs_dry(group: int, step: int) -> bool:
 
 COUNTING: dict[str, Any] = {
     "idle": runs_dry,
+    "counts": True,
     "outer_lr": 0.4,
     "outer_momentum": 0.9,
     "mixing": 0.5,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_sdiloco import Paced
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.planning.clock import Absence, play
 from lightning_sdiloco.planning.link import Link
@@ -42,6 +43,19 @@ def test_all_wait_for_the_slowest() -> None:
     assert fast.end == pytest.approx(slow.end, rel=1e-3)
     assert slow.end == pytest.approx(100, rel=1e-2)
     assert slow.waited < 1 < fast.waited < fastest.waited
+
+
+def test_nobody_waits_for_a_group_that_is_idle_as_often_as_it_is_slow() -> None:
+    own = Settings(sync_every=10, overlap_steps=2, compression="fp4")
+    four = Streaming(Model.of_size(24_000_000, layers=12), own, Groups(step_time=1.0, groups=4))
+    speeds, link = [1.0, 1.0, 1.0, 0.5], Link(gbit_s=100.0)
+    idle = [step for step, batch in enumerate(Paced([0] * 300, speed=0.5), start=1) if batch is None]
+    paced = play(four, link, 300, speeds, idle=[(), (), (), idle])
+    assert len(idle) == 150
+    assert max(times.end for times in paced) == pytest.approx(301, abs=1)
+    assert max(times.end for times in play(four, link, 300, speeds)) == pytest.approx(601, abs=2)
+    with pytest.raises(ValueError, match="There are 1 lists of idle steps for 4"):
+        play(four, link, 300, speeds, idle=[idle])
 
 
 def test_an_absence_is_waited_for_and_what_overlaps_hides_it() -> None:

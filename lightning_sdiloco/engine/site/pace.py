@@ -121,9 +121,9 @@ class SitePace:
         landed = all(own.flight or own.applied.round >= own.closed for own in follower.fragments)
         return follower.reachable and follower.follows and landed
 
-    def trained(self, samples: int) -> None:
-        """Counts an inner step of so many samples."""
-        self.follower.trained(samples * self._topology.group_size)
+    def trained(self, micro_batches: int, samples: int) -> None:
+        """Counts an inner step by its samples, of which ranks may have trained unequal numbers."""
+        self.follower.trained(sum(self._topology.in_site.all_gather_object(samples)))
 
     @torch.no_grad()
     def launch_due(self, step: int, mailbox: Mailbox) -> int:

@@ -43,6 +43,7 @@ class Loop:
 
     Attributes:
         landings: What landed with the last inner step.
+        trained: How many micro-batches are trained in this inner step.
     """
 
     def __init__(self, options: Options, groups: WorkerGroups, results: Results) -> None:
@@ -53,7 +54,7 @@ class Loop:
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self.landings: list[Landing] = []
-        self._samples = 0
+        self._samples, self.trained = 0, 1
         self._unfinished = _Unfinished()
         self._announcement: Announcement | None = None
 
@@ -124,10 +125,18 @@ class Loop:
             )
         yield
         if optimizer is self._optimizers[-1]:
-            self.landings = engine.step(samples=max(1, self._samples))
-            self._samples = 0
-            self._unfinished.inner_steps = engine.inner_steps
+            self._step(engine, trained=self.trained, samples=max(1, self._samples))
             self._announcement.step()
+
+    def idle_step(self) -> list[Landing]:
+        """Makes an inner step in which this group does not train. Returns what landed."""
+        self._step(self._begun(), idle=True)
+        return self.landings
+
+    def _step(self, engine: StreamingDiLoCo, **trained: Any) -> None:
+        self.landings = engine.step(**trained)
+        self._samples, self.trained = 0, 1
+        self._unfinished.inner_steps = engine.inner_steps
 
     def average_gradients(self) -> None:
         """Takes the mean of the gradients over the groups in the warm-up, once an optimizer is set up."""

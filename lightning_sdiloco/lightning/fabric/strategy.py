@@ -137,6 +137,14 @@ class FabricWorkerGroupStrategy(_Base):
         """
         return self._loop.finish()
 
+    def idle_step(self) -> list[Landing]:
+        """Makes an inner step in which this group does not train, where `Paced` yields None. Returns what landed."""
+        return self._loop.idle_step()
+
+    def note_trained(self, micro_batches: int) -> None:
+        """Says how many micro-batches are trained in the inner step that comes next; see `StreamingDiLoCo.step`."""
+        self._loop.trained = micro_batches
+
     @contextmanager
     def evaluate(self) -> Iterator[None]:
         """Shows the outer model inside a ``with`` block, the same in all groups, and then the local one again.

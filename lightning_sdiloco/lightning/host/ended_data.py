@@ -20,7 +20,7 @@ from lightning_sdiloco.lightning.requests import Request, Requests
 
 _log = logging.getLogger(__name__)
 
-_YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
+YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
 _LOADERS = "combined_loader"
 
 
@@ -93,6 +93,8 @@ class Fetcher:
             item = self._idle()
         elif depends:
             self._look_ahead(number)
+        if item[0] is None:
+            self._forget_what_was_logged()
         self.fetched = number
         self.done = number == self._length or (depends and number == self._last)
         return item
@@ -158,10 +160,12 @@ class Fetcher:
         if self._last == self.fetched:
             raise StopIteration
         _say_that_it_follows(self._epochs.trainer, self._epochs.topology, self.fetched)
-        for logged in self._epochs.trainer.fit_loop.epoch_loop._results.values():
-            # Otherwise what the last batch logged would be logged again for this one.
-            logged._forward_cache = None
         return None, self.fetched, 0
+
+    def _forget_what_was_logged(self) -> None:
+        """Keeps what the last batch logged from being logged again for one that is idle."""
+        for logged in self._epochs.trainer.fit_loop.epoch_loop._results.values():
+            logged._forward_cache = None
 
     def teardown(self) -> None:
         """Ends the workers of the loaders."""
@@ -170,10 +174,10 @@ class Fetcher:
 
 def _say_that_it_follows(trainer: Any, topology: Topology, batches: int) -> None:
     said = trainer.fit_loop.epoch_loop._warning_cache
-    if _YIELDED_NONE in said:
+    if YIELDED_NONE in said:
         return
     # Lightning would warn of a batch that is None.
-    said.add(_YIELDED_NONE)
+    said.add(YIELDED_NONE)
     if topology.group_rank == 0:
         _log.warning(
             "Worker group %d has no more batches in epoch %d after %d, and others have. It follows them with idle"

@@ -63,6 +63,7 @@ _SIGNALS = "a signal ends one rank while the others wait for it"
 _SAME_END = "the ranks do not end a fit at the same point after a signal, and it cannot be resumed exactly"
 _UNEVEN = "worker groups with unequal numbers of batches wait for each other in vain"
 _IDLE = "a worker group that waits for the others with idle batches does not count them as the others do"
+_PACED = "all worker groups train on the same data where a loader is paced"
 _EPOCHS = "the first epoch after a resume is not the one of a fit that was never interrupted"
 _METRICS = "an epoch that is resumed ends with the metrics of its last batches alone"
 _TIME = "a Timer makes all worker groups wait for each other after every batch"
@@ -97,6 +98,8 @@ REGISTER = (
     # Trainer and LightningModule
     HostName("trainer", "_signal_connector", "used", _SIGNALS),
     HostName("trainer", "_logger_connector", "used", _METRICS),
+    HostName("trainer", "_data_connector", "used", _PACED),
+    HostName("trainer._data_connector", "_prepare_dataloader", "used", _PACED),
     HostName("trainer", "_results", "used", "sdiloco simulate tells no validation", optional=True),
     HostName("trainer", "_val_check_time_interval", "used", _BY_CLOCK, optional=True, first="2.6.0"),
     HostName(_MODULE, "_trainer", "used", "the strategy cannot attach its callback, which makes the inner steps"),

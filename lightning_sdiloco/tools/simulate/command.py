@@ -98,7 +98,7 @@ def _worker_groups(
     outcomes = []
     with _progress(len(planned)) as begin:
         for number, choices in planned:
-            done = run(configuration, number, choices, begin(number, choices))
+            done = run(configuration, number, choices, begin(number, choices), where.speeds if where else None)
             outcomes.append(Outcome(number, choices, done, predict(done, where) if where else None))
     if picture is not None:
         draw(picture, outcomes, names)

@@ -32,6 +32,7 @@ class SimulatedRank(NamedTuple):
         site: Its number as the site of a federation, which is a world of its own; None if it is none.
         sites: How many sites there are.
         begins: Called when an inner step begins.
+        step_time: Seconds that it says an inner step takes; 0 for those that it takes here.
     """
 
     topology: Topology
@@ -39,6 +40,7 @@ class SimulatedRank(NamedTuple):
     site: int | None = None
     sites: int = 1
     begins: Callable[[], None] = _nothing
+    step_time: float = 0.0
 
     @property
     def rank(self) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.engine import random_state, set_random_state
+from lightning_sdiloco.engine import StepClock, random_state, set_random_state
 from lightning_sdiloco.lightning import replace
 
 if TYPE_CHECKING:
@@ -41,16 +41,24 @@ class RecorderMixin(_Base):
         clock: A clock that stands still while other groups run.
         stepped: Called after every inner step.
         begins: Called before every inner step.
+        step_time: Seconds that the group says an inner step takes; 0 for those that it takes here.
     """
 
-    def __init__(self, clock: Callable[[], float], stepped: Callable[[], None], begins: Callable[[], None]) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        stepped: Callable[[], None],
+        begins: Callable[[], None],
+        step_time: float = 0.0,
+    ) -> None:
+        self._clock, self._step_time = clock, step_time
         self._stepped = stepped
         self._begins = begins
         self._begun = 0
         self._batches: deque[tuple[Any, int]] = deque(maxlen=LAST)
         self._times: list[float] = []
         self._steps = 0
+        self.idle: list[int] = []
         self.losses: list[float] = []
         self.outer_loss: float | None = None
         self.validations: list[Validation] = []
@@ -60,6 +68,11 @@ class RecorderMixin(_Base):
         """Returns the median time of an inner step in seconds; None if there were not two."""
         steps = [later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)]
         return median(steps) if steps else None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Makes the group as fast as it is where the run would take place."""
+        if self._step_time:
+            trainer.strategy.engine.step_clock = StepClock(self._step_time)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Notes that an inner step begins."""
@@ -75,6 +88,8 @@ class RecorderMixin(_Base):
             self._batches.append((batch, batch_idx))
         if trainer.strategy.engine.inner_steps > self._steps:
             self._steps = trainer.strategy.engine.inner_steps
+            if batch is None:
+                self.idle.append(self._steps)
             self._times.append(self._clock())
             self._stepped()
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -35,6 +35,7 @@ class Group:
         bytes_sent: Bytes that the group sent to the others.
         inner_steps: Inner steps.
         step_seconds: Seconds of an inner step here; None if there were not two.
+        idle: The inner steps in which the group did not train, because its loader is paced or its data had ended.
     """
 
     losses: list[float]
@@ -42,6 +43,7 @@ class Group:
     bytes_sent: int
     inner_steps: int
     step_seconds: float | None
+    idle: tuple[int, ...] = ()
 
     @property
     def first_loss(self) -> float | None:
@@ -91,6 +93,7 @@ def run(
     groups: int,
     choices: Mapping[str, Any] | None = None,
     stepped: Callable[[], None] = lambda: None,
+    speeds: Sequence[float] | None = None,
 ) -> Run:
     """Runs a configuration as several worker groups of one rank each, in threads that take turns.
 
@@ -101,13 +104,18 @@ def run(
         groups: Number of worker groups.
         choices: Arguments of the strategy that replace those of the configuration.
         stepped: Called after every inner step of every group.
+        speeds: How fast each group says that it is; None means what it takes here.
 
     Raises:
         ValueError: If the configuration chooses what cannot be simulated.
     """
     _require_groups(groups)
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
-    ranks = [SimulatedRank(topology, turns.seconds) for topology in simulated_topologies(groups, turns.until)]
+    topologies = simulated_topologies(groups, turns.until)
+    ranks = [
+        SimulatedRank(topology, turns.seconds, step_time=1 / speeds[group] if speeds else 0.0)
+        for group, topology in enumerate(topologies)
+    ]
     with quiet():
         lived = turns.run([partial(live, configuration, rank, choices or {}, stepped) for rank in ranks])
     first = lived[0][1]
@@ -167,7 +175,7 @@ def live(
     Raises:
         ValueError: If the configuration chooses what cannot be simulated.
     """
-    recorder = configuration.ours.Recorder(rank.clock, stepped, rank.begins)
+    recorder = configuration.ours.Recorder(rank.clock, stepped, rank.begins, rank.step_time)
     trainer = configuration.fit(rank, choices, recorder)
     strategy = trainer.strategy
     if strategy.engine is None:
@@ -179,6 +187,7 @@ def live(
         bytes_sent=int(report["bytes_sent"]),
         inner_steps=int(report["inner_steps"]),
         step_seconds=recorder.step_seconds,
+        idle=tuple(recorder.idle),
     )
     if rank.rank:
         return group, None

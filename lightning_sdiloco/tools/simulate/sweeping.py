@@ -131,7 +131,8 @@ def predict(run: Run, where: Circumstances) -> Prediction | None:
     steps = max(group.inner_steps for group in run.groups)
     speeds = where.speeds or (1.0,) * len(run.groups)
     groups = Groups(step_time, len(run.groups), memory_rate=where.memory_rate)
-    times = play(Streaming(run.model, run.settings, groups), where.link, steps, speeds, where.absences)
+    idle = [group.idle for group in run.groups]
+    times = play(Streaming(run.model, run.settings, groups), where.link, steps, speeds, where.absences, idle)
     slowest = replace(groups, step_time=step_time / min(speeds))
     away = max((absence.end - absence.start for absence in where.absences), default=0.0)
     ddp = steps * slowest.step_time / DataParallel(run.model, slowest).utilisation(where.link) + away

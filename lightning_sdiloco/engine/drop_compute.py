@@ -1,0 +1,222 @@
+"""DropCompute: ranks of a group that are late in an inner step leave out the rest of their micro-batches."""
+
+import time
+from collections.abc import Callable, Iterator
+from math import inf
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_sdiloco.algorithm import best_drop
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.parameters.sharding import is_sharded
+
+# After so many inner steps ``budget="auto"`` is chosen.
+_WARMUP = 50
+
+
+class DropCompute:
+    """Bounds how long a rank computes for an inner step of several micro-batches (arXiv 2306.10598).
+
+    The ranks of a worker group wait for each other in every inner step. A rank that has computed longer than the budget
+    leaves out the micro-batches that are left, but for the last, with which gradients are synchronised. Losses are
+    divided by the number of all micro-batches, as in the authors' code: what is left out counts as a gradient of zero.
+    In the mean of the groups a group weighs by what its ranks have trained.
+
+    Called with a loader it returns one that yields None for what is left out. A Trainer knows what to do with it.
+
+    Args:
+        micro_batches: Micro-batches of an inner step: ``accumulate_grad_batches`` of a Trainer.
+        budget: Seconds that a rank computes. ``"auto"``: nothing is left out in 50 inner steps; then the ranks of a
+            group tell each other what each micro-batch took, and all choose the budget with which most is trained in
+            a second.
+        most_dropped: The bound of the share of micro-batches that ``"auto"`` leaves out.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Examples:
+        >>> drop = DropCompute(4, budget=0.0)
+        >>> list(drop(range(6)))
+        [0, None, None, 3, 4, 5]
+    """
+
+    def __init__(self, micro_batches: int, budget: float | Literal["auto"] = "auto", most_dropped: float = 0.1) -> None:
+        if not isinstance(micro_batches, int) or micro_batches < 2:
+            raise ValueError(
+                f"micro_batches={micro_batches!r} leaves nothing to drop: the last one always runs. Accumulate the"
+                " gradients of at least 2, or leave DropCompute out."
+            )
+        if budget != "auto" and not (isinstance(budget, (int, float)) and budget >= 0):
+            raise ValueError(f"budget={budget!r} is out of range: give seconds, at least 0, or 'auto'.")
+        if not 0 < most_dropped < 1:
+            raise ValueError(
+                f"most_dropped={most_dropped!r} is out of range: it must be a share above 0 and below 1, such as 0.1."
+            )
+        self.micro_batches, self.budget, self.most_dropped = micro_batches, budget, most_dropped
+
+    def __call__(self, loader: Any) -> "DroppingLoader":
+        """Returns a loader that yields None for the micro-batches of another one that are left out."""
+        return DroppingLoader(self, loader)
+
+
+class DroppingLoader:
+    """Yields what a loader yields, and None for micro-batches that are left out; see `DropCompute`.
+
+    Args:
+        drop: The choices.
+        loader: What yields the micro-batches; it has a length.
+        clock: The time in seconds.
+
+    Attributes:
+        loader: The same.
+        length: Micro-batches of an epoch.
+        budget: Seconds that a rank computes; ``inf`` as long as ``"auto"`` has not chosen, or where it drops none.
+        trained: How many micro-batches of this inner step were not left out, for ``engine.step(trained=...)``.
+        dropped: How many micro-batches were left out so far.
+
+    Raises:
+        ValueError: If the loader has no length.
+    """
+
+    def __init__(self, drop: DropCompute, loader: Any, clock: Callable[[], float] = time.perf_counter) -> None:
+        if not hasattr(loader, "__len__"):
+            raise ValueError(
+                "DropCompute needs a loader with a length: the last micro-batch of an epoch synchronises the gradients"
+                " and must not be left out. Give the loader a __len__."
+            )
+        self.drop, self.loader, self.length, self._clock = drop, loader, len(loader), clock
+        self.budget = inf if drop.budget == "auto" else float(drop.budget)
+        self.trained = self.dropped = 0
+        self._measures = drop.budget == "auto"
+        self._all_gather: Callable[[Any], list[Any]] = _alone
+        self._table: list[list[float]] = []
+        self._position, self._resumed = 0, False
+        self._events: list[Any] = []
+
+    def follow(self, engine: StreamingDiLoCo) -> "DroppingLoader":
+        """Learns from an engine who is in its group, and returns itself. A Trainer calls it.
+
+        Raises:
+            ValueError: If the ranks of the group meet in every micro-batch, so that none may leave one out.
+        """
+        if engine.topology.group_size > 1:
+            _refuse_what_meets(engine.model)
+        self._all_gather = engine.topology.in_group.all_gather_object
+        return self
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the loader, which has to know the epoch."""
+        return getattr(self.loader, "sampler", None)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch sampler of the loader."""
+        return getattr(self.loader, "batch_sampler", None)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this micro-batch is the last of its inner step, in which gradients are synchronised."""
+        return self._position % self.drop.micro_batches == 0 or self._position >= self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._resumed:
+            self._position = 0
+        self._resumed = False
+        began, row = 0.0, list[float]()
+        for batch in self.loader:
+            if self._position >= self.length:
+                return
+            now = self._now()
+            if self._position % self.drop.micro_batches == 0 or not began:
+                if self._measures and row:
+                    self._note([*row, now - began])
+                # What is chosen takes its time, and the others are waited for.
+                began, row, self.trained = self._clock(), [], 0
+            else:
+                row.append(now - began)
+            self._position += 1
+            is_late = bool(row) and now - began > self.budget and not self.is_last
+            kept = None if is_late else batch
+            self.trained += kept is not None
+            self.dropped += is_late
+            yield kept
+
+    def _now(self) -> float:
+        """Returns the time. Where a device computes, it waits until the micro-batch before the last one is computed."""
+        if torch.cuda.is_initialized():
+            event = torch.cuda.Event()
+            event.record()
+            self._events.append(event)
+            if len(self._events) > 1:
+                self._events.pop(0).synchronize()
+        return self._clock()
+
+    def _note(self, row: list[float]) -> None:
+        """Notes when each micro-batch of an inner step was done, and when the step was over."""
+        if len(row) != self.drop.micro_batches or not self.trained:
+            return
+        self._table.append(row)
+        if len(self._table) == _WARMUP:
+            every = self._all_gather(self._table)
+            self.budget, self._measures = best_drop(*_computed(every), self.drop.most_dropped).budget, False
+            self._table = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where it is, and the state of the loader if that has one."""
+        return {
+            "position": self._position,
+            "trained": self.trained,
+            "dropped": self.dropped,
+            "measures": self._measures,
+            "budget": self.budget,
+            "table": [list(row) for row in self._table],
+            "loader": self.loader.state_dict() if hasattr(self.loader, "state_dict") else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was called; the time of the inner step begins anew."""
+        self._position, self.trained, self.dropped = state["position"], state["trained"], state["dropped"]
+        self._resumed = True
+        if self.drop.budget == "auto":
+            self._measures, self.budget = state["measures"], state["budget"]
+            self._table = [list(row) for row in state["table"]]
+        if state["loader"] is not None:
+            self.loader.load_state_dict(state["loader"])
+
+
+def _alone(table: list[list[float]]) -> list[list[list[float]]]:
+    return [table]
+
+
+def _computed(every: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
+    """Returns seconds of every micro-batch, by rank and step, and those of a step in which no rank computes.
+
+    The last micro-batch ends with the wait for other ranks, and is taken to be as long as the others of its step.
+    """
+    times = []
+    for rank in every:
+        ends = [[0.0, *row[:-1]] for row in rank]
+        before = [[end - start for start, end in zip(row, row[1:], strict=False)] for row in ends]
+        times.append([[*row, sum(row) / len(row)] for row in before])
+    steps = len(every[0])
+    rests = [
+        min(rank[step][-1] - sum(own[step]) for rank, own in zip(every, times, strict=True)) for step in range(steps)
+    ]
+    return times, max(0.0, sum(rests) / steps)
+
+
+def _refuse_what_meets(model: nn.Module) -> None:
+    kinds = [type(part).__name__ for part in model.modules() if isinstance(part, nn.SyncBatchNorm)]
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        kinds.append("a sharded parameter")
+    if kinds:
+        raise ValueError(
+            f"DropCompute does not go with {kinds[0]}: the ranks of a worker group meet there in every micro-batch, and"
+            " would wait in vain for one that leaves it out. Use groups that hold the model whole, or leave it out."
+        )
