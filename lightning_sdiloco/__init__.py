@@ -13,6 +13,7 @@ from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.outer.delayed_nesterov import DelayedNesterov
 from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups
@@ -30,6 +31,7 @@ __all__ = [
     "Compression",
     "Control",
     "Count",
+    "DelayedNesterov",
     "ExchangeError",
     "Federation",
     "Float32",

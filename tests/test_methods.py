@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples" / "methods"
-HARNESS = "side_by_side.py"
-EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name != HARNESS)
+SHARED = ("side_by_side.py", "local_momentum.py")
+"""What several examples import."""
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in SHARED)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_runs(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(FOLDER), str(FOLDER.parent), *sys.path])
     import side_by_side
 
     whole = side_by_side.train
-    monkeypatch.setattr(side_by_side, "train", lambda groups, steps, choices: whole(groups, min(steps, 45), choices))
+    monkeypatch.setattr(side_by_side, "train", lambda groups, steps, *how: whole(groups, min(steps, 45), *how))
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip()
 

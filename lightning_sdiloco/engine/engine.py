@@ -40,7 +40,14 @@ from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
-from lightning_sdiloco.engine.start import WorkerGroups, agreed_fragments, align_ranks, cut, default_topology
+from lightning_sdiloco.engine.start import (
+    WorkerGroups,
+    agreed_fragments,
+    align_ranks,
+    cut,
+    default_topology,
+    say_what_averages_twice,
+)
 from lightning_sdiloco.engine.warmup import Warmup
 from lightning_sdiloco.engine.world import FixedWorld, World
 
@@ -147,6 +154,7 @@ class StreamingDiLoCo:
         storage, kernels = storage_for(device, offload), kernels_for(device)
         background: Background = (self.topology.background or ThreadBackground)(device)
         self._means = Means(storage, kernels, background, inner_optimizers)
+        say_what_averages_twice(inner_optimizers, self.settings, self.topology)
         self._divide(partition)
         align_ranks(self._model, self._rounds.fragments, self.topology)
         require_same_settings({**self._rounds.described(), "kernels": kernels.name}, self.topology.world)
