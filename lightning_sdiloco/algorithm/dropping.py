@@ -50,7 +50,9 @@ def best_drop(times: Sequence[Sequence[Sequence[float]]], rest: float, most_drop
     done = table.cumsum(dim=-1)
     step = float(done[..., -1].amax(dim=0).mean()) + rest
     best = Drop(inf)
-    for budget in torch.linspace(float(done[..., 0].min()), float(done[..., -1].max()), _THRESHOLDS).tolist():
+    for budget in torch.linspace(
+        float(done[..., 0].min()), float(done[..., -1].max()), _THRESHOLDS, dtype=torch.float64
+    ).tolist():
         kept = _kept(done, budget)
         dropped = 1 - float(kept.mean(dtype=torch.float64))
         shorter = float((table * kept).sum(dim=-1).amax(dim=0).mean()) + rest

@@ -1,0 +1,121 @@
+"""Measures what DropCompute gains where micro-batches of the ranks of a group take unequal times, by sleeps.
+
+Run it with ``python -m benchmarks.drop_compute [--quick] [--json FILE]``. Ranks of a group train with gloo; each
+micro-batch takes a lognormal time. The same steps are made without and with a budget that the ranks chose.
+"""
+
+import time
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks import report
+from lightning_sdiloco import DropCompute, StreamingDiLoCo
+from lightning_sdiloco import WorkerGroups as Groups
+from lightning_sdiloco.algorithm import Drop, best_drop
+from tests.ranks import run_ranks
+
+
+class Case(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        ranks: Ranks of the group.
+        micro_batches: Micro-batches of an inner step.
+        sigma: Standard deviation of the logarithm of their times.
+        seconds: Their mean time.
+        steps: Inner steps that are compared, after 50 in which the ranks measure.
+    """
+
+    ranks: int = 8
+    micro_batches: int = 12
+    sigma: float = 0.2
+    seconds: float = 0.04
+    steps: int = 100
+
+
+class Timed(NamedTuple):
+    """What a rank found: micro-batches that it trained, seconds, and the budget."""
+
+    trained: int
+    seconds: float
+    budget: float
+
+
+def times(case: Case, steps: int, seed: int) -> torch.Tensor:
+    """Draws the times of micro-batches, of mean 1: shape ``(ranks, steps, micro_batches)``."""
+    shape = (case.ranks, steps, case.micro_batches)
+    normal = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (case.sigma * normal - case.sigma**2 / 2).exp()
+
+
+def closed_form(case: Case, steps: int = 4000) -> Drop:
+    """What the rule finds where every step costs nothing but its micro-batches."""
+    return best_drop(times(case, steps, seed=1).tolist(), rest=0.0, most_dropped=0.1)
+
+
+def _rank(rank: int, world_size: int, case: Case) -> list[Timed]:
+    groups = Groups(1)
+    model = nn.Linear(64, 64)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=groups.process_group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = StreamingDiLoCo(wrapped, worker_groups=groups, compression="fp32", fragments=[["*"]])
+    warmup = 51  # the ranks choose when the 51st inner step begins
+    table = case.seconds * times(case, warmup + case.steps, seed=0)[rank]
+    found = []
+    for budget, first in ((float("inf"), warmup), ("auto", 0)):
+        sleeps = table[first:].reshape(-1).tolist()
+        loader = DropCompute(case.micro_batches, budget)(sleeps).follow(engine)  # type: ignore[arg-type]
+        trained, ends = 0, [time.perf_counter()]
+        for seconds in loader:
+            if seconds is not None:
+                with nullcontext() if loader.is_last else wrapped.no_sync():
+                    time.sleep(seconds)
+                    (wrapped(torch.ones(1, 64)).square().mean() / case.micro_batches).backward()
+            if loader.is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+                engine.step(trained=loader.trained)
+                ends.append(time.perf_counter())
+                trained += loader.trained if len(ends) > len(sleeps) // case.micro_batches - case.steps + 1 else 0
+        found.append(Timed(trained, sum(b - a for a, b in list(pairwise(ends))[-case.steps :]), loader.budget))
+    engine.finish()
+    return found
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Makes the same steps without and with dropping, and returns what was gained."""
+    ranks = run_ranks(_rank, case.ranks, case, timeout=600)
+    (without, plain), (kept, dropping) = (
+        (sum(rank[run].trained for rank in ranks), max(rank[run].seconds for rank in ranks)) for run in (0, 1)
+    )
+    return {
+        "gain": (kept / dropping) / (without / plain) - 1,
+        "dropped": 1 - kept / without,
+        "seconds_without": plain / case.steps,
+        "seconds_with": dropping / case.steps,
+        "budget": ranks[0][1].budget,
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    options = report.options(__doc__, arguments)
+    case = Case(ranks=4, seconds=0.004, steps=20) if options.quick else Case()
+    expected, found = closed_form(case), measure(case)
+    row = [f"{found[name]:.1%}" for name in ("gain", "dropped")]
+    row += [f"{found[name]:.3f} s" for name in ("seconds_without", "seconds_with")]
+    columns = ["", "gain", "dropped", "step without", "step with"]
+    exact = [f"{expected.gain:.1%}", f"{expected.dropped:.1%}", "", ""]
+    title = f"{case.ranks} ranks, {case.micro_batches} micro-batches, sigma {case.sigma}"
+    report.show(title, columns, [["closed form", *exact], ["measured", *row]])
+    headline = {"measured gain": found["gain"], "gain of the closed form": expected.gain, "dropped": found["dropped"]}
+    about = report.measured("drop_compute", options.quick)
+    report.write(options.json, headline, about, case=case._asdict(), closed_form=expected._asdict(), found=found)
+
+
+if __name__ == "__main__":
+    main()

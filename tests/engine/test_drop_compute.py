@@ -1,0 +1,164 @@
+"""DropCompute: the rule on a table, what is left out when, and the last micro-batch that always runs."""
+
+from collections.abc import Iterator
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.drop_compute import Case, closed_form
+from lightning_sdiloco import DropCompute, Paced, StreamingDiLoCo
+from lightning_sdiloco.algorithm import best_drop
+from lightning_sdiloco.engine import DroppingLoader
+
+
+def by_hand(times: np.ndarray, rest: float, most_dropped: float) -> tuple[float, float, float]:
+    """The rule in plain loops over ranks, steps and micro-batches."""
+    ranks, steps, parts = times.shape
+    done = times.cumsum(axis=2)
+    whole = np.mean([max(done[rank, step, -1] for rank in range(ranks)) for step in range(steps)]) + rest
+    best = (inf, 0.0, 0.0)
+    for budget in np.linspace(done[:, :, 0].min(), done[:, :, -1].max(), 200):
+        kept, lasts = 0, []
+        for step in range(steps):
+            slowest = 0.0
+            for rank in range(ranks):
+                ran = [k in (0, parts - 1) or done[rank, step, k - 1] <= budget for k in range(parts)]
+                kept += sum(ran)
+                slowest = max(slowest, sum(t for t, runs in zip(times[rank, step], ran, strict=True) if runs))
+            lasts.append(slowest)
+        dropped = 1 - kept / times.size
+        shorter = 1 - (np.mean(lasts) + rest) / whole
+        gain = (1 - dropped) / (1 - shorter) - 1
+        if dropped <= most_dropped and gain > best[2] + 1e-9:
+            best = (float(budget), dropped, float(gain))
+    return best
+
+
+@pytest.mark.parametrize(("sigma", "rest", "most"), [(0.2, 0.0, 0.1), (0.6, 0.5, 0.3), (0.6, 0.0, 0.05)])
+def test_the_rule_is_that_of_plain_loops(sigma: float, rest: float, most: float) -> None:
+    times = np.random.default_rng(0).lognormal(0.0, sigma, size=(3, 5, 6))
+    assert best_drop(times.tolist(), rest, most) == pytest.approx(by_hand(times, rest, most), rel=1e-9)
+
+
+def test_without_jitter_nothing_is_dropped_and_the_bound_holds() -> None:
+    assert best_drop([[[1.0] * 6] * 9] * 4, 0.1, 0.5) == (inf, 0.0, 0.0)
+    wild = np.random.default_rng(1).lognormal(0.0, 0.6, size=(2, 40, 12))
+    # Unbounded it would drop most of what there is.
+    assert best_drop(wild.tolist(), 0.0, 0.99).dropped > 0.2
+    assert 0 < best_drop(wild.tolist(), 0.0, 0.1).dropped <= 0.1
+
+
+def test_the_closed_form_where_the_last_micro_batch_always_runs() -> None:
+    drop = closed_form(Case(), steps=1000)
+    assert (drop.gain, drop.dropped) == pytest.approx((0.033, 0.07), abs=0.01)
+
+
+# The loader
+
+
+class Clock:
+    """A clock that a loop moves on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def played(loader: DroppingLoader, clock: Clock, seconds: list[float]) -> list[tuple[Any, int, bool]]:
+    seen = []
+    for batch, takes in zip(loader, seconds, strict=False):
+        seen.append((batch, loader.trained, loader.is_last))
+        clock.now += takes if batch is not None else 0.0
+    return seen
+
+
+def test_what_is_late_is_left_out_but_for_the_last() -> None:
+    clock = Clock()
+    loader = DroppingLoader(DropCompute(4, budget=2.5), range(10), clock)
+    seen = played(loader, clock, [1.0] * 4 + [2.0, 1.0, 0.0, 0.0, 9.0, 0.0])
+    assert [batch for batch, *_ in seen] == [0, 1, 2, 3, 4, 5, None, 7, 8, 9]
+    assert [trained for _, trained, _ in seen] == [1, 2, 3, 4, 1, 2, 2, 3, 1, 2]
+    assert [index for index, (*_, last) in enumerate(seen) if last] == [3, 7, 9]
+    assert loader.dropped == 1
+
+
+def test_auto_chooses_after_fifty_steps_from_what_all_ranks_say_and_goes_on_after_a_resume() -> None:
+    other = [[1.0, 2.0, 3.0, 4.2]] * 49 + [[3.0, 6.0, 9.0, 10.2]]
+
+    def loader(clock: Clock) -> DroppingLoader:
+        made = DroppingLoader(DropCompute(4), range(220), clock)
+        engine = SimpleNamespace(
+            topology=SimpleNamespace(
+                group_size=1, in_group=SimpleNamespace(all_gather_object=lambda table: [table, other])
+            )
+        )
+        return made.follow(engine)  # type: ignore[arg-type]
+
+    clock = Clock()
+    whole = loader(clock)
+    seen = played(whole, clock, [1.0] * 216 + [9.0] * 4)
+    assert whole.budget < 9.0
+    assert [batch for batch, *_ in seen[-4:]] == [216, None, None, 219]
+
+    first_clock, second_clock = Clock(), Clock()
+    first, second = loader(first_clock), loader(second_clock)
+    played(first, first_clock, [1.0] * 130)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    assert state["table"]
+    played(second, second_clock, [1.0] * 80)
+    # The step in which it was stopped is not measured.
+    assert second.budget == pytest.approx(whole.budget, rel=0.1)
+
+
+def test_the_parts_compose_and_what_cannot_be_is_refused() -> None:
+    both = DropCompute(2, budget=0.0)(Paced(range(8), speed=0.5, micro_batches=2))
+    assert list(both) == [None, None, 0, 1, None, None, 2, 3]
+    for wrong, words in (
+        ({"micro_batches": 1}, "leaves nothing to drop"),
+        ({"micro_batches": 2, "budget": -1.0}, "budget=-1.0 is out of range"),
+        ({"micro_batches": 2, "most_dropped": 1.0}, "most_dropped=1.0 is out of range"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            DropCompute(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs a loader with a length"):
+        DropCompute(2)(iter([1]))
+    topology = SimpleNamespace(group_size=2, in_group=SimpleNamespace(all_gather_object=list))
+    for model, words in ((nn.SyncBatchNorm(4), "does not go with SyncBatchNorm"),):
+        with pytest.raises(ValueError, match=words):
+            DropCompute(2)([1]).follow(SimpleNamespace(topology=topology, _model=model))  # type: ignore[arg-type]
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(48):
+        yield torch.randn(8, 4, generator=generator), torch.randn(8, 1, generator=generator)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_without_jitter_a_run_is_bit_for_bit_the_one_without_it(drops: bool) -> None:
+    def run(loader: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        engine = StreamingDiLoCo(model, sync_every=3, overlap_steps=1, fragments=[["*"]])
+        for index, parts in enumerate(loader, start=1):
+            if parts is not None:
+                (nn.functional.mse_loss(model(parts[0]), parts[1]) / 4).backward()
+            if index % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                engine.step(trained=getattr(loader, "trained", 1))
+        engine.finish()
+        return engine.outer_state_dict()
+
+    data = list(batches())
+    plain, other = run(data), run(DropCompute(4, budget=0.0 if drops else "auto")(data))
+    assert all(torch.equal(values, other[name]) for name, values in plain.items()) != drops
