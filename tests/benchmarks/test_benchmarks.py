@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import finetuning, loss_over_time, slow_links, training, wire_bytes
+from benchmarks import drop_compute, finetuning, loss_over_time, slow_links, training, wire_bytes
 from benchmarks.links import missing
 from benchmarks.models import TINY
 from benchmarks.picture import for_dark_pages
@@ -42,6 +42,12 @@ def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_
     assert all(math.isfinite(number) for number in content["headline"].values())
     assert content["measured"]["command"] == f"python -m benchmarks.{name} --quick"
     assert {"date", "processor", "cores", "python", "torch", "lightning"} <= content["measured"].keys()
+
+
+def test_ranks_that_leave_late_micro_batches_out_leave_out_less_than_the_bound() -> None:
+    found = drop_compute.measure(drop_compute.Case(ranks=4, micro_batches=6, sigma=0.4, seconds=0.005, steps=20))
+    assert 0 <= found["dropped"] < 0.25
+    assert found["budget"] > 0
 
 
 @pytest.mark.network
