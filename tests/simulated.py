@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sdiloco import Paced
+
 
 def _made(distribution: str) -> tuple[Any, Any]:
     package = importlib.import_module(distribution)
@@ -39,9 +41,9 @@ def _made(distribution: str) -> tuple[Any, Any]:
     class Data(package.LightningDataModule):  # type: ignore[misc, name-defined]
         """A regression that shuffles, and is cut into one part for each rank."""
 
-        def __init__(self, length: int = 120, batch_size: int = 5) -> None:
+        def __init__(self, length: int = 120, batch_size: int = 5, paced: bool = False) -> None:
             super().__init__()
-            self.length, self.batch_size = length, batch_size
+            self.length, self.batch_size, self.paced = length, batch_size, paced
 
         def setup(self, stage: str) -> None:
             generator = torch.Generator().manual_seed(0)
@@ -49,7 +51,8 @@ def _made(distribution: str) -> tuple[Any, Any]:
             self.data = TensorDataset(x, x[:, :2] * x[:, 2:])
 
         def train_dataloader(self) -> Any:
-            return DataLoader(self.data, batch_size=self.batch_size, shuffle=True)
+            loader = DataLoader(self.data, batch_size=self.batch_size, shuffle=True)
+            return Paced(loader) if self.paced else loader
 
         def val_dataloader(self) -> Any:
             return DataLoader(self.data, batch_size=16)

@@ -13,7 +13,7 @@ from lightning_sdiloco.federation import Charter, Welcome
 from lightning_sdiloco.hub import Called, Recorded, Told, Welcomed
 from tests.engine.ranked_sites import Rank, whole
 from tests.engine.ranked_sites import train as train_ranked
-from tests.engine.sites import Site, VirtualHub, agree, equal, founded, train
+from tests.engine.sites import STEP, Site, VirtualHub, agree, equal, founded, train
 from tests.large.models import FEATURES, TARGETS, wide
 from tests.training import inner_optimizer, mlp, train_step
 
@@ -43,6 +43,19 @@ def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(compression:
     assert equal(sites[0].outer(), outer)
     assert agree(sites)
     assert equal(list(sites[0].model.parameters()), local)
+
+
+def test_a_site_weighs_by_what_it_trained() -> None:
+    sites = founded(2, **CHOICES)
+    for _ in range(12):
+        sites[0].hub.passes(STEP)
+        for site, trained in zip(sites, ({"trained": 3}, {"trained": 2, "samples": 16}), strict=True):
+            site.engine.launch_due(**trained)
+        for site in sites:
+            site.engine.land_due()
+    first = next(record for record in sites[0].hub.records() if record.fragment == 0)
+    steps = CHOICES["sync_every"]
+    assert [own.weight for own in first.counted] == [3 * steps, 16 * steps]
 
 
 def test_a_site_that_is_absent_leaves_the_bits_of_one_group_less() -> None:

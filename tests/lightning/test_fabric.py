@@ -46,16 +46,25 @@ def part(rank: int, world_size: int, step: int) -> tuple[Tensor, Tensor]:
     return x.chunk(size)[rank % size], y.chunk(size)[rank % size]
 
 
+def is_idle(rank: int, world_size: int, step: int) -> bool:
+    """Whether the second group has nothing to train on."""
+    return rank >= world_size // 2 and step % 5 == 0
+
+
 def in_fabric(rank: int, world_size: int, distribution: str, warmup_steps: int) -> dict[str, Tensor]:
     fabric = fabric_of(world_size, distribution, warmup_steps=warmup_steps)
     model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
     for step in range(1, STEPS + 1):
+        if is_idle(rank, world_size, step):
+            fabric.strategy.idle_step()
+            continue
         x, y = part(rank, world_size, step)
         halves = zip(x.chunk(2), y.chunk(2), strict=True)
         for index, (half, other) in enumerate(halves):
             with fabric.no_backward_sync(model, enabled=index == 0):
                 fabric.backward(nn.functional.mse_loss(model(half), other) / 2)
         fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        fabric.strategy.note_trained(1 + step % 3)
         optimizer.step()
         optimizer.zero_grad()
     fabric.strategy.finish()
@@ -72,6 +81,9 @@ def in_plain_loop(rank: int, world_size: int, warmup_steps: int) -> dict[str, Te
     choices = {**CHOICES, "warmup_steps": warmup_steps}
     engine = StreamingDiLoCo(model, worker_groups=groups, inner_optimizers=[optimizer], **choices)
     for step in range(1, STEPS + 1):
+        if is_idle(rank, world_size, step):
+            engine.step(idle=True)
+            continue
         x, y = part(rank, world_size, step)
         first, second = zip(x.chunk(2), y.chunk(2), strict=True)
         with model.no_sync():
@@ -81,7 +93,7 @@ def in_plain_loop(rank: int, world_size: int, warmup_steps: int) -> dict[str, Te
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        engine.step()
+        engine.step(trained=1 + step % 3)
     engine.finish()
     return {name: values.clone() for name, values in net.state_dict().items()}
 

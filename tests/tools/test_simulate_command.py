@@ -118,6 +118,16 @@ def test_speeds_and_absences_change_the_time_and_no_loss(capsys: pytest.CaptureF
     assert uneven["prediction"]["ddp_seconds"] > even["prediction"]["ddp_seconds"] + 3
 
 
+def test_nobody_waits_for_a_group_whose_loader_is_paced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    paced = ["--set=data.paced=true", *LINK, "--set=trainer.max_steps=60", "--set=trainer.max_epochs=-1"]
+    (run_,) = told(capsys, tmp_path, *paced, "--speeds=1,0.5")["runs"]
+    first, second = run_["losses"]
+    # Until the first landing nobody knows; then the second group trains every other inner step.
+    assert len(first) == 60
+    assert 30 < len(second) < 38
+    assert run_["prediction"]["seconds"] < 60 * 0.1 + 1.5
+
+
 def test_a_flight_longer_than_the_timeout_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = run(capsys, f"--config={write(tmp_path)}", *LINK, "--absence=1:1-4000")
     assert "longer than timeout: a real run would end with an ExchangeError" in " ".join(text.split())

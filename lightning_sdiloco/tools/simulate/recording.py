@@ -69,7 +69,7 @@ class RecorderMixin(_Base):
         steps = [later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)]
         return median(steps) if steps else None
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the group as fast as it is where the run would take place."""
         if self._step_time:
             trainer.strategy.engine.step_clock = StepClock(self._step_time)
