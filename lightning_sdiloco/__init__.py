@@ -12,6 +12,7 @@ from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups
 from lightning_sdiloco.errors import AgreementError, ExchangeError
+from lightning_sdiloco.federation import DynamicBackup, Quorum
 
 __version__ = "0.1.0"
 
@@ -20,11 +21,13 @@ __all__ = [
     "AgreementError",
     "BFloat16",
     "Compression",
+    "DynamicBackup",
     "ExchangeError",
     "Federation",
     "Float32",
     "Fragment",
     "Landing",
+    "Quorum",
     "Schedule",
     "SimulatedGroups",
     "StreamingDiLoCo",
