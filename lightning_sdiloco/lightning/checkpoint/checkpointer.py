@@ -179,7 +179,7 @@ class Checkpointer:
 
     def _as_rank_zero_reads(self, path: str, header: dict[str, Any]) -> Restart:
         """Returns what rank 0 reads, or raises its error on all ranks: they may see different files."""
-        restart: Restart | ValueError | None = None
+        restart, refusal = Restart({}, {}, {}), ""
         if self._trainer.is_global_zero:
             # What is in flight lands as it would have landed.
             settings = self._options.settings.taken_from(header["settings"])
@@ -189,12 +189,11 @@ class Checkpointer:
                 restart = restart_from(states, settings if same_optimizer else None)
             except Exception as error:
                 # Of any error, because the other ranks are waiting to hear of it.
-                restart = error if isinstance(error, ValueError) else ValueError(f"{path} cannot be read: {error!r}")
-        restart = self._of_rank_zero(restart)
-        if isinstance(restart, ValueError):
-            raise restart
-        assert restart is not None
-        return restart
+                refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
+        restart, refusal = self._of_rank_zero((restart, refusal))
+        if refusal:
+            raise ValueError(refusal)
+        return Restart.of(restart)
 
     def _say_what_restarts(self, restart: Restart, header: dict[str, Any], has_file: bool) -> None:
         found = self._topology.world.all_gather_object(has_file)
