@@ -23,7 +23,7 @@ from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, Mode
 from lightning_sdiloco.lightning.options import CurrentOptions
 from lightning_sdiloco.lightning.requests import Requests
 from lightning_sdiloco.lightning.weight_averaging import Averaging
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Checkpointer:
     def __init__(
         self,
         trainer: Any,
-        groups: WorkerGroups,
+        groups: ConnectedGroups,
         options: CurrentOptions,
         model_format: ModelFormat,
         requests: Requests,
