@@ -123,14 +123,19 @@ def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:
     points = sorted((done[int(step)] - zero, loss) for step, loss in rank.losses if int(step) in done)
     moments: list[float] = []
     values: list[float] = []
-    width = max(1, len(points) // 40)
-    for start in range(0, len(points) - width + 1, width):
-        part = points[start : start + width]
-        if moments and part[0][0] - moments[-1] > 5 * PAUSE:
-            moments.append(moments[-1])
+    width, part = max(1, len(points) // 40), list[tuple[float, float]]()
+    for point, after in zip(points, [*points[1:], (float("inf"), 0.0)], strict=True):
+        part.append(point)
+        pauses = after[0] - point[0] > 5 * PAUSE
+        if len(part) == width or pauses:
+            # The mean of a few says little.
+            if 2 * len(part) >= width:
+                moments.append(point[0])
+                values.append(sum(loss for _, loss in part) / len(part))
+            part = []
+        if pauses:
+            moments.append(point[0])
             values.append(float("nan"))
-        moments.append(part[-1][0])
-        values.append(sum(loss for _, loss in part) / len(part))
     return moments, values
 
 

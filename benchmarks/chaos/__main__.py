@@ -1,6 +1,7 @@
 """How a federation bears faults: real processes with the Trainer, and faults by chance.
 
-    python -m benchmarks.chaos [--seed N] [--faults N] [--minutes M] [--namespaces] [--json FILE] [--picture FILE]
+    python -m benchmarks.chaos [--seed N] [--faults N] [--minutes M] [--namespaces] [--kinds KIND ...]
+        [--json FILE] [--picture FILE]
 
 A hub and four sites, 220,000 parameters, H=20; a site that is killed is started again with its newest checkpoint. With
 --namespaces every site is a network namespace behind a NAT, on a link of 100 Mbit/s and 50 ms, which needs root. With
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -21,7 +23,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.chaos.checks import Found, Told, examined
-from benchmarks.chaos.faults import sequence
+from benchmarks.chaos.faults import FORMS, Kind, sequence
 from benchmarks.chaos.running import Halted, Play
 from benchmarks.chaos.site import BATCH
 from benchmarks.chaos.timeline import draw, timeline
@@ -31,7 +33,15 @@ from benchmarks.links import Links, missing
 SITES = ("a", "b", "c", "d")
 
 
-def run(seed: int, faults: int, minutes: float, namespaces: bool, seconds: float, folder: Path) -> Found:
+def run(
+    seed: int,
+    faults: int,
+    minutes: float,
+    namespaces: bool,
+    seconds: float,
+    folder: Path,
+    only: Sequence[Kind] = (),
+) -> Found:
     """Plays a sequence of faults.
 
     Args:
@@ -41,6 +51,7 @@ def run(seed: int, faults: int, minutes: float, namespaces: bool, seconds: float
         namespaces: Whether over slow links.
         seconds: That an inner step takes at least.
         folder: Where processes write.
+        only: Which kinds of faults; all by default.
 
     Returns:
         What was found; see `examined`.
@@ -49,13 +60,14 @@ def run(seed: int, faults: int, minutes: float, namespaces: bool, seconds: float
     began, problems = time.monotonic(), []
     with links as opened, World(folder, SITES, seconds, links=opened) as world:
         try:
-            Play(world, sequence(seed, SITES, namespaces)).run(faults, 60 * minutes)
+            Play(world, sequence(seed, SITES, namespaces, only)).run(faults, 60 * minutes)
         except Halted as halted:
             problems = [str(halted)]
     told = Told.of(folder, SITES)
     found = examined(told, BATCH)
     found["problems"] += problems
-    about = {"seed": seed, "namespaces": namespaces, "commit": commit(), "seconds": time.monotonic() - began}
+    about = {"seed": seed, "namespaces": namespaces, "kinds": list(only), "commit": commit()}
+    about["seconds"] = time.monotonic() - began
     return rounded({**about, **found, "timeline": timeline(told)})
 
 
@@ -100,15 +112,25 @@ def kinds_of(runs: list[Found]) -> list[str]:
 
 
 def add(path: Path | None, runs: list[Found], quick: bool) -> list[Found]:
-    """Adds runs to those in a file that were made at the same commit; returns all."""
+    """Adds runs to those in a file, in place of the same ones, and sums those of this commit.
+
+    Returns:
+        All runs of this commit.
+    """
     if path is None:
         return runs
     before = json.loads(path.read_text())["runs"] if path.exists() else []
-    new = {(one["seed"], one["namespaces"], one["commit"]) for one in runs}
-    kept = [one for one in before if (one["seed"], one["namespaces"], one["commit"]) not in new]
+    new = [which(one) for one in runs]
+    kept = [one for one in before if which(one) not in new]
     every = [*kept, *({name: value for name, value in one.items() if name != "timeline"} for one in runs)]
-    report.write(path, summed(every), report.measured("chaos", quick), runs=every)
-    return every
+    of_commit = [one for one in every if one["commit"] == runs[-1]["commit"]]
+    report.write(path, summed(of_commit), report.measured("chaos", quick), runs=every)
+    return of_commit
+
+
+def which(run: Found) -> tuple[Any, ...]:
+    """Returns what makes a run the same as another one."""
+    return run["commit"], run["seed"], run["namespaces"], tuple(run.get("kinds", ()))
 
 
 def show(runs: list[Found]) -> None:
@@ -138,6 +160,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long, at most")
     parser.add_argument("--namespaces", action="store_true", help="sites behind NATs, on slow links that fail too")
     parser.add_argument("--step", type=float, default=0.05, help="seconds that an inner step takes at least")
+    parser.add_argument("--kinds", nargs="+", choices=FORMS, default=[], help="which faults; all by default")
     parser.add_argument("--keep", type=Path, help="an empty folder for what the processes write")
     return parser.parse_args(arguments)
 
@@ -150,11 +173,11 @@ def main(arguments: list[str] | None = None) -> None:
     faults = 3 if chosen.quick else chosen.faults
     folder = chosen.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
-    found = run(chosen.seed, faults, chosen.minutes, chosen.namespaces, chosen.step, folder)
+    found = run(chosen.seed, faults, chosen.minutes, chosen.namespaces, chosen.step, folder, chosen.kinds)
     if chosen.picture:
         draw(found["timeline"], chosen.picture)
-    show([found])
-    add(chosen.json, [found], chosen.quick)
+    # With a file, those of other seeds at this commit are among them.
+    show(add(chosen.json, [found], chosen.quick))
     if found["problems"]:
         sys.exit(f"What the processes wrote is in {folder}.")
     if not chosen.keep:

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.chaos.faults import ALL, FORMS, HUB, Kind
+from benchmarks.chaos.faults import ALL, FORMS, HUB, KILLS, STAGE, Kind
 from benchmarks.chaos.notes import Note, read
 
 LONGEST_STALL = 0.1
@@ -92,7 +92,7 @@ def returned(told: Told, spans: Sequence[Span], span: Span, site: str) -> Found:
     after = [note for note in told.sites[site] if note["at"] > span.ended]
     hellos = [note["at"] for note in told.hub if note["what"] == "hello" and note["site"] == site]
     lost = any(span.began < note["at"] < span.ended + 10 for note in told.sites[site] if note["what"] == "lose")
-    needs_hello = span.kind in ("kill", "lose", "blackout") or lost
+    needs_hello = span.kind in KILLS or span.kind.startswith(STAGE) or lost
     first = min((at for at in hellos if at > span.ended), default=None) if needs_hello else span.ended
     if first is None:
         return {"interrupted": "the end"}

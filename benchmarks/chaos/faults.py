@@ -7,7 +7,30 @@ from typing import Literal
 
 HUB, ALL = "hub", "all"
 
-Kind = Literal["kill", "lose", "blackout", "stop", "cut", "cut_out", "cut_in", "loss", "slow", "nat"]
+Kind = Literal[
+    "kill",
+    "lose",
+    "blackout",
+    "stop",
+    "cut",
+    "cut_out",
+    "cut_in",
+    "loss",
+    "slow",
+    "nat",
+    "cut_5",
+    "cut_15",
+    "cut_60",
+    "move",
+    "kill_before_send",
+    "kill_in_upload",
+    "kill_before_record",
+    "kill_in_download",
+    "kill_at_landing",
+]
+KILLS = ("kill", "lose", "blackout", "move")
+STAGE = "kill_"
+"""What the names of faults begin with that kill a site as soon as it comes to a stage of a flight."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +42,7 @@ class Form:
         seconds: The shortest and the longest time that it lasts.
         often: How often it is chosen, relative to others.
         hits_hub: Whether it happens to the hub as well.
+        hits_sites: Whether it happens to sites.
         needs_links: Whether it needs network namespaces.
     """
 
@@ -26,6 +50,7 @@ class Form:
     seconds: tuple[float, float]
     often: float
     hits_hub: bool = False
+    hits_sites: bool = True
     needs_links: bool = False
 
 
@@ -40,6 +65,15 @@ FORMS: dict[Kind, Form] = {
     "loss": Form("0.1 to 2 % of the packets lost", (5.0, 20.0), 1.0, needs_links=True),
     "slow": Form("a link of 1 Mbit/s", (5.0, 20.0), 1.0, needs_links=True),
     "nat": Form("its NAT forgets its connections", (0.0, 0.0), 1.0, needs_links=True),
+    "cut_5": Form("link cut for 5 s", (5.0, 5.0), 0.7, needs_links=True),
+    "cut_15": Form("link cut for 15 s", (15.0, 15.0), 0.5, needs_links=True),
+    "cut_60": Form("link cut for 60 s", (60.0, 60.0), 0.3, needs_links=True),
+    "move": Form("kill -9, and started again at another address", (0.5, 4.0), 0.4, hits_hub=True, hits_sites=False),
+    "kill_before_send": Form("kill -9 before it sends", (0.5, 4.0), 0.4),
+    "kill_in_upload": Form("kill -9 while it uploads", (0.5, 4.0), 0.4),
+    "kill_before_record": Form("kill -9 between contribution and record", (0.5, 4.0), 0.4),
+    "kill_in_download": Form("kill -9 while it downloads", (0.5, 4.0), 0.4),
+    "kill_at_landing": Form("kill -9 at a landing", (0.5, 4.0), 0.4),
 }
 
 
@@ -60,21 +94,22 @@ class Fault:
     strength: float = 0.0
 
 
-def sequence(seed: int, sites: Sequence[str], links: bool) -> Iterator[tuple[float, Fault]]:
+def sequence(seed: int, sites: Sequence[str], links: bool, only: Sequence[Kind] = ()) -> Iterator[tuple[float, Fault]]:
     """Yields faults without end, each with the seconds to wait before it.
 
     Args:
         seed: Says which.
         sites: The names of the sites.
         links: Whether there are links to be cut.
+        only: Which kinds of faults; all by default.
     """
     chance = random.Random(seed)
-    kinds = [kind for kind, form in FORMS.items() if links or not form.needs_links]
+    kinds = [kind for kind, form in FORMS.items() if (links or not form.needs_links) and (not only or kind in only)]
     weights = [FORMS[kind].often for kind in kinds]
     while True:
         kind = chance.choices(kinds, weights)[0]
         form = FORMS[kind]
-        hits_hub = form.hits_hub and chance.random() < 0.25
+        hits_hub = form.hits_hub and (chance.random() < 0.25 or not form.hits_sites)
         victim = HUB if hits_hub else ALL if kind == "blackout" else chance.choice(sites)
         seconds = chance.uniform(*form.seconds)
         # Everybody stands still without a hub: the shorter half.

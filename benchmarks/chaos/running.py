@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.chaos.checks import LONGEST_HANG
-from benchmarks.chaos.faults import ALL, HUB, Fault
+from benchmarks.chaos.faults import ALL, HUB, KILLS, STAGE, Fault
 from benchmarks.chaos.notes import Note
 from benchmarks.chaos.world import World
 
@@ -151,7 +151,7 @@ class Play:
         self.world.end(fault)
         for site in self.world.sites:
             if fault.victim in (site, ALL):
-                started = fault.kind in ("kill", "lose", "blackout")
+                started = fault.kind in KILLS or fault.kind.startswith(STAGE)
                 self.seen[site].at, self.seen[site].training = now, not started and self.seen[site].training
         if fault.victim in (HUB, ALL):
             self.record_at = now + (_START if fault.kind == "blackout" else LONGEST_HANG)

@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -19,7 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.chaos.notes import Notebook, waited_for_processor
 from benchmarks.links import enter
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
+from lightning_sdiloco.comm.mailbox.moving import _Incoming, _Outgoing
 from lightning_sdiloco.federation import Follower, Record, Welcome
+from lightning_sdiloco.hub import HubConnection
 
 RUN = "run"
 BATCH = 8
@@ -158,6 +161,50 @@ def _noted(notebook: Notebook) -> None:
     after("lose", lambda *_: {})
 
 
+def _dies_at_stages(name: str, folder: Path) -> None:
+    """Makes this process kill itself at the stage of a flight for which somebody has left a file."""
+
+    def perhaps_dies(stage: str) -> None:
+        if (folder / f"{name}.kill_{stage}").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def before(of: Any, method: str, stage: str) -> None:
+        original = getattr(of, method)
+
+        @wraps(original)
+        def last(self: Any, *arguments: Any, **choices: Any) -> Any:
+            perhaps_dies(stage)
+            return original(self, *arguments, **choices)
+
+        setattr(of, method, last)
+
+    def after(of: Any, method: str, stage: str, now: Callable[..., bool] = lambda *_: True) -> None:
+        original = getattr(of, method)
+
+        @wraps(original)
+        def last(self: Any, *arguments: Any, **choices: Any) -> Any:
+            answer = original(self, *arguments, **choices)
+            if now(*arguments):
+                perhaps_dies(stage)
+            return answer
+
+        setattr(of, method, last)
+
+    original = _Outgoing.messages
+
+    def messages(self: Any) -> Iterator[bytes]:
+        for number, message in enumerate(original(self)):
+            if number and b"payload" in self._first:
+                perhaps_dies("in_upload")
+            yield message
+
+    _Outgoing.messages = messages  # type: ignore[method-assign]
+    before(HubConnection, "contribute", "before_send")
+    after(HubConnection, "_call", "before_record", lambda call, *_: call == "contribute")
+    after(_Incoming, "begin", "in_download")
+    after(Follower, "land", "at_landing")
+
+
 def train(name: str, place: Place) -> None:
     """Trains a site, from its newest checkpoint on."""
     place.enter(name)
@@ -165,6 +212,7 @@ def train(name: str, place: Place) -> None:
     notebook = Notebook(place.folder / f"{name}.jsonl")
     notebook.write("up", pid=os.getpid())
     _noted(notebook)
+    _dies_at_stages(name, place.folder)
     pl.seed_everything(0)
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     x, y = torch.randn(512, FEATURES, generator=generator), torch.randn(512, TARGETS, generator=generator)

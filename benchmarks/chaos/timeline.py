@@ -19,8 +19,17 @@ LABELS = {
     "loss": "packets lost",
     "slow": "1 Mbit/s",
     "nat": "NAT forgets",
+    "cut_5": "cut off",
+    "cut_15": "cut off",
+    "cut_60": "cut off",
+    "move": "moved",
+    "kill_before_send": "killed",
+    "kill_in_upload": "killed",
+    "kill_before_record": "killed",
+    "kill_in_download": "killed",
+    "kill_at_landing": "killed",
 }
-_GROUP = {"kill": 0, "lose": 0, "blackout": 0, "stop": 1, "cut": 2, "cut_out": 2, "cut_in": 2}
+_GROUPS = {"killed": 0, "moved": 0, "all killed": 0, "stopped": 1, "cut off": 2}
 _SHOWN = 150.0  # seconds that are drawn, from the first record on
 _WIDTH = 13.0  # of a label, in seconds
 _LEGEND = ("killed", "stopped", "cut off", "bad link")
@@ -97,7 +106,7 @@ def _figure(told: Timeline, theme: dict[str, str], colors: tuple[str, ...]) -> A
     labelled = dict.fromkeys(rows, -_WIDTH)
     for kind, victim, began, ended in sorted(told["faults"], key=lambda fault: fault[2]):
         for name in rows if victim == ALL else [victim]:
-            row, color = rows.index(name), colors[_GROUP.get(kind, 3)]
+            row, color = rows.index(name), colors[_GROUPS.get(LABELS[kind].partition(",")[0], 3)]
             axes.barh(row, max(ended - began, 0.25), 0.46, began, color=color, alpha=0.55, zorder=2)
             # What would be written over another label goes below.
             above = began > labelled[name] + _WIDTH

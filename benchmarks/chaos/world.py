@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.chaos.faults import ALL, HUB, Fault
+from benchmarks.chaos.faults import ALL, HUB, KILLS, STAGE, Fault
 from benchmarks.chaos.hub import serve
 from benchmarks.chaos.notes import Note, Notebook, Reader, read
 from benchmarks.chaos.site import RUN, Place, train
@@ -18,6 +18,7 @@ from benchmarks.links import Links
 from lightning_sdiloco.comm import add_keys, init_keys
 
 MBIT_S, ONE_WAY_DELAY = 100e6, 0.025
+_FLIGHT = 25.0  # seconds within which a site comes to every stage of a flight
 
 
 class World:
@@ -50,9 +51,11 @@ class World:
         init_keys(folder / "keys", RUN)
         for site in sites:
             add_keys(folder / "keys", site)
-        ports = _free_ports(1 + len(sites))
-        hub = f"127.0.0.1:{ports[0]}" if links is None else f"{links.address(0)}:29400"
-        of_all = Place(folder, hub, 0, seconds, steps, lease=lease)
+        *ports, other = _free_ports(2 + len(sites))
+        # Where the hub is, and where it may be moved to, with the same ledger and store.
+        address, own = ("127.0.0.1", (ports[0], other)) if links is None else (links.address(0), (29400, 29401))
+        self._hubs = [f"{address}:{port}" for port in own]
+        of_all = Place(folder, ",".join(self._hubs), 0, seconds, steps, lease=lease)
         names = (HUB, *sites)
         self._number = {name: number for number, name in enumerate(names)}
         self._places = {
@@ -82,16 +85,23 @@ class World:
     def start(self, *names: str) -> None:
         """Starts the hub or sites."""
         for name in names:
-            target, first = (serve, len(self.sites)) if name == HUB else (train, name)
-            process = self._context.Process(target=target, args=(first, self._places[name]))
+            place = self._places[name]
+            if name == HUB:
+                target, arguments = serve, (len(self.sites), replace(place, hub=self._hubs[0]))
+            else:
+                target, arguments = train, (name, place)
+            process = self._context.Process(target=target, args=arguments)
             process.start()
             self.processes[name] = process
 
     def begin(self, fault: Fault) -> None:
-        """Lets a fault happen."""
+        """Lets a fault happen. One at a stage of a flight does when the site comes to it."""
+        if fault.kind.startswith(STAGE):
+            self._kill_at_stage(fault)
+            return
         self.faults.write("begin", kind=fault.kind, victim=fault.victim)
         match fault.kind:
-            case "kill" | "lose" | "blackout":
+            case "kill" | "lose" | "blackout" | "move":
                 for name in self._victims(fault):
                     process = self.processes.pop(name)
                     process.kill()
@@ -101,7 +111,7 @@ class World:
                         file.rename(file.with_name(f"{file.name}.lost"))
             case "stop":
                 self.signal(fault.victim, signal.SIGSTOP)
-            case "cut":
+            case "cut" | "cut_5" | "cut_15" | "cut_60":
                 self._change(fault.victim, cut_out=True, cut_in=True)
             case "cut_out" | "cut_in":
                 self._change(fault.victim, **{fault.kind: True})
@@ -115,8 +125,10 @@ class World:
     def end(self, fault: Fault) -> None:
         """Mends what a fault has done."""
         self.faults.write("end", kind=fault.kind, victim=fault.victim)
+        if fault.kind == "move":
+            self._hubs.reverse()
         match fault.kind:
-            case "kill" | "lose" | "blackout":
+            case kind if kind in KILLS or kind.startswith(STAGE):
                 self.start(*self._victims(fault))
             case "stop":
                 self.signal(fault.victim, signal.SIGCONT)
@@ -124,6 +136,18 @@ class World:
                 pass
             case _:
                 self._change(fault.victim, cut_out=False, cut_in=False, loss=0.0, rate=MBIT_S / 8)
+
+    def _kill_at_stage(self, fault: Fault) -> None:
+        armed = self.folder / f"{fault.victim}.{fault.kind}"
+        armed.touch()
+        process = self.processes.pop(fault.victim)
+        process.join(_FLIGHT)
+        # Where there is no flight, as after the end of a run.
+        reached = process.exitcode is not None
+        process.kill()
+        process.join()
+        armed.unlink(missing_ok=True)
+        self.faults.write("begin", kind=fault.kind, victim=fault.victim, reached=reached)
 
     def _victims(self, fault: Fault) -> tuple[str, ...]:
         return (HUB, *self.sites) if fault.victim == ALL else (fault.victim,)

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_sdiloco.comm.plain_values import decode, encode
 from lightning_sdiloco.comm.staging import to_device, to_host
 
 
@@ -62,12 +63,18 @@ class Communicator:
         return to_device(received, tensor.device)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Returns the picklable objects of all ranks, in the order of the ranks."""
+        """Returns the plain values of all ranks, in the order of the ranks; see `plain_values`.
+
+        Nothing is pickled: whoever is taken for a rank can say something wrong, and not run code in the others.
+        """
         if self.size == 1:
             return [value]
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        device = torch.device("cpu" if self.is_on_host else "cuda")
+        own = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in self.all_gather(torch.tensor(own.numel(), device=device))]
+        padded = nn.functional.pad(own, (0, max(sizes) - own.numel())).to(device)
+        parts = zip(self.all_gather(padded), sizes, strict=True)
+        return [decode(part[:size].cpu().numpy().tobytes()) for part, size in parts]
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrites a tensor with that of the first rank."""

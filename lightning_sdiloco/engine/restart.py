@@ -29,6 +29,12 @@ class Restart(NamedTuple):
     buffers: dict[str, Tensor]
     counts: dict[str, int]
 
+    @staticmethod
+    def of(arrived: Sequence[Any]) -> "Restart":
+        """Returns one that came from another rank, as a plain tuple."""
+        parameters, buffers, counts = arrived
+        return Restart({name: OuterParameter(*own) for name, own in parameters.items()}, buffers, counts)
+
 
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
     """Joins the states of the ranks of an earlier run.

@@ -23,6 +23,7 @@ from lightning_sdiloco.hub.connection import (
 if TYPE_CHECKING:
     from lightning_sdiloco.hub.coordinator import Coordinator
     from lightning_sdiloco.hub.in_process import InProcessConnection, InProcessHub, InProcessShards
+    from lightning_sdiloco.hub.plain import from_plain, to_plain
     from lightning_sdiloco.hub.remote import HubConnection
     from lightning_sdiloco.hub.service import HubService
     from lightning_sdiloco.hub.shards import HubShards, Shards, Wanted, payloads_of, places_of
@@ -50,8 +51,10 @@ __all__ = [
     "Waiting",
     "Wanted",
     "Welcomed",
+    "from_plain",
     "payloads_of",
     "places_of",
+    "to_plain",
 ]
 
 _FILES = {
@@ -64,8 +67,10 @@ _FILES = {
     "InProcessShards": "in_process",
     "Shards": "shards",
     "Wanted": "shards",
+    "from_plain": "plain",
     "payloads_of": "shards",
     "places_of": "shards",
+    "to_plain": "plain",
     "VirtualHub": "virtual",
     "VirtualLink": "virtual",
     "VirtualTime": "virtual",

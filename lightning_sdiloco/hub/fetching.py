@@ -13,11 +13,13 @@ log = logging.getLogger(__name__)
 
 Done = Callable[[Mapping[str, Bytes] | None], None]
 
-_AT_ONCE = 8
+_AT_ONCE = 32
+_LARGE_AT_ONCE = 8
+_SMALL = 256 << 10  # bytes that travel over one connection
 
 
 class Fetching:
-    """Fetches blobs in threads of its own.
+    """Fetches blobs in threads of its own: many small ones at the same time, each of which waits for a round trip.
 
     Args:
         get: Returns the blob under a key, verified.
@@ -26,27 +28,28 @@ class Fetching:
     def __init__(self, get: Callable[[str], Bytes]) -> None:
         self._get = get
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="hub-fetching")
+        self._large = threading.BoundedSemaphore(_LARGE_AT_ONCE)
         self._lock = threading.RLock()
         self._early: dict[str, tuple[int, int, Future[Bytes]]] = {}
 
-    def prefetch(self, own: Contribution, keys: Sequence[str]) -> None:
+    def prefetch(self, own: Contribution, payloads: Sequence[Payload]) -> None:
         """Begins to fetch payloads that will be needed if they count."""
         with self._lock:
-            for key in keys:
-                if key not in self._early:
-                    self._early[key] = own.fragment, own.round, self._pool.submit(self._get, key)
+            for payload in payloads:
+                if payload.key not in self._early:
+                    self._early[payload.key] = own.fragment, own.round, self._begin(payload)
 
-    def fetch(self, keys: Sequence[str], here: Mapping[str, Bytes], done: Done) -> None:
+    def fetch(self, payloads: Sequence[Payload], here: Mapping[str, Bytes], done: Done) -> None:
         """Gets blobs, and then calls.
 
         Args:
-            keys: Which.
+            payloads: Which, each once.
             here: Those that need not be fetched, and may be others.
             done: Called with all of them under their keys, in whatever thread; with None if some cannot be had any
                 more; not at all if the hub is gone.
         """
-        found = {key: here[key] for key in keys if key in here}
-        futures = {key: self._future(key) for key in keys if key not in here}
+        found = {key: here[key] for key, _ in payloads if key in here}
+        futures = {payload.key: self._future(payload) for payload in payloads if payload.key not in here}
         if not futures:
             done(found)
             return
@@ -71,11 +74,21 @@ class Fetching:
         """Fetches nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _future(self, key: str) -> "Future[Bytes]":
+    def _future(self, payload: Payload) -> "Future[Bytes]":
         with self._lock:
-            early = self._early.get(key)
+            early = self._early.get(payload.key)
             failed = early is not None and early[2].done() and early[2].exception() is not None
-            return self._pool.submit(self._get, key) if early is None or failed else early[2]
+            return self._begin(payload) if early is None or failed else early[2]
+
+    def _begin(self, payload: Payload) -> "Future[Bytes]":
+        if payload.size <= _SMALL:
+            return self._pool.submit(self._get, payload.key)
+
+        def get() -> Bytes:
+            with self._large:
+                return self._get(payload.key)
+
+        return self._pool.submit(get)
 
     def _finish(self, found: dict[str, Bytes], futures: Mapping[str, "Future[Bytes]"], done: Done) -> None:
         errors = [error for future in futures.values() if not future.cancelled() and (error := future.exception())]
@@ -86,6 +99,6 @@ class Fetching:
         done(None if errors else found | {key: future.result() for key, future in futures.items()})
 
 
-def keys_of(payloads: Sequence[Payload]) -> list[str]:
-    """Returns the keys of payloads, each once."""
-    return list(dict.fromkeys(payload.key for payload in payloads))
+def each_once(payloads: Sequence[Payload]) -> list[Payload]:
+    """Returns payloads, each once."""
+    return list(dict.fromkeys(payloads))

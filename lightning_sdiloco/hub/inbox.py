@@ -1,7 +1,6 @@
 """What a site has heard and not read yet: filled by the threads of the network, read by that of training."""
 
 import threading
-from collections.abc import Callable
 
 from lightning_sdiloco.hub.connection import Recorded, Told
 
@@ -40,8 +39,8 @@ class Inbox:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._told or self._error), timeout)
 
-    def wait_for_room(self, most: int, over: Callable[[], bool]) -> None:
-        """Waits until fewer records than some are there to be read: payloads take memory."""
+    @property
+    def payloads(self) -> int:
+        """How many records are there to be read that have payloads, which take memory."""
         with self._changed:
-            while not over() and sum(isinstance(told, Recorded) for told in self._told) >= most:
-                self._changed.wait(0.5)
+            return sum(isinstance(told, Recorded) and told.blobs is not None for told in self._told)

@@ -14,7 +14,6 @@ from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, 
 from lightning_sdiloco.hub.connection import (
     Called,
     Lost,
-    Recorded,
     StateArrived,
     StateWanted,
     Told,
@@ -22,17 +21,18 @@ from lightning_sdiloco.hub.connection import (
     Welcomed,
 )
 from lightning_sdiloco.hub.events import Heard, heard
-from lightning_sdiloco.hub.fetching import Fetching, keys_of
+from lightning_sdiloco.hub.fetching import Fetching, each_once
 from lightning_sdiloco.hub.history import Bytes
 from lightning_sdiloco.hub.inbox import Inbox
 from lightning_sdiloco.hub.outbox import Outbox
+from lightning_sdiloco.hub.records_to_fetch import RecordsToFetch
 from lightning_sdiloco.hub.shards import Wanted, all_payloads
 
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 _LONGEST_LEASE = 12.0  # seconds after which a name that is in use is not that of a process that died
-_UNREAD = 32  # records that may wait to be read before no more payloads are fetched
+_THREADS = 8
 
 
 class HubConnection:
@@ -72,18 +72,20 @@ class HubConnection:
         self._run, self._patience, self._wanted = run, patience, wanted
         self._about = {"site": site}
         self._inbox, self._outbox = Inbox(), Outbox()
-        self._fetching = Fetching(self._mailbox.get)
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="hub-connection")
+        self._fetching, self._fetching_states = Fetching(self._get), Fetching(self._get)
+        self._records = RecordsToFetch(self._fetching, self._inbox, self._outbox, wanted)
+        # What is small does not wait behind payloads on their way to a hub that is gone.
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-connection")
+        self._senders = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-sender")
         self._lock = threading.Lock()
         self._pending: set[Future[None]] = set()
         self._sending: set[Contribution] = set()
         self._hello = self._beat = ""
         self._lease = 0.0
-        self._closed = threading.Event()
+        self._closed, self._nudge = threading.Event(), threading.Event()
         self._listener: threading.Thread | None = None
         self._let_in = False
         self._busy_since: float | None = None
-        self._kept: tuple[int, ...] = ()
         self._asking = False
         self._ask_at = 0.0
 
@@ -122,11 +124,12 @@ class HubConnection:
         self._hello = follower.hello(self._run).to_bytes().decode()
         self._beat = follower.beat().to_bytes().decode()
         self._outbox.only(follower.outstanding())
+        self._records.follow(follower)
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
         """See `Connection`."""
         self._outbox.put(own, dict(blobs))
-        self._in_background(lambda: self._send(own))
+        self._in_background(lambda: self._send(own), self._senders)
 
     def skip(self, call: Call) -> None:
         """See `Connection`."""
@@ -162,7 +165,10 @@ class HubConnection:
 
     def events(self) -> list[Told]:
         """See `Connection`."""
-        return self._inbox.take()
+        told = self._inbox.take()
+        if told:
+            self._records.go_on()
+        return told
 
     def wait(self, timeout: float) -> bool:
         """See `Connection`."""
@@ -174,15 +180,18 @@ class HubConnection:
             pending = set(self._pending)
         wait(pending, timeout)
         self._closed.set()
+        self._nudge.set()
         self._mailbox.close()
-        self._fetching.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for own in (self._fetching, self._fetching_states):
+            own.close()
+        for pool in (self._pool, self._senders):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._listener:
             self._listener.join(timeout)
 
     # In the background: sending
 
-    def _in_background(self, task: Callable[[], object]) -> None:
+    def _in_background(self, task: Callable[[], object], pool: ThreadPoolExecutor | None = None) -> None:
         def run() -> None:
             try:
                 task()
@@ -196,7 +205,7 @@ class HubConnection:
         with self._lock:
             if self._closed.is_set():
                 return
-            future = self._pool.submit(run)
+            future = (pool or self._pool).submit(run)
             self._pending.add(future)
         future.add_done_callback(self._pending.discard)
 
@@ -211,9 +220,10 @@ class HubConnection:
             self._sending.add(own)
         try:
             while not self._closed.is_set() and (blobs := self._outbox.blobs(own)) is not None:
+                nudge = self._nudge
                 if self._is_taken(own, blobs):
                     return
-                self._closed.wait(_AGAIN)
+                nudge.wait(_AGAIN)
         finally:
             with self._lock:
                 self._sending.discard(own)
@@ -236,12 +246,24 @@ class HubConnection:
         return answer.get("answer") != "waiting" or len(blobs) < len({payload.key for payload in own.payloads})
 
     def _give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
-        for part in parts:
-            self._mailbox.send(part, {**self._about, "kind": "state"})
+        about = {**self._about, "kind": "state"}
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-giver") as pool:
+            list(pool.map(lambda part: self._mailbox.send(part, about), parts))
         named = [[key_of(part), memoryview(part).nbytes] for part in parts]
         self._call("give", {"request": request, "parts": named}, header.to_bytes())
 
-    # In the background: listening
+    # In the background: fetching
+
+    def _get(self, key: str) -> Bytes:
+        """Fetches a blob, again where a connection broke; what is told again on a new one is fetched again."""
+        while True:
+            try:
+                return self._mailbox.get(key)
+            except HubUnreachable:
+                if not self._let_in or self._closed.wait(_AGAIN):
+                    raise
+
+    # In the background: listening; nothing here waits, or a hub that is gone would be noticed late
 
     def _listen(self) -> None:
         try:
@@ -260,17 +282,20 @@ class HubConnection:
         if said.kind != "lost":
             self._busy_since = None
         if said.record:
-            self._hear_record(said)
+            self._records.hear(said.record)
         elif said.welcome:
-            self._kept, self._let_in, self._asking = said.welcome.kept, True, False
+            self._let_in, self._asking, self._ask_at = True, False, 0.0
+            self._records.begin(said.welcome.kept)
             self._inbox.put(Welcomed(said.welcome, said.header))
-            # What is being tried again need not be.
+            # What is being tried again goes on at once.
+            before, self._nudge = self._nudge, threading.Event()
+            before.set()
             for own in self._outbox.outstanding():
-                self._in_background(lambda own=own: self._send(own))  # type: ignore[misc]
+                self._in_background(lambda own=own: self._send(own), self._senders)  # type: ignore[misc]
         elif said.call:
             self._inbox.put(Called(said.call, said.own))
             if said.own and said.own.site != self.site:
-                self._fetching.prefetch(said.own, keys_of(self._wanted(said.own)))
+                self._fetching.prefetch(said.own, each_once(self._wanted(said.own)))
         elif said.kind == "wanted":
             self._inbox.put(StateWanted(said.text, said.flag))
         elif said.kind == "state":
@@ -281,24 +306,6 @@ class HubConnection:
             self._asking = False
             self._inbox.put(Waiting(said.text))
 
-    def _hear_record(self, said: Heard) -> None:
-        record = said.record
-        assert record is not None, "the event is a record"
-        own = self._outbox.all_blobs()
-        if self._kept and record.round < self._kept[record.fragment]:
-            self._outbox.hear(record)
-            self._inbox.put(Recorded(record, None))
-            return
-        self._inbox.wait_for_room(_UNREAD, self._closed.is_set)
-        keys = keys_of([payload for one in record.counted for payload in self._wanted(one)])
-
-        def there(blobs: Mapping[str, Bytes] | None) -> None:
-            self._outbox.hear(record)
-            self._fetching.forget(record.fragment, record.round)
-            self._inbox.put(Recorded(record, blobs))
-
-        self._fetching.fetch(keys, own, there)
-
     def _hear_state(self, said: Heard) -> None:
         header, keys = said.header, [part.key for part in said.parts]
         assert header is not None, "the event is a state"
@@ -308,10 +315,12 @@ class HubConnection:
             if blobs is not None:
                 self._inbox.put(StateArrived(header, tuple(blobs[key] for key in keys), said.text))
 
-        self._fetching.fetch(list(dict.fromkeys(keys)), {}, there)
+        # Payloads that have to be fetched too are not before it.
+        self._fetching_states.fetch(each_once(said.parts), {}, there)
 
     def _hear_loss(self, said: Heard) -> None:
         self._let_in = self._asking = False
+        self._records.lose()
         if said.flag:
             # A process that died is not in the way for longer than its lease.
             now = time.monotonic()

@@ -18,7 +18,7 @@ from typing import Protocol
 from lightning_sdiloco.comm import HubMailbox, HubUnreachable, MailboxError
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.federation import Contribution, Payload, Record
-from lightning_sdiloco.hub.fetching import Fetching, keys_of
+from lightning_sdiloco.hub.fetching import Fetching, each_once
 from lightning_sdiloco.hub.history import Bytes
 from lightning_sdiloco.hub.outbox import Outbox
 
@@ -157,7 +157,7 @@ class HubShards:
     def prefetch(self, own: Contribution) -> None:
         """See `Shards`."""
         if own.site != self._site:
-            self._fetching.prefetch(own, keys_of(self._wanted(own)))
+            self._fetching.prefetch(own, each_once(self._wanted(own)))
 
     def fetch(self, record: Record) -> None:
         """See `Shards`."""
@@ -167,8 +167,8 @@ class HubShards:
             with self._lock:
                 self._fetched[record.key] = blobs
 
-        keys = keys_of([payload for own in record.counted for payload in self._wanted(own)])
-        self._fetching.fetch(keys, self._outbox.all_blobs(), there)
+        payloads = each_once([payload for own in record.counted for payload in self._wanted(own)])
+        self._fetching.fetch(payloads, self._outbox.all_blobs(), there)
 
     def fetched(self) -> Fetched:
         """See `Shards`."""

@@ -99,13 +99,14 @@ class StateTransfers:
             self._tell(state_event(request.donor, header, parts), list(request.askers))
 
     def ask_others(self, ledger: Ledger | None, gone: str | None = None) -> bool:
-        """Asks somebody else where a donor does not answer, or has gone.
+        """Asks somebody else where a donor does not answer, or has gone, or gives no sign of life.
 
         Returns:
             Whether it was the founder.
         """
-        founder = False
-        for request in self._states.overdue(self._clock(), gone):
+        founder, now = False, self._clock()
+        silent = {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
+        for request in self._states.overdue(now, lambda donor: donor == gone or donor in silent):
             founder = founder or request.founding
             for site, without in request.askers.items():
                 if site != gone and ledger:

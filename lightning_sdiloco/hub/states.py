@@ -1,7 +1,7 @@
 """States on their way from those who have them to those who want them, by way of the hub's store."""
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from lightning_sdiloco.federation import Payload, StateHeader
@@ -81,9 +81,9 @@ class States:
         given = [request.given[1] for request in self.requests.values() if request.given]
         return {part.key for parts in (*given, *(own[1] for own in self._handed)) for part in parts}
 
-    def overdue(self, now: float, gone: str | None = None) -> list[StateRequest]:
+    def overdue(self, now: float, gone: Callable[[str], bool]) -> list[StateRequest]:
         """Takes out the requests whose donor does not answer, or has gone."""
-        late = [request for request in self.requests.values() if request.until <= now or request.donor == gone]
+        late = [request for request in self.requests.values() if request.until <= now or gone(request.donor)]
         for request in late:
             del self.requests[request.name]
         return late

@@ -20,7 +20,7 @@ from lightning_sdiloco.lightning.monitor.monitor import StreamingDiLoCoMonitorMi
 from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run, read_run
 from lightning_sdiloco.lightning.monitor.timeline import write_timeline
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 __all__ = [
     "Distribution",
@@ -34,7 +34,7 @@ __all__ = [
     "StreamingDiLoCoMonitorMixin",
     "WholeModel",
     "WorkerGroupStrategy",
-    "WorkerGroups",
+    "ConnectedGroups",
     "check_class",
     "in_batch",
     "read_run",

@@ -9,7 +9,7 @@ from lightning_sdiloco.lightning.host.uneven_data import count_idle_batch, drop_
 from lightning_sdiloco.lightning.monitor.monitor import monitors_of
 from lightning_sdiloco.lightning.monitor.scalars import Interval, lay_out, scalars_of
 from lightning_sdiloco.lightning.requests import Request
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -28,7 +28,7 @@ class InnerStepHooks(_Base):
         groups: The ranks.
     """
 
-    def __init__(self, fit: Fit, groups: WorkerGroups) -> None:
+    def __init__(self, fit: Fit, groups: ConnectedGroups) -> None:
         self.fit = fit
         self._groups = groups
         self._interval: Interval | None = None

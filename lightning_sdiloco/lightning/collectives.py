@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
 # it would make every group wait for the slowest one at every step.
@@ -45,7 +45,7 @@ def in_batch(module: Any) -> bool:
     )
 
 
-def stays_in_group(module: Any, groups: WorkerGroups) -> bool:
+def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
     """Returns whether a collective stays inside the worker group, and announces one that does not.
 
     Args:
@@ -59,7 +59,7 @@ def stays_in_group(module: Any, groups: WorkerGroups) -> bool:
 
 
 @contextmanager
-def waiting_for_all(groups: WorkerGroups, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
+def waiting_for_all(groups: ConnectedGroups, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
     """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a ``with`` block.
 
     Args:

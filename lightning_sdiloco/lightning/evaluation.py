@@ -22,7 +22,7 @@ from lightning_sdiloco.engine import GroupMean, StreamingDiLoCo
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, trainer: Any, steps: InnerSteps, groups: WorkerGroups, model_format: ModelFormat, shows: str
+        self, trainer: Any, steps: InnerSteps, groups: ConnectedGroups, model_format: ModelFormat, shows: str
     ) -> None:
         self._trainer = trainer
         self._steps = steps

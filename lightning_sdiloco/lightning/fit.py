@@ -32,7 +32,7 @@ from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.signal_latency import SignalLatency
 from lightning_sdiloco.lightning.signals import Signals
 from lightning_sdiloco.lightning.weight_averaging import Averaging
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
     """
 
     options: Options
-    groups: WorkerGroups
+    groups: ConnectedGroups
     model_format: ModelFormat
     results: Results
     termination: type[BaseException]

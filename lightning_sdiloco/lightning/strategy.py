@@ -3,9 +3,9 @@
 Every distribution of Lightning has base classes of its own. A subclass of this class and of one of them adds its name
 and no more; see ``lightning_pytorch.py``.
 
-[Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user chose. `WorkerGroups` are
-the ranks, over several fits. A `Fit` begins and ends with each fit. A `ModelFormat` knows whether ranks hold the model
-whole. `Results` are what users read, also afterwards.
+[Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user chose. `ConnectedGroups`
+are the ranks, over several fits. A `Fit` begins and ends with each fit. A `ModelFormat` knows whether ranks hold the
+model whole. `Results` are what users read, also afterwards.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +34,7 @@ from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_d
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -148,7 +148,7 @@ class WorkerGroupStrategy(_Base):
         self._options = Options.of(**given)
         arguments = self.base_arguments(**of_format)
         self._format = self.model_format(arguments)
-        self._groups = WorkerGroups()
+        self._groups = ConnectedGroups()
         self._results = Results(self._options)
         self._fit: Fit | None = None
         # What is replaced in Lightning while there is no fit.

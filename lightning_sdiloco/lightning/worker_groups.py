@@ -25,7 +25,7 @@ from lightning_sdiloco.lightning.options import Options
 _log = logging.getLogger(__name__)
 
 
-class WorkerGroups:
+class ConnectedGroups:
     """The ranks of all worker groups. It lives as long as the strategy, over several fits.
 
     Attributes:

@@ -61,6 +61,16 @@ def test_one_that_dies_is_not_waited_for_and_one_that_joins_gets_a_state() -> No
     world.agree()
 
 
+def test_where_a_donor_stands_still_another_is_asked_when_its_lease_is_over() -> None:
+    world = World("a", "b")
+    world.run(30)
+    joiner = world.join("c", seed=7)
+    joiner.step()
+    # The first by name is asked, and gives no sign of life.
+    world.run(30, "b", "c")
+    assert joiner.states == ["b"]
+
+
 def test_a_hub_that_dies_comes_back_with_all_that_it_had() -> None:
     world = World("a", "b")
     world.run(23)

@@ -31,6 +31,7 @@ def test_a_contribution_counts_when_the_payload_of_every_rank_is_there(keys: Pat
     try:
         site = ScriptedSite(first, charter())
         until(lambda: site.hear() or site.follower.follows)
+        first.beat(site.follower)
         for shards in others:
             shards.reach()
         for _ in range(8):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def lines_of(site: str, moments: list[float], first: int = 1) -> list[dict[str, 
     return lines
 
 
-def test_it_says_and_draws_what_the_records_say(tmp_path: Path) -> None:
+def test_it_says_and_draws_what_the_records_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moments = [100 + 0.1 * number for number in range(1, 100)]
     # One step of site-b takes 0.3 s while site-c is away.
     late = [at for at in moments if not 104.05 < at < 104.25]
@@ -63,6 +64,11 @@ def test_it_says_and_draws_what_the_records_say(tmp_path: Path) -> None:
     assert "DID NOT" in came_and_went.sentences(runs, results, AT, "site-c")[1]
     assert len(came_and_went.training(runs["site-a"].heads[0])) == 1
     assert len(came_and_went.training(runs["site-c"].heads[0])) == 2
+    # Nothing is drawn from the last step before its death to the first after it.
+    monkeypatch.setattr(came_and_went, "PAUSE", 0.5)
+    moments, values = came_and_went.smooth(runs["site-c"].heads[0], 0.0)
+    assert sum(map(isnan, values)) == 2
+    assert not [at for at in moments if AT["killed"] < at < 107]
     pytest.importorskip("matplotlib")
     paths = came_and_went.draw(tmp_path, runs, AT, "site-c")
     assert [path.name for path in paths] == ["federation.svg", "federation-dark.svg"]

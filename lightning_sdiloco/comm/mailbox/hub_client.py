@@ -191,7 +191,7 @@ class HubMailbox:
             while not self._link.closed.is_set():
                 why, kind = f"hub {self._link.hub} ended the connection.", "HubUnreachable"
                 try:
-                    for event in self._connection(hello(), beat):
+                    for event in self._connection(hello(), beat, self._beat * _SILENT_BEATS * 2**broken):
                         broken = 0
                         if event.kind != "beat":
                             yield event
@@ -240,13 +240,21 @@ class HubMailbox:
         who = self.identity._asdict() | {"life": self.life, "protocol": PROTOCOL}
         return {"from": who} if about is None else {"from": who, "about": about}
 
-    def _connection(self, hello: Header, beat: Callable[[], Header]) -> Iterator[Event]:
-        """Yields what comes on one connection, beats included."""
-        ear = _Ear(self._link.timeout)
+    def _connection(self, hello: Header, beat: Callable[[], Header], patience: float) -> Iterator[Event]:
+        """Yields what comes on one connection, beats included.
+
+        Args:
+            hello: What to say first.
+            beat: Returns what to say with each sign of life.
+            patience: Seconds to wait for the hub's first words, if the timeout of a call is not shorter.
+        """
+        ear = _Ear(min(self._link.timeout, patience))
         over = threading.Event()
 
         def said() -> Iterator[bytes]:
             yield pack(self._header(hello))
+            # gRPC takes the next message when this one has left. How long a connection takes to be made, it knows.
+            ear.begin()
             while not over.wait(self._beat):
                 if ear.silent():
                     call.cancel()
@@ -282,6 +290,7 @@ class _Ear:
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
+        self._lock = threading.Lock()
         self._since: float | None = None
 
     def __enter__(self) -> None:
@@ -290,7 +299,13 @@ class _Ear:
     def __exit__(self, *error: object) -> None:
         # What ended in an error may have been cancelled for the silence.
         if error[0] is None:
-            self._since = None
+            with self._lock:
+                self._since = None
+
+    def begin(self) -> None:
+        """Begins to count: the hub can have heard what was said."""
+        with self._lock:
+            self._since = self._since and time.monotonic()
 
     def silent(self) -> bool:
         """Whether the hub is silent."""

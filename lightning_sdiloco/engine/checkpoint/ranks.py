@@ -61,7 +61,8 @@ def write_ranks(
     path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
     older = files.saves(path) if rank == 0 else []
     # Gathering waits until all files are there.
-    entries = _by_all(path, save, topology, lambda: files.write_rank(path, save, rank, state), advice)
+    written = _by_all(path, save, topology, lambda: files.write_rank(path, save, rank, state), advice)
+    entries = [files.Entry(*one) for one in written]
     header = {
         "format": files.FORMAT,
         "save": save,

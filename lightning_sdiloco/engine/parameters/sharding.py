@@ -194,13 +194,13 @@ def shard_specs(parameters: Mapping[str, Tensor], group: Communicator, members: 
     Raises:
         ValueError: On every rank, if a parameter is sharded in a way that is not supported.
     """
-    own: dict[str, list[Runs] | ValueError] = {}
+    own: dict[str, list[Runs] | str] = {}
     for name, parameter in parameters.items():
         try:
             _require_own(parameter, members)
             own[name] = held_runs(parameter)
         except ValueError as error:
-            own[name] = error
+            own[name] = str(error)
     ranks, specs = group.all_gather_object(own), {}
     for name, parameter in parameters.items():
         try:
@@ -228,9 +228,9 @@ def _require_own(tensor: Tensor, members: range) -> None:
         raise ValueError(f"it lies on {local(tensor).device.type!r}, its mesh on {sharded.device_mesh.device_type!r}")
 
 
-def _known(runs: list[Runs] | ValueError) -> list[Runs]:
-    if isinstance(runs, ValueError):
-        raise runs
+def _known(runs: list[Runs] | str) -> list[Runs]:
+    if isinstance(runs, str):
+        raise ValueError(runs)
     return runs
 
 

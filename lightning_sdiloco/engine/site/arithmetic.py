@@ -125,7 +125,7 @@ class SiteArithmetic:
         own = payload, outer, finite, norm if isfinite(norm) else 0.0
         payloads, digests, finites, norms = zip(*self._site.all_gather_object(own), strict=True)
         return Encoded(
-            payloads=payloads,
+            payloads=tuple(Payload(*one) for one in payloads),
             blobs={payload.key: blob},
             memory=encoded.memory,
             digest=combined(list(digests)),

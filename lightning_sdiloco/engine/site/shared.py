@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.background import Pending
 from lightning_sdiloco.engine.site.federation import Federation
+from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Record, StateHeader
-from lightning_sdiloco.hub import Called, Connection, Recorded, Shards, Told
+from lightning_sdiloco.hub import Called, Connection, Recorded, Shards, Told, from_plain, to_plain
 
 Bytes = bytes | bytearray | memoryview
 
@@ -31,9 +32,7 @@ class Heard(NamedTuple):
     requests: int
 
 
-class _Said(NamedTuple):
-    value: Any
-    error: Exception | None
+_ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
 
 
 class SharedConnection:
@@ -72,15 +71,18 @@ class SharedConnection:
 
     def _of_all(self, ask: Callable[[], Any]) -> list[Any]:
         """Returns what all ranks say. An error of one is raised on all, of which none may wait for the others."""
+        own: Exception | None = None
         try:
-            said = _Said(ask(), None)
+            said = ask(), "", ""
         except Exception as error:
-            said = _Said(None, error)
+            own = error
+            kinds = [name for name, kind in _ERRORS.items() if isinstance(own, kind)]
+            said = None, kinds[0] if kinds else "RuntimeError", str(own)
         every = self._ranks.all_gather_object(said)
-        for one in every:
-            if one.error is not None:
-                raise one.error
-        return [one.value for one in every]
+        for rank, (_, kind, text) in enumerate(every):
+            if kind:
+                raise own if own and rank == self._ranks.rank else _ERRORS.get(kind, RuntimeError)(text)
+        return [value for value, *_ in every]
 
     def _together(self, act: Callable[[], None]) -> None:
         try:
@@ -106,21 +108,21 @@ class SharedConnection:
             assert self._connection is not None, "the first rank has it"
             return Heard(self._connection.events(), self._connection.now(), requests)
         every = self._of_all(lambda: (*self._listen(), requests))
-        told = [one for one in every[0][0] if not self._is_coming(one)]
+        told = [one for one in map(from_plain, every[0][0]) if not self._is_coming(one)]
         for rank, (_, fetched, _, asked) in enumerate(every):
             requests |= asked
             told += [one for key, is_there in fetched.items() if (one := self._arrived(key, rank, is_there))]
         return Heard(told, every[0][2], requests)
 
-    def _listen(self) -> tuple[list[Told], dict[str, bool], float]:
+    def _listen(self) -> tuple[list[Any], dict[str, bool], float]:
         """Returns what this rank has heard: events at the first one, and which records it has fetched payloads for."""
-        told: list[Told] = []
+        told: list[Any] = []
         fetched: dict[str, Mapping[str, Bytes] | None] = dict(self._shards.fetched()) if self._shards else {}
         for one in self._connection.events() if self._connection else ():
             if isinstance(one, Recorded):
                 fetched[one.record.key] = one.blobs
                 one = Recorded(one.record, None)
-            told.append(one)
+            told.append(to_plain(one))
         self._payloads.update((key, blobs) for key, blobs in fetched.items() if blobs is not None)
         return (
             told,

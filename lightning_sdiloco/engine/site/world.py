@@ -89,10 +89,8 @@ class FederatedWorld:
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
         self._states = StateTransfer(model, rounds, topology, connection, follower)
         self._now = time.monotonic()
-        self._has_left = False
+        self._has_said_hello = self._has_left = False
         self.requested = 0
-        connection.hello(follower)
-        self.hear()
 
     # Training
 
@@ -274,7 +272,7 @@ class FederatedWorld:
     # What is heard
 
     def hear(self, requests: int = 0) -> int:
-        """Takes what the connection has heard since the last time.
+        """Takes what the connection has heard since the last time; says hello before.
 
         Args:
             requests: What this rank asks of all ranks of the site.
@@ -282,6 +280,9 @@ class FederatedWorld:
         Returns:
             What any of them asks.
         """
+        if not self._has_said_hello:
+            self._has_said_hello = True
+            self._connection.hello(self.follower)
         told, self._now, requests = self._connection.heard(requests)
         self._launches.send()
         for event in told:
@@ -343,5 +344,5 @@ class FederatedWorld:
         self.follower.load_state_dict(saved, self._states.digests())
         self._applied.clear()
         self._launches.load_state_dict(state["flights"])
-        self._connection.hello(self.follower)
+        self._has_said_hello = False
         self.hear()

@@ -23,7 +23,7 @@ from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, Mode
 from lightning_sdiloco.lightning.options import CurrentOptions
 from lightning_sdiloco.lightning.requests import Requests
 from lightning_sdiloco.lightning.weight_averaging import Averaging
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Checkpointer:
     def __init__(
         self,
         trainer: Any,
-        groups: WorkerGroups,
+        groups: ConnectedGroups,
         options: CurrentOptions,
         model_format: ModelFormat,
         requests: Requests,
@@ -176,7 +176,7 @@ class Checkpointer:
 
     def _as_rank_zero_reads(self, path: str, header: dict[str, Any]) -> Restart:
         """Returns what rank 0 reads, or raises its error on all ranks: they may see different files."""
-        restart: Restart | ValueError | None = None
+        restart, refusal = Restart({}, {}, {}), ""
         if self._trainer.is_global_zero:
             # What is in flight lands as it would have landed.
             settings = self._options.settings.taken_from(header["settings"])
@@ -186,12 +186,11 @@ class Checkpointer:
                 restart = restart_from(states, settings if same_optimizer else None)
             except Exception as error:
                 # Of any error, because the other ranks are waiting to hear of it.
-                restart = error if isinstance(error, ValueError) else ValueError(f"{path} cannot be read: {error!r}")
-        restart = self._of_rank_zero(restart)
-        if isinstance(restart, ValueError):
-            raise restart
-        assert restart is not None
-        return restart
+                refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
+        restart, refusal = self._of_rank_zero((restart, refusal))
+        if refusal:
+            raise ValueError(refusal)
+        return Restart.of(restart)
 
     def _say_what_restarts(self, restart: Restart, header: dict[str, Any], has_file: bool) -> None:
         found = self._topology.world.all_gather_object(has_file)

@@ -25,7 +25,7 @@ from lightning_sdiloco.lightning.announcement import Announcement
 from lightning_sdiloco.lightning.inner_steps import samples_in
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Loop:
         trained: How many micro-batches are trained in this inner step.
     """
 
-    def __init__(self, options: Options, groups: WorkerGroups, results: Results) -> None:
+    def __init__(self, options: Options, groups: ConnectedGroups, results: Results) -> None:
         self._settings = options.settings
         self._federation = options.federation
         self._groups = groups

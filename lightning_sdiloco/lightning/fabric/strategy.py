@@ -27,7 +27,7 @@ from lightning_sdiloco.lightning.model_format.whole_model import WholeModel
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -113,7 +113,7 @@ class FabricWorkerGroupStrategy(_Base):
         arguments = self.base_arguments(**own)
         self._options = options
         self._format = WholeModel(arguments)
-        self._groups = WorkerGroups()
+        self._groups = ConnectedGroups()
         self._results = Results(options)
         self._wrapped: list[DistributedDataParallel] = []
         self._loop = Loop(options, self._groups, self._results)

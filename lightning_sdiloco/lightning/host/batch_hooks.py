@@ -19,7 +19,7 @@ from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.monitor.scalars import fitting
 from lightning_sdiloco.lightning.requests import MOST_CHECKPOINTS, Request, Requests
 from lightning_sdiloco.lightning.signals import Signals, listen_without_fit
-from lightning_sdiloco.lightning.worker_groups import WorkerGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 # Columns that a bar of Rich takes for all but the metrics.
 _BESIDE_METRICS = 66
@@ -28,7 +28,7 @@ _BESIDE_METRICS = 66
 def replace_batch_hooks(
     undo: ExitStack,
     trainer: Any,
-    groups: WorkerGroups,
+    groups: ConnectedGroups,
     requests: Requests,
     signals: Signals,
     progress: Callable[[], dict[str, str]],
@@ -99,7 +99,7 @@ def _check_time(timer: Any, original: Callable[[Any], None], requests: Requests,
         requests.ask(Request.TIME_LIMIT)
 
 
-def _mean_monitored(original: Callable[[str], Any], groups: WorkerGroups, trainer: Any, key: str) -> Any:
+def _mean_monitored(original: Callable[[str], Any], groups: ConnectedGroups, trainer: Any, key: str) -> Any:
     """Returns what a plateau scheduler goes by; at the end of an epoch, the mean over all ranks."""
     value = original(key)
     if any(config.monitor == key and config.interval == "step" for config in trainer.lr_scheduler_configs):
@@ -108,7 +108,9 @@ def _mean_monitored(original: Callable[[str], Any], groups: WorkerGroups, traine
     return mean.get(key, value)
 
 
-def _mean_candidates(original: Callable[[Any], dict[str, Any]], groups: WorkerGroups, trainer: Any) -> dict[str, Any]:
+def _mean_candidates(
+    original: Callable[[Any], dict[str, Any]], groups: ConnectedGroups, trainer: Any
+) -> dict[str, Any]:
     """Returns what a checkpoint callback chooses by and puts into names: means over all ranks of what groups logged."""
     candidates = original(trainer)
     numbers = {name: float(value) for name, value in candidates.items() if isinstance(value, Tensor)}
@@ -119,7 +121,7 @@ def _mean_candidates(original: Callable[[Any], dict[str, Any]], groups: WorkerGr
     }
 
 
-def _save_last(original: Callable[..., None], groups: WorkerGroups, *args: Any) -> None:
+def _save_last(original: Callable[..., None], groups: ConnectedGroups, *args: Any) -> None:
     # After an exception no checkpoint was written, so there is none to which the last one could be a link.
     if not groups.is_alone:
         original(*args)

@@ -174,7 +174,7 @@ def _agree(epochs: Epochs, failure: Exception | None) -> None:
     trainer, topology = epochs.trainer, epochs.topology
     batches = _batches(trainer) if failure is None else None
     own = _Announced(topology.group_index, batches, "" if failure is None else repr(failure))
-    ranks = topology.world.all_gather_object(own)
+    ranks = [_Announced(*rank) for rank in topology.world.all_gather_object(own)]
     if failure is not None:
         raise failure
     _require_data(ranks)

@@ -234,7 +234,7 @@ class ShardedModel(ModelFormat):
 
     @override
     def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
-        path = Path(host.broadcast(str(path)))
+        path = Path(path if host.is_alone else host.topology.world.all_gather_object(str(path))[0])
         weights_only = kwargs.get("weights_only", args[0] if args else None)
         checkpoint = sharded_model.read_metadata(path, weights_only)
         if files.KEY not in checkpoint:

@@ -56,7 +56,7 @@ def measured(clock: Clock, world: Communicator) -> ClockOffset:
         sent = clock(time.perf_counter())
         world.all_gather_object(None)
         exchanges.append(Exchange(sent, clock(time.perf_counter())))
-    return estimated(world.all_gather_object(exchanges)[0], exchanges)
+    return estimated([Exchange(*one) for one in world.all_gather_object(exchanges)[0]], exchanges)
 
 
 def estimated(reference: Sequence[Exchange], own: Sequence[Exchange]) -> ClockOffset:

@@ -10,7 +10,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.lightning import WorkerGroups, in_batch
+from lightning_sdiloco.lightning import ConnectedGroups, in_batch
 from lightning_sdiloco.tools.simulate.site import SimulatedFederation
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SimulatedProcessesMixin(_Base):
     """Replaces, below a strategy, what DDPStrategy does with processes. Call `play` before the Trainer is made."""
 
     simulated_rank: SimulatedRank
-    _groups: WorkerGroups
+    _groups: ConnectedGroups
     _options: Any
     reset_seed: Callable[[], None]
 

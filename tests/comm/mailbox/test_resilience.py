@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,26 @@ def test_a_silent_hub_is_gone_after_some_beats_and_all_that_waits_ends(hub: Serv
         hub.ledger.append(0, b"record")
         again = pool.submit(next, events)
         assert again.result(20).kind in ("record", "lost")
+        site.close()
+
+
+def test_a_cut_just_as_a_site_says_hello_is_noticed_after_some_beats_too(hub: Served, line: Line) -> None:
+    site = hub.mailbox("site-a", port=line.port, timeout=30.0)
+    hears = hub.handler.hello
+
+    def cut_off(*said: Any) -> Any:
+        # What the hub answers goes nowhere; it hears the next one.
+        hub.handler.hello = hears
+        line.forget()
+        return hears(*said)
+
+    hub.handler.hello = cut_off
+    hub.ledger.append(0, b"record")
+    events = site.events(lambda: {"after": EVERYTHING})
+    with ThreadPoolExecutor() as pool:
+        event = pool.submit(next, events).result(10)
+        assert "silent for 0.8 s" in event.header["why"]
+        assert pool.submit(next, events).result(10).kind == "record"
         site.close()
 
 
