@@ -64,8 +64,7 @@ class Settings:
         for name in _NUMBERS:
             # A scalar of numpy is compared between ranks, and saved, as the number that it is.
             object.__setattr__(self, name, _plain(getattr(self, name)))
-        resolve(self.compression)
-        check_exchange(self.exchange)
+        check_exchange(self.exchange, resolve(self.compression))
         check_fragments(self.fragments)
         self._check_schedule()
         self._check_outer_optimizer()

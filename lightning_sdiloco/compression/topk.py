@@ -1,7 +1,7 @@
 """Sends the largest values of each block and where they are; the others come back as zero."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 
 import torch
@@ -18,7 +18,7 @@ BLOCK = 4096
 _GROUP = 8  # values of a block in a group; the search starts with the largest value of each group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TopK(Compression):
     """The largest ``share`` of every block of 4096 values, encoded by another compression, with 12 bits of position.
 
@@ -28,9 +28,12 @@ class TopK(Compression):
     Args:
         share: The share of the values that is sent, above 0 and at most 1.
         values: How the values that are sent are encoded.
+        over: What the sum of a value is divided by: the number of ``"groups"`` that count, or of those among them that
+            are ``"senders"`` of this value, as in SparseLoCo's code (arXiv 2508.15706). The latter needs a smaller rate
+            outside, and cannot be had with two shots.
 
     Raises:
-        ValueError: If ``share`` is out of range, or ``values`` is not a compression.
+        ValueError: If ``share`` or ``over`` is out of range, or ``values`` is not a compression.
 
     Examples:
         >>> from lightning_sdiloco.compression import Int2
@@ -45,6 +48,7 @@ class TopK(Compression):
 
     share: float
     values: Compression
+    over: str = field(default="groups", kw_only=True)
 
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
@@ -54,6 +58,28 @@ class TopK(Compression):
                 f"values={self.values!r} is not a compression. Pass an instance of one, such as Int2(): it encodes the"
                 " values that are sent."
             )
+        if self.values.varies():
+            raise ValueError(
+                f"values={self.values!r} chooses by itself which values it sends. Pass a compression that sends all"
+                " values, such as Int2()."
+            )
+        if self.over not in ("groups", "senders"):
+            raise ValueError(
+                f"over={self.over!r} is not known. It is 'groups', the default, or 'senders': the sum of a value is"
+                " divided by the number of all groups that count, or of those that sent it."
+            )
+
+    @override
+    def __repr__(self) -> str:
+        """Returns the class and its arguments, without those of later versions that have their defaults.
+
+        So the text in a checkpoint of an earlier version is that of the same compression.
+        """
+        given = {own.name: getattr(self, own.name) for own in fields(self) if own.repr}
+        texts = [
+            f"{own.name}={given[own.name]!r}" for own in fields(self) if own.repr and given[own.name] != own.default
+        ]
+        return f"{type(self).__name__}({', '.join(texts)})"
 
     @override
     def dense(self) -> Compression:
@@ -71,6 +97,16 @@ class TopK(Compression):
         return float(self.share)
 
     @override
+    def counts_senders(self) -> bool:
+        """Returns whether ``over`` is ``"senders"``."""
+        return self.over == "senders"
+
+    @override
+    def places(self, payload: Tensor, out: Tensor) -> None:
+        """Tells which values were chosen."""
+        self._put(payload, out.new_ones(self._count(out.numel())), out)
+
+    @override
     def wire_bytes(self, numel: int) -> int:
         """Returns the exact size in bytes of the payload of ``numel`` values.
 
@@ -80,7 +116,7 @@ class TopK(Compression):
         Returns:
             Three bytes for every two values that are sent, and the size of the payload of these values.
         """
-        return _packed_bytes(self._count(numel)) + self.values.wire_bytes(self._count(numel))
+        return packed_bytes(self._count(numel)) + self.values.wire_bytes(self._count(numel))
 
     @override
     def encode(self, values: Tensor) -> Tensor:
@@ -93,11 +129,11 @@ class TopK(Compression):
             The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
         """
         count, done = self._count(values.numel()), 0
-        chosen, positions = values.new_empty(count), values.new_empty(_packed_bytes(count), dtype=torch.uint8)
-        for blocks in _blocks(values):
-            found = _largest(blocks.abs(), self._kept(blocks.size(1))).sort(dim=1).values
+        chosen, positions = values.new_empty(count), values.new_empty(packed_bytes(count), dtype=torch.uint8)
+        for blocks in blocks_in(values):
+            found = largest(blocks.abs(), self.kept(blocks.size(1))).sort(dim=1).values
             chosen[done:][: found.numel()] = self.sent(blocks.gather(1, found), blocks).view(-1)
-            positions[_packed_bytes(done) :][: _packed_bytes(found.numel())] = _packed(found.view(-1))
+            positions[packed_bytes(done) :][: packed_bytes(found.numel())] = pack(found.view(-1))
             done += found.numel()
         return torch.cat((positions, self.values.encode(chosen)))
 
@@ -109,23 +145,27 @@ class TopK(Compression):
             payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
             out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
         """
-        count, done = self._count(out.numel()), 0
+        count = self._count(out.numel())
         assert payload.numel() == self.wire_bytes(out.numel()), "the payload belongs to a vector of another size"
         chosen = out.new_empty(count)
-        self.values.decode(payload[_packed_bytes(count) :], chosen)
-        out.zero_()
-        for blocks in _blocks(out):
-            shape = len(blocks), self._kept(blocks.size(1))
-            sent = shape[0] * shape[1]
-            positions = _unpacked(payload[_packed_bytes(done) :][: _packed_bytes(sent)], sent)
-            blocks.scatter_(1, positions.view(shape), chosen[done:][:sent].view(shape))
-            done += sent
+        self.values.decode(payload[packed_bytes(count) :], chosen)
+        self._put(payload, chosen, out)
 
     def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
         """Returns what is sent of the values that were chosen in each block."""
         return chosen
 
-    def _kept(self, size: int) -> int:
+    def _put(self, payload: Tensor, chosen: Tensor, out: Tensor) -> None:
+        done = 0
+        out.zero_()
+        for blocks in blocks_in(out):
+            shape = len(blocks), self.kept(blocks.size(1))
+            sent = shape[0] * shape[1]
+            positions = unpack(payload[packed_bytes(done) :][: packed_bytes(sent)], sent)
+            blocks.scatter_(1, positions.view(shape), chosen[done:][:sent].view(shape))
+            done += sent
+
+    def kept(self, size: int) -> int:
         """Returns how many values of a block are sent: an even number, so that the next block starts at a byte."""
         # The share is taken as it is written: 0.03 as a float is not exactly 3 %.
         kept = -(-Fraction(str(self.share)) * size // 1)
@@ -133,53 +173,10 @@ class TopK(Compression):
 
     def _count(self, numel: int) -> int:
         last = numel % BLOCK
-        return numel // BLOCK * self._kept(BLOCK) + (self._kept(last) if last else 0)
+        return numel // BLOCK * self.kept(BLOCK) + (self.kept(last) if last else 0)
 
 
-@dataclass(frozen=True)
-class Threshold(TopK):
-    """Sends, of what `TopK` chooses, what is large beside the mean magnitude of its block, and the rest as zero.
-
-    The payload always has the size that ``share`` gives, since all payloads of a fragment have the same size. With
-    `ErrorFeedback`, what is small waits until it has grown.
-
-    Args:
-        share: The share of the values that is sent at most, above 0 and at most 1.
-        values: How the values that are sent are encoded.
-        least: The least magnitude that is sent, as a multiple of the mean magnitude of the block; at least 0.
-
-    Raises:
-        ValueError: If ``share`` or ``least`` is out of range, or ``values`` is not a compression.
-
-    Examples:
-        >>> from lightning_sdiloco.compression import Float32
-        >>> sparse, decoded = Threshold(0.5, Float32(), least=1.5), torch.empty(4)
-        >>> sparse.decode(sparse.encode(torch.tensor([1.0, -2.0, 0.5, 1.0])), decoded)
-        >>> decoded.tolist()
-        [0.0, -2.0, 0.0, 0.0]
-    """
-
-    least: float
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.least, bool) or not isinstance(self.least, (int, float)) or not self.least >= 0:
-            raise ValueError(
-                f"least={self.least!r} is out of range: it must not be negative. 3.0 is three times the mean."
-            )
-
-    @override
-    def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
-        """Returns the chosen values, with zeros in place of the small ones.
-
-        The mean is taken in float64, whose rounding errors are too small to matter.
-        """
-        means = blocks.abs().mean(1, keepdim=True, dtype=torch.float64)
-        return chosen.where(chosen.abs() >= means * self.least, 0)
-
-
-def _blocks(values: Tensor) -> Iterator[Tensor]:
+def blocks_in(values: Tensor) -> Iterator[Tensor]:
     """Yields views of the values, a block to a row: stretches of whole blocks, then the rest as one short block."""
     whole = values.numel() // BLOCK * BLOCK
     for start in range(0, whole, chunk_length(values.device)):
@@ -188,7 +185,7 @@ def _blocks(values: Tensor) -> Iterator[Tensor]:
         yield values[whole:].view(1, -1)
 
 
-def _largest(magnitudes: Tensor, kept: int) -> Tensor:
+def largest(magnitudes: Tensor, kept: int) -> Tensor:
     """Returns the positions of the largest magnitudes of every row."""
     size, groups = magnitudes.size(1), magnitudes.size(1) // _GROUP
     if size % _GROUP or kept * 2 > groups:
@@ -201,18 +198,21 @@ def _largest(magnitudes: Tensor, kept: int) -> Tensor:
     return positions.gather(1, among)
 
 
-def _packed_bytes(count: int) -> int:
+def packed_bytes(count: int) -> int:
+    """Returns the bytes of so many positions."""
     return -(-count * 3 // 2)
 
 
-def _packed(positions: Tensor) -> Tensor:
+def pack(positions: Tensor) -> Tensor:
+    """Writes positions in a block, two in three bytes."""
     pairs = F.pad(positions, (0, len(positions) % 2)).to(torch.int32).view(-1, 2)
     pairs = pairs[:, 0] | pairs[:, 1] << 12
     packed = torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1).to(torch.uint8).view(-1)
-    return packed[: _packed_bytes(len(positions))]
+    return packed[: packed_bytes(len(positions))]
 
 
-def _unpacked(packed: Tensor, count: int) -> Tensor:
+def unpack(packed: Tensor, count: int) -> Tensor:
+    """Reads back so many positions."""
     low, middle, high = F.pad(packed, (0, -len(packed) % 3)).to(torch.int64).view(-1, 3).unbind(1)
     pairs = low | middle << 8 | high << 16
     return torch.stack((pairs & 4095, pairs >> 12), dim=1).view(-1)[:count]

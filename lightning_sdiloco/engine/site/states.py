@@ -161,4 +161,4 @@ class StateTransfer:
             return
         fragment.layout.write(after, self._rounds.mixing if landing is Landing.MIX else 0.0)
         fragment.buffers.write()
-        fragment.memory = None
+        fragment.memory = fragment.tuning = None
