@@ -37,7 +37,7 @@ from lightning_sdiloco.engine import InlineBackground
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.site.arithmetic import SiteArithmetic, Stepped
-from lightning_sdiloco.engine.site.pace import SitePace
+from lightning_sdiloco.engine.site.world import FederatedWorld
 from lightning_sdiloco.federation import Contribution, Landing, Record
 from lightning_sdiloco.federation.progress import Progress
 from lightning_sdiloco.hub import Connection, InProcessConnection, InProcessHub
@@ -151,7 +151,7 @@ class Sites:
     ) -> None:
         self._hub, self._samples = LateHub(len(models), training.late, training.seed), training.batch
         self.engines: list[StreamingDiLoCo] = []
-        self._paces: list[SitePace] = []
+        self._worlds: list[FederatedWorld] = []
         for number, (model, own) in enumerate(zip(models, optimizers, strict=True)):
             topology = replace(Topology(), background=InlineBackground.connect(1)[0])
             federation = _here(LateConnection(self._hub, f"s{number}"))
@@ -163,20 +163,20 @@ class Sites:
                 offload=False,
                 **(training.choices or {}),
             )
-            assert isinstance(engine._pace, SitePace)
+            assert isinstance(engine._world, FederatedWorld)
             self.engines.append(engine)
-            self._paces.append(engine._pace)
+            self._worlds.append(engine._world)
         for _ in range(2):
-            for pace in self._paces:
-                pace.hear()
-        for pace in self._paces:
-            self._follow(pace, training.rule)
+            for world in self._worlds:
+                world.hear()
+        for world in self._worlds:
+            self._follow(world, training.rule)
 
-    def _follow(self, pace: SitePace, rule: str) -> None:
+    def _follow(self, world: FederatedWorld, rule: str) -> None:
         if rule != CARRY:
-            pace.follower.fragments = [MixedProgress(**vars(own)) for own in pace.follower.fragments]
+            world.follower.fragments = [MixedProgress(**vars(own)) for own in world.follower.fragments]
         if rule == DISCOUNT:
-            pace._arithmetic = LateArithmetic(pace._arithmetic, self._hub)  # type: ignore[assignment]
+            world._arithmetic = LateArithmetic(world._arithmetic, self._hub)  # type: ignore[assignment]
 
     def average_gradients(self) -> None:
         """Does nothing: a federation has no warm-up."""
@@ -193,12 +193,12 @@ class Sites:
         """Ends the run: the next round of every fragment is the last, and nobody is late in it."""
         self._hub.ends = True
         self._hub.coordinator.end()
-        for pace in self._paces:
-            pace.follower.finish()
-        while not all(pace.is_over for pace in self._paces):
+        for world in self._worlds:
+            world.follower.finish()
+        while not all(world.is_over for world in self._worlds):
             self._hub.passes(1.0)
-            for pace, engine in zip(self._paces, self.engines, strict=True):
-                pace.launch_due(engine.inner_steps, Mailbox())
+            for world, engine in zip(self._worlds, self.engines, strict=True):
+                world.launch_due(engine.inner_steps, Mailbox())
             for engine in self.engines:
                 engine.land_due()
         for engine in self.engines:

@@ -3,11 +3,17 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from lightning_sdiloco.algorithm.aggregation import Count, Weighing
+from lightning_sdiloco.algorithm.control import Control
 from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.policies.landing import Carry, LandingRule, Mix
+from lightning_sdiloco.algorithm.policies.pace import Heard, Pace, Selective
+from lightning_sdiloco.algorithm.policies.weighing import ByMedian, ByNorm, ZScore
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.outer.delayed_nesterov import DelayedNesterov
 from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups
@@ -19,16 +25,29 @@ __all__ = [
     "FP4",
     "AgreementError",
     "BFloat16",
+    "ByMedian",
+    "ByNorm",
+    "Carry",
     "Compression",
+    "Control",
+    "Count",
+    "DelayedNesterov",
     "ExchangeError",
     "Federation",
     "Float32",
     "Fragment",
+    "Heard",
     "Landing",
+    "LandingRule",
+    "Mix",
+    "Pace",
     "Schedule",
+    "Selective",
     "SimulatedGroups",
     "StreamingDiLoCo",
+    "Weighing",
     "WorkerGroups",
+    "ZScore",
 ]
 
 # Importing a module of a distribution registers the strategy there. Both may be installed; without any, there is the

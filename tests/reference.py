@@ -76,6 +76,10 @@ def run(
     warmup_steps: int = 0,
     final_sync: bool = True,
     idle: Callable[[int, int], bool] = lambda group, step: False,
+    due: Callable[[int], Sequence[int]] | None = None,
+    shares: Callable[[int, Sequence[float], Sequence[int]], Sequence[float]] | None = None,
+    landed: Callable[[int, int, Sequence[float], Sequence[int]], None] = lambda p, at, norms, trained: None,
+    carries: bool = False,
 ) -> Result:
     """Trains the models, one per group and equal at first, in place.
 
@@ -95,6 +99,12 @@ def run(
             train; after the last one they take the mean of their parameters.
         final_sync: whether the run ends with the plain mean of the local parameters.
         idle: `(group, step)` to whether the group does not train in that step.
+        due: the fragments that launch after a step, in place of those of line 6.
+        shares: `(fragment, norms of the outer gradients, steps trained)`, both by group, to what each outer gradient is
+            multiplied with in their sum, in place of line 8.
+        landed: is told of every landing: fragment, step of the launch, and the same two.
+        carries: whether a landing moves the local parameters by what the outer ones are away from those at the launch,
+            in place of line 12.
     """
     local = [{name: p for name, p in model.named_parameters() if p.requires_grad} for model in models]
     assert sorted(local[0]) == sorted(name for fragment in fragments for name in fragment), "each name in one fragment"
@@ -109,13 +119,22 @@ def run(
     result = Result(outer=outer)
 
     def land(step: int, p: int) -> None:  # lines 10 to 12
-        deltas = in_flight.pop(p)[1]
+        launched_at, deltas = in_flight.pop(p)
+        norms = [sum(float(of[m].double().square().sum()) for of in deltas.values()) ** 0.5 for m in range(len(models))]
         for name in fragments[p] if any(weights[p]) else ():
             delta, lr = weighted_mean(deltas[name], weights[p]), rate(outer_steps[p])  # line 8
+            if shares is not None:
+                parts = zip(shares(p, norms, weights[p]), deltas[name], strict=True)
+                delta = torch.stack([share * own for share, own in parts]).sum(0)
+            sent = [outer[name] - own for own in deltas[name]]
             outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, lr, outer_momentum)
-            for group in local:
-                group[name].copy_(mixing * group[name].float() + (1 - mixing) * outer[name])
+            for group, before in zip(local, sent, strict=True):
+                if carries:
+                    group[name].copy_(group[name].float() + outer[name] - before)
+                else:
+                    group[name].copy_(mixing * group[name].float() + (1 - mixing) * outer[name])
         outer_steps[p] += any(weights[p])
+        landed(p, launched_at, norms, weights[p])
         result.landings.append((step, p))
 
     def take_mean(names: Sequence[str]) -> None:
@@ -146,7 +165,7 @@ def run(
                     outer.update({name: torch.zeros_like(outer[name]) for name in fragments[p]})
                     take_mean(fragments[p])
                     trained[p] = [0 for _ in models]
-                elif is_launched(step - warmup_steps, p, len(fragments), sync_every):  # lines 6 and 7
+                elif p in due(step) if due else is_launched(step - warmup_steps, p, len(fragments), sync_every):  # 6, 7
                     in_flight[p] = step, {n: [outer[n] - g[n].float() for g in local] for n in fragments[p]}
                     weights[p], trained[p] = trained[p], [0 for _ in models]
                     result.launches.append((step, p))

@@ -4,10 +4,13 @@ In come settings, sizes and tensors; out come schedules, partitions, payloads an
 decided here. This room sends nothing, owns no state of a training, and knows neither models nor Lightning.
 """
 
-from lightning_sdiloco.algorithm.aggregation import Absences, Aggregation, Count, plain, remembered, trained
+from lightning_sdiloco.algorithm.aggregation import Absences, Aggregation, Count, Weighing, plain, remembered, trained
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.algorithm.digest import combined, digest
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
+from lightning_sdiloco.algorithm.policies.landing import Carry, LandingRule, Mix, mix
+from lightning_sdiloco.algorithm.policies.pace import Every, Heard, Pace, Selective
+from lightning_sdiloco.algorithm.policies.weighing import ByMedian, ByNorm, ZScore
 from lightning_sdiloco.algorithm.recommended import AUTO, SPARSE_GAINS, OuterStep, recommended
 from lightning_sdiloco.algorithm.reduction import (
     AllReduce,
@@ -24,26 +27,38 @@ __all__ = [
     "Absences",
     "Aggregation",
     "AllReduce",
+    "ByMedian",
+    "ByNorm",
     "CONTROL_BYTES",
+    "Carry",
     "Control",
     "Count",
     "DEFAULT_TIMEOUT",
+    "Every",
     "Fragment",
     "HOST_BYTES",
+    "Heard",
+    "LandingRule",
+    "Mix",
     "OuterLRSchedule",
     "OuterOptimizer",
     "OuterStep",
+    "Pace",
     "Parameter",
     "Partition",
     "SPARSE_GAINS",
     "Schedule",
     "SecondHop",
+    "Selective",
     "Settings",
+    "Weighing",
+    "ZScore",
     "all_reduce_for",
     "combined",
     "digest",
     "final_all_reduce_for",
     "kind_of_all_reduce",
+    "mix",
     "partition",
     "plain",
     "recommended",

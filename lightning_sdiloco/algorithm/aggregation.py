@@ -1,10 +1,12 @@
 """How much each worker group counts in a mean, and which groups are absent: arithmetic, the same in all groups."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from statistics import median
 from typing import Any, NamedTuple
+
+from typing_extensions import override
 
 from lightning_sdiloco.algorithm.control import Control
 from lightning_sdiloco.errors import AgreementError
@@ -42,12 +44,39 @@ def trained(controls: Sequence[Control]) -> Count:
     return Count({group: 1.0 for group, control in enumerate(controls) if control.weight})
 
 
-@dataclass(frozen=True)
-class Aggregation:
-    """Weighs, clips and guards the groups of a mean.
+class Weighing(ABC):
+    """Decides how much each group counts in the mean of a fragment.
 
     It decides from what the groups sent, never from what a group computes for itself: the same numbers give the same
-    bits everywhere.
+    bits everywhere. Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint.
+    Its state, of each fragment, is plain JSON, and changes only when a flight lands.
+    """
+
+    @abstractmethod
+    def start(self, groups: int) -> Any:
+        """Returns the state of a fragment before its first launch.
+
+        Args:
+            groups: Number of worker groups.
+        """
+
+    @abstractmethod
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
+        """Decides how much each group counts.
+
+        Args:
+            controls: What every group said at the launch. One that is not finite, or whose weight is 0, must not count.
+            state: The state of the fragment.
+        """
+
+    @abstractmethod
+    def heard(self, controls: Sequence[Control], state: Any) -> Any:
+        """Returns the state once the flight has landed. The arguments are those of `count`."""
+
+
+@dataclass(frozen=True)
+class Aggregation(Weighing):
+    """Weighs the groups of a mean by what they trained, clips and guards them.
 
     Args:
         clip_norm: Longer outer gradients are scaled down to this norm; with None, none is.
@@ -70,25 +99,26 @@ class Aggregation:
     clip_norm: float | None = None
     guard: float | None = None
 
-    def count(self, controls: Sequence[Control], norms: Norms = ()) -> Count:
-        """Decides how much each group counts in the mean of a fragment.
+    @override
+    def start(self, groups: int) -> list[list[float]]:
+        return [[] for _ in range(groups)]
 
-        Args:
-            controls: What every group said at the launch.
-            norms: The last norms of the fragment, which the guard needs; see `remembered`.
-        """
-        candidates = [group for group, control in enumerate(controls) if _may_count(control)]
-        outlying = self._outlying(controls, norms, candidates)
+    @override
+    def count(self, controls: Sequence[Control], state: Norms = ()) -> Count:
+        candidates = may_count(controls)
+        outlying = self._outlying(controls, state, candidates)
         counted = [group for group in candidates if group not in outlying]
-        total = sum(controls[group].weight for group in counted)
-        # In this order, a whole number over a whole number: exactly 1 where the weights are equal.
-        weights = {group: len(counted) * controls[group].weight / total for group in counted}
+        weights = by_training(controls, counted)
         return Count({group: weight * self._clip(controls[group]) for group, weight in weights.items()}, outlying)
+
+    @override
+    def heard(self, controls: Sequence[Control], state: Norms) -> list[list[float]]:
+        return remembered(state, controls)
 
     def _outlying(self, controls: Sequence[Control], norms: Norms, candidates: Sequence[int]) -> tuple[int, ...]:
         if self.guard is None:
             return ()
-        far = tuple(group for group in candidates if self._is_far(_norm(controls[group]), norms[group]))
+        far = tuple(group for group in candidates if self._is_far(controls[group].norm, norms[group]))
         # If everyone is far off, the training has changed, and no group is at fault.
         return far if len(far) < len(candidates) else ()
 
@@ -96,8 +126,25 @@ class Aggregation:
         return self.guard is not None and len(before) >= _ENOUGH and norm > self.guard * median(before) > 0
 
     def _clip(self, control: Control) -> float:
-        norm = _norm(control)
+        norm = control.norm
         return 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
+
+
+def may_count(controls: Sequence[Control]) -> list[int]:
+    """Returns the groups that trained and whose values are finite."""
+    return [group for group, control in enumerate(controls) if _may_count(control)]
+
+
+def by_training(controls: Sequence[Control], counted: Sequence[int]) -> dict[int, float]:
+    """Returns the factors of groups that count by the inner steps that they trained.
+
+    Args:
+        controls: What every group said at the launch.
+        counted: The groups that count.
+    """
+    total = sum(controls[group].weight for group in counted)
+    # In this order, a whole number over a whole number: exactly 1 where the weights are equal.
+    return {group: len(counted) * controls[group].weight / total for group in counted}
 
 
 def remembered(norms: Norms, controls: Sequence[Control]) -> list[list[float]]:
@@ -110,17 +157,13 @@ def remembered(norms: Norms, controls: Sequence[Control]) -> list[list[float]]:
         controls: What every group said at the launch.
     """
     return [
-        [*last, _norm(control)][-_REMEMBERED:] if _may_count(control) else list(last)
+        [*last, control.norm][-_REMEMBERED:] if _may_count(control) else list(last)
         for last, control in zip(norms, controls, strict=True)
     ]
 
 
 def _may_count(control: Control) -> bool:
     return control.finite and control.weight > 0
-
-
-def _norm(control: Control) -> float:
-    return sqrt(control.norm_squared)
 
 
 class Absences:

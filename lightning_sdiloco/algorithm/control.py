@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Sequence
 from functools import reduce
+from math import sqrt
 from operator import or_
 from typing import NamedTuple
 
@@ -46,6 +47,11 @@ class Control(NamedTuple):
     norm_squared: float
     changed: int
     finite: bool
+
+    @property
+    def norm(self) -> float:
+        """Norm of the outer gradient, before any compression."""
+        return sqrt(self.norm_squared)
 
     def packed(self) -> Tensor:
         """Returns the control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``, the host's part first."""

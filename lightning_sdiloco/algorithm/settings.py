@@ -3,7 +3,7 @@
 import ast
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from numbers import Number
 from typing import Any, Literal
@@ -11,7 +11,10 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sdiloco.algorithm.aggregation import Aggregation, Weighing
 from lightning_sdiloco.algorithm.partition import check_fragments
+from lightning_sdiloco.algorithm.policies.landing import LandingRule, Mix
+from lightning_sdiloco.algorithm.policies.pace import Every, Pace
 from lightning_sdiloco.algorithm.recommended import AUTO, EARLIER, SPARSE, SPARSE_GAINS, OuterStep, recommended
 from lightning_sdiloco.algorithm.reduction import check_exchange
 from lightning_sdiloco.compression import Compression, resolve
@@ -44,7 +47,7 @@ class Settings:
 
     sync_every: int = 100
     overlap_steps: int = 5
-    mixing: float | Literal["auto"] = AUTO
+    mixing: float | Literal["auto"] | LandingRule = AUTO
     fragments: str | Sequence[Sequence[str]] = "strided"
     layers_per_fragment: int = 3
     compression: str | Compression = "fp4"
@@ -59,6 +62,8 @@ class Settings:
     final_sync: bool = True
     offload: bool | str = "auto"
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
+    schedule: Pace | None = None
+    weighing: Weighing | None = None
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -69,11 +74,14 @@ class Settings:
         self._check_schedule()
         self._check_outer_optimizer()
         self._check_aggregation()
+        self._check_policies()
         _require(
-            self.mixing == AUTO or (_number(self.mixing) and 0 <= self.mixing <= 1),
+            self.mixing == AUTO
+            or isinstance(self.mixing, LandingRule)
+            or (_number(self.mixing) and 0 <= self.mixing <= 1),
             "mixing",
             self.mixing,
-            "it must be between 0 and 1, or 'auto'",
+            "it must be between 0 and 1, 'auto', or a LandingRule",
             "'auto' is the default",
         )
         _require(
@@ -170,6 +178,38 @@ class Settings:
             "5.0 leaves out what is five times as long as usual",
         )
 
+    def _check_policies(self) -> None:
+        for name, kind in {"schedule": Pace, "weighing": Weighing, "mixing": LandingRule}.items():
+            policy = getattr(self, name)
+            if name != "mixing" and not (policy is None or isinstance(policy, kind)):
+                raise ValueError(f"{name}={policy!r} is no {kind.__name__}. Give one, or leave {name} out.")
+            if isinstance(policy, kind) and not is_dataclass(policy):
+                raise ValueError(
+                    f"{name}={policy!r} is no dataclass, so ranks cannot tell whether all have the same one. Make"
+                    f" {type(policy).__name__} a frozen dataclass."
+                )
+        both = [name for name in _OF_AGGREGATION if getattr(self, name) is not None]
+        if self.weighing is not None and both:
+            raise ValueError(
+                f"weighing={self.weighing!r} was given together with {' and '.join(both)}, which say how much a group"
+                f" counts too. Leave out {' and '.join(both)}, or weighing."
+            )
+
+    @property
+    def pace(self) -> Pace:
+        """What decides when fragments launch."""
+        return self.schedule or Every()
+
+    @property
+    def aggregation(self) -> Weighing:
+        """What decides how much each group counts."""
+        return self.weighing or Aggregation(self.outer_clip_norm, self.outlier_guard)
+
+    @property
+    def landing(self) -> LandingRule:
+        """How a group takes the outer parameters in. Not where ``mixing`` is still ``"auto"``."""
+        return self.mixing if isinstance(self.mixing, LandingRule) else Mix(float(self.mixing))
+
     @staticmethod
     def among(arguments: Mapping[str, Any]) -> "Settings":
         """Makes the settings from their arguments among others."""
@@ -187,7 +227,7 @@ class Settings:
         Where ``outer_optimizer`` replaces the Nesterov SGD there is only that of the landing.
         """
         values = {name: getattr(self, name) for name in OuterStep._fields}
-        return {name: value for name, value in values.items() if value != AUTO}
+        return {name: value for name, value in values.items() if value != AUTO and not isinstance(value, LandingRule)}
 
     def chosen_for(self, num_groups: int) -> "Settings":
         """Returns the settings with numbers in place of ``"auto"``: those that `recommended` returns.
@@ -210,7 +250,9 @@ class Settings:
                 those of an earlier version that did not save them.
         """
         texts = {name: (EARLIER if saved is None else saved).get(name, repr(AUTO)) for name in self._left_open}
-        return replace(self, **{name: ast.literal_eval(text) for name, text in texts.items()})
+        # A landing rule cannot be read from text: what is compared afterwards tells that it is another one.
+        numbers = {name: text for name, text in texts.items() if not text.endswith(")")}
+        return replace(self, **{name: ast.literal_eval(text) for name, text in numbers.items()})
 
     def with_outer_step_of(self, given: "Settings") -> "Settings":
         """Returns the settings with rate, momentum and mixing of others: numbers or ``"auto"``."""
@@ -245,8 +287,24 @@ class Settings:
 
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
         """Returns, as text, the settings without which a checkpoint cannot be resumed exactly."""
-        unused = _OF_SGD if self.outer_optimizer is not None else ()
+        unused = [*(_OF_SGD if self.outer_optimizer is not None else ())]
+        unused += [name for name in _LEFT_OUT_IF_NONE if getattr(self, name) is None]
         return {name: text for name, text in self.described().items() if name not in (*_MAY_CHANGE, *unused)}
+
+    @staticmethod
+    def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+        """Tells in which settings a checkpoint differs from a run, in a sentence for each.
+
+        Args:
+            saved: What `fixed_by_a_checkpoint` returned when it was saved, perhaps of an earlier version.
+            now: What it returns now.
+        """
+        names = [*now, *(name for name in _LEFT_OUT_IF_NONE if name in saved and name not in now)]
+        return [
+            f"{name} was {saved.get(name)}, now it is {now.get(name)}"
+            for name in names
+            if saved.get(name) != now.get(name)
+        ]
 
     def described(self) -> dict[str, str]:
         """Returns every setting as text that is the same on all ranks if and only if the setting is."""
@@ -258,6 +316,12 @@ class Settings:
                 texts[name] = getattr(made_by, "__qualname__", type(made_by).__name__)
         return texts
 
+
+# What says how much a group counts, if no weighing does.
+_OF_AGGREGATION = ("outer_clip_norm", "outlier_guard")
+
+# Settings that checkpoints of earlier versions do not have, and that are left out where they are not given.
+_LEFT_OUT_IF_NONE = ("schedule", "weighing")
 
 # The settings of the Nesterov SGD that outer_optimizer replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")

@@ -16,10 +16,13 @@ from lightning_sdiloco.algorithm import (
     DEFAULT_TIMEOUT,
     Absences,
     Fragment,
+    LandingRule,
     OuterLRSchedule,
     OuterOptimizer,
+    Pace,
     Schedule,
     Settings,
+    Weighing,
 )
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression, kernels_for
@@ -30,7 +33,6 @@ from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import OuterView
-from lightning_sdiloco.engine.pace import Pace, SchedulePace
 from lightning_sdiloco.engine.parameters.naming import unwrapped
 from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.requests import Mailbox
@@ -38,8 +40,16 @@ from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
-from lightning_sdiloco.engine.start import WorkerGroups, agreed_fragments, align_ranks, cut, default_topology
+from lightning_sdiloco.engine.start import (
+    WorkerGroups,
+    agreed_fragments,
+    align_ranks,
+    cut,
+    default_topology,
+    say_what_averages_twice,
+)
 from lightning_sdiloco.engine.warmup import Warmup
+from lightning_sdiloco.engine.world import FixedWorld, World
 
 
 class StreamingDiLoCo:
@@ -56,7 +66,8 @@ class StreamingDiLoCo:
             `WorkerGroups`, whose process group the model is wrapped with.
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
-        mixing: Share of the local parameters that is kept on landing (alpha in the paper), or ``"auto"``.
+        mixing: Share of the local parameters that is kept on landing (alpha in the paper), or ``"auto"``; or a
+            `LandingRule`, such as `Carry`.
         fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns of names.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
@@ -73,6 +84,8 @@ class StreamingDiLoCo:
         final_sync: Whether `finish` ends with a plain mean of the groups' local parameters.
         offload: Whether outer parameters and momentum rest in page-locked memory of the host; ``"auto"``: with CUDA.
         timeout: How long a fragment may be in flight.
+        schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner steps.
+        weighing: How much each group counts in a mean, such as `ByNorm`; None: by the inner steps that it trained.
         inner_optimizers: Those of the training loop. `save` keeps their state; what is not finite of it is dropped.
         topology: Worker groups and process groups made by the caller, in place of ``worker_groups``.
         federation: What these ranks, launched on their own, are a site of; None: all groups are launched together.
@@ -101,7 +114,7 @@ class StreamingDiLoCo:
         worker_groups: int | str | WorkerGroups = "auto",
         sync_every: int = 100,
         overlap_steps: int = 5,
-        mixing: float | Literal["auto"] = "auto",
+        mixing: float | Literal["auto"] | LandingRule = "auto",
         fragments: str | Sequence[Sequence[str]] = "strided",
         layers_per_fragment: int = 3,
         compression: str | Compression = "fp4",
@@ -116,6 +129,8 @@ class StreamingDiLoCo:
         final_sync: bool = True,
         offload: bool | str = "auto",
         timeout: timedelta = DEFAULT_TIMEOUT,
+        schedule: Pace | None = None,
+        weighing: Weighing | None = None,
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
         federation: Federation | None = None,
@@ -130,8 +145,8 @@ class StreamingDiLoCo:
         self.final_landings: list[Landing] = []
         self._early: list[Landing] = []
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
-        self._pace: Pace
-        self._renewed: Callable[[Rounds], Pace] = SchedulePace
+        self._world: World
+        self._renewed: Callable[[Rounds], World] = FixedWorld
         self._diagnoses, self._closed, self._unfinished = False, False, dict[str, Any]()
         require_own_group(model, self.topology)
         self._model = unwrapped(model)
@@ -139,18 +154,19 @@ class StreamingDiLoCo:
         storage, kernels = storage_for(device, offload), kernels_for(device)
         background: Background = (self.topology.background or ThreadBackground)(device)
         self._means = Means(storage, kernels, background, inner_optimizers)
+        say_what_averages_twice(inner_optimizers, self.settings, self.topology)
         self._divide(partition)
         align_ranks(self._model, self._rounds.fragments, self.topology)
         require_same_settings({**self._rounds.described(), "kernels": kernels.name}, self.topology.world)
         if federation is not None:
             self._renewed = refuse_other_rounds
-            self._pace = join(federation, self._model, self._rounds, self.settings, self.topology, self._means)
+            self._world = join(federation, self._model, self._rounds, self.settings, self.topology, self._means)
 
     def _divide(self, fragments: tuple[Fragment, ...]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self._rounds = Rounds(self._model, fragments, self.settings, self.topology, self._means, self._diagnoses)
         self._view = OuterView(self._model, self._rounds.fragments, self.topology.in_group, self._means.storage)
-        self._pace, self._warmup = self._renewed(self._rounds), Warmup(self._rounds)
+        self._world, self._warmup = self._renewed(self._rounds), Warmup(self._rounds)
 
     def diagnose(self, diagnoses: bool = True) -> None:
         """Sets whether landings tell how far the groups agree. All ranks must call it alike, before the first step."""
@@ -160,7 +176,7 @@ class StreamingDiLoCo:
 
     def join(self) -> None:
         """Waits until a site has what the others have; without it, its first inner steps may be in vain."""
-        self._pace.join(self._counts.inner_steps)
+        self._world.join(self._counts.inner_steps)
 
     @property
     def is_warming_up(self) -> bool:
@@ -213,8 +229,8 @@ class StreamingDiLoCo:
         self._counts.inner_steps += 1
         self.step_span = (began := time.perf_counter()), began
         if not idle:
-            self._pace.trained(samples)
-        self._counts.launches += self._pace.launch_due(self._counts.inner_steps, self.mailbox)
+            self._world.trained(samples)
+        self._counts.launches += self._world.launch_due(self._counts.inner_steps, self.mailbox)
 
     def _require_open(self, called: str) -> None:
         if self._closed:
@@ -222,7 +238,7 @@ class StreamingDiLoCo:
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
-        landed, self._early = [*self._early, *self._counted(self._pace.land_due(self._counts.inner_steps))], []
+        landed, self._early = [*self._early, *self._counted(self._world.land_due(self._counts.inner_steps))], []
         self.step_span = self.step_span[0], time.perf_counter()
         return landed
 
@@ -256,29 +272,29 @@ class StreamingDiLoCo:
         """Does the first part of `finish`: lands every fragment in flight."""
         self._rounds.require_coverage()
         self._unfinished = self._state()
-        return self._counted(self._pace.land_all(self._counts.inner_steps))
+        return self._counted(self._world.land_all(self._counts.inner_steps))
 
     def launch_final(self) -> None:
         """Does the second part of `finish`: launches every fragment for the mean of the local parameters."""
         if self.settings.final_sync or self.is_warming_up:
-            self._pace.launch_final(self.inner_steps, self.mailbox)
+            self._world.launch_final(self.inner_steps, self.mailbox)
 
     def land_final(self) -> None:
         """Does the last part of `finish`: lands the means, and leaves the outer parameters in the model."""
-        self.final_landings += map(self._noted, self._pace.land_all(self._counts.inner_steps))
+        self.final_landings += map(self._noted, self._world.land_all(self._counts.inner_steps))
         self._view.end()
         self.close()
 
     def leave(self) -> list[Landing]:
         """Ends training before its end: what a site holds is sent, and counts. Returns what landed; see `close`."""
-        landed = self._counted(self._pace.leave(self._counts.inner_steps))
+        landed = self._counted(self._world.leave(self._counts.inner_steps))
         self.close()
         return landed
 
     def close(self) -> None:
         """Ends the background. What is in flight is lost; `finish` calls it when nothing is."""
         self._closed = True
-        self._pace.close()
+        self._world.close()
         self._means.background.close()
 
     def request(self, bits: int) -> None:
@@ -292,7 +308,7 @@ class StreamingDiLoCo:
     @property
     def requested(self) -> int:
         """What ranks of a site asked of each other with the last inner step; between groups, landings show it."""
-        return self._pace.requested
+        return self._world.requested
 
     def is_training(self, model: nn.Module) -> bool:
         """Tells whether this engine trains that model and has not finished, so that groups hold different values."""
@@ -305,13 +321,27 @@ class StreamingDiLoCo:
 
     @property
     def schedule(self) -> Schedule:
-        """When fragments launch and land, by `steps_in_rounds`."""
+        """When fragments launch and land, by `steps_in_rounds`, where no pace says otherwise."""
         return self._rounds.schedule
+
+    @property
+    def launches_next(self) -> bool:
+        """Whether something is launched after the next inner step; not of a site."""
+        return bool(self._rounds.due(self.inner_steps + 1))
+
+    @property
+    def round(self) -> int:
+        """How many outer steps the first fragment has made."""
+        return self._rounds.fragments[0].outer.rounds
+
+    def longest_wait(self) -> int:
+        """Returns how many inner steps it takes at most, from now on, until a request has travelled and landed."""
+        return self._rounds.longest_wait(self.inner_steps)
 
     @property
     def is_over(self) -> bool:
         """Whether the run has ended for all its sites, so that there is nothing left to train for."""
-        return self._pace.is_over
+        return self._world.is_over
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
@@ -384,7 +414,7 @@ class StreamingDiLoCo:
             "requests": self.mailbox.pending,
             "local": self._view.local_values(),
             **self._absences.state_dict(),
-            **self._pace.state_dict(),
+            **self._world.state_dict(),
             **self._rounds.state_dict(),
         }
 
@@ -404,7 +434,7 @@ class StreamingDiLoCo:
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
         self.mailbox.pending = state["requests"]
-        self._pace.load_state_dict(state)
+        self._world.load_state_dict(state)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Saves all that a run needs to go on bit for bit, what is in flight included. All ranks must call it.
@@ -453,7 +483,7 @@ class StreamingDiLoCo:
         """
         before = self._rounds.fragments
         fragments = cut_again(self._model, before, self.settings, self.topology)
-        landed = self._counted(self._pace.land_all(self._counts.inner_steps))
+        landed = self._counted(self._world.land_all(self._counts.inner_steps))
         outer = named_outer(before, self.topology.in_group)
         take_over(self._model, before, outer, self.topology)
         self._divide(fragments)

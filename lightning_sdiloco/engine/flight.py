@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import reduce
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_sdiloco.algorithm import Control, Count
+from lightning_sdiloco.algorithm import Control, Count, LandingRule
 from lightning_sdiloco.engine.background import Pending
 from lightning_sdiloco.engine.measurements import Diagnostics, Span
 from lightning_sdiloco.engine.outer.optimizer import OuterState
@@ -100,9 +100,10 @@ class SyncResult(NamedTuple):
         memory: Error feedback of the shard, for the case that the group counts in the mean, stored.
         tuning: What else the compression takes over to the next launch in that case, stored.
         residual: What the second rounding lost of this group's part of the shard, stored.
-        gathered: Outer parameters of the fragment after the outer step, flat, float32, as far as this rank holds them.
+        rule: How this group takes the result in.
+        gathered: What the rule wants, flat, float32, as far as this rank holds the fragment; see `LandingRule`.
         buffers: New outer buffers by their index.
-        norms: The last norms of the outer gradients of all groups, with those of this flight.
+        weighing: What the weighing of the groups remembers of this flight and those before.
         controls: The control vectors of all groups, in their order.
         left_out: The groups whose outer gradient was not finite.
         changed: The buffers of the fragment that changed in any group, one bit each.
@@ -118,9 +119,10 @@ class SyncResult(NamedTuple):
     outer: OuterState
     memory: Tensor | None
     residual: Tensor | None
-    gathered: Tensor
+    rule: LandingRule
+    gathered: Sequence[Tensor]
     buffers: dict[int, Tensor]
-    norms: list[list[float]]
+    weighing: Any
     controls: list[Control]
     left_out: tuple[int, ...]
     changed: int
@@ -271,7 +273,7 @@ class Landing(NamedTuple):
             landed_at=landed_at,
             bytes_received=result.bytes_received,
             counted=tuple(result.counted.factors),
-            group_norms=tuple(math.sqrt(control.norm_squared) for control in result.controls),
+            group_norms=tuple(control.norm for control in result.controls),
             spans={
                 "launch": launch,
                 "flight": (launched, min(ended, arrived)),

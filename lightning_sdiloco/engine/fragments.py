@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.algorithm import Fragment, Settings
+from lightning_sdiloco.algorithm import Fragment, LandingRule, Settings
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.flight import LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.offload import OuterStorage, Prefetched
@@ -60,7 +60,7 @@ class FragmentState:
         layout: Its parameters, and the shard of this rank.
         buffers: Its buffers, and their outer values.
         outer: Outer parameters and outer optimizer state of the shard, stored.
-        groups: Number of worker groups.
+        weighing: What the weighing of the groups remembers at the beginning.
         optimizer: The outer optimizer.
         storage: Where outer state rests.
 
@@ -68,7 +68,7 @@ class FragmentState:
         memory: Error feedback of the compression.
         tuning: What else it takes over from earlier launches; see `Compression.tuning`.
         residual: What the second rounding of the mean lost.
-        norms: The last norms of the outer gradients of all groups, for the guard against outliers.
+        weighing: What the weighing of the groups remembers.
         weight: Inner steps in which this group has trained since its last launch of the fragment.
     """
 
@@ -78,7 +78,7 @@ class FragmentState:
         layout: FragmentLayout,
         buffers: FragmentBuffers,
         outer: OuterState,
-        groups: int,
+        weighing: Any,
         optimizer: ShardOptimizer,
         storage: OuterStorage,
     ) -> None:
@@ -89,7 +89,7 @@ class FragmentState:
         self.memory: Tensor | None = None
         self.tuning: Tensor | None = None
         self.residual: Tensor | None = None
-        self.norms: list[list[float]] = [[] for _ in range(groups)]
+        self.weighing = weighing
         self.weight = 0
         self.optimizer = optimizer
         self.storage = storage
@@ -165,25 +165,26 @@ class FragmentState:
         prefetched, self._prefetched = self._prefetched or self.storage.prefetch(self.outer.values), None
         return prefetched.result()
 
-    def land(self, result: SyncResult, mixing: float, group: int, final: bool) -> None:
-        """Makes the result of a flight the outer state that everybody sees, and mixes it into the local values.
+    def land(self, result: SyncResult, rule: LandingRule, steps: int, group: int, final: bool) -> None:
+        """Makes the result of a flight the outer state that everybody sees, and takes it into the local values.
 
         Args:
             result: The result.
-            mixing: Share of the local values that is kept.
+            rule: How.
+            steps: Inner steps since the launch.
             group: This worker group.
             final: Whether it is the result of the final exchange.
         """
         self.outer = result.outer
         if not final:
-            self.norms = result.norms
+            self.weighing = result.weighing
             if group in result.counted.factors:
                 self.memory, self.tuning = result.memory, result.tuning
             if result.counted.factors:
                 self.residual = result.residual
-        self.layout.write(result.gathered, mixing)
+        self.layout.land(rule, result.gathered, steps)
         self.buffers.commit(result.buffers, result.changed)
-        self.buffers.mix(mixing, result.buffers)
+        self.buffers.mix(rule.kept, result.buffers)
 
     def carry(self, result: SyncResult, moved: Tensor) -> None:
         """Makes a result that nothing of the own counts in the outer state, and moves the local values along.
@@ -240,7 +241,8 @@ class FragmentState:
             "memory": _on_host(self.memory),
             **({} if self.tuning is None else {"tuning": _on_host(self.tuning)}),
             "residual": _on_host(self.residual),
-            "norms": list(self.norms),
+            # That of the default is the last norms of all groups; other weighings came later.
+            "norms": self.weighing,
             "trained": self.weight,
         }
 
@@ -251,7 +253,7 @@ class FragmentState:
         self.buffers.load_state_dict(state)
         self.memory, self.residual = self._stored(state["memory"]), self._stored(state["residual"])
         self.tuning = self._stored(state.get("tuning"))
-        self.norms = [list(group) for group in state["norms"]]
+        self.weighing = state["norms"]
         self.weight = state["trained"]
 
     def _stored(self, values: Tensor | None) -> Tensor | None:
@@ -284,4 +286,5 @@ def fragments_of(
     layouts, buffers = layouts_of(fragments, trainable(model), topology), buffers_of(model, fragments)
     optimizer = outer_optimizer_for(settings, [storage.store(layout.read()) for layout in layouts], storage)
     parts = zip(layouts, buffers, optimizer.take_initial(), strict=True)
-    return [FragmentState(index, *own, topology.num_groups, optimizer, storage) for index, own in enumerate(parts)]
+    started = [settings.aggregation.start(topology.num_groups) for _ in layouts]
+    return [FragmentState(index, *own, started[index], optimizer, storage) for index, own in enumerate(parts)]

@@ -18,17 +18,17 @@ from torch import Tensor
 from lightning_sdiloco.algorithm import (
     CONTROL_BYTES,
     HOST_BYTES,
-    Aggregation,
     AllReduce,
     Control,
     Count,
+    LandingRule,
+    Mix,
     SecondHop,
     Settings,
     all_reduce_for,
     digest,
     final_all_reduce_for,
     plain,
-    remembered,
     trained,
 )
 from lightning_sdiloco.comm import Exchange, Topology, Unanswered, VaryingExchange
@@ -83,7 +83,7 @@ class _Averaged(NamedTuple):
     posted_at: float
     on_link_s: float
     buffers: dict[int, Tensor]
-    norms: list[list[float]]
+    weighing: Any
     controls: list[Control]
     counted: Count
     traffic: "_Traffic"
@@ -121,11 +121,11 @@ class Pipeline:
     ) -> None:
         self._fragments = fragments
         self._topology = topology
-        groups, codec, mixing = topology.num_groups, settings.codec, settings.numbers["mixing"]
+        groups, codec, mixing = topology.num_groups, settings.codec, settings.landing.kept
         self._all_reduce = all_reduce_for(settings.exchange, groups, codec, mixing, kernels)
         self._final_all_reduce = final_all_reduce_for(groups, codec, mixing, kernels)
         self._exact_all_reduce = all_reduce_for(settings.exchange, groups, resolve("fp32"), mixing, kernels)
-        self._aggregation = Aggregation(settings.outer_clip_norm, settings.outlier_guard)
+        self._aggregation, self._landing = settings.aggregation, settings.landing
         self._diagnoses = diagnoses
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():
@@ -170,7 +170,6 @@ class Pipeline:
         controls = [Control.unpacked(torch.cat(parts)) for parts in zip(words, heads, strict=True)]
         self._check(controls, snapshot)
         count = self._count(controls, snapshot)
-        norms = remembered(fragment.norms, controls)
         began = time.perf_counter()
         mean = all_reduce.mean(payloads, count, like=snapshot.gradient)
         is_round = snapshot.purpose is Purpose.ROUND
@@ -187,7 +186,7 @@ class Pipeline:
             posted_at=posted_at,
             on_link_s=on_link_s,
             buffers=self._mean_buffers(tails, count, snapshot),
-            norms=norms,
+            weighing=self._aggregation.heard(controls, fragment.weighing) if is_round else None,
             controls=controls,
             counted=count,
             traffic=traffic,
@@ -207,7 +206,8 @@ class Pipeline:
             counts=bool(averaged.counted.factors),
             final=snapshot.purpose is not Purpose.ROUND,
         )
-        gathered = fragment.layout.all_gather(outer.values, group)
+        rule, own = self._rule(snapshot, averaged), snapshot.outer - snapshot.gradient
+        gathered = [fragment.layout.all_gather(row, group) for row in rule.gathered(own, snapshot.outer, outer.values)]
         kept.spans["outer_step"] = span_from(began, gradient.device)
         gradient_norm, controls = whole_norm(gradient, group), averaged.controls
         left_out = tuple(group for group, control in enumerate(controls) if not control.finite)
@@ -221,9 +221,10 @@ class Pipeline:
             memory=None if kept.memory is None else storage.store(kept.memory),
             tuning=None if kept.tuning is None else storage.store(kept.tuning),
             residual=fragment.residual if residual is None else storage.store(residual),
+            rule=rule,
             gathered=gathered,
             buffers=averaged.buffers,
-            norms=averaged.norms,
+            weighing=averaged.weighing,
             controls=controls,
             left_out=left_out,
             changed=changed,
@@ -235,6 +236,15 @@ class Pipeline:
             spans=kept.spans,
             diagnostics=diagnostics,
         )
+
+    def _rule(self, snapshot: LaunchSnapshot, averaged: "_Averaged") -> LandingRule:
+        """Returns how this group takes the result in."""
+        own, counted = self._topology.group_index, averaged.counted
+        is_left_out = not averaged.controls[own].finite or own in counted.outlying
+        if snapshot.purpose is not Purpose.ROUND or is_left_out:
+            return Mix(0.0)
+        # Where no group has trained, nothing moves.
+        return self._landing if counted.factors else Mix(1.0)
 
     def _assembled(
         self, snapshot: LaunchSnapshot, averaged: "_Averaged"
@@ -260,7 +270,7 @@ class Pipeline:
 
     def _count(self, controls: Sequence[Control], snapshot: LaunchSnapshot) -> Count:
         if snapshot.purpose is Purpose.ROUND:
-            return self._aggregation.count(controls, self._fragments[snapshot.fragment].norms)
+            return self._aggregation.count(controls, self._fragments[snapshot.fragment].weighing)
         return trained(controls) if snapshot.purpose is Purpose.GRADIENT else plain(controls)
 
     def _tail(self, snapshot: LaunchSnapshot) -> list[Tensor]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm import Aggregation, Control, Settings, all_reduce_for
+from lightning_sdiloco.algorithm import Control, Settings, all_reduce_for
 from lightning_sdiloco.engine.arithmetic import norm_squared
 from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters, to_parameters_by_spec
@@ -104,8 +104,8 @@ class _EarlierFlights:
         self._groups = groups
         self._shards = shards
         self._buffers = buffers
-        self._aggregation = Aggregation(settings.outer_clip_norm, settings.outlier_guard)
-        mixing = settings.numbers["mixing"]
+        self._aggregation = settings.aggregation
+        mixing = settings.landing.kept
         self._all_reduce = all_reduce_for(settings.exchange, len(groups), settings.codec, mixing)
         self._optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]
 
@@ -114,8 +114,7 @@ class _EarlierFlights:
         flights = [[state["flights"][index] for state in group] for group in self._groups]
         controls = [Control.merged([_control(flight) for flight in group]) for group in flights]
         fragment = controls[0].fragment
-        norms = self._groups[0][0]["fragments"][fragment]["norms"]
-        count = self._aggregation.count(controls, norms)
+        count = self._aggregation.count(controls, self._groups[0][0]["fragments"][fragment]["norms"])
         if count.factors:
             for shard, optimizer in enumerate(self._optimizers):
                 saved = [group[shard]["fragments"][fragment] for group in self._groups]

@@ -8,6 +8,7 @@ of them is somewhere else.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lightning_sdiloco.algorithm import Fragment, Schedule, Settings
+from lightning_sdiloco.algorithm import Fragment, Heard, LandingRule, Schedule, Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Kernels
 from lightning_sdiloco.engine.background import Background, Pending, Stages
@@ -80,7 +81,7 @@ class Rounds:
         diagnoses: bool,
     ) -> None:
         self.partition = tuple(fragments)
-        self._settings = settings
+        self._settings, self._pace = settings, settings.pace
         self._begin_at(0)
         self.fragments = fragments_of(model, fragments, settings, topology, means.storage)
         self.flights: list[Flight] = []
@@ -99,9 +100,9 @@ class Rounds:
         self._pipeline = Pipeline(self.fragments, self._topology, self._settings, self._means.kernels, diagnoses)
 
     @property
-    def mixing(self) -> float:
-        """Share of the local parameters that is kept on landing."""
-        return self._settings.numbers["mixing"]
+    def landing(self) -> LandingRule:
+        """How this group takes the outer parameters in."""
+        return self._settings.landing
 
     def begin(self, outer: NamedOuter, began_at: int) -> None:
         """Begins the rounds from other outer state, by name. In-group collective.
@@ -118,6 +119,7 @@ class Rounds:
         # The warm-up is that of the run: rounds that begin anew have what is left of it.
         left = max(0, settings.warmup_steps - step)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)
+        self._paced = self._pace.start(replace(self.schedule, warmup_steps=0))
 
     def described(self) -> dict[str, str]:
         """Describes the outer optimizer and its schedule; see `ShardOptimizer.described`."""
@@ -195,11 +197,11 @@ class Rounds:
     def _land_mean(self, flights: Sequence[Pending[SyncResult]], counts: Counts) -> GroupMean:
         results = [flight.result() for flight in flights]
         for result in results:
-            _keep_until_done([result.gathered, *result.buffers.values()])
+            _keep_until_done([*result.gathered, *result.buffers.values()])
             counts.bytes_sent += result.bytes_sent
             counts.bytes_received += result.bytes_received
         store = self._means.storage.store
-        return GroupMean([store(result.gathered) for result in results], [result.buffers for result in results])
+        return GroupMean([store(result.gathered[0]) for result in results], [result.buffers for result in results])
 
     def _deadline(self) -> float:
         return time.monotonic() + self._settings.timeout.total_seconds()
@@ -221,30 +223,61 @@ class Rounds:
             result = flight.pending.result()
             arrived = time.perf_counter()
             snapshot = flight.snapshot
-            self._apply(snapshot, result)
+            self._apply(snapshot, result, step)
             wait, seconds = (began, arrived), flight.pending.seconds
             return Landing.of(snapshot.fragment, snapshot.step, flight.launch, result, step, wait, seconds)
 
-    def _apply(self, snapshot: LaunchSnapshot, result: SyncResult) -> None:
-        """Commits the result of a flight, and mixes it into the model."""
+    def _apply(self, snapshot: LaunchSnapshot, result: SyncResult, step: int) -> None:
+        """Commits the result of a flight, and takes it into the model."""
         fragment, group = self.fragments[snapshot.fragment], self._topology.group_index
         if snapshot.purpose is Purpose.GRADIENT:
-            _keep_until_done([result.gathered])
+            _keep_until_done(result.gathered)
             if snapshot.weight:
-                fragment.layout.write_gradients(result.gathered)
+                fragment.layout.write_gradients(result.gathered[0])
             return
-        is_left_out, is_round = group in result.left_out, snapshot.purpose is Purpose.ROUND
-        if not is_round or is_left_out or group in result.counted.outlying:
-            mixing = 0.0
-        else:
-            # Where no group has trained, nothing moves.
-            mixing = self.mixing if result.counted.factors else 1.0
-        _keep_until_done([result.gathered, result.outer.values, *result.buffers.values()])
+        is_round = snapshot.purpose is Purpose.ROUND
+        _keep_until_done([*result.gathered, result.outer.values, *result.buffers.values()])
         reshard(self._model)
-        fragment.land(result, mixing, group, not is_round)
-        if is_left_out:
+        fragment.land(result, result.rule, step - snapshot.step, group, not is_round)
+        if is_round:
+            self._hear(snapshot, result)
+        if group in result.left_out:
             optimizers, in_group = self._means.inner_optimizers, self._topology.in_group
             recover(self._model, self.fragments, fragment.index, optimizers, in_group)
+
+    def _hear(self, snapshot: LaunchSnapshot, result: SyncResult) -> None:
+        """Tells the pace what travelled with a launch."""
+        self._paced = self._pace.heard(
+            self._paced,
+            Heard(
+                fragment=snapshot.fragment,
+                launched_at=self._counted_in_rounds(snapshot.step),
+                present=tuple(result.counted.factors),
+                norms=tuple(control.norm for control in result.controls),
+                trained=tuple(control.weight for control in result.controls),
+            ),
+        )
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """Returns the fragments that launch after an inner step, in order."""
+        if self.schedule.is_warmup(step - self.began_at):
+            return self.schedule.launches(step - self.began_at)
+        return self._pace.due(self._paced, self._counted_in_rounds(step))
+
+    def lands(self, step: int) -> int:
+        """Returns how many fragments land after an inner step: the first ones in flight."""
+        return sum(self._landing_of(flight.snapshot) <= step for flight in self.flights)
+
+    def _landing_of(self, snapshot: LaunchSnapshot) -> int:
+        return snapshot.step + (self.schedule.overlap_steps if snapshot.purpose is Purpose.ROUND else 0)
+
+    def longest_wait(self, step: int) -> int:
+        """Returns how many inner steps it takes at most, from now on, until a request has landed with a launch."""
+        return self._pace.longest_wait(self.schedule, step - self.began_at)
+
+    def _counted_in_rounds(self, step: int) -> int:
+        """Counts an inner step as a pace does."""
+        return step - self.began_at - self.schedule.warmup_steps
 
     def require_no_launch(self, step: int, settings: Settings) -> None:
         """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then.
@@ -264,6 +297,7 @@ class Rounds:
         return {
             "rounds_began_at": self.began_at,
             "described": self.described(),
+            "pace": dict(self._paced),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
         }
 
@@ -284,6 +318,8 @@ class Rounds:
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self._begin_at(state["rounds_began_at"])
+        # Earlier versions had the pace that remembers nothing.
+        self._paced = state.get("pace", self._paced)
 
     def start_flights(self, flights: Iterable[dict[str, Any]]) -> None:
         """Launches again what was in flight: the same values give the same bytes."""

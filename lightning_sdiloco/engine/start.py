@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, SPARSE_GAINS, Fragment, Partition, Settings, partition
 from lightning_sdiloco.comm import GroupLayout, Topology, checked_worker_groups, is_connected, world
@@ -190,6 +191,25 @@ def _say_what_does_not_suit(settings: Settings, num_groups: int) -> None:
             settings.compression,
             *SPARSE_GAINS,
             *suits.values(),
+        )
+
+
+def say_what_averages_twice(optimizers: Sequence[Optimizer], settings: Settings, topology: Topology) -> None:
+    """Warns once, on one rank, of an inner optimizer that averages its steps under an outer momentum.
+
+    Args:
+        optimizers: The inner optimizers. One that averages has a mode for training and one for evaluation.
+        settings: The settings, with numbers.
+        topology: The ranks of this group.
+    """
+    averaging = [type(one).__name__ for one in optimizers if hasattr(one, "train") and hasattr(one, "eval")]
+    momentum = settings.numbers.get("outer_momentum", 0.0)
+    if averaging and momentum > 0 and settings.outer_optimizer is None and not topology.rank:
+        _log.warning(
+            "%s averages the steps that it makes, as schedule-free optimizers and GPA do, and outer_momentum=%g"
+            " averages them once more. outer_lr=1 and outer_momentum=0 leave it to the inner optimizer.",
+            averaging[0],
+            momentum,
         )
 
 

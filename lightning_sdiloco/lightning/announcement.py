@@ -61,7 +61,7 @@ def wire_bytes(engine: StreamingDiLoCo, module: nn.Module) -> list[int]:
     """
     topology, settings = engine.topology, engine.settings
     others = topology.num_groups - 1
-    all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.numbers["mixing"])
+    all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.landing.kept)
     numels = {clean_name(name): parameter.numel() for name, parameter in module.named_parameters()}
     shards = [-(-sum(numels[name] for name in own.names) // topology.group_size) for own in engine.fragments]
     return [

@@ -97,6 +97,11 @@ class AutoSettings:
                 f"warmup_steps={settings.warmup_steps} leaves no time for {names[0]}='auto': the first {STEPS} inner"
                 f" steps are measured, without an exchange. Choose {names[0]} yourself, or leave out warmup_steps."
             )
+        if names and settings.schedule is not None:
+            raise ValueError(
+                f"schedule={settings.schedule!r} does not go with {names[0]}='auto': the planner plans launches every"
+                f" sync_every inner steps. Choose {names[0]} yourself, or leave out schedule."
+            )
         if "fragments" in names and settings.layers_per_fragment != Settings.layers_per_fragment:
             raise ValueError(
                 f"fragments='auto' was given together with layers_per_fragment={settings.layers_per_fragment}, which it"

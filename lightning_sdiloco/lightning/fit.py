@@ -241,7 +241,7 @@ class Fit:
         engine = self.steps.engine
         if self._signals is not None:
             self.requests.ask(self._signals.received)
-        if engine.schedule.launches(engine.steps_in_rounds + 1):
+        if engine.launches_next:
             # Before the launch: groups that wait for this one must make it too, and this one waits for its landing.
             self.meet()
         landings = self.steps.make(idle)
@@ -250,7 +250,7 @@ class Fit:
         if landings and self._epoch_ends is not None:
             self._epoch_ends.collect(landings[-1].launched_at)
         if self._signal_latency is not None:
-            self._signal_latency.step(engine.inner_steps)
+            self._signal_latency.step()
         if self._announcement is not None:
             self._announcement.step()
         if self.options.options.auto.step(self.options.settings.sync_every - engine.steps_in_rounds):
@@ -273,7 +273,7 @@ class Fit:
     def _watch_signals(self, engine: StreamingDiLoCo) -> None:
         # The ranks of a site need no launch to agree.
         waits = not self.options.options.auto.names and self._parts.options.federation is None
-        self._signal_latency = SignalLatency(engine.schedule) if self._trainer.is_global_zero and waits else None
+        self._signal_latency = SignalLatency(engine.longest_wait) if self._trainer.is_global_zero and waits else None
 
     def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
         """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those.
@@ -303,8 +303,7 @@ class Fit:
             return {}
         flights = list(map(str, engine.in_flight))
         in_flight = ", ".join(flights[:3] if len(flights) <= 3 else [*flights[:2], f"+{len(flights) - 2}"]) or "-"
-        outer_step = str(self._parts.results.schedule.round(engine.inner_steps))
-        return {"outer_step": outer_step, "in_flight": in_flight, **shown(engine.last_landing)}
+        return {"outer_step": str(engine.round), "in_flight": in_flight, **shown(engine.last_landing)}
 
     def meet(self) -> None:
         """Announces to groups that wait for the end of the epoch that this one is about to wait for all."""

@@ -3,9 +3,8 @@
 import logging
 import math
 import time
+from collections.abc import Callable
 from statistics import median
-
-from lightning_sdiloco.algorithm import Schedule
 
 _log = logging.getLogger(__name__)
 
@@ -20,46 +19,39 @@ class SignalLatency:
     """Measures the first inner steps of a fit, and warns if a signal may wait for long.
 
     Args:
-        schedule: When fragments launch and land.
+        longest_wait: How many inner steps it takes at most, from now on, until a signal is obeyed.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def __init__(self, longest_wait: Callable[[], int]) -> None:
+        self._longest_wait = longest_wait
         self._times: list[float] = []
 
-    def step(self, inner_steps: int) -> None:
-        """Notes the time of an inner step. After the first few it does nothing.
-
-        Args:
-            inner_steps: Inner steps so far.
-        """
+    def step(self) -> None:
+        """Notes the time of an inner step. After the first few it does nothing."""
         if len(self._times) > _LAST:
             return
         self._times.append(time.monotonic())
         if len(self._times) > _LAST:
             times = self._times[_FIRST:]
-            told = warning(self._schedule, inner_steps, median(b - a for a, b in zip(times, times[1:], strict=False)))
+            told = warning(self._longest_wait(), median(b - a for a, b in zip(times, times[1:], strict=False)))
             if told:
                 _log.warning(told)
 
 
-def warning(schedule: Schedule, inner_steps: int, step_seconds: float) -> str:
+def warning(steps: int, step_seconds: float) -> str:
     """Returns a warning of how long a signal may wait; an empty text if that is not long.
 
     Args:
-        schedule: When fragments launch and land.
-        inner_steps: Inner steps so far.
+        steps: How many inner steps it takes at most.
         step_seconds: How long one takes.
 
     Examples:
-        >>> warning(Schedule(100, 5, 1), 8, step_seconds=0.1)
+        >>> warning(205, step_seconds=0.1)
         ''
-        >>> text = warning(Schedule(100, 5, 1), 108, step_seconds=1.0)
+        >>> text = warning(105, step_seconds=1.0)
         >>> "up to 105 inner steps, which take about 105 s (1 s each)" in text, "--signal=USR1@170" in text
         (True, True)
     """
-    # The first round is the longest; it counts only while it is still going on.
-    steps = schedule.longest_wait(inner_steps)
     seconds = steps * step_seconds
     if seconds <= _LONG_SECONDS:
         return ""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Schedule
+from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, LandingRule, Pace, Schedule, Weighing
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import Federation, StreamingDiLoCo
@@ -51,9 +51,10 @@ class WorkerGroupStrategy(_Base):
             ``"auto"`` leaves it to the planner, which measures the first inner steps and the link between groups.
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
             ``sync_every``; or ``"auto"``.
-        mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1. Here, in
-            ``outer_lr`` and in ``outer_momentum``, ``"auto"`` is what suits the number of groups, ``sync_every`` and
-            the compression; a fit that is resumed takes the numbers of its checkpoint.
+        mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1; or a
+            ``LandingRule``, such as ``Carry()``. Here, in ``outer_lr`` and in ``outer_momentum``, ``"auto"`` is what
+            suits the number of groups, ``sync_every`` and the compression; a fit that is resumed takes the numbers of
+            its checkpoint.
         fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
             shell-style patterns matched against parameter names, one list for each fragment; or ``"auto"``, which
             chooses ``layers_per_fragment`` too.
@@ -81,6 +82,10 @@ class WorkerGroupStrategy(_Base):
             that of each group. Checkpoints hold the outer one, or the mean right after a validation that saw it.
         exchange_backend: What carries outer gradients between worker groups: ``"gloo"``, the default, or ``"nccl"``
             from CUDA device to CUDA device.
+        schedule: When fragments launch: a ``Pace`` such as ``Selective()``, which launches less often while outer
+            gradients hardly change. None: every ``sync_every`` inner steps.
+        weighing: How much each group counts in a mean: a ``Weighing`` such as ``ByNorm()``, ``ZScore()`` or
+            ``ByMedian()``. None: by the inner steps that it trained.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
@@ -112,7 +117,7 @@ class WorkerGroupStrategy(_Base):
         *,
         sync_every: int | Literal["auto"] = 100,
         overlap_steps: int | Literal["auto"] = 5,
-        mixing: float | Literal["auto"] = "auto",
+        mixing: float | Literal["auto"] | LandingRule = "auto",
         fragments: str | list[list[str]] = "strided",
         layers_per_fragment: int = 3,
         compression: str | Compression = "fp4",
@@ -129,6 +134,8 @@ class WorkerGroupStrategy(_Base):
         evaluate: Literal["outer", "mean", "local"] = "outer",
         exchange_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        schedule: Pace | None = None,
+        weighing: Weighing | None = None,
         on_resume: Literal["exact", "restart"] = "exact",
         resumable_checkpoints: Literal["all", "newest"] = "all",
         federation: Federation | None = None,

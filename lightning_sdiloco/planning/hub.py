@@ -72,7 +72,7 @@ def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gb
     """
     require(0 < gbit_s < math.inf, "hub_bandwidth", gbit_s, "a positive number of Gbit/s")
     sites = groups.groups
-    mixing = settings.chosen_for(sites).numbers["mixing"]
+    mixing = settings.chosen_for(sites).landing.kept
     all_reduce = all_reduce_for("gather", sites, settings.codec, mixing).at(0)
     payloads = [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
     bytes_in = sites * sum(payloads)

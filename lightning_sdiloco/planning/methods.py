@@ -125,7 +125,7 @@ class Streaming(Method):
         self.numels = model.fragments(settings)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels), settings.warmup_steps)
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
-        mixing = settings.chosen_for(groups.groups).numbers["mixing"]
+        mixing = settings.chosen_for(groups.groups).landing.kept
         all_reduce = all_reduce_for(settings.exchange, groups.groups, settings.codec, mixing).at(0)
         final = final_all_reduce_for(groups.groups, settings.codec, mixing)
         self._parts = [all_reduce.part_numel(shard) for shard in self._shards]

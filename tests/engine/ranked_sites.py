@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine import InlineBackground
-from lightning_sdiloco.engine.site.pace import SitePace
+from lightning_sdiloco.engine.site.world import FederatedWorld
 from lightning_sdiloco.hub import Connection, Recorded, Shards, payloads_of
 from tests.engine.sites import STEP, VirtualHub
 
@@ -106,9 +106,9 @@ class Rank:
     connection: Weighed
 
     @property
-    def pace(self) -> SitePace:
-        assert isinstance(self.engine._pace, SitePace)
-        return self.engine._pace
+    def world(self) -> FederatedWorld:
+        assert isinstance(self.engine._world, FederatedWorld)
+        return self.engine._world
 
     @property
     def outer(self) -> list[Tensor]:
@@ -119,7 +119,7 @@ class Rank:
 def whole(site: Sequence[Rank]) -> dict[str, Tensor]:
     """The outer parameters of the fragments of a site, by their records."""
     held = {}
-    for index, own in enumerate(site[0].pace.follower.fragments):
+    for index, own in enumerate(site[0].world.follower.fragments):
         size = sum(parameter.numel() for parameter in site[0].engine._rounds.fragments[index].layout.parameters)
         held[f"{index} {own.applied}"] = torch.cat([rank.outer[index] for rank in site])[:size]
     return held
@@ -165,7 +165,7 @@ def train(
         own = joined(hub, f"s{site}", model, topology, **choices)
         every.wait()
         for _ in range(3):
-            own.pace.hear()
+            own.world.hear()
             every.wait()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for number in range(1, steps + 1):

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import InlineBackground
-from lightning_sdiloco.engine.site.pace import SitePace
+from lightning_sdiloco.engine.site.world import FederatedWorld
 from lightning_sdiloco.federation import Record
 from lightning_sdiloco.hub import Connection, InProcessConnection, InProcessHub
 from tests.training import inner_optimizer, mlp, train_step
@@ -74,8 +74,8 @@ class Site:
             federation=here(self.connection),
             **choices,
         )
-        assert isinstance(self.engine._pace, SitePace)
-        self.pace = self.engine._pace
+        assert isinstance(self.engine._world, FederatedWorld)
+        self.world = self.engine._world
 
     def train(self) -> None:
         self.step += 1
@@ -90,13 +90,13 @@ class Site:
 
     @property
     def lag(self) -> int:
-        return self.pace.follower.lag
+        return self.world.follower.lag
 
     def cut_off(self) -> None:
         self.connection.lose("the link is cut")
 
     def mended(self) -> None:
-        self.connection.hello(self.pace.follower)
+        self.connection.hello(self.world.follower)
 
     die = cut_off
 
@@ -116,9 +116,9 @@ def founded(count: int, **choices: Any) -> list[Site]:
     hub = VirtualHub(count)
     sites = [Site(hub, index, **choices) for index in range(count)]
     for site in sites:
-        site.pace.hear()
+        site.world.hear()
     for site in sites:
-        site.pace.hear()
+        site.world.hear()
     return sites
 
 
@@ -131,7 +131,7 @@ def agree(sites: Sequence[Site]) -> bool:
     """Whether all who have applied the same records hold the same outer parameters, bit for bit."""
     known: dict[str, torch.Tensor] = {}
     for site in sites:
-        for own, outer in zip(site.pace.follower.fragments, site.outer(), strict=True):
+        for own, outer in zip(site.world.follower.fragments, site.outer(), strict=True):
             if not torch.equal(known.setdefault(f"{own.fragment} {own.applied.key}", outer), outer):
                 return False
     # Somebody has to agree with somebody.

@@ -149,7 +149,7 @@ def test_a_site_that_is_told_to_end_has_all_counted_and_nothing_twice() -> None:
     again = started_again(sites[0], state, 21)
     train([again, stays], 30)
     assert agree([again, stays])
-    for fragment, own in enumerate(again.pace.follower.fragments):
+    for fragment, own in enumerate(again.world.follower.fragments):
         total = counted_of(again, fragment) + own.samples
         # Where the earlier life has counted, its steps and those until it has landed cannot be told apart.
         assert total <= 51
@@ -203,10 +203,10 @@ class Playing:
 
 def welcome_of(site: Site) -> Welcome | None:
     """What the hub would tell this site now, if it can."""
-    own = site.pace.follower.fragments
+    own = site.world.follower.fragments
     closed = [one.records[one.closed].position if one.closed in one.records else one.applied for one in own]
     kept = tuple(one.kept for one in own)
-    return Welcome(tuple(closed), kept) if site.pace.follower.reachable else None
+    return Welcome(tuple(closed), kept) if site.world.follower.reachable else None
 
 
 def test_a_site_is_a_function_of_its_checkpoint_and_of_what_it_heard_at_which_step() -> None:
@@ -215,7 +215,7 @@ def test_a_site_is_a_function_of_its_checkpoint_and_of_what_it_heard_at_which_st
     sites = [Site(hub, 0, connection=noted, **CHOICES), Site(hub, 1, **CHOICES)]
     for _ in range(2):
         for site in sites:
-            site.pace.hear()
+            site.world.hear()
     states = {}
     for step in range(1, 56):
         # It misses more than a round, and carries what it trained meanwhile.
@@ -262,7 +262,9 @@ def test_a_federation_whose_sites_were_all_killed_goes_on_from_their_checkpoints
 def test_a_federation_that_has_lost_all_its_checkpoints_goes_on_from_the_anchor() -> None:
     sites = founded(2, **CHOICES)
     train(sites, 41)
-    held = {own.applied: values for own, values in zip(sites[0].pace.follower.fragments, sites[0].outer(), strict=True)}
+    held = {
+        own.applied: values for own, values in zip(sites[0].world.follower.fragments, sites[0].outer(), strict=True)
+    }
     for site in sites:
         site.die()
     sites[0].hub.restart()
@@ -271,9 +273,9 @@ def test_a_federation_that_has_lost_all_its_checkpoints_goes_on_from_the_anchor(
         for site in again:
             site.hub.passes(1.0)
             site.engine.land_due()
-            site.pace.hear()
+            site.world.hear()
     # One fragment was in flight, and has landed here.
-    found = dict(zip((own.applied for own in again[1].pace.follower.fragments), again[1].outer(), strict=True))
+    found = dict(zip((own.applied for own in again[1].world.follower.fragments), again[1].outer(), strict=True))
     assert len(found.keys() & held.keys()) >= len(held) - 1
     assert all(torch.equal(found[at], held[at]) for at in found.keys() & held.keys())
     train(again, 30)
@@ -290,7 +292,7 @@ def test_the_hub_dies_and_comes_back_and_nothing_is_lost() -> None:
         site.mended()
     train(sites, 16)
     assert agree(sites)
-    own = sites[0].pace.follower.fragments[0]
+    own = sites[0].world.follower.fragments[0]
     recorded = [one for r in sites[0].hub.records() if r.fragment == 0 for one in r.counted if one.site == "s0"]
     flying = own.flight.own.weight if own.flight and own.flight.own not in recorded else 0
     assert sum(one.weight for one in recorded) + own.samples + flying == 41
@@ -301,11 +303,11 @@ def test_a_site_that_ends_has_all_counted_and_the_others_go_on() -> None:
     train(sites, 21)
     ends, stays = sites
     landed = False
-    for _ in ends.pace.land_all(21):
+    for _ in ends.world.land_all(21):
         landed = True
     assert landed
-    assert ends.pace.follower.finished
-    assert not any(own.steps for own in ends.pace.follower.fragments)
+    assert ends.world.follower.finished
+    assert not any(own.steps for own in ends.world.follower.fragments)
     train([stays], 30)
     assert stays.hub.counted()[-1] == ["s1"]
 

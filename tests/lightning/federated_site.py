@@ -109,7 +109,7 @@ class Notes(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         now = time.monotonic()
         engine = trainer.strategy.engine
-        follower = engine._pace.follower
+        follower = engine._world.follower
         rounds = [own.applied.round for own in follower.fragments]
         began, ended = engine.step_span
         took, stalled = now - self.began, ended - began

@@ -197,6 +197,8 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "evaluate": "outer",
         "exchange_backend": None,
         "timeout": "0:30:00",
+        "schedule": None,
+        "weighing": None,
         "on_resume": "exact",
         "resumable_checkpoints": "all",
         "federation": None,
@@ -228,8 +230,26 @@ def test_help_shows_the_text_of_every_argument(tmp_path: Path) -> None:
     text = " ".join(shown.split())
     for sentence in (
         "--trainer.strategy.sync_every SYNC_EVERY Inner steps between two launches of the same fragment (H in the",
-        "Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1.",
+        "Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1; or a",
         "How long a fragment may be in flight, and the timeout of Lightning's own process groups.",
         "Arguments for DistributedDataParallel inside a worker group.",
     ):
         assert sentence in text
+
+
+def test_policies_are_chosen_by_class_path(tmp_path: Path) -> None:
+    config = tmp_path / "policies.yaml"
+    chosen = {
+        "class_path": OURS["lightning.pytorch"],
+        "init_args": {
+            "schedule": {"class_path": "lightning_sdiloco.Selective", "init_args": {"threshold": 0.2, "most": 3}},
+            "weighing": {"class_path": "tests.engine.test_policies.Loudest"},
+            "mixing": {"class_path": "tests.engine.test_policies.DelayCompensation", "init_args": {"strength": 0.1}},
+        },
+    }
+    config.write_text(yaml.safe_dump({"trainer": {"strategy": chosen}}))
+    printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", f"--config={config}", "--print_config"))
+    arguments = printed["trainer"]["strategy"]["init_args"]
+    assert arguments["schedule"] == chosen["init_args"]["schedule"]  # type: ignore[index]
+    assert arguments["weighing"]["class_path"] == "tests.engine.test_policies.Loudest"
+    assert arguments["mixing"]["init_args"] == {"strength": 0.1, "kept": 0.0}

@@ -237,9 +237,8 @@ def _read(
     if header["layout"] != _layout(topology):
         raise ValueError(f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}")
     now = settings.taken_from(header["settings"]).fixed_by_a_checkpoint()
-    if other := [name for name, text in now.items() if header["settings"].get(name) != text]:
-        told = "; ".join(f"{name} was {header['settings'].get(name)}, now it is {now[name]}" for name in other)
-        raise ValueError(f"{path} cannot be resumed exactly with other settings: {told}. {_SAME}")
+    if other := settings.differences(header["settings"], now):
+        raise ValueError(f"{path} cannot be resumed exactly with other settings: {'; '.join(other)}. {_SAME}")
     own = files.read_rank(path, header, topology.rank)
     if len(own["optimizer_states"]) != optimizers:
         raise ValueError(

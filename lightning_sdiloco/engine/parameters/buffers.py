@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.algorithm import Fragment
-from lightning_sdiloco.engine.parameters.layouts import mix
+from lightning_sdiloco.algorithm import Fragment, mix
 from lightning_sdiloco.engine.parameters.naming import clean_name
 from lightning_sdiloco.engine.parameters.sharding import is_sharded
 

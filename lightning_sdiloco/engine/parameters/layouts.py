@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import Fragment
+from lightning_sdiloco.algorithm import Fragment, LandingRule
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import (
@@ -166,17 +166,31 @@ class FragmentLayout(ABC):
         parts = gathered[: sum(sizes)].split(sizes)
         return [part.view(parameter.shape) for part, parameter in zip(parts, held, strict=True)]
 
-    def write(self, gathered: Tensor, mixing: float = 0.0) -> None:
-        """Mixes values into the parameters: ``mixing * local + (1 - mixing) * gathered``.
-
-        With ``mixing=0`` the local values are not even read, so they need not be finite.
+    def write(self, gathered: Tensor) -> None:
+        """Overwrites the parameters.
 
         Args:
             gathered: What `all_gather` returned, float32.
-            mixing: Share of the local parameters that is kept.
         """
         for parameter, values in zip(self.held, self.split(gathered), strict=True):
-            mix(parameter, values, mixing)
+            parameter.copy_(values)
+
+    def land(self, rule: LandingRule, gathered: Sequence[Tensor], steps: int) -> None:
+        """Overwrites the parameters as a landing rule says.
+
+        Args:
+            rule: The rule.
+            gathered: What `all_gather` returned for each vector that the rule wants, float32.
+            steps: Inner steps since the launch.
+        """
+        for parameter, *values in zip(self.held, *map(self.split, gathered), strict=True):
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            if parameter.dtype == dtype:
+                rule.merge(parameter, values, steps)
+            else:
+                merged = parameter.to(dtype)
+                rule.merge(merged, values, steps)
+                parameter.copy_(merged)
 
     def write_gradients(self, gathered: Tensor) -> None:
         """Overwrites the gradients. A parameter without one gets one unless that is zero.
@@ -401,17 +415,6 @@ def layouts_of(
     return [
         ShardedLayout(f.names, [parameters[n] for n in f.names], [specs[n] for n in f.names], shard) for f in fragments
     ]
-
-
-def mix(local: Tensor, outer: Tensor, mixing: float) -> None:
-    """Overwrites ``local`` with ``mixing * local + (1 - mixing) * outer``, computed in at least float32."""
-    if mixing == 0:
-        local.copy_(outer)
-    elif mixing != 1 and local.dtype == outer.dtype:
-        torch.lerp(outer, local, mixing, out=local)
-    elif mixing != 1:
-        dtype = torch.promote_types(local.dtype, torch.float32)
-        local.copy_(torch.lerp(outer.to(dtype), local.to(dtype), mixing))
 
 
 def _padded(values: Tensor, length: int) -> Tensor:

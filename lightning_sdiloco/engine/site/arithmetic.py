@@ -108,9 +108,9 @@ class SiteArithmetic:
         self._site, self._rank, self._ranks = topology.stages[0], topology.group_rank, topology.group_size
         self._schedule = schedule
         self._all_reduce = all_reduce_for(
-            settings.exchange, topology.num_groups, settings.codec, settings.numbers["mixing"], kernels
+            settings.exchange, topology.num_groups, settings.codec, settings.landing.kept, kernels
         )
-        self._aggregation = Aggregation(settings.outer_clip_norm)
+        self._aggregation, self._landing = Aggregation(settings.outer_clip_norm), settings.landing
 
     def encode(self, snapshot: LaunchSnapshot, round: int) -> Encoded:
         """Encodes what a launch has read."""
@@ -162,9 +162,10 @@ class SiteArithmetic:
             memory=None if memory is None else fragment.storage.store(memory),
             tuning=None if tuning is None else fragment.storage.store(tuning),
             residual=None,
-            gathered=gathered,
+            rule=self._landing,
+            gathered=[gathered],
             buffers=buffers,
-            norms=fragment.norms,
+            weighing=fragment.weighing,
             controls=[_control(own) for own in record.counted],
             left_out=(),
             changed=-1,

@@ -75,7 +75,7 @@ def self_test(settings: Settings, kernels: Kernels, device: torch.device) -> str
         device: Where it computes.
     """
     outer, *gradients = (_known(seed, device) for seed in range(4))
-    all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.numbers["mixing"], kernels).at(1)
+    all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept, kernels).at(1)
     payloads = [all_reduce.encode(gradient, None).payloads[0] for gradient in gradients]
     controls = [
         Control(0, 1, 0, weight=3 + group, digest=0, norm_squared=norm_squared(own), changed=0, finite=True)

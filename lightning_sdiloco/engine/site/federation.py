@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.algorithm import LandingRule, Settings
 from lightning_sdiloco.federation import LONGEST_GRACE, NAME
 from lightning_sdiloco.hub import Connection, HubConnection, HubShards, Shards, payloads_of
 
@@ -138,6 +138,17 @@ class Federation:
             raise ValueError(
                 f"warmup_steps={settings.warmup_steps} does not go with a federation: in the warm-up each site would"
                 " wait for all others after every inner step. Leave it out, or begin all sites from one checkpoint."
+            )
+        for name, why in {
+            "schedule": "a site launches when the hub calls it",
+            "weighing": "sites come and go, and are weighed by the samples that they trained",
+        }.items():
+            if (policy := getattr(settings, name)) is not None:
+                raise ValueError(f"{name}={policy!r} does not go with a federation: {why}. Leave {name} out.")
+        if isinstance(settings.mixing, LandingRule):
+            raise ValueError(
+                f"mixing={settings.mixing!r} does not go with a federation: how a site lands depends on whether it"
+                " counted in the round. Give a number, or leave mixing out."
             )
         if settings.outlier_guard is not None:
             raise ValueError(

@@ -11,14 +11,14 @@ from lightning_sdiloco.engine.rounds import Means, Rounds
 from lightning_sdiloco.engine.site.arithmetic import SiteArithmetic
 from lightning_sdiloco.engine.site.charter import charter_of
 from lightning_sdiloco.engine.site.federation import Federation
-from lightning_sdiloco.engine.site.pace import SitePace
 from lightning_sdiloco.engine.site.shared import SharedConnection
+from lightning_sdiloco.engine.site.world import FederatedWorld
 from lightning_sdiloco.federation import Follower
 
 
 def join(
     federation: Federation, model: nn.Module, rounds: Rounds, settings: Settings, topology: Topology, means: Means
-) -> SitePace:
+) -> FederatedWorld:
     """Joins a federation.
 
     Args:
@@ -51,7 +51,7 @@ def join(
         raise
     follower = Follower(charter.terms, charter.key, connection.site, connection.life, federation.patience)
     arithmetic = SiteArithmetic(rounds.fragments, topology, settings, rounds.schedule, means.kernels)
-    return SitePace(model, rounds, topology, means, connection, follower, arithmetic, federation.waits)
+    return FederatedWorld(model, rounds, topology, means, connection, follower, arithmetic, federation.waits)
 
 
 def refuse_other_rounds(rounds: Rounds) -> NoReturn:

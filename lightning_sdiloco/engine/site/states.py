@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.algorithm import combined, digest
+from lightning_sdiloco.algorithm import Mix, combined, digest
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState
@@ -159,6 +159,6 @@ class StateTransfer:
         if landing is Landing.CARRY:
             fragment.layout.shift(after - before)
             return
-        fragment.layout.write(after, self._rounds.mixing if landing is Landing.MIX else 0.0)
+        fragment.layout.land(self._rounds.landing if landing is Landing.MIX else Mix(0.0), [after], 0)
         fragment.buffers.write()
         fragment.memory = fragment.tuning = None

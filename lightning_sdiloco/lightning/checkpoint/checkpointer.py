@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import (
     Restart,
@@ -147,11 +148,7 @@ class Checkpointer:
             )
 
     def _other_settings(self, header: dict[str, Any]) -> list[str]:
-        return [
-            f"{name} was {header['settings'].get(name)}, now it is {text}"
-            for name, text in self._settings().items()
-            if header["settings"].get(name) != text
-        ]
+        return Settings.differences(header["settings"], self._settings())
 
     def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any]) -> None:
         """Restores the outer state of all groups, and inner optimizer and random state of those that have a file."""

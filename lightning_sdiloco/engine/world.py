@@ -1,4 +1,4 @@
-"""The pace of an engine: after which inner steps fragments launch and land."""
+"""The world of an engine: those that train together, and what they launch and land after an inner step."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -8,8 +8,8 @@ from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.rounds import Rounds
 
 
-class Pace(Protocol):
-    """Launches and lands what is due after an inner step."""
+class World(Protocol):
+    """Launches and lands what is due after an inner step, with all who train together."""
 
     @property
     def requested(self) -> int:
@@ -62,7 +62,7 @@ class Pace(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of the pace."""
+        """Returns what a checkpoint holds of it."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -70,8 +70,8 @@ class Pace(Protocol):
         ...
 
 
-class SchedulePace:
-    """Follows the schedule, which is the same in all groups: nobody asks anybody.
+class FixedWorld:
+    """The world of all groups that were launched together: each knows what is due, and nobody asks anybody.
 
     In a warm-up (see `Warmup`) the outer model is the local one, until the last inner step of it gives all groups the
     same bits.
@@ -95,26 +95,25 @@ class SchedulePace:
             fragment.weight += 1
 
     def launch_due(self, step: int, mailbox: Mailbox) -> int:
-        """Launches what the schedule says; see `Pace.launch_due`."""
-        schedule, steps = self._rounds.schedule, step - self._rounds.began_at
-        due = schedule.launches(steps)
+        """Launches what the pace says; see `World.launch_due`."""
+        due = self._rounds.due(step)
         if due:
             self._rounds.require_coverage()
-        purpose = Purpose.START if schedule.is_warmup(steps) else Purpose.ROUND
+        is_warmup = self._rounds.schedule.is_warmup(step - self._rounds.began_at)
+        purpose = Purpose.START if is_warmup else Purpose.ROUND
         for index in due:
             self._rounds.launch(index, step, mailbox, purpose)
         return len(due)
 
     def land_due(self, step: int) -> Iterator[Landing]:
-        """Lands what the schedule says, and prefetches what it launches after the next inner step."""
-        schedule, steps = self._rounds.schedule, step - self._rounds.began_at
-        landings = schedule.landings(steps)
-        for _ in landings:
+        """Lands what is due, and prefetches what is launched after the next inner step."""
+        schedule, steps, landings = self._rounds.schedule, step - self._rounds.began_at, self._rounds.lands(step)
+        for _ in range(landings):
             yield self._rounds.land(step)
         if schedule.is_warmup(steps) and not landings:
             self._rounds.take_local()
         if not schedule.is_warmup(steps + 1):
-            for index in schedule.launches(steps + 1):
+            for index in self._rounds.due(step + 1):
                 self._rounds.fragments[index].prefetch()
 
     def land_all(self, step: int) -> Iterator[Landing]:
@@ -127,7 +126,7 @@ class SchedulePace:
         return iter(())
 
     def launch_final(self, step: int, mailbox: Mailbox) -> None:
-        """Launches every fragment; see `Pace.launch_final`."""
+        """Launches every fragment; see `World.launch_final`."""
         for index in range(len(self._rounds.fragments)):
             self._rounds.launch(index, step, mailbox, self._rounds.purpose_of_mean(step))
 

@@ -1,4 +1,4 @@
-"""The pace of a site: when its fragments launch and land is what the rules of the federation say.
+"""The world of a site: when its fragments launch and land is what the rules of the federation say.
 
 The training thread owns the follower and talks to the connection; see [Note: one site, many followers]. Encoding and
 averaging run in the background, and are looked after once in every inner step. A site never waits for what is not
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_sdiloco.algorithm import Mix
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.background import Pending
 from lightning_sdiloco.engine.flight import Landing as LandingReport
@@ -52,7 +53,7 @@ class _Applied:
     pending: Pending[Stepped]
 
 
-class SitePace:
+class FederatedWorld:
     """Launches and lands as the records of a federation say; see [Note: how a site uses its connection].
 
     Args:
@@ -127,7 +128,7 @@ class SitePace:
 
     @torch.no_grad()
     def launch_due(self, step: int, mailbox: Mailbox) -> int:
-        """Launches what is due; see `Pace.launch_due`. What a rank requests all ranks hear at once."""
+        """Launches what is due; see `World.launch_due`. What a rank requests all ranks hear at once."""
         self.requested = self.hear(mailbox.take())
         for call in self.follower.skips():
             self._connection.skip(call)
@@ -140,7 +141,7 @@ class SitePace:
         return len(due)
 
     def land_due(self, step: int) -> Iterator[LandingReport]:
-        """Lands what is due, and waits where the rules say so; see `Pace.land_due`."""
+        """Lands what is due, and waits where the rules say so; see `World.land_due`."""
         yield from self._land_ready(step)
         began = time.perf_counter()
         while self._waits and self.follower.waits(step, self._now):
@@ -243,8 +244,9 @@ class SitePace:
         if landing is Landing.CARRY:
             fragment.carry(stepped.result, stepped.moved)
         else:
-            mixing = self._rounds.mixing if landing is Landing.MIX else 0.0
-            fragment.land(stepped.result, mixing, own if landing is Landing.MIX else -1, record.final)
+            mixes = landing is Landing.MIX
+            rule = stepped.result.rule if mixes else Mix(0.0)
+            fragment.land(stepped.result, rule, 0, own if mixes else -1, record.final)
         if landing is Landing.TAKE:
             fragment.memory = fragment.tuning = None
         if not was_finite:

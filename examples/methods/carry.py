@@ -1,0 +1,43 @@
+"""Three ways to land: mixing, keeping all that was trained in flight, and a rule of your own.
+
+    python examples/methods/carry.py
+
+With a Trainer it is `StreamingDiLoCoStrategy(mixing=Carry())`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from side_by_side import compare
+from torch import Tensor
+
+from lightning_sdiloco import Carry, LandingRule
+
+
+@dataclass(frozen=True)
+class CarryHalf(LandingRule):
+    """Keeps half of what was trained in flight."""
+
+    kept: float = 0.0
+
+    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+        """Returns the local values at the launch, and the new outer ones."""
+        return sent, after
+
+    def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
+        """Goes from the outer values half as far as the group went in flight."""
+        sent, after = gathered
+        local.copy_(after + 0.5 * (local - sent))
+
+
+if __name__ == "__main__":
+    compare(
+        {
+            "mixing=0.2": {"mixing": 0.2},
+            "mixing=Carry()": {"mixing": Carry()},
+            "mixing=CarryHalf()": {"mixing": CarryHalf()},
+            "mixing=0": {"mixing": 0.0},
+        },
+        sync_every=20,
+        overlap_steps=10,
+    )

@@ -1,0 +1,41 @@
+"""Local steps whose momentum makes up for where the last gradient was taken; see `fedglomo`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+
+
+class LocalMomentum:
+    """Trains a model by SGD with the momentum of FedGLOMO: v + g(now) - g(before), both on the same batch.
+
+    Args:
+        model: The model; it is trained in place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._start, self._before = model, deepcopy(model), deepcopy(model)
+        self._momentum: tuple[Tensor, ...] | None = None
+
+    def step(self, x: Tensor, y: Tensor, lr: float) -> None:
+        """Makes a step on a batch."""
+        now, before = self._gradient(self.model, x, y), self._gradient(self._before, x, y)
+        momentum = zip(now, self._momentum or before, before, strict=True)
+        self._momentum = tuple(new + kept - old for new, kept, old in momentum)
+        self._before.load_state_dict(self.model.state_dict())
+        with torch.no_grad():
+            for parameter, by in zip(self.model.parameters(), self._momentum, strict=True):
+                parameter.sub_(by, alpha=lr)
+
+    @torch.no_grad()
+    def add_to(self, model: nn.Module, share: float) -> None:
+        """Adds a share of how far this one went, start minus end, to another model."""
+        parts = zip(model.parameters(), self._start.parameters(), self.model.parameters(), strict=True)
+        for parameter, start, end in parts:
+            parameter.add_(start - end, alpha=share)
+
+    @staticmethod
+    def _gradient(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(nn.functional.mse_loss(model(x), y), list(model.parameters()))

@@ -1,0 +1,82 @@
+"""Trains a small GPT in simulated worker groups, once for each of some choices, and prints what each cost.
+
+All see the same text in the same order from the same weights. Half a minute of training shows that a method runs and
+what it sends, and nothing about which one learns better: see the benchmarks for that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco import SimulatedGroups
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpt import GPT
+from text_data import Windows, standard_library_sources
+
+CONTEXT, BATCH = 64, 2
+
+
+def loss_of(model: nn.Module, windows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Returns the mean loss of predicting the next byte, in nats."""
+    x, y = (torch.stack(part) for part in zip(*windows, strict=True))
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+
+def train(groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOptimizer) -> tuple[float, float, int]:
+    """Trains from scratch; returns the loss on other text, megabytes that a group sent, and launches."""
+    torch.manual_seed(0)
+    text = b"\0".join(path.read_bytes() for path in standard_library_sources()[:200])
+    windows = Windows(torch.frombuffer(bytearray(text), dtype=torch.uint8), CONTEXT)
+    order = torch.randperm(len(windows)).tolist()
+    held_out = [windows[order.pop()] for _ in range(128)]
+    models = [GPT(layers=2, width=32, heads=2, context=CONTEXT) for _ in range(groups)]
+    optimizers = [optimizer(model, lr=6e-3) for model in models]
+    simulated = SimulatedGroups(models, **choices)
+    for _ in range(steps):
+        for model, inner in zip(models, optimizers, strict=True):
+            inner.zero_grad()
+            loss_of(model, [windows[order.pop()] for _ in range(BATCH)]).backward()
+            inner.step()
+        simulated.step()
+    simulated.finish()
+    report = simulated.engines[0].report()
+    with torch.no_grad():
+        return float(loss_of(models[0], held_out)), report["bytes_sent"] / 1e6, int(report["launches"])
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Makes the inner optimizer that all have if nothing is said."""
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def compare(
+    methods: Mapping[str, Mapping[str, Any]],
+    groups: int = 2,
+    steps: int = 400,
+    optimizer: MakeOptimizer = adamw,
+    **shared: Any,
+) -> None:
+    """Trains with each of some choices and prints a table.
+
+    Args:
+        methods: From a name to the arguments of the engine that make it.
+        groups: Number of worker groups.
+        steps: Inner steps.
+        optimizer: From a model and ``lr`` to the inner optimizer.
+        **shared: Arguments that all have.
+    """
+    print(f"{'':<34} {'loss':>7} {'MB sent':>8} {'launches':>9}")
+    for name, choices in methods.items():
+        loss, megabytes, launches = train(groups, steps, {**shared, **choices}, optimizer)
+        print(f"{name:<34} {loss:>7.3f} {megabytes:>8.2f} {launches:>9}", flush=True)

@@ -1,0 +1,26 @@
+"""SNOO (arXiv 2510.15830): Nesterov on the progress of one worker. No second machine is needed.
+
+    python examples/methods/snoo.py
+
+With a Trainer it is `StreamingDiLoCoStrategy(worker_groups=1, **SNOO)`.
+"""
+
+from typing import Any
+
+from side_by_side import compare
+
+SNOO: dict[str, Any] = {
+    "sync_every": 28,
+    "overlap_steps": 0,
+    "mixing": 0.0,
+    "fragments": [["*"]],
+    "compression": "fp32",
+    "outer_lr": 0.68,
+    "outer_momentum": 0.37,
+}
+"""The settings of the paper. Without momentum it is Lookahead."""
+
+LOOKAHEAD = {**SNOO, "outer_lr": 0.5, "outer_momentum": 0.0}
+
+if __name__ == "__main__":
+    compare({"AdamW alone": {"sync_every": 10_000}, "Lookahead": LOOKAHEAD, "SNOO": SNOO}, groups=1)

@@ -1,0 +1,96 @@
+"""The landing rule: how a group takes the outer parameters into its local ones."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+
+class LandingRule(ABC):
+    """Decides what becomes of the local parameters at a landing, elementwise.
+
+    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint.
+
+    Attributes:
+        kept: Share of the local values that is kept, from 0 to 1, of what the compression did not send, and of buffers.
+    """
+
+    kept: float
+
+    @abstractmethod
+    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+        """Returns what the ranks of a group gather for the landing: vectors of the shard.
+
+        In the background. Write to none of the arguments, each float32 of shape ``(shard_numel,)``.
+
+        Args:
+            sent: Local values at the launch.
+            before: Outer parameters at the launch.
+            after: Outer parameters after the outer step.
+        """
+
+    @abstractmethod
+    def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
+        """Overwrites local values, at the landing, in the training thread.
+
+        Args:
+            local: The local values of a part of the fragment, in float32 or finer.
+            gathered: What `gathered` returned, gathered over the ranks, of the same part, float32.
+            steps: Inner steps since the launch.
+        """
+
+
+@dataclass(frozen=True)
+class Mix(LandingRule):
+    """Keeps a share of the local values, as the paper does: ``kept * local + (1 - kept) * outer``.
+
+    With ``kept=0`` the local values are not even read, so they need not be finite.
+
+    Args:
+        kept: The share (alpha in the paper).
+    """
+
+    kept: float
+
+    @override
+    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+        return (after,)
+
+    @override
+    def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
+        mix(local, gathered[0], self.kept)
+
+
+@dataclass(frozen=True)
+class Carry(LandingRule):
+    """Keeps all that was trained in flight: moves the local values by what the outer step changed since the launch.
+
+    ``local + (after - sent)``, so that a group goes on from the new outer parameters with what it trained since.
+    """
+
+    @property
+    def kept(self) -> float:  # type: ignore[override]
+        """Nothing: what was there at the launch becomes the outer parameters."""
+        return 0.0
+
+    @override
+    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+        return (after - sent,)
+
+    @override
+    def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
+        local.add_(gathered[0])
+
+
+def mix(local: Tensor, outer: Tensor, kept: float) -> None:
+    """Overwrites ``local`` with ``kept * local + (1 - kept) * outer``, computed in at least float32."""
+    if kept == 0:
+        local.copy_(outer)
+    elif kept != 1 and local.dtype == outer.dtype:
+        torch.lerp(outer, local, kept, out=local)
+    elif kept != 1:
+        dtype = torch.promote_types(local.dtype, torch.float32)
+        local.copy_(torch.lerp(outer.to(dtype), local.to(dtype), kept))

@@ -1,0 +1,282 @@
+"""Policies in an engine: against plain loops, over a stop and a resume, in processes, and where they are refused."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco import (
+    ByMedian,
+    ByNorm,
+    Carry,
+    Control,
+    Count,
+    Federation,
+    Heard,
+    LandingRule,
+    Pace,
+    Schedule,
+    Selective,
+    SimulatedGroups,
+    StreamingDiLoCo,
+    StreamingDiLoCoStrategy,
+    Weighing,
+    ZScore,
+)
+from tests.engine.test_engine_reference import assert_same, grouped, reference, simulate
+from tests.ranks import run_ranks
+from tests.training import inner_optimizer, mlp, train_step
+
+CHOICES: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "mixing": 0.25,
+    "fragments": grouped(2),
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+}
+
+
+def fewer(group: int, step: int) -> bool:
+    """Group 1 trains in half of the steps."""
+    return group == 1 and step % 2 == 0
+
+
+class SelectiveLoop:
+    """SelSync for worker groups in plain loops, with lists in place of a state."""
+
+    def __init__(self, fragments: int, every: int, threshold: float, most: int) -> None:
+        self.every, self.threshold, self.most = every, threshold, most
+        self.at = [every + p * every // fragments for p in range(fragments)]
+        self.times, self.before = [1] * fragments, [[0.0]] * fragments
+
+    def due(self, step: int) -> list[int]:
+        return [p for p, at in enumerate(self.at) if at == step]
+
+    def landed(self, p: int, launched_at: int, norms: Sequence[float], trained: Sequence[int]) -> None:
+        now = [norm / max(1, steps) for norm, steps in zip(norms, trained, strict=True)]
+        calm = len(self.before[p]) == len(now)
+        for m, steps in enumerate(trained if calm else ()):
+            calm = calm and (not steps or abs(now[m] - self.before[p][m]) < self.threshold * self.before[p][m])
+        self.times[p] = min(self.most, self.times[p] * 2) if calm else 1
+        self.at[p], self.before[p] = launched_at + self.every * self.times[p], now
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_selective_follows_plain_loops(warmup_steps: int) -> None:
+    loop = SelectiveLoop(2, every=4, threshold=0.4, most=4)
+    options = {**CHOICES, "warmup_steps": warmup_steps}
+    expected = reference(
+        "adamw",
+        3,
+        60,
+        idle=fewer,
+        due=lambda step: loop.due(step - warmup_steps),
+        landed=lambda p, at, *told: loop.landed(p, at - warmup_steps, *told),
+        **options,
+    )
+    assert 8 < len(expected.launches) < 25, "strides differ"
+    trajectory, models = simulate("adamw", 3, 60, fewer, schedule=Selective(threshold=0.4), **options)
+    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
+        assert_same(actual, outer, 20)
+    for model in models:
+        assert_same(dict(model.named_parameters()), expected.outer, 20)
+
+
+def shares_by_norm(p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
+    raw = [steps * exp(-norm / 0.05) for norm, steps in zip(norms, trained, strict=True)]
+    return [share / sum(raw) for share in raw]
+
+
+def shares_by_median(p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
+    middle = median(norms)
+    return [
+        steps / sum(trained) * min(1, middle / norm if norm else 1) for norm, steps in zip(norms, trained, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weighing", "shares"), [(ByNorm(temperature=0.05), shares_by_norm), (ByMedian(), shares_by_median)], ids=repr
+)
+def test_weighings_follow_plain_loops(weighing: Weighing, shares: Any) -> None:
+    expected = reference("sgd", 3, 30, idle=fewer, shares=shares, **CHOICES)
+    plain = reference("sgd", 3, 30, idle=fewer, **CHOICES)
+    trajectory, _ = simulate("sgd", 3, 30, fewer, weighing=weighing, **CHOICES)
+    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
+        assert_same(actual, outer, 10)
+    assert any(not torch.allclose(expected.outer[name], plain.outer[name]) for name in plain.outer)
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 3])
+def test_carry_follows_plain_loops(overlap_steps: int) -> None:
+    options = {**CHOICES, "overlap_steps": overlap_steps}
+    expected = reference("adamw", 2, 30, carries=True, **options)
+    trajectory, _ = simulate("adamw", 2, 30, **{**options, "mixing": Carry()})
+    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
+        assert_same(actual, outer, 30)
+
+
+# Policies of a user
+
+
+@dataclass(frozen=True)
+class Rarer(Pace):
+    """Launches less and less often."""
+
+    by: int = 2
+
+    def start(self, schedule: Schedule) -> dict[str, Any]:
+        return {"next": [schedule.sync_every + schedule.offset(p) for p in range(schedule.fragments)], "gap": 4}
+
+    def due(self, state: Any, step: int) -> tuple[int, ...]:
+        return tuple(p for p, at in enumerate(state["next"]) if at == step)
+
+    def heard(self, state: Any, landing: Heard) -> dict[str, Any]:
+        at = [*state["next"]]
+        at[landing.fragment] = landing.launched_at + state["gap"]
+        return {"next": at, "gap": state["gap"] + self.by}
+
+
+@dataclass(frozen=True)
+class Loudest(Weighing):
+    """Listens to the longest outer gradient alone."""
+
+    def start(self, groups: int) -> list[int]:
+        return [0] * groups
+
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
+        able = [group for group, control in enumerate(controls) if control.finite and control.weight]
+        return Count({max(able, key=lambda group: (controls[group].norm, -state[group])): 1.0} if able else {})
+
+    def heard(self, controls: Sequence[Control], state: Any) -> list[int]:
+        return [seen + (group in self.count(controls, state).factors) for group, seen in enumerate(state)]
+
+
+@dataclass(frozen=True)
+class DelayCompensation(LandingRule):
+    """Corrects what was trained in flight for where it should have been trained, as CoCoDC (arXiv 2504.17672) does."""
+
+    strength: float = 0.5
+    kept: float = 0.0
+
+    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+        return sent, after
+
+    def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
+        sent, after = gathered
+        step = (local - sent) / max(1, steps)
+        local.copy_(after + steps * (step + self.strength * step * step * (after - sent)))
+
+
+OWN: dict[str, Any] = {"schedule": Rarer(), "weighing": Loudest(), "mixing": DelayCompensation()}
+BUILT_IN: dict[str, Any] = {"schedule": Selective(0.4), "weighing": ZScore(warmup=2), "mixing": Carry()}
+
+
+def trained(groups: int, steps: int, at: int | None = None, **choices: Any) -> list[list[Tensor]]:
+    """What groups hold in the end, stopped once and gone on with in new engines, which have heard nothing."""
+    models = [mlp() for _ in range(groups)]
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    simulated = SimulatedGroups(models, **choices)
+    for step in range(1, steps + 1):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, group, step)
+        simulated.step()
+        if step == at:
+            states = [engine.state_dict() for engine in simulated.engines]
+            locals_ = [{name: values.clone() for name, values in model.state_dict().items()} for model in models]
+            simulated = SimulatedGroups(models, **choices)
+            for engine, state, model, values in zip(simulated.engines, states, models, locals_, strict=True):
+                model.load_state_dict(values)
+                engine.load_state_dict(state)
+    simulated.finish()
+    return [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
+
+
+@pytest.mark.parametrize("policies", [OWN, BUILT_IN], ids=["own", "built-in"])
+@pytest.mark.parametrize("at", [5, 14, 23])
+def test_a_run_with_policies_resumes_bit_for_bit(policies: dict[str, Any], at: int) -> None:
+    choices = {**CHOICES, "compression": "fp4", **policies}
+    for whole, resumed in zip(trained(2, 40, **choices), trained(2, 40, at, **choices), strict=True):
+        assert all(map(torch.equal, whole, resumed))
+
+
+def in_process(rank: int, world_size: int, compression: str, folder: str) -> list[Tensor]:
+    """Two groups, of one rank each or of two that own a shard."""
+    model = mlp()
+    engine = StreamingDiLoCo(model, worker_groups=2, compression=compression, **CHOICES | BUILT_IN)
+    optimizer = inner_optimizer("sgd", model)
+    for step in range(1, 31):
+        train_step(model, optimizer, rank // (world_size // 2), step)
+        engine.step()
+        if step == 20:
+            engine.save(str(Path(folder) / "state.pt"))
+    engine.finish()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("ranks", "compression"), [(2, "fp4"), (4, "fp32")])
+def test_processes_do_what_the_simulation_does(ranks: int, compression: str, tmp_path: Path) -> None:
+    alone = trained(2, 30, compression=compression, **CHOICES | BUILT_IN)
+    # Ranks that share a group sum norms in another order.
+    same = torch.equal if ranks == 2 else torch.allclose
+    for held in run_ranks(in_process, ranks, compression, str(tmp_path)):
+        assert all(map(same, held, alone[0]))
+
+
+# Refusals
+
+
+class NoDataclass(Pace):
+    def start(self, schedule: Schedule) -> dict[str, Any]:
+        return {}
+
+    def due(self, state: Any, step: int) -> tuple[int, ...]:
+        return ()
+
+    def heard(self, state: Any, landing: Heard) -> Any:
+        return state
+
+
+@pytest.mark.parametrize(
+    ("choices", "told"),
+    [
+        ({"schedule": 3}, "schedule=3 is no Pace"),
+        ({"weighing": "by_norm"}, "weighing='by_norm' is no Weighing"),
+        ({"schedule": NoDataclass()}, "frozen dataclass"),
+        ({"weighing": ByNorm(), "outer_clip_norm": 1.0}, "together with outer_clip_norm"),
+        ({"weighing": ZScore(), "outlier_guard": 5.0}, "together with outlier_guard"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(choices: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        StreamingDiLoCo(nn.Linear(2, 2), **choices)
+
+
+def test_the_planner_does_not_choose_beside_a_pace() -> None:
+    with pytest.raises(ValueError, match=r"schedule=Selective.* does not go with overlap_steps='auto'"):
+        StreamingDiLoCoStrategy(schedule=Selective(), overlap_steps="auto")
+
+
+@pytest.mark.parametrize("policy", [{"schedule": Selective()}, {"weighing": ByNorm()}, {"mixing": Carry()}], ids=repr)
+def test_a_federation_refuses_them_by_name(policy: dict[str, Any]) -> None:
+    federation = Federation(hub="localhost:1", run="r", site="a", insecure=True)
+    with pytest.raises(ValueError, match=rf"{next(iter(policy))}=.* does not go with a federation"):
+        StreamingDiLoCo(nn.Linear(2, 2), federation=federation, **policy)
+
+
+def test_a_checkpoint_with_a_policy_is_refused_without_it_and_the_other_way_round() -> None:
+    from lightning_sdiloco.algorithm import Settings
+
+    plain, selective = Settings().chosen_for(2), Settings(schedule=Selective(), mixing=Carry()).chosen_for(2)
+    saved, now = selective.fixed_by_a_checkpoint(), plain.fixed_by_a_checkpoint()
+    assert "schedule was Selective" in " ".join(Settings.differences(saved, now))
+    assert "schedule was None" in " ".join(Settings.differences(now, saved))
+    assert not Settings.differences(saved, saved)
+    assert "schedule" not in now
+    assert "mixing was Carry()" in " ".join(Settings.differences(saved, Settings().taken_from(saved).described()))
