@@ -41,6 +41,7 @@ class VaryingExchange(Exchange[_Posted]):
                 " compression whose payloads have one size, such as 'sparse'."
             )
         self.device = messages.device
+        self.bytes_sent, self.bytes_received = messages.bytes_sent, messages.bytes_received
         self._lengths, self._messages = lengths, messages
 
     @override
