@@ -69,7 +69,7 @@ def vectors(numel: int, launches: int, seed: int) -> list[Tensor]:
 
 
 @given(st.integers(1, 200), shares, st.integers(1, 4), st.integers(1, 6), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_is_sent_is_that_of_plain_loops(numel: int, share: float, every: int, rounds: int, seed: int) -> None:
     launches = vectors(numel, rounds, seed)
     decoded, sizes = launched(Threshold(share, Float32(), every=every), launches)
@@ -96,7 +96,7 @@ def test_payloads_are_shorter_while_values_are_calm_and_never_longer_than_said()
     _, sizes = launched(kept, [rough, rough * 0.9, rough * 0.5, rough * 0.1, rough * 0, rough * 9, rough * 0.1])
     most = kept.wire_bytes(4 * BLOCK)
     assert sizes[0] == sizes[5] == sizes[6] == most, "the last one is the first with new thresholds"
-    assert most > sizes[1] > sizes[2] > sizes[3] == sizes[4] == 2 * 4
+    assert most / 2 > sizes[1] > sizes[2] >= sizes[3] == sizes[4] == 2 * 4
 
 
 def test_who_sent_a_value_is_read_from_the_payload() -> None:

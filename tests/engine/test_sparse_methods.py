@@ -36,7 +36,7 @@ def mean_of(gradients: list[torch.Tensor], factors: dict[int, float], compressio
     st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0]), min_size=5, max_size=5),
     st.integers(0, 10**6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_mean_over_senders_is_that_of_plain_loops(
     groups: int, numel: int, share: float, weights: list[float], seed: int
 ) -> None:
@@ -74,9 +74,9 @@ def test_processes_get_the_bits_of_the_simulator_and_of_each_other(compression: 
     def run(rank: int, world_size: int) -> tuple[list[dict[str, list[int]]], float]:
         model = mlp()
         engine = StreamingDiLoCo(model, compression=compression, **CHOICES)
-        return trained(engine, model, rank, 40), engine.report()["bytes_sent"]
+        return trained(engine, model, rank, 24), engine.report()["bytes_sent"]
 
-    run_here, seen = simulated(3, 40, compression=compression)
+    run_here, seen = simulated(3, 24, compression=compression)
     sent = [engine.report()["bytes_sent"] for engine in run_here.engines]
     assert run_ranks(run, 3) == [(seen, own) for own in sent]
 
@@ -101,7 +101,7 @@ def test_bytes_fall_while_groups_move_little_and_those_told_are_those_sent() -> 
         expected.append(CONTROL_BYTES + 8 + len(kept.tuned(tuning).encode(gradient)))
     assert told == expected
     assert told[0] == told[1] == told[4] == CONTROL_BYTES + 8 + kept.wire_bytes(9000)
-    assert told[3] < told[2] / 4 < told[1] / 4
+    assert told[3] == CONTROL_BYTES + 8 + 2 * 3 < told[2] < told[1] / 4
     run.finish()
 
 
