@@ -19,7 +19,7 @@ if __name__ == "__main__":
             "sparse": {"compression": "sparse"},
             "sparse, over senders": {"compression": senders},
         },
-        steps=200,
+        steps=150,
         sync_every=10,
         overlap_steps=2,
     )
