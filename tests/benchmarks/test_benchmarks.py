@@ -16,9 +16,12 @@ pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need ma
 from benchmarks import finetuning, loss_over_time, slow_links, training, wire_bytes
 from benchmarks.links import missing
 from benchmarks.models import TINY
+from benchmarks.picture import for_dark_pages
 from benchmarks.sampler import peak
 from benchmarks.sites import Job
 from lightning_sdiloco import SimulatedGroups
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
 NETWORK = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -127,3 +130,12 @@ def test_methods_that_exchange_in_rounds_are_measured_over_whole_ones() -> None:
     for job in slow_links.jobs(quick=False):
         if job.method in ("streaming", "torchft", "post_local_sgd", "accelerate"):
             assert job.counted % job.case.sync_every == 0
+
+
+def test_every_picture_is_there_for_a_dark_page(tmp_path: Path) -> None:
+    pictures = [path for path in IMAGES.glob("benchmark-*.svg") if not path.stem.endswith("-dark")]
+    assert pictures
+    for path in pictures:
+        copy = tmp_path / path.name
+        copy.write_bytes(path.read_bytes())
+        assert for_dark_pages(copy).read_text() == path.with_stem(f"{path.stem}-dark").read_text()
