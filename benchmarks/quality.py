@@ -6,6 +6,8 @@
 - ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
 - ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best rate.
 - ``warmups``: 4 and 8 groups with a fifth of the steps as `warmup_steps`, on the seeds of the verdict.
+- ``muon``: Muon for the matrices inside both methods, its rates and a verdict.
+- ``sparse``: 1/64 of the values, beside fp4 with all else equal.
 - ``settings``: what changes one thing at a time.
 - ``short``: half a token per parameter, in which groups hardly have time to learn from each other.
 - ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for ``--device cuda``.
@@ -20,7 +22,7 @@ whose time is up goes on with the next call, bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -56,18 +58,25 @@ class Model:
         rates: The best inner learning rates with AdamW, by the number of groups.
         batch: Windows that a group sees in a step.
         budget: Tokens per parameter.
+        every: The values of H for the verdict, by the number of groups; the first is that of all other stages.
     """
 
     size: Size
     rates: Mapping[int, Rates]
     batch: int = BATCH
     budget: float = 16.0
+    every: Mapping[int, Sequence[int]] = field(default_factory=lambda: {2: (50,)})
 
 
 # More groups want larger rates of their own, since each steps on a smaller batch; larger models want smaller ones.
 MODELS = {
     "tiny": Model(TINY, {2: Rates(3e-3, 3e-3)}, budget=0.05),
-    "0.1M": Model(SMALL, {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)}, batch=1),
+    "0.1M": Model(
+        SMALL,
+        {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)},
+        batch=1,
+        every={2: (50, 20, 100), 4: (50, 20, 100), 8: (20, 100)},
+    ),
     "0.2M": Model(Size(3, 64, 4, 128), {2: Rates(4.5e-3, 2e-3)}, batch=1),
     "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(3e-3, 3e-3)}),
     "0.9M": Model(DEMO, {2: Rates(3e-3, 3e-3)}, batch=4, budget=0.5),
@@ -77,16 +86,13 @@ MODELS = {
 }
 """The models by name, with the rates that stage ``rates`` chooses; 0.2M is that of the demo."""
 
-TRIED, TRIED_LARGE = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3)
+TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3), (3e-3, 6e-3, 1.2e-2)
 """Inner learning rates."""
 
 MUON_RATES = Rates(6e-3, 6e-3)
 
 DILOCO: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
 """DiLoCo as it was before streaming: one fragment, float32, nothing in flight while groups train."""
-
-CELLS = {2: (50, 20), 4: (50, 20), 8: (20,)}
-"""Number of groups to H."""
 
 
 def pair(
@@ -118,7 +124,7 @@ def chosen(choices: Mapping[str, Any], groups: int) -> dict[str, Any]:
 def verdict(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields what decides whether worker groups learn as well as DDP."""
     for groups in MODELS[size].rates:
-        for sync_every in CELLS[groups]:
+        for sync_every in MODELS[size].every[groups]:
             for seed in HELD_OUT:
                 yield f"{size}, M={groups}, H={sync_every}", pair(size, groups, seed, sync_every=sync_every)
 
@@ -135,13 +141,32 @@ def warmups(size: str) -> Iterator[tuple[str, Pair]]:
 def rates(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields each rate for each number of groups, for both methods alike."""
     for groups in MODELS[size].rates:
-        sync_every = CELLS[groups][0]
+        sync_every = MODELS[size].every[groups][0]
         for rate in TRIED:
             for seed in TUNING:
                 yield (
                     at_rate(f"{size}, M={groups}, H={sync_every}", rate),
                     pair(size, groups, seed, Rates(rate, rate), sync_every=sync_every),
                 )
+
+
+def muon(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields Muon inside both: each rate on the seeds for tuning, and the best ones on those of the verdict."""
+    for rate in TRIED_MUON:
+        for seed in TUNING:
+            yield at_rate(f"{size}, M=2, H=50, Muon", rate), pair(size, 2, seed, Rates(rate, rate), "muon")
+    for seed in HELD_OUT:
+        yield f"{size}, M=2, H=50, Muon, other seeds", pair(size, 2, seed, MUON_RATES, "muon")
+
+
+def sparse(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields 1/64 of the values, beside fp4 with all else equal, by H."""
+    for sync_every in (50, 10, 5):
+        overlap_steps = 5 if sync_every == 50 else 1
+        for compression in ("fp4", "sparse"):
+            for seed in TUNING:
+                choices = {"sync_every": sync_every, "overlap_steps": overlap_steps, "compression": compression}
+                yield f"{size}, M=2, H={sync_every}, {compression}", pair(size, 2, seed, **choices)
 
 
 def settings(size: str) -> Iterator[tuple[str, Pair]]:
@@ -206,6 +231,8 @@ STAGES = {
     "rates": Stage("each inner learning rate for both methods", ["0.1M", "0.2M", "0.5M"], rates),
     "verdict": Stage("worker groups with the defaults, and DDP", ["0.1M", "0.2M", "0.5M"], verdict),
     "warmups": Stage("worker groups that begin with the mean of their gradients", ["0.1M"], warmups),
+    "muon": Stage("Muon for the matrices inside both", ["0.1M"], muon),
+    "sparse": Stage("1/64 of the values, beside fp4", ["0.1M"], sparse),
     "settings": Stage("one thing changed at a time", ["0.1M"], settings),
     "short": Stage("half a token per parameter", ["0.9M"], short),
     "large": Stage("larger models", ["5M", "10M", "50M"], large),

@@ -80,7 +80,7 @@ def test_runs_from_before_there_were_devices_are_found() -> None:
 def test_the_verdict_is_about_what_users_get_on_seeds_that_chose_nothing() -> None:
     stage = quality.STAGES["verdict"]
     settings = quality.planned(stage, stage.sizes, None, "cpu")
-    cells = [quality.CELLS[groups] for size in stage.sizes for groups in quality.MODELS[size].rates]
+    cells = [quality.MODELS[size].every[groups] for size in stage.sizes for groups in quality.MODELS[size].rates]
     assert len(settings) == sum(map(len, cells))
     for (ours, ddp), *others in settings.values():
         assert len(others) == 4
