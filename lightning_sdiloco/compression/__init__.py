@@ -23,8 +23,7 @@ from lightning_sdiloco.compression.kernels import (
 )
 from lightning_sdiloco.compression.microscaling import FP8, MXFP4
 from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
-from lightning_sdiloco.compression.threshold import Threshold
-from lightning_sdiloco.compression.topk import TopK
+from lightning_sdiloco.compression.topk import Threshold, TopK
 
 __all__ = [
     "BFloat16",

@@ -1,5 +1,6 @@
 """Sends the largest values of each block and where they are; the others come back as zero."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
@@ -116,7 +117,7 @@ class TopK(Compression):
         Returns:
             Three bytes for every two values that are sent, and the size of the payload of these values.
         """
-        return packed_bytes(self._count(numel)) + self.values.wire_bytes(self._count(numel))
+        return _packed_bytes(self._count(numel)) + self.values.wire_bytes(self._count(numel))
 
     @override
     def encode(self, values: Tensor) -> Tensor:
@@ -129,11 +130,11 @@ class TopK(Compression):
             The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
         """
         count, done = self._count(values.numel()), 0
-        chosen, positions = values.new_empty(count), values.new_empty(packed_bytes(count), dtype=torch.uint8)
-        for blocks in blocks_in(values):
-            found = largest(blocks.abs(), self.kept(blocks.size(1))).sort(dim=1).values
+        chosen, positions = values.new_empty(count), values.new_empty(_packed_bytes(count), dtype=torch.uint8)
+        for blocks in _blocks(values):
+            found = _largest(blocks.abs(), self._kept(blocks.size(1))).sort(dim=1).values
             chosen[done:][: found.numel()] = self.sent(blocks.gather(1, found), blocks).view(-1)
-            positions[packed_bytes(done) :][: packed_bytes(found.numel())] = pack(found.view(-1))
+            positions[_packed_bytes(done) :][: _packed_bytes(found.numel())] = _packed(found.view(-1))
             done += found.numel()
         return torch.cat((positions, self.values.encode(chosen)))
 
@@ -148,7 +149,7 @@ class TopK(Compression):
         count = self._count(out.numel())
         assert payload.numel() == self.wire_bytes(out.numel()), "the payload belongs to a vector of another size"
         chosen = out.new_empty(count)
-        self.values.decode(payload[packed_bytes(count) :], chosen)
+        self.values.decode(payload[_packed_bytes(count) :], chosen)
         self._put(payload, chosen, out)
 
     def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
@@ -158,14 +159,14 @@ class TopK(Compression):
     def _put(self, payload: Tensor, chosen: Tensor, out: Tensor) -> None:
         done = 0
         out.zero_()
-        for blocks in blocks_in(out):
-            shape = len(blocks), self.kept(blocks.size(1))
+        for blocks in _blocks(out):
+            shape = len(blocks), self._kept(blocks.size(1))
             sent = shape[0] * shape[1]
-            positions = unpack(payload[packed_bytes(done) :][: packed_bytes(sent)], sent)
+            positions = _unpacked(payload[_packed_bytes(done) :][: _packed_bytes(sent)], sent)
             blocks.scatter_(1, positions.view(shape), chosen[done:][:sent].view(shape))
             done += sent
 
-    def kept(self, size: int) -> int:
+    def _kept(self, size: int) -> int:
         """Returns how many values of a block are sent: an even number, so that the next block starts at a byte."""
         # The share is taken as it is written: 0.03 as a float is not exactly 3 %.
         kept = -(-Fraction(str(self.share)) * size // 1)
@@ -173,10 +174,180 @@ class TopK(Compression):
 
     def _count(self, numel: int) -> int:
         last = numel % BLOCK
-        return numel // BLOCK * self.kept(BLOCK) + (self.kept(last) if last else 0)
+        return numel // BLOCK * self._kept(BLOCK) + (self._kept(last) if last else 0)
 
 
-def blocks_in(values: Tensor) -> Iterator[Tensor]:
+@dataclass(frozen=True, repr=False)
+class Threshold(TopK):
+    """Sends what exceeds a threshold, and no more of each block of 4096 values than `TopK` would.
+
+    With ``least``, the threshold follows from the mean magnitude of the block as it is. What is smaller is sent as
+    zero, so that every payload has the size that ``share`` gives.
+
+    With ``every``, each block has a threshold that is kept for so many launches: that of the smallest value which an
+    exact top-k of ``share`` chooses in the first of them (DCT, arXiv 2010.08899). What is smaller is not sent, so that
+    payloads become shorter where outer gradients do; ``share`` is the most. The thresholds change at a landing, if the
+    group counts in the mean, and are part of a checkpoint. A launch that begins without them chooses them anew.
+
+    With `ErrorFeedback`, what is small waits until it has grown.
+
+    Args:
+        share: The share of the values that is sent at most, above 0 and at most 1.
+        values: How the values that are sent are encoded.
+        least: The least magnitude that is sent, as a multiple of the mean magnitude of the block; at least 0.
+        every: For how many launches a threshold is kept, at least 1. Give this or ``least``.
+        over: As for `TopK`. With ``least``, who sends a zero is no sender.
+
+    Raises:
+        ValueError: If an argument is out of range, ``values`` is not a compression, or not one threshold was given.
+
+    Examples:
+        >>> from lightning_sdiloco.compression import Float32
+        >>> sparse, decoded = Threshold(0.5, Float32(), least=1.5), torch.empty(4)
+        >>> sparse.decode(sparse.encode(torch.tensor([1.0, -2.0, 0.5, 1.0])), decoded)
+        >>> decoded.tolist()
+        [0.0, -2.0, 0.0, 0.0]
+        >>> first, later = torch.tensor([1.0, -2.0, 0.5, 1.5]), torch.tensor([1.0, -1.75, 0.5, 0.25])
+        >>> kept = Threshold(0.5, Float32(), every=10)
+        >>> tuned = kept.tuned(kept.tuning(first, None))
+        >>> len(tuned.encode(first)), len(tuned.encode(later))
+        (13, 8)
+    """
+
+    least: float | None = None
+    every: int | None = None
+    thresholds: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.least is None) == (self.every is None):
+            raise ValueError(
+                f"Threshold(least={self.least!r}, every={self.every!r}) needs one threshold. Give least=3.0 to send"
+                " what exceeds three times the mean of its block, or every=10 to keep the threshold of a top-k for ten"
+                " launches."
+            )
+        least, every = self.least, self.every
+        if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float)) or not least >= 0):
+            raise ValueError(f"least={least!r} is out of range: it must not be negative. 3.0 is three times the mean.")
+        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise ValueError(
+                f"every={every!r} is out of range: it must be a whole number of at least 1. 10 keeps a threshold for"
+                " ten launches."
+            )
+
+    @override
+    def varies(self) -> bool:
+        """Returns whether a threshold is kept."""
+        return self.every is not None
+
+    @override
+    def wire_bytes(self, numel: int) -> int:
+        """Returns the size in bytes of the payload of ``numel`` values: the most, if a threshold is kept.
+
+        Args:
+            numel: Number of values, at least 1.
+        """
+        return super().wire_bytes(numel) + (_count_bytes(numel) if self.varies() else 0)
+
+    @override
+    def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
+        """Returns for how many launches the thresholds have been used, this one included, and those of all blocks."""
+        if self.every is None:
+            return None
+        if before is not None and before[0] < self.every:
+            kept = before.clone()
+            kept[0] += 1
+            return kept
+        made = [values.new_ones(1)]
+        for blocks in _blocks(values):
+            magnitudes = blocks.abs()
+            made.append(magnitudes.gather(1, _largest(magnitudes, self._kept(blocks.size(1)))).amin(1))
+        return torch.cat(made)
+
+    @override
+    def tuned(self, tuning: Tensor | None) -> "Threshold":
+        """Returns the compression with thresholds."""
+        if tuning is None:
+            return self
+        tuned = copy.copy(self)
+        object.__setattr__(tuned, "thresholds", tuning[1:])
+        return tuned
+
+    @override
+    def encode(self, values: Tensor) -> Tensor:
+        """Chooses what exceeds the thresholds and encodes it.
+
+        Args:
+            values: Contiguous float32 tensor of shape ``(numel,)``.
+
+        Returns:
+            The payload, a uint8 tensor on the same device.
+        """
+        if not self.varies():
+            return super().encode(values)
+        thresholds, done = self.thresholds, 0
+        if thresholds is None:
+            return self.tuned(self.tuning(values, None)).encode(values)
+        counts, positions, chosen = [], [], []
+        for blocks in _blocks(values):
+            above = self._above(blocks.abs(), thresholds[done : done + len(blocks), None])
+            counts.append(above.sum(1))
+            positions.append(above.nonzero()[:, 1])
+            chosen.append(blocks[above])
+            done += len(blocks)
+        lengths, sent = torch.cat(counts), torch.cat(chosen)
+        head = torch.stack((lengths & 255, lengths >> 8), dim=1).to(torch.uint8).view(-1)
+        # A compression has no payload of no values.
+        tail = [self.values.encode(sent)] if len(sent) else []
+        return torch.cat((head, _packed(torch.cat(positions)), *tail))
+
+    @override
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Puts the values that were sent into their places, and zeros elsewhere.
+
+        Args:
+            payload: Contiguous uint8 tensor: what `encode` returned, and perhaps more behind it.
+            out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
+        """
+        if not self.varies():
+            super().decode(payload, out)
+            return
+        places, rest = _places(payload, out)
+        chosen = out.new_empty(len(places))
+        if len(places):
+            self.values.decode(rest[: self.values.wire_bytes(len(places))], chosen)
+        out.zero_()[places] = chosen
+
+    @override
+    def places(self, payload: Tensor, out: Tensor) -> None:
+        """Tells which values were sent, and not as zero."""
+        if self.varies():
+            places, _ = _places(payload, out)
+            out.zero_()[places] = 1.0
+        else:
+            self.decode(payload, out)
+            out.copy_(out != 0)
+
+    @override
+    def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
+        """Returns the chosen values, with zeros in place of the small ones.
+
+        The mean is taken in float64, whose rounding errors are too small to matter.
+        """
+        assert self.least is not None, "what is kept encodes by itself"
+        means = blocks.abs().mean(1, keepdim=True, dtype=torch.float64)
+        return chosen.where(chosen.abs() >= means * self.least, 0)
+
+    def _above(self, magnitudes: Tensor, thresholds: Tensor) -> Tensor:
+        """Tells which values of each block are sent: what reaches its threshold, but no more than the largest."""
+        above, most = (magnitudes >= thresholds) & (magnitudes > 0), self._kept(magnitudes.size(1))
+        if bool((above.sum(1) > most).any()):
+            above &= torch.zeros_like(above).scatter_(1, _largest(magnitudes, most), True)
+        return above
+
+
+def _blocks(values: Tensor) -> Iterator[Tensor]:
     """Yields views of the values, a block to a row: stretches of whole blocks, then the rest as one short block."""
     whole = values.numel() // BLOCK * BLOCK
     for start in range(0, whole, chunk_length(values.device)):
@@ -185,7 +356,7 @@ def blocks_in(values: Tensor) -> Iterator[Tensor]:
         yield values[whole:].view(1, -1)
 
 
-def largest(magnitudes: Tensor, kept: int) -> Tensor:
+def _largest(magnitudes: Tensor, kept: int) -> Tensor:
     """Returns the positions of the largest magnitudes of every row."""
     size, groups = magnitudes.size(1), magnitudes.size(1) // _GROUP
     if size % _GROUP or kept * 2 > groups:
@@ -198,21 +369,34 @@ def largest(magnitudes: Tensor, kept: int) -> Tensor:
     return positions.gather(1, among)
 
 
-def packed_bytes(count: int) -> int:
+def _packed_bytes(count: int) -> int:
     """Returns the bytes of so many positions."""
     return -(-count * 3 // 2)
 
 
-def pack(positions: Tensor) -> Tensor:
+def _packed(positions: Tensor) -> Tensor:
     """Writes positions in a block, two in three bytes."""
     pairs = F.pad(positions, (0, len(positions) % 2)).to(torch.int32).view(-1, 2)
     pairs = pairs[:, 0] | pairs[:, 1] << 12
     packed = torch.stack((pairs & 255, pairs >> 8 & 255, pairs >> 16), dim=1).to(torch.uint8).view(-1)
-    return packed[: packed_bytes(len(positions))]
+    return packed[: _packed_bytes(len(positions))]
 
 
-def unpack(packed: Tensor, count: int) -> Tensor:
+def _unpacked(packed: Tensor, count: int) -> Tensor:
     """Reads back so many positions."""
     low, middle, high = F.pad(packed, (0, -len(packed) % 3)).to(torch.int64).view(-1, 3).unbind(1)
     pairs = low | middle << 8 | high << 16
     return torch.stack((pairs & 4095, pairs >> 12), dim=1).view(-1)[:count]
+
+
+def _count_bytes(numel: int) -> int:
+    return 2 * -(-numel // BLOCK)
+
+
+def _places(payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns where the values of a payload belong, and what follows their positions."""
+    head, rest = payload.tensor_split([_count_bytes(out.numel())])
+    low, high = head.view(-1, 2).to(torch.int64).unbind(1)
+    blocks = torch.arange(len(low), device=out.device).repeat_interleave(low | high << 8)
+    positions, rest = rest.tensor_split([_packed_bytes(len(blocks))])
+    return blocks * BLOCK + _unpacked(positions, len(blocks)), rest
