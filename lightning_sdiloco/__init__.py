@@ -18,6 +18,7 @@ from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups
 from lightning_sdiloco.errors import AgreementError, ExchangeError
+from lightning_sdiloco.federation import DynamicBackup, Quorum
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "Control",
     "Count",
     "DelayedNesterov",
+    "DynamicBackup",
     "ExchangeError",
     "Federation",
     "Float32",
@@ -41,6 +43,7 @@ __all__ = [
     "LandingRule",
     "Mix",
     "Pace",
+    "Quorum",
     "Schedule",
     "Selective",
     "SimulatedGroups",

@@ -18,7 +18,7 @@ from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
 from lightning_sdiloco.engine.restart import Restart, restart_from
-from lightning_sdiloco.engine.site.federation import Federation
+from lightning_sdiloco.engine.site.federation import Federation, refuse_quorum
 from lightning_sdiloco.engine.start import cut
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "random_state",
     "ranks_of",
     "read_own",
+    "refuse_quorum",
     "require_same_model",
     "require_same_settings",
     "reshard",

@@ -12,24 +12,34 @@ from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.founding import Founding
 from lightning_sdiloco.federation.ledger import Answer, Ledger, Member, OpenRound
 from lightning_sdiloco.federation.messages import Beat, Call, Hello, StateHeader, Welcome
-from lightning_sdiloco.federation.parsing import KEY, LIFE, NAME
+from lightning_sdiloco.federation.parsing import CLASS_PATH, KEY, LIFE, NAME
 from lightning_sdiloco.federation.progress import Flight, Landing, Progress
-from lightning_sdiloco.federation.quorum import Grace, Quorum
-from lightning_sdiloco.federation.records import Contribution, LeftOut, Payload, Position, Record
-from lightning_sdiloco.federation.terms import ANCHOR_EVERY, LONGEST_GRACE, RETENTION, Terms, automatic_grace
+from lightning_sdiloco.federation.quorum import All, DynamicBackup, Quorum, built_in, chosen, quorum_of
+from lightning_sdiloco.federation.records import Contribution, LeftOut, Payload, Position, Record, Timing
+from lightning_sdiloco.federation.terms import (
+    ANCHOR_EVERY,
+    LONGEST_GRACE,
+    RETENTION,
+    ChosenQuorum,
+    Terms,
+    automatic_grace,
+)
 
 __all__ = [
     "ANCHOR_EVERY",
+    "All",
     "Anchors",
     "Answer",
     "Beat",
+    "CLASS_PATH",
     "Call",
     "Charter",
+    "ChosenQuorum",
     "Contribution",
+    "DynamicBackup",
     "Flight",
     "Follower",
     "Founding",
-    "Grace",
     "Hello",
     "KEY",
     "LIFE",
@@ -50,6 +60,10 @@ __all__ = [
     "Refused",
     "StateHeader",
     "Terms",
+    "Timing",
     "Welcome",
     "automatic_grace",
+    "built_in",
+    "chosen",
+    "quorum_of",
 ]

@@ -7,9 +7,11 @@ from typing import Any
 
 from lightning_sdiloco.errors import Malformed
 from lightning_sdiloco.federation.parsing import (
+    CLASS_PATH,
     MOST_FRAGMENTS,
     NAME,
     decoded,
+    encoded,
     fields,
     key_of,
     listed,
@@ -19,7 +21,7 @@ from lightning_sdiloco.federation.parsing import (
     text,
     whole,
 )
-from lightning_sdiloco.federation.terms import Terms
+from lightning_sdiloco.federation.terms import ChosenQuorum, Terms
 
 MOST_BYTES = 1 << 26
 """How long the text of a charter may be: it names every parameter."""
@@ -176,10 +178,24 @@ def _terms(value: Any, name: str) -> Any:
         overlap_steps=whole(),
         grace=number,
         lease=number,
-        quorum=whole(1),
+        quorum=_quorum,
         rounds=lambda value, name: value if value is None else whole(1)(value, name),
     )
     try:
         return Terms(**read)
     except ValueError as error:
         raise Malformed(str(error)) from None
+
+
+def _quorum(value: Any, name: str) -> Any:
+    if not isinstance(value, dict):
+        return whole(1)(value, name)
+    if len(encoded(value)) > _LONGEST_WORD:
+        raise Malformed(f"{name} is longer than {_LONGEST_WORD} characters")
+    return ChosenQuorum(**fields(value, name, class_path=text(CLASS_PATH), init_args=_object))
+
+
+def _object(value: Any, name: str) -> Any:
+    if not isinstance(value, dict):
+        raise Malformed(f"{name} is no object")
+    return value

@@ -201,7 +201,15 @@ class Follower:
         own = self.fragments[fragment]
         assert own.digest is not None, "what has no outer parameters cannot launch"
         sent = Contribution(
-            fragment, own.next_round, self.site, self.life, own.applied.key, own.samples, own.digest, payloads=()
+            fragment,
+            own.next_round,
+            self.site,
+            self.life,
+            own.applied.key,
+            own.samples,
+            own.digest,
+            payloads=(),
+            steps=own.steps,
         )
         own.launch(sent, step)
         return sent

@@ -24,9 +24,10 @@ from enum import Enum
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.anchors import Anchors
 from lightning_sdiloco.federation.messages import Beat, Call, Hello, StateHeader, Welcome
-from lightning_sdiloco.federation.quorum import Grace, Quorum
+from lightning_sdiloco.federation.quorum import Quorum, quorum_of
 from lightning_sdiloco.federation.records import Contribution, LeftOut, Position, Record
 from lightning_sdiloco.federation.terms import RETENTION, Terms
+from lightning_sdiloco.federation.timings import Timings
 
 
 class Answer(Enum):
@@ -63,9 +64,11 @@ class OpenRound:
     Attributes:
         here: The contributions by site.
         arrived: When each site contributed, or said that it will not.
+        opened: When the first contribution came; None if that was before the hub was started.
         undecided_since: Since when no camp is the largest.
     """
 
+    opened: float | None = None
     here: dict[str, Contribution] = field(default_factory=dict)
     arrived: dict[str, float] = field(default_factory=dict)
     undecided_since: float | None = None
@@ -81,7 +84,7 @@ class Ledger:
         records: All records so far, in the order of their numbers.
         contributions: What was contributed to rounds that are still open.
         anchors: The states at the hub, the oldest first.
-        quorum: When rounds close; by default the grace and the quorum of the terms.
+        quorum: When rounds close; by default what the terms say, which must be a quorum of this package.
         evicted: Who was evicted before: sites, with their lives.
 
     Attributes:
@@ -91,6 +94,7 @@ class Ledger:
         open: The rounds that are open, by fragment.
         anchors: The states at the hub.
         evicted: The sites that were thrown out, each with its life.
+        quorum: When rounds close.
     """
 
     def __init__(
@@ -110,15 +114,16 @@ class Ledger:
         self.members: dict[str, Member] = {}
         self.open: dict[int, OpenRound] = {}
         self.anchors = Anchors(anchors)
-        self._quorum = quorum or Grace(terms.grace, terms.quorum)
+        self.quorum = quorum or quorum_of(terms.quorum)
         self._history: list[deque[Record]] = [deque(maxlen=RETENTION) for _ in range(terms.fragments)]
         self.evicted = set(evicted)
+        self._timings = Timings()
         self._ending = False
         for record in records:
             self.append(record)
         for own in contributions:
             if Position(own.round - 1, own.previous) == self.closed[own.fragment]:
-                self._take(own, now)
+                self._take(own, now, None)
         self._renew_leases(now)
 
     def _renew_leases(self, now: float) -> None:
@@ -226,16 +231,21 @@ class Ledger:
     def contribute(self, own: Contribution, life: str, now: float) -> Answer:
         """Takes a contribution that is durable; with `OPEN` as the answer, everybody is told of the `call`.
 
+        Of one that is `LATE` it takes the time, if all its payloads are there.
+
         Raises:
             Refused: As `examine` does.
         """
         answer = self.examine(own, life)
         if answer is Answer.OPEN:
-            self._take(own, now)
+            self._take(own, now, now)
+            self._timings.arrives(own, now, self.open[own.fragment].opened)
+        elif answer is Answer.LATE:
+            self._timings.arrives_late(own, now)
         return answer
 
-    def _take(self, own: Contribution, now: float) -> None:
-        round = self.open.setdefault(own.fragment, OpenRound())
+    def _take(self, own: Contribution, now: float, opened: float | None) -> None:
+        round = self.open.setdefault(own.fragment, OpenRound(opened))
         round.here[own.site] = own
         round.arrived[own.site] = now
 
@@ -268,10 +278,11 @@ class Ledger:
         """
         records: list[Record] = []
         undecided: list[AgreementError] = []
+        sites = self._contributors(now)
         for fragment in sorted(self.open):
             round = self.open[fragment]
             # Who is there and does not count is still there: otherwise a round might never close.
-            if len(round.here) < self._quorum.least or not self._closes(fragment, round, now):
+            if len(round.here) < self.quorum.fewest(len(sites)) or not self._closes(fragment, round, sites, now):
                 continue
             try:
                 camp = self._largest_camp(fragment, round, now)
@@ -284,12 +295,12 @@ class Ledger:
             raise undecided[0]
         return records
 
-    def _closes(self, fragment: int, round: OpenRound, now: float) -> bool:
-        sites = self._contributors(now)
+    def _closes(self, fragment: int, round: OpenRound, sites: list[str], now: float) -> bool:
         if self._call(fragment).final:
             # Nobody can count later, so everybody who is alive is waited for.
             return all(site in round.arrived for site in sites)
-        return self._quorum.closes(round.arrived, self._quorum.awaited(self._history[fragment], sites), now)
+        awaited = self.quorum.awaited(tuple(self._history[fragment]), sites)
+        return self.quorum.closes(round.arrived, awaited, now) or now >= min(round.arrived.values()) + self.terms.grace
 
     def _largest_camp(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
         """Returns the contributions that count: those measured against the outer parameters that most sites hold."""
@@ -332,7 +343,8 @@ class Ledger:
             if site not in sites
         )
         call = self._call(fragment)
-        return Record(seq, fragment, call.round, self.closed[fragment].key, tuple(camp), left_out, call.final)
+        key, timings = self.closed[fragment].key, self._timings.of(fragment)
+        return Record(seq, fragment, call.round, key, tuple(camp), left_out, call.final, timings)
 
     def append(self, record: Record) -> None:
         """Takes a record that is durable.
@@ -349,7 +361,8 @@ class Ledger:
         self.seq += 1
         self.closed[record.fragment] = record.position
         self._history[record.fragment].append(record)
-        self.open.pop(record.fragment, None)
+        round = self.open.pop(record.fragment, None)
+        self._timings.closes(record, round.opened if round else None)
         self.anchors.check(record)
 
     def next_due(self, now: float) -> float:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from lightning_sdiloco.errors import Malformed
@@ -18,6 +18,7 @@ Check = Callable[[Any, str], Any]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """What sites and runs may be called: letters, digits, dots, dashes; it stands in certificates and paths."""
+CLASS_PATH = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*\.)+[A-Za-z_][A-Za-z0-9_]*")
 LIFE = re.compile(r"[0-9a-f]{16}")
 KEY = re.compile(r"[0-9a-f]{64}")
 MOST_SITES = 1024
@@ -65,8 +66,14 @@ def require_sealed(data: bytes, value: Mapping[str, Any]) -> None:
         raise Malformed("the text does not have the key that stands in it: it was damaged on the way or on a disk")
 
 
-def fields(value: Any, name: str, **checks: Check) -> dict[str, Any]:
+def fields(value: Any, name: str, optional: Collection[str] = (), /, **checks: Check) -> dict[str, Any]:
     """Checks an object: it must have exactly the fields that are named, each of its kind.
+
+    Args:
+        value: The object.
+        name: What it is called in errors.
+        optional: The fields that it may lack: they came later than some ledgers.
+        checks: The fields.
 
     Examples:
         >>> fields({"round": 3}, "call", round=whole(1))
@@ -82,9 +89,9 @@ def fields(value: Any, name: str, **checks: Check) -> dict[str, Any]:
         if key not in checks:
             raise Malformed(f"{name} has no use for {key[:64]!r}")
     for key in checks:
-        if key not in value:
+        if key not in value and key not in optional:
             raise Malformed(f"{name} lacks {key!r}")
-    return {key: check(value[key], f"{name}.{key}") for key, check in checks.items()}
+    return {key: check(value[key], f"{name}.{key}") for key, check in checks.items() if key in value}
 
 
 def whole(least: int = 0, most: int = 2**63 - 1) -> Check:

@@ -1,64 +1,226 @@
-"""When a round closes: a small policy, asked by the ledger."""
+"""When a round closes: a small policy, asked by the ledger, and written in the charter of the run."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from math import ceil, inf
+from statistics import median
+from typing import Any
 
+from lightning_sdiloco.errors import Malformed
+from lightning_sdiloco.federation.parsing import CLASS_PATH, decoded, encoded
 from lightning_sdiloco.federation.records import Record
+from lightning_sdiloco.federation.terms import RETENTION, ChosenQuorum
+
+_LONGEST = 4096
 
 
-class Quorum(Protocol):
-    """Decides which sites a round waits for, and when it closes. Only the hub asks, on its own monotonic clock.
+class Quorum(ABC):
+    """Decides which sites a round waits for, and whether it closes before its grace is over.
 
-    Attributes:
-        least: With fewer contributions no round closes, whatever `closes` says.
+    Only the hub asks, on its own monotonic clock. When the grace has passed since the first contribution a round closes
+    whatever this says, if there are the `fewest`; so no quorum makes anybody wait for longer.
+
+    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments stand in the charter, and
+    every hub of the run makes the same quorum of them. It decides by what it is given alone.
     """
 
-    least: int
+    @abstractmethod
+    def fewest(self, sites: int) -> int:
+        """Returns with how many contributions, at least, a round closes.
 
+        Args:
+            sites: How many could contribute.
+        """
+
+    @abstractmethod
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
         """Returns the sites that a round waits for.
 
         Args:
-            history: The last records of the fragment, the oldest first.
+            history: The last records of the fragment, the oldest first, at most 8; with their `Record.timings`.
             sites: The sites that could contribute: those with a lease, near enough to the last record.
         """
-        ...
 
+    @abstractmethod
     def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        """Tells whether a round closes.
+        """Tells whether a round closes, though its grace is not over.
 
         Args:
             arrived: The sites that have contributed, or have said that they will not, each with the time.
             awaited: What `awaited` returned.
             now: The time, in seconds.
         """
-        ...
 
 
 @dataclass(frozen=True)
-class Grace:
-    """Waits for all; from the first contribution on at most for the grace.
+class All(Quorum):
+    """Waits for all: the default.
 
     Args:
-        grace: Seconds.
         least: The least number of sites that make a round.
 
     Examples:
-        >>> quorum = Grace(2.0)
-        >>> quorum.closes({"a": 10.0}, ["a", "b"], now=11.0), quorum.closes({"a": 10.0}, ["a", "b"], now=12.0)
-        (False, True)
-        >>> quorum.closes({"a": 10.0, "b": 10.5}, ["a", "b"], now=10.5)
+        >>> All().closes({"a": 10.0}, ["a", "b"], now=11.0)
+        False
+        >>> All().closes({"a": 10.0, "b": 10.5}, ["a", "b"], now=11.0)
         True
     """
 
-    grace: float
     least: int = 1
+
+    def fewest(self, sites: int) -> int:
+        """Returns the same number always."""
+        return self.least
 
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
         """Returns all sites."""
         return sites
 
     def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        """Tells whether all have answered, or the grace has passed."""
-        return all(site in arrived for site in awaited) or now >= min(arrived.values()) + self.grace
+        """Tells whether all have answered."""
+        return all(site in arrived for site in awaited)
+
+
+@dataclass(frozen=True)
+class DynamicBackup(Quorum):
+    """Waits for as many sites as make the most of time; the others are backup workers, as in arXiv 2102.06280.
+
+    With k sites a round takes as long as the inner steps of a site, T, and until the k-th of them comes, l_k after the
+    first. T and l_k are medians over the last 8 rounds. The k with the largest k / (T + l_k) are waited for: one slow
+    site of M is left out if it comes later than T / (M - 1). What it trains is carried, and every 8th round waits for
+    all, so that it counts there.
+
+    Args:
+        least: The share of the sites with which a round closes, at least; above 0, and at most 1.
+
+    Raises:
+        ValueError: If ``least`` is out of its range.
+
+    Examples:
+        >>> quorum = DynamicBackup(least=0.5)
+        >>> quorum.fewest(8), quorum.fewest(3)
+        (4, 2)
+    """
+
+    least: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least <= 1:
+            raise ValueError(
+                f"least={self.least!r} is out of range: it must be above 0 and at most 1, a share of the sites. Choose"
+                " another least; 0.5 is the default, and Federation(quorum=3) is for a number of sites."
+            )
+
+    def fewest(self, sites: int) -> int:
+        """Returns the share of the sites, rounded up."""
+        return max(1, ceil(self.least * sites - 1e-9))
+
+    def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
+        """Returns the sites that are worth waiting for."""
+        names, length = sorted(sites), _round_length(history)
+        # Who is not waited for would never count if it was always a little late; see the rule in the docstring.
+        if len(history) < RETENTION or length is None or (history[-1].round + 1) % RETENTION == 0:
+            return names
+        late = _lateness(history, names)
+        order = sorted(names, key=lambda site: (late[site], site))
+        counts = range(self.fewest(len(names)), len(names) + 1)
+        count = max(counts, key=lambda count: (count / (length + late[order[count - 1]]), count), default=0)
+        return sorted(order[:count])
+
+    def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
+        """Tells whether all that are waited for have answered."""
+        return all(site in arrived for site in awaited)
+
+
+def _round_length(history: Sequence[Record]) -> float | None:
+    """Returns the median time in which a site trains what it contributes, in seconds; None if none is known."""
+    steps = {(record.round, own.site): own.steps for record in history for own in record.counted}
+    lengths = [
+        entry.step * steps[entry.round, entry.site]
+        for record in history
+        for entry in record.timings
+        if entry.step is not None and (entry.round, entry.site) in steps
+    ]
+    return median(lengths) if lengths else None
+
+
+def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, float]:
+    """Returns by how much each site is late, as a median: infinite if it mostly does not come at all."""
+    heard: dict[str, dict[int, float]] = {site: {} for site in sites}
+    for entry in (entry for record in history for entry in record.timings):
+        if entry.site in heard:
+            heard[entry.site][entry.round] = entry.late
+    return {site: _typical(rounds, history[-1].round) for site, rounds in heard.items()}
+
+
+def _typical(rounds: Mapping[int, float], last: int) -> float:
+    # Of who has just come nothing is known, and the grace bounds what that costs.
+    first = max(min(rounds, default=last + 1), last + 1 - RETENTION)
+    found = [rounds.get(round, inf) for round in range(first, last + 1)]
+    return median(found) if found else 0.0
+
+
+# In the charter
+
+_BUILT_IN: Mapping[str, type[Quorum]] = {"lightning_sdiloco.DynamicBackup": DynamicBackup}
+
+
+def chosen(quorum: Quorum) -> ChosenQuorum:
+    """Returns what stands in the charter for a quorum.
+
+    Raises:
+        ValueError: If it is none, or others could not make the same one.
+    """
+    kind = type(quorum)
+    path = next((path for path, own in _BUILT_IN.items() if own is kind), f"{kind.__module__}.{kind.__qualname__}")
+    if not isinstance(quorum, Quorum) or not is_dataclass(quorum):
+        raise ValueError(
+            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3 or DynamicBackup(), or a"
+            " frozen dataclass of your own that extends Quorum."
+        )
+    if not CLASS_PATH.fullmatch(path) or path.startswith("__main__."):
+        raise ValueError(
+            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it in a module of its own, at"
+            " its top level."
+        )
+    arguments = {item.name: getattr(quorum, item.name) for item in fields(quorum) if item.init}
+    try:
+        return ChosenQuorum(path, decoded(encoded(arguments), _LONGEST))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"quorum={quorum!r} has arguments that cannot stand in the charter: {error}. They must be numbers, texts,"
+            " lists and mappings, finite and short."
+        ) from None
+
+
+def built_in(path: str) -> type[Quorum]:
+    """Returns a quorum of this package by its class path.
+
+    Raises:
+        Malformed: If it is none of them.
+    """
+    if path not in _BUILT_IN:
+        raise Malformed(f"it is none of this package: {', '.join(_BUILT_IN)}")
+    return _BUILT_IN[path]
+
+
+def quorum_of(terms_quorum: int | ChosenQuorum, find: Callable[[str], type[Any]] = built_in) -> Quorum:
+    """Makes the quorum that stands in a charter.
+
+    Args:
+        terms_quorum: What stands there.
+        find: Returns the class of a path, or raises a ValueError.
+
+    Raises:
+        ValueError: If it cannot be made; with its name, and what was in the way.
+    """
+    if isinstance(terms_quorum, int):
+        return All(terms_quorum)
+    try:
+        made = find(terms_quorum.class_path)(**terms_quorum.init_args)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the quorum of this run, {terms_quorum}, cannot be had here: {error}") from None
+    if not isinstance(made, Quorum):
+        raise ValueError(f"the quorum of this run, {terms_quorum}, is no Quorum")
+    return made

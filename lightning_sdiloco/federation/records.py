@@ -75,6 +75,7 @@ class Contribution:
         payloads: The bytes, one entry for each rank of the site.
         finite: Whether all values are.
         norm_squared: The squared norm of the outer gradient; 0 where values are not finite.
+        steps: Inner steps trained since the site was last counted; 0 if that is not known.
     """
 
     fragment: int
@@ -87,6 +88,7 @@ class Contribution:
     payloads: tuple[Payload, ...]
     finite: bool = True
     norm_squared: float = 0.0
+    steps: int = 0
 
     @property
     def reason(self) -> str:
@@ -95,7 +97,9 @@ class Contribution:
 
     def described(self) -> dict[str, Any]:
         """Returns it as an object of JSON."""
-        return {**vars(self), "payloads": [list(payload) for payload in self.payloads]}
+        said = {**vars(self), "payloads": [list(payload) for payload in self.payloads]}
+        # What is not known is not said: so texts from before it was have the keys that they had.
+        return said if self.steps else {name: value for name, value in said.items() if name != "steps"}
 
     def to_bytes(self) -> bytes:
         """Returns its text."""
@@ -117,6 +121,7 @@ def contribution(value: Any, name: str = "contribution") -> Contribution:
         **fields(
             value,
             name,
+            ("steps",),
             fragment=whole(0, MOST_FRAGMENTS - 1),
             round=whole(1),
             site=text(NAME),
@@ -127,6 +132,7 @@ def contribution(value: Any, name: str = "contribution") -> Contribution:
             payloads=listed(_payload, _MOST_SHARDS),
             finite=boolean,
             norm_squared=number,
+            steps=whole(),
         )
     )
 
@@ -143,6 +149,22 @@ class LeftOut(NamedTuple):
     reason: str
 
 
+class Timing(NamedTuple):
+    """Tells when a contribution came, by the monotonic clock of the hub. It changes nothing but whom a hub waits for.
+
+    Attributes:
+        site: The site.
+        round: The round for which it came: that of the record, or an earlier one that was closed already.
+        late: Seconds after the first contribution to that round.
+        step: Seconds for each of its inner steps; None if that is not known.
+    """
+
+    site: str
+    round: int
+    late: float
+    step: float | None = None
+
+
 @dataclass(frozen=True)
 class Record:
     """Says which contributions make a round of a fragment, and thereby who was a member of it.
@@ -155,6 +177,7 @@ class Record:
         counted: The contributions that count, in the order in which they are added up.
         left_out: The others that were there in time.
         final: Whether it is the last round of its fragment: the plain mean, and no outer step.
+        timings: When contributions came: those of this round, and those that have come too late since the last record.
     """
 
     seq: int
@@ -164,6 +187,7 @@ class Record:
     counted: tuple[Contribution, ...]
     left_out: tuple[LeftOut, ...] = ()
     final: bool = False
+    timings: tuple[Timing, ...] = ()
 
     @cached_property
     def key(self) -> str:
@@ -186,7 +210,9 @@ class Record:
 
     def described(self) -> dict[str, Any]:
         """Returns it as an object of JSON."""
+        timings = {"timings": [list(entry) for entry in self.timings]} if self.timings else {}
         return {
+            **timings,
             "seq": self.seq,
             "fragment": self.fragment,
             "round": self.round,
@@ -214,6 +240,7 @@ class Record:
             **fields(
                 value,
                 "record",
+                ("timings",),
                 seq=whole(),
                 fragment=whole(0, MOST_FRAGMENTS - 1),
                 round=whole(1),
@@ -221,6 +248,7 @@ class Record:
                 counted=listed(contribution, MOST_SITES),
                 left_out=listed(_left_out, MOST_SITES),
                 final=boolean,
+                timings=listed(_timing, 2 * MOST_SITES),
             )
         )
         require_sealed(data, record.described())
@@ -249,6 +277,18 @@ def _left_out(value: Any, name: str) -> LeftOut:
     if reason not in _REASON:
         raise Malformed(f"{name} has a reason that is none of {', '.join(_REASON)}")
     return LeftOut(site, reason)
+
+
+def _timing(value: Any, name: str) -> Timing:
+    if not isinstance(value, list) or len(value) != len(Timing._fields):
+        raise Malformed(f"{name} is no list of {', '.join(Timing._fields)}")
+    site, round, late, step = value
+    return Timing(
+        text(NAME)(site, f"{name}.site"),
+        whole(1)(round, f"{name}.round"),
+        number(late, f"{name}.late"),
+        None if step is None else number(step, f"{name}.step"),
+    )
 
 
 def _pair(value: Any, name: str, first: Any, second: Any) -> tuple[Any, Any]:

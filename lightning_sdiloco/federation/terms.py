@@ -1,6 +1,8 @@
 """The terms of a federation: the numbers by which all its sites and its hub go, fixed when the run is founded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 RETENTION = 8
 """For how many rounds payloads are kept. Who is further behind needs a state."""
@@ -27,6 +29,26 @@ def automatic_grace(step_seconds: float, sync_every: int, overlap_steps: int) ->
 
 
 @dataclass(frozen=True)
+class ChosenQuorum:
+    """Names a `Quorum`, as it stands in the charter: every hub of the run makes the same one of it.
+
+    Args:
+        class_path: Its class.
+        init_args: The arguments of that, as values of JSON.
+
+    Examples:
+        >>> print(ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.5}))
+        lightning_sdiloco.DynamicBackup(least=0.5)
+    """
+
+    class_path: str
+    init_args: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.class_path}({', '.join(f'{name}={value!r}' for name, value in self.init_args.items())})"
+
+
+@dataclass(frozen=True)
 class Terms:
     """Holds what hub and sites must agree on to follow the same rules. Times are in seconds.
 
@@ -36,7 +58,7 @@ class Terms:
         overlap_steps: Inner steps between the launch of a fragment and its landing.
         grace: How long a round stays open for the late, from its first contribution on.
         lease: How long a site is waited for after its last beat.
-        quorum: The least number of sites that make a round.
+        quorum: The least number of sites that make a round; or what else decides when it closes.
         rounds: The round of every fragment that is the last; None if the run has no end of its own.
     """
 
@@ -45,14 +67,15 @@ class Terms:
     overlap_steps: int
     grace: float
     lease: float = 10.0
-    quorum: int = 1
+    quorum: int | ChosenQuorum = 1
     rounds: int | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             least = {"overlap_steps": 0, "grace": 0}.get(item.name, 1 if item.name != "lease" else 0)
-            if not (item.name == "rounds" and value is None) and not value >= least:
+            is_chosen = isinstance(value, ChosenQuorum) or (item.name == "rounds" and value is None)
+            if not is_chosen and not value >= least:
                 raise ValueError(f"{item.name}={value!r} is out of range: it must be at least {least}.")
         if self.overlap_steps >= self.sync_every:
             raise ValueError(

@@ -73,7 +73,7 @@ class Coordinator:
         self._lock = threading.RLock()
         self._tell: Tell = lambda event, to=None: None
         self._wake: Callable[[], None] = lambda: None
-        self._gathering = Gathering(sites or 1)
+        self._gathering = Gathering(sites or 1, history.quorums)
         self._ledger = None if history.charter is None else history.ledger(clock())
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
         self._tidy_at = clock() + _TIDY_EVERY
@@ -215,6 +215,8 @@ class Coordinator:
             answer = self.ledger.examine(own, life)
             if answer is Answer.LATE:
                 self.statistics.late(own.site)
+                if self.history.holds(own.payloads):
+                    self.ledger.contribute(own, life, self._clock())
             if answer is not Answer.OPEN:
                 return answer.value
             if not own.payloads:

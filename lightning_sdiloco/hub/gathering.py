@@ -1,7 +1,10 @@
 """The gathering of sites before a run is founded: who is here, and with which charter."""
 
+from collections.abc import Callable
+from typing import Any
+
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation import Charter, Founding, Hello
+from lightning_sdiloco.federation import Charter, Founding, Hello, quorum_of
 
 
 class Gathering:
@@ -9,20 +12,26 @@ class Gathering:
 
     Args:
         sites: How many it takes.
+        quorums: Returns the class of a quorum that a charter names.
 
     Attributes:
         hellos: What those who are here have said.
     """
 
-    def __init__(self, sites: int) -> None:
-        self._sites = sites
+    def __init__(self, sites: int, quorums: Callable[[str], type[Any]]) -> None:
+        self._sites, self._quorums = sites, quorums
         self._founding = Founding(sites)
         self._proposed: dict[str, Charter] = {}
         self._founder: str | None = None
         self.hellos: dict[str, Hello] = {}
 
     def propose(self, site: str, charter: Charter) -> Charter:
-        """Returns the charter of the first who came; a site that was the first may change its mind."""
+        """Returns the charter of the first who came; a site that was the first may change its mind.
+
+        Raises:
+            Refused: If this hub cannot close rounds by it.
+        """
+        self._require_quorum(charter)
         others = (own for other, own in self._proposed.items() if other != site)
         self._proposed[site] = next(others, charter)
         return self._proposed[site]
@@ -31,13 +40,21 @@ class Gathering:
         """Takes a site in.
 
         Raises:
-            Refused: If another one is here with a charter that differs; with what differs.
+            Refused: If another one is here with a charter that differs; with what differs. Or if this hub cannot close
+                rounds by it.
         """
+        self._require_quorum(charter)
         try:
             self._founding.hello(hello.site, charter)
         except ValueError as error:
             raise Refused(str(error)) from None
         self.hellos[hello.site] = hello
+
+    def _require_quorum(self, charter: Charter) -> None:
+        try:
+            quorum_of(charter.terms.quorum, self._quorums)
+        except ValueError as error:
+            raise Refused(str(error)) from None
 
     def gone(self, site: str) -> None:
         """Takes back a site that went away."""

@@ -7,7 +7,7 @@ states are blobs in a store. A blob is durable before a record or a note names i
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_sdiloco.comm import EVERYTHING, Missing
 from lightning_sdiloco.errors import AgreementError, Refused
@@ -19,8 +19,10 @@ from lightning_sdiloco.federation import (
     Position,
     Record,
     StateHeader,
+    quorum_of,
 )
 from lightning_sdiloco.hub.events import anchor_of, anchor_text
+from lightning_sdiloco.hub.quorums import Quorums
 
 Bytes = bytes | bytearray | memoryview
 
@@ -67,14 +69,16 @@ class History:
     Args:
         journal: Where records and notes are kept.
         store: Where blobs are kept.
+        quorums: Returns the class of a quorum that the charter names; by default only those of this package.
 
     Attributes:
+        quorums: The same.
         charter: What the run was founded on; None before that.
         anchors: The states at the hub, with the blobs that hold them, the oldest first.
     """
 
-    def __init__(self, journal: Journal, store: Store) -> None:
-        self.journal, self.store = journal, store
+    def __init__(self, journal: Journal, store: Store, quorums: Callable[[str], type[Any]] | None = None) -> None:
+        self.journal, self.store, self.quorums = journal, store, quorums or Quorums()
         text = journal.notes("charter").get("charter")
         self.charter = Charter.from_bytes(text) if text else None
         self.anchors = [anchor_of(text) for text in journal.notes("anchor/").values()]
@@ -82,7 +86,11 @@ class History:
         self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
 
     def ledger(self, now: float) -> Ledger:
-        """Returns the ledger as it is durable, of a run that has been founded."""
+        """Returns the ledger as it is durable, of a run that has been founded.
+
+        Raises:
+            ValueError: If the charter names a quorum that this hub may not import.
+        """
         assert self.charter is not None, "the run has been founded"
         terms = self.charter.terms
         self._numbers = [array("q") for _ in range(terms.fragments)]
@@ -94,6 +102,7 @@ class History:
             self._records(),
             (Contribution.from_bytes(text) for text in self.journal.notes("open/").values()),
             [header for header, _ in self.anchors],
+            quorum=quorum_of(terms.quorum, self.quorums),
             evicted=[(name.split("/")[1], name.split("/")[2]) for name in self.journal.notes("evicted/")],
         )
         if self.journal.notes("ending"):

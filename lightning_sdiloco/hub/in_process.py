@@ -32,6 +32,7 @@ from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.events import Heard, heard
 from lightning_sdiloco.hub.history import Bytes, History
 from lightning_sdiloco.hub.outbox import Outbox
+from lightning_sdiloco.hub.quorums import imported
 from lightning_sdiloco.hub.shards import Fetched, Wanted, all_payloads
 
 
@@ -160,7 +161,8 @@ class InProcessHub:
         self.coordinator = self._started()
 
     def _started(self) -> Coordinator:
-        coordinator = Coordinator(self.run, History(self.journal, self.store), self._sites, self.clock)
+        # Its sites are in this process too, so what they name is their own.
+        coordinator = Coordinator(self.run, History(self.journal, self.store, imported), self._sites, self.clock)
         coordinator.start(self._tell, lambda: None)
         return coordinator
 

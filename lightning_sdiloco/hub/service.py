@@ -26,6 +26,7 @@ from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hell
 from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.events import parts_of, text_of
 from lightning_sdiloco.hub.history import History
+from lightning_sdiloco.hub.quorums import Quorums
 from lightning_sdiloco.hub.seat import Kept, checked_store, seat_at
 from lightning_sdiloco.hub.status import Status
 
@@ -185,13 +186,14 @@ class HubService:
         insecure: Serve without TLS and without certificates, instead of ``keys``.
         max_blob: Bytes of the largest payload or part of a state that it takes.
         beat: Seconds between two signs of life of the hub.
+        quorum: The class path of a quorum that sites may name in the charter; those of this package they always may.
 
     Attributes:
         port: The port on which it listens.
 
     Raises:
-        ValueError: If there is no run and nobody is to found one, it is another run, or the address, the keys or the
-            store cannot be used.
+        ValueError: If there is no run and nobody is to found one, it is another run, or the address, the keys, the
+            store or the quorum cannot be used.
         LedgerError: If the ledger cannot be used.
         MailboxError: If etcd does not answer.
     """
@@ -207,7 +209,9 @@ class HubService:
         insecure: bool = False,
         max_blob: int = MAX_BLOB,
         beat: float = 1.0,
+        quorum: str | None = None,
     ) -> None:
+        self._quorums = Quorums(quorum)
         self._run, self._sites = run, sites
         self._awake, self._closed = threading.Event(), threading.Event()
         self._seat = seat_at(ledger, f"{socket.gethostname()} ({listen})", sites is None, insecure)
@@ -271,7 +275,8 @@ class HubService:
             self._why = f"this hub waits: {self._seat.holder or 'another one'} is the active one."
             return False
         try:
-            self._coordinator = Coordinator(self._run, History(self._journal, self._blobs), self._sites, time.monotonic)
+            history = History(self._journal, self._blobs, self._quorums)
+            self._coordinator = Coordinator(self._run, history, self._sites, time.monotonic)
         except BaseException:
             self._give_up()
             raise

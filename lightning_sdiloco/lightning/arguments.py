@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sdiloco.engine import refuse_quorum
+
 _ARGUMENTS, _RAISES = "    Args:\n", "    Raises:\n"
 
 
@@ -56,7 +58,9 @@ def refuse_unknown(strategy: type[Any], of_format: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: If its model format has no such argument either.
+        ValueError: If it is a quorum, which belongs to a federation.
     """
+    refuse_quorum(of_format)
     known = inspect.signature(strategy.base_arguments).parameters
     for name in of_format.keys() - known.keys():
         of_ddp = name in inspect.signature(DistributedDataParallel).parameters or name.startswith("ddp_comm_")

@@ -35,6 +35,7 @@ class SimulatedHub:
         self.waiting: list[tuple[Any, ...]] = []
         self.started = world.now
         self.beats: dict[str, tuple[float, bool, tuple[int, ...]]] = {}
+        self.lives: dict[str, str] = {}
         self.overdue: dict[int, int] = defaultdict(int)
         self.ledger = ledger(
             world.terms,
@@ -133,6 +134,7 @@ class SimulatedHub:
             site
             for site, (time, follows, applied) in self.beats.items()
             if follows
+            and site in self.ledger.members
             and time + self.world.terms.lease > now
             and all(last.round - own <= RETENTION for last, own in zip(closed, applied, strict=True))
         ]
@@ -148,7 +150,8 @@ class SimulatedHub:
         except Refused as error:
             self.world.tell(site, life, "refused", str(error))
             return
-        follows = self.beats.get(site, (0, False, ()))[1]
+        follows = self.beats.get(site, (0, False, ()))[1] and self.lives.get(site) == life
+        self.lives[site] = life
         self.beats[site] = (self.world.now, follows, tuple(own.round for own in hello.applied))
         self.world.tell(site, life, "welcome", welcome)
         missing = [own for p, at in enumerate(hello.applied) for own in self.disk.chains[p][at.round :]]
@@ -176,6 +179,8 @@ class SimulatedHub:
                 self.disk.contributions[own.fragment, own.site] = own
                 answer = self.ledger.contribute(own, life, self.world.now)
                 self.world.judge.sent[own].acknowledged_by = self
+            elif answer is Answer.LATE:
+                self.ledger.contribute(own, life, self.world.now)
         except Refused:
             self.world.tell(site, life, "unknown")
             return

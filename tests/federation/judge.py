@@ -110,6 +110,7 @@ class Judge:
             self.deny(bool(twice), f"{where} counts {len(twice)} steps of {own.site} twice")
             counted.update(dict.fromkeys(sent.ids, record.round))
         sites = {own.site for own in record.counted} | {entry.site for entry in record.left_out}
+        self.deny(len(sites) < self.fewest(hub), f"{where} was closed with {len(sites)} sites")
         for (p, site), own in disk.contributions.items():
             lost = p == record.fragment and own.round == record.round and site not in sites
             acknowledged = self.sent[own].acknowledged_by is hub
@@ -125,16 +126,25 @@ class Judge:
         now, ledger, terms = hub.world.now, hub.ledger, hub.world.terms
         for p, round in ledger.open.items():
             able = [own for own in round.here.values() if not own.reason]
-            if not able or len(round.here) < terms.quorum or len({own.digest for own in able}) > 1:
+            living = hub.living()
+            if not able or len(round.here) < self.fewest(hub) or len({own.digest for own in able}) > 1:
                 continue
             here = f"round {ledger.closed[p].round + 1} of {p}"
-            living = hub.living()
+            # For the time of a lease a hub that was started waits for those before, also to know how many there are.
+            settled = now > hub.started + terms.lease
             over = not hub.is_ending(p) and now > min(round.arrived.values()) + terms.grace
-            alone = now > hub.started + terms.lease and all(site in round.arrived for site in living)
+            over = over and (settled or isinstance(terms.quorum, int))
+            alone = settled and all(site in round.arrived for site in living)
             # What has just changed is seen by the next tick.
             hub.overdue[p] = hub.overdue[p] + 1 if over or alone else 0
             self.deny(hub.overdue[p] > 2 and over, f"{here} is open beyond the grace")
             self.deny(hub.overdue[p] > 2 and alone, f"{here} waits for somebody who is not there")
+
+    @staticmethod
+    def fewest(hub: "SimulatedHub") -> int:
+        """How many make a round, at least: a number, or half of those who are there."""
+        quorum = hub.world.terms.quorum
+        return quorum if isinstance(quorum, int) else (len(hub.living()) + 1) // 2
 
     # The run
 

@@ -1,15 +1,16 @@
 """Mutants: a rule is taken out of the real ledger, follower, site or hub, and the trial has to notice."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from lightning_sdiloco.federation import (
+    All,
     Contribution,
+    DynamicBackup,
     Follower,
-    Grace,
     Landing,
     Ledger,
     Progress,
@@ -96,15 +97,19 @@ def _(patch: Patch) -> None:
 
 @mutant("rule 2: rounds wait for all, without a grace")
 def _(patch: Patch) -> None:
-    def closes(self: Grace, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        return all(site in arrived for site in awaited)
-
-    patch(Grace, "closes", closes)
+    patch(Ledger, "_closes", lambda self, fragment, round, sites, now: all(site in round.arrived for site in sites))
 
 
 @mutant("rule 2: rounds do not wait for anybody")
 def _(patch: Patch) -> None:
-    patch(Grace, "closes", lambda self, arrived, awaited, now: True)
+    patch(All, "closes", lambda self, arrived, awaited, now: True)
+    patch(DynamicBackup, "closes", lambda self, arrived, awaited, now: True)
+
+
+@mutant("rule 2: rounds close with fewer than the quorum")
+def _(patch: Patch) -> None:
+    patch(All, "fewest", lambda self, sites: 1)
+    patch(DynamicBackup, "fewest", lambda self, sites: 1)
 
 
 @mutant("rule 3: every site adds up from its own contribution on")

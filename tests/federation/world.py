@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sdiloco.federation import Follower, Ledger, Record, Terms
+from lightning_sdiloco.federation import ChosenQuorum, Follower, Ledger, Record, Terms
 from lightning_sdiloco.federation.parsing import key_of
 from tests.federation.disk import Disk, read
 from tests.federation.hub import SimulatedHub
@@ -25,6 +25,7 @@ FAULTS = (
     *("wrong_arithmetic", "not_finite"),
 )
 QUIET, ENDING = 40.0, 40.0
+LEAST = 0.5
 
 
 @dataclass
@@ -53,7 +54,10 @@ class World:
         self.flips: set[str] = set()
         self.trouble = 0
         grace = random.choice([0.3, 0.6, 1.5])
-        self.terms = Terms(3, 8, 2, grace, lease=3.0, quorum=random.choice([1, 1, 2]))
+        quorum: int | ChosenQuorum = random.choice([1, 1, 2])
+        if self.seed // 4 % 4 == 3:
+            quorum = ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": LEAST})
+        self.terms = Terms(3, 8, 2, grace, lease=3.0, quorum=quorum)
         self.charter = key_of(f"charter {self.seed}".encode())
         self.disk = Disk()
         self.quiet_records: list[Record] | None = None

@@ -115,6 +115,10 @@ def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
     [
         (["hub"], "give its name"),
         (["hub", "--run", "r", "--insecure", "--ledger", "none.sqlite"], "There is no ledger"),
+        (
+            ["hub", "--run", "r", "--insecure", "--sites", "1", "--quorum", "no.Core"],
+            "quorum='no.Core' cannot be imported",
+        ),
         (["status"], "Say where the hub is"),
         (["hub", "end", "--hub", "127.0.0.1:1"], "Say which run it is"),
     ],

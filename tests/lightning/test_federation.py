@@ -14,8 +14,9 @@ from benchmarks.chaos.running import Play
 from benchmarks.chaos.site import BATCH
 from benchmarks.chaos.world import World
 from benchmarks.links import Links, missing
-from lightning_sdiloco import StreamingDiLoCoStrategy
+from lightning_sdiloco import DynamicBackup, StreamingDiLoCoStrategy
 from tests.comm.mailbox.hubs import require_extra
+from tests.own_quorum import Core
 
 
 def played(world: World, *faults: Fault) -> tuple[Told, Found]:
@@ -98,7 +99,15 @@ def test_a_strategy_refuses_by_name_what_a_federation_cannot_do(choice: dict[str
         StreamingDiLoCoStrategy(federation=lightning_sdiloco.Federation("hub:1", "run", "a", keys="keys"), **choice)
 
 
-def test_a_federation_is_given_in_yaml_by_its_class_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quorum", "made"),
+    [
+        ("3", 3),
+        ("{class_path: lightning_sdiloco.DynamicBackup, init_args: {least: 0.25}}", DynamicBackup(0.25)),
+        ("{class_path: tests.own_quorum.Core, init_args: {core: [site-a]}}", Core(["site-a"])),
+    ],
+)
+def test_a_federation_is_given_in_yaml_by_its_class_path(tmp_path: Path, quorum: str, made: Any) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
         """
@@ -109,9 +118,11 @@ trainer:
     init_args:
       federation:
         class_path: lightning_sdiloco.Federation
-        init_args: {hub: "a.example:29400", run: llm-7b, site: site-b, keys: site-b.bundle, lease: 5}
-"""
+        init_args:
+          {hub: "a.example:29400", run: llm-7b, site: site-b, keys: site-b.bundle, lease: 5, quorum: QUORUM}
+""".replace("QUORUM", quorum)
     )
     cli = LightningCLI(BoringModel, run=False, args=["--config", str(config)], save_config_callback=None)
     federation = cli.trainer.strategy._options.federation
     assert (federation.site, federation.lease, federation.grace) == ("site-b", 5, "auto")
+    assert federation.quorum == made

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import lightning_sdiloco
 from lightning_sdiloco import (
     FP4,
     Compression,
+    DynamicBackup,
     StreamingDiLoCo,
     StreamingDiLoCoModelParallelStrategy,
     StreamingDiLoCoStrategy,
@@ -760,3 +762,12 @@ def test_equal_objects_at_different_addresses_are_no_difference() -> None:
         return list(engine.outer_state_dict())
 
     assert len(set(map(tuple, run_ranks(function, 2)))) == 1
+
+
+@pytest.mark.parametrize("choice", [{"quorum": 3}, {"quorum": DynamicBackup()}, {"grace": 2.0}])
+def test_worker_groups_that_are_launched_together_refuse_a_quorum_by_name(choice: dict[str, Any]) -> None:
+    (name,) = choice
+    fabric = lightning_sdiloco.StreamingDiLoCoFabricStrategy
+    makes = [StreamingDiLoCoStrategy, OtherStrategy, StreamingDiLoCoModelParallelStrategy, fabric]
+    for make in (*makes, partial(lightning_sdiloco.SimulatedGroups, [mlp(), mlp()])):
+        assert_says(refusal(make, **choice), f"{name}=", "wait", "for all of them", f"federation=Federation({name}=...")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lightning_sdiloco.planning import Absence
 from lightning_sdiloco.tools.cli import main
@@ -49,6 +50,23 @@ def test_a_site_that_is_away_and_one_that_joins_count_when_they_are_there(tmp_pa
     assert joins.counted > 0
     first = next(record for record in run.records if record.fragment == 0)
     assert [own.site for own in first.counted] == ["site-0", "site-1"]
+
+
+def test_the_terms_and_the_quorum_are_those_of_the_configuration(tmp_path: Path) -> None:
+    file = Path(write(tmp_path, max_steps=STEPS, limit_val_batches=0))
+    config = yaml.safe_load(file.read_text())
+    site = {"hub": "hub:1", "run": "llm", "site": "a", "insecure": True, "grace": 3.0, "lease": 60.0}
+    core = {"class_path": "tests.own_quorum.Core", "init_args": {"core": ["site-0", "site-1"]}}
+    config["trainer"]["strategy"]["init_args"]["federation"] = {
+        "class_path": "lightning_sdiloco.Federation",
+        "init_args": {**site, "quorum": core},
+    }
+    file.write_text(yaml.safe_dump(config))
+    run = play_sites(Configuration((str(file),)), Places(3, 1.0, delays=(0.0, 0.0, 2.0)), {}, lambda: None)
+    assert run.terms == "grace=3 s, lease=60 s, quorum=tests.own_quorum.Core(core=['site-0', 'site-1'])"
+    first = [[own.site for own in record.counted] for record in run.records if record.round == 1]
+    assert first == [["site-0", "site-1"]] * 2, "the third comes within the grace, and is not waited for"
+    assert run.sites[2].late > 0
 
 
 def test_the_command_tells_each_site_the_same_every_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

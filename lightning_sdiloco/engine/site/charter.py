@@ -39,7 +39,7 @@ def charter_of(
         overlap_steps=settings.overlap_steps,
         grace=float(federation.seconds_of_grace),
         lease=float(federation.lease),
-        quorum=federation.quorum,
+        quorum=federation.quorum_of_terms,
         rounds=federation.rounds,
     )
     parameters = trainable(model)

@@ -1,11 +1,12 @@
 """What a user says of a federation: where its hub is, and the terms on which it is founded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_sdiloco.algorithm import LandingRule, Settings
-from lightning_sdiloco.federation import LONGEST_GRACE, NAME
+from lightning_sdiloco.federation import LONGEST_GRACE, NAME, ChosenQuorum, Quorum, chosen
 from lightning_sdiloco.hub import Connection, HubConnection, HubShards, Shards, payloads_of
 
 _CHANNELS = 8
@@ -25,7 +26,8 @@ class Federation:
         lease: Seconds for which a round waits for a site that gives no sign of life.
         grace: Seconds for which a round stays open after its first contribution, and a second less than training waits,
             at most, for a landing. ``"auto"``: ten seconds, and training never waits.
-        quorum: The least number of sites that make a round.
+        quorum: The least number of sites that make a round, which waits for the others until the grace is over. Or a
+            `Quorum`, such as `DynamicBackup`, that decides for whom it waits.
         patience: Seconds for which the site trains without the hub before it gives up.
         rounds: The rounds of every fragment after which the run ends; None: it ends when its sites do.
 
@@ -46,7 +48,7 @@ class Federation:
     insecure: bool = False
     lease: float = 10.0
     grace: float | Literal["auto"] = "auto"
-    quorum: int = 1
+    quorum: int | Quorum = 1
     patience: float = 3600.0
     rounds: int | None = None
 
@@ -62,7 +64,9 @@ class Federation:
         self._require(
             "grace", self.grace == "auto" or self.grace >= 0, "at least 0, or 'auto'", "'auto' is the default"
         )
-        self._require("quorum", self.quorum >= 1, "at least 1", "1 is the default")
+        quorum = self.quorum_of_terms
+        is_enough = not isinstance(quorum, int) or quorum >= 1
+        self._require("quorum", is_enough, "at least 1, or a Quorum", "1 is the default")
         self._require("patience", self.patience >= 0, "at least 0", "3600.0 is the default")
         self._require("rounds", self.rounds is None or self.rounds >= 1, "at least 1, or None", "None is the default")
 
@@ -76,6 +80,11 @@ class Federation:
     def seconds_of_grace(self) -> float:
         """The grace for the charter."""
         return LONGEST_GRACE if self.grace == "auto" else self.grace
+
+    @property
+    def quorum_of_terms(self) -> int | ChosenQuorum:
+        """The quorum for the charter."""
+        return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
     @property
     def waits(self) -> bool:
@@ -155,3 +164,20 @@ class Federation:
                 f"outlier_guard={settings.outlier_guard} does not go with a federation: it compares a group with its"
                 " own past, and sites come and go. Leave it out; outer_clip_norm bounds what one site can do."
             )
+
+
+def refuse_quorum(arguments: Mapping[str, Any]) -> None:
+    """Refuses a quorum for worker groups that are launched together.
+
+    Args:
+        arguments: What was given, by name.
+
+    Raises:
+        ValueError: If there is a quorum in it, or its grace.
+    """
+    for name in {"quorum", "grace"} & arguments.keys():
+        raise ValueError(
+            f"{name}={arguments[name]!r} does not go with worker groups that are launched together: every launch waits"
+            " for all of them, since a collective ends with all or not at all. Launch each group as a site of a"
+            f" federation, which closes rounds without those who are late: federation=Federation({name}=..., ...)."
+        )

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_sdiloco.comm import HubMailbox, HubUnreachable, MailboxError, identity_of, valid_until
 from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation import ChosenQuorum
 from lightning_sdiloco.launch import reason, try_to_connect
 from lightning_sdiloco.tools.doctor.checks import Finding, rate_as_text
 from lightning_sdiloco.tools.hub.asking import HubOptions
@@ -117,10 +118,14 @@ def _of_run(status: dict[str, Any]) -> Iterator[Finding]:
         "charter",
         f"{charter['parameters']} tensors in {charter['fragments']} fragments, sync_every={terms['sync_every']},"
         f" overlap_steps={terms['overlap_steps']}, grace={terms['grace']:g}, lease={terms['lease']:g},"
-        f" quorum={terms['quorum']}, {ends}; {', '.join(f'{k}={v}' for k, v in charter['settings'].items())}",
+        f" quorum={_quorum(terms['quorum'])}, {ends}; {', '.join(f'{k}={v}' for k, v in charter['settings'].items())}",
     )
     for name, there in charter["versions"].items():
         yield _version(name, there)
+
+
+def _quorum(told: Any) -> str:
+    return str(ChosenQuorum(**told) if isinstance(told, dict) else told)
 
 
 def _version(name: str, there: str) -> Finding:

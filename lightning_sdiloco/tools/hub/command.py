@@ -19,6 +19,7 @@ def hub(
     store: str | None = None,
     insecure: bool = False,
     metrics: str | None = None,
+    quorum: str | None = None,
 ) -> str:
     """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger.
 
@@ -33,15 +34,18 @@ def hub(
         insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
         metrics: Address and port for a Prometheus server, which gets what the status says; by default there is none.
             Whoever reaches that port can read it.
+        quorum: A quorum of your own on which sites may found the run: module.Class, of a module that Python finds here.
+            Nothing else that a site names is imported; those of this package need no word.
 
     Raises:
-        ValueError: If there is no run and nobody is to found one, or ledger, keys or an address cannot be used.
+        ValueError: If there is no run and nobody is to found one, or ledger, keys, an address or the quorum cannot be
+            used.
     """
     if run is None:
         raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        service = HubService(run, ledger, sites, listen, store, keys, insecure)
+        service = HubService(run, ledger, sites, listen, store, keys, insecure, quorum=quorum)
     except MailboxError as error:
         raise ValueError(str(error)) from error
     try:

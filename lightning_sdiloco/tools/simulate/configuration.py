@@ -138,7 +138,8 @@ def _arguments_of(trainer: Any) -> dict[str, Any]:
             f"trainer.strategy={path or strategy!r} cannot be simulated: only StreamingDiLoCoStrategy can. Choose it in"
             " the configuration, or with --set trainer.strategy=streaming_diloco."
         )
-    arguments = dict(strategy.init_args)
+    # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
+    arguments = strategy.init_args.as_dict()
     _refuse_groups_of_several(trainer, arguments["worker_groups"])
     return arguments
 
@@ -152,7 +153,7 @@ def _federation(given: Any, rank: SimulatedRank) -> dict[str, Any] | None:
                 " sites there shall be."
             )
         return None
-    named = dict(getattr(given, "init_args", given) or {})
+    named = (given or {}).get("init_args", given or {})
     terms = {name: named[name] for name in ("lease", "grace", "quorum", "rounds") if name in named}
     return {**terms, "hub": "memory", "run": "simulated", "site": site_name(rank.site), "insecure": True}
 

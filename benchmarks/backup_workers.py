@@ -1,0 +1,356 @@
+"""How much of the possible work counts where sites stall now and then: with a quorum, and waiting for all.
+
+    python -m benchmarks.backup_workers [--rounds N] [--quick] [--json FILE]
+
+Eight sites train in rounds of 30 s (30 inner steps of a second), a launch lands 5 s later, and in 2 % of its rounds a
+site stalls for 60 s, while it still gives signs of life. Time is virtual; the rules are the real ones, `Ledger` and
+`Follower`, without tensors. In the last two rows nobody stalls, and one site sends what it launches 8 s late.
+
+- **goodput**: inner steps that counted in a record, over those that all sites could make in that time if nobody stalled
+  or waited. Each site stalls for 1.2 s in 30 s of training, so that 30 / 31.2 = 96.2 % is the most there can be.
+- **counted**: inner steps that counted, over those that were trained. The rest is pending at the end, or was dropped.
+- **on time**: launches that counted in the round for which they were made, over all launches.
+- **landing**: mean seconds from a launch that counted until it landed.
+
+A site that was late carries what it has trained and trains on. With *idle catch-up* it trains no further until others
+begin the next round. Waiting for all in a fixed world is played with its own rule: nobody goes beyond a landing before
+the launches of all are there.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+from random import Random
+from statistics import mean
+from typing import Any
+
+from benchmarks import report
+from lightning_sdiloco.federation import (
+    Answer,
+    Call,
+    ChosenQuorum,
+    Contribution,
+    Follower,
+    Hello,
+    Landing,
+    Ledger,
+    Payload,
+    Position,
+    Record,
+    Terms,
+)
+
+CHARTER = "00" * 32
+BEAT = 2.5
+BACKUP = ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.5})
+FOR_EVER = 1e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sites, what happens to them, and the terms of their federation.
+
+    Attributes:
+        sites: How many there are.
+        sync_every: Inner steps of a round, each of a second.
+        overlap_steps: After how many of them a launch lands.
+        stall: Seconds for which a site stalls.
+        share: In which share of its rounds.
+        rounds: How many rounds a site could make in the time that is played.
+        quorum: As in `Terms`.
+        grace: As in `Terms`.
+        speeds: How fast each site is; empty if all are alike.
+        delays: Seconds by which what each site sends comes later; empty for none.
+        latency: Seconds that every message takes.
+        idles: Whether a site that was late idles until the next round.
+        seed: Decides who stalls when.
+    """
+
+    sites: int = 8
+    sync_every: int = 30
+    overlap_steps: int = 5
+    stall: float = 60.0
+    share: float = 0.02
+    rounds: int = 2000
+    quorum: int | ChosenQuorum = 1
+    grace: float = 2.0
+    speeds: tuple[float, ...] = ()
+    delays: tuple[float, ...] = ()
+    latency: float = 0.05
+    idles: bool = False
+    seed: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it is played."""
+        return float(self.rounds * self.sync_every)
+
+    def steps_of(self, site: int) -> "Steps":
+        """Returns how long the inner steps of a site take."""
+        speed = self.speeds[site] if self.speeds else 1.0
+        return Steps(Random(f"{self.seed} {site}"), self.sync_every, 1.0 / speed, self.stall, self.share)
+
+
+@dataclass
+class Steps:
+    """Says how long each inner step of a site takes: in some rounds one of them takes longer."""
+
+    random: Random
+    sync_every: int
+    seconds: float
+    stall: float
+    share: float
+    made: int = 0
+    stalls_at: int = -1
+
+    def next(self) -> float:
+        """Returns the seconds of the next inner step."""
+        if self.made % self.sync_every == 0:
+            stalls = self.random.random() < self.share
+            self.stalls_at = self.made + self.random.randrange(self.sync_every) if stalls else -1
+        self.made += 1
+        return self.seconds + (self.stall if self.made - 1 == self.stalls_at else 0.0)
+
+
+@dataclass
+class Site:
+    """A site: the real follower, a number in place of parameters, and what happened to it."""
+
+    name: str
+    follower: Follower
+    steps: Steps
+    delay: float
+    outer: int = 1
+    step: int = 0
+    trained: int = 0
+    launched: int = 0
+    idles: bool = False
+    inbox: list[Call | Record] = field(default_factory=list)
+    launches: dict[int, float] = field(default_factory=dict)
+    flights: list[float] = field(default_factory=list)
+
+    @property
+    def pending(self) -> int:
+        """Inner steps that are held or in flight."""
+        own = self.follower.fragments[0]
+        return own.steps + (own.flight.steps if own.flight else 0)
+
+
+class Play:
+    """Plays sites and their hub, each message and each inner step at its time.
+
+    Attributes:
+        sites: The sites.
+        records: The records, in order.
+        histories: The outer values after each round, as each site that has applied it found them.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.now = case, 0.0
+        self.terms = Terms(1, case.sync_every, case.overlap_steps, case.grace, quorum=case.quorum)
+        self.ledger = Ledger(self.terms, CHARTER, 0.0)
+        self.records: list[Record] = []
+        self.histories: dict[int, set[int]] = {}
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers, self._lives = count(), [f"{site:016x}" for site in range(case.sites)]
+        self.sites = [self._site(number) for number in range(case.sites)]
+        self._beat()
+
+    def _site(self, number: int) -> Site:
+        follower = Follower(self.terms, CHARTER, f"site-{number}", self._lives[number])
+        follower.found([1])
+        delay = self.case.delays[number] if self.case.delays else 0.0
+        site = Site(follower.site, follower, self.case.steps_of(number), delay)
+        self.ledger.hello(Hello("play", site.name, follower.life, CHARTER, (Position(0, CHARTER),)), 0.0)
+        follower.reachable = True
+        self._at(site.steps.next(), lambda: self._turn(site, True))
+        return site
+
+    def _at(self, delay: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay, next(self._numbers), do))
+
+    def run(self) -> "Play":
+        """Plays until the end."""
+        while self._queue[0][0] <= self.case.seconds:
+            self.now, _, do = heapq.heappop(self._queue)
+            do()
+        return self
+
+    # A site
+
+    def _turn(self, site: Site, trains: bool) -> None:
+        """Ends an inner step, or a moment of waiting: hears, launches and lands, as `SitePace` does."""
+        follower = site.follower
+        site.step += 1
+        if trains:
+            site.trained += 1
+            follower.trained(1)
+        inbox, site.inbox = site.inbox, []
+        for said in inbox:
+            if isinstance(said, Record):
+                follower.learn(said)
+            else:
+                follower.hear(said)
+                site.idles = False
+        for call in follower.skips():
+            self._sends(site, lambda call=call: self._skips(site, call))  # type: ignore[misc]
+        if follower.launches(site.step):
+            self._launch(site)
+        for record in follower.due(site.step):
+            self._land(site, record)
+        waits = follower.waits(site.step, self.now) or site.idles
+        site.step -= waits
+        self._at(0.1 if waits else site.steps.next(), lambda: self._turn(site, not waits))
+
+    def _launch(self, site: Site) -> None:
+        number = next(self._numbers)
+        payload = Payload(f"{number:064x}", 8)
+        sent = site.follower.launch(0, site.step, site.outer, (payload,), norm_squared=float(number))
+        assert sent is not None, "the outer values are those of the last landing"
+        site.launched += 1
+        site.launches[sent.round] = self.now
+        self._sends(site, lambda: self._contributes(sent))
+
+    def _sends(self, site: Site, arrives: Callable[[], None]) -> None:
+        self._at(self.case.latency + site.delay, arrives)
+
+    def _land(self, site: Site, record: Record) -> None:
+        # The payloads are whole numbers, so that any other order of the same records gives other values.
+        after = (31 * site.outer + sum(own.weight * int(own.payloads[0].key, 16) for own in record.counted)) % (1 << 61)
+        landing = site.follower.land(record, site.outer, after)
+        assert landing in (Landing.MIX, Landing.CARRY), landing
+        site.outer = after
+        self.histories.setdefault(record.round, set()).add(after)
+        launched = site.launches.pop(record.round, self.now)
+        if landing is Landing.MIX:
+            site.flights.append(self.now - launched)
+        elif self.case.idles:
+            site.idles = True
+
+    # The hub
+
+    def _contributes(self, own: Contribution) -> None:
+        if self.ledger.contribute(own, own.life, self.now) is Answer.OPEN:
+            (call,) = self.ledger.calls()
+            self._tell(call)
+        self._close()
+
+    def _skips(self, site: Site, call: Call) -> None:
+        self.ledger.skip(site.name, site.follower.life, call, self.now)
+        self._close()
+
+    def _beat(self) -> None:
+        for site in self.sites:
+            self.ledger.beat(site.follower.beat(), self.now)
+        self._close()
+        self._at(BEAT, self._beat)
+
+    def _close(self) -> None:
+        for record in self.ledger.due(self.now):
+            self.ledger.append(record)
+            self.records.append(record)
+            self._tell(record)
+        if self.ledger.open:
+            self._at(self.ledger.next_due(self.now) - self.now, self._close_again)
+
+    def _close_again(self) -> None:
+        if self.ledger.due(self.now):
+            self._close()
+
+    def _tell(self, said: Call | Record) -> None:
+        for site in self.sites:
+            self._at(self.case.latency, lambda site=site: site.inbox.append(said))  # type: ignore[misc]
+
+    # What came of it
+
+    def counted(self, site: str, rounds: int | None = None) -> int:
+        """Returns how many inner steps of a site have counted, in the first rounds or in all."""
+        return sum(own.weight for record in self.records[:rounds] if (own := record.of(site)))
+
+    def found(self) -> dict[str, float]:
+        """Returns the numbers of the table."""
+        counted = sum(self.counted(site.name) for site in self.sites)
+        on_time = sum(len(record.counted) for record in self.records)
+        return {
+            "goodput": counted / (self.case.sites * self.case.seconds),
+            "counted": counted / sum(site.trained for site in self.sites),
+            "on_time": on_time / sum(site.launched for site in self.sites),
+            "landing_seconds": mean(seconds for site in self.sites for seconds in site.flights),
+            "rounds": len(self.records),
+        }
+
+
+def wait_for_all(case: Case) -> dict[str, float]:
+    """Plays worker groups that are launched together: a landing waits for the launches of all."""
+    steps = [case.steps_of(site) for site in range(case.sites)]
+    clocks, made, landing = [0.0] * case.sites, 0, []
+    while max(clocks) < case.seconds:
+        clocks = [clock + own.next() for clock, own in zip(clocks, steps, strict=True)]
+        made += 1
+        if made % case.sync_every == 0:
+            launched = clocks
+        if made > case.sync_every and made % case.sync_every == case.overlap_steps:
+            landing += [max(*launched, clock) - began for clock, began in zip(clocks, launched, strict=True)]
+            clocks = [max(*launched, clock) for clock in clocks]
+    return {"goodput": made / max(clocks), "counted": 1.0, "on_time": 1.0, "landing_seconds": mean(landing)}
+
+
+def goodput_of_all(case: Case) -> float:
+    """Returns the goodput of waiting for all: every round in which anybody stalls costs what overlap leaves of it.
+
+    It neglects rounds in which a stall of two rounds overlaps with another one, or falls between launch and landing.
+    """
+    anybody = 1 - (1 - case.share) ** case.sites
+    return case.sync_every / (case.sync_every + anybody * (case.stall - case.overlap_steps))
+
+
+def goodput_at_most(case: Case) -> float:
+    """Returns the goodput if nobody waits for another: what stalls leave of the time of each site."""
+    return case.sync_every / (case.sync_every + case.share * case.stall)
+
+
+def cases(rounds: int) -> dict[str, Case]:
+    """Returns what is played in a federation, by name."""
+    stalls = Case(rounds=rounds)
+    late = replace(stalls, share=0.0, delays=(0.0,) * 7 + (8.0,), grace=10.0)
+    return {
+        "federation, waits for all": replace(stalls, grace=FOR_EVER),
+        "quorum=3, grace=2": replace(stalls, quorum=3),
+        "quorum=DynamicBackup(least=0.5), grace=2": replace(stalls, quorum=BACKUP),
+        "the same, idle catch-up": replace(stalls, quorum=BACKUP, idles=True),
+        "one site 8 s late: quorum=1, grace=10": late,
+        "one site 8 s late: DynamicBackup, grace=10": replace(late, quorum=BACKUP),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=2000, help="rounds that are played (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    rounds = 8 if options.quick else options.rounds
+    every = Case(rounds=rounds)
+    found: dict[str, dict[str, float]] = {"fixed world, waits for all": wait_for_all(every)}
+    found |= {name: Play(case).run().found() for name, case in cases(rounds).items()}
+    rows = [
+        [
+            name,
+            *(f"{100 * own[key]:.1f} %" for key in ("goodput", "counted", "on_time")),
+            f"{own['landing_seconds']:.1f} s",
+        ]
+        for name, own in found.items()
+    ]
+    caption = (
+        f"{rounds} rounds. Closed forms: {100 * goodput_of_all(every):.1f} % where a fixed world waits for all,"
+        f" {100 * goodput_at_most(every):.1f} % where nobody waits."
+    )
+    report.show("backup_workers", ["eight sites", "goodput", "counted", "on time", "landing"], rows, caption)
+    headline = {f"{name}, {key}": own[key] for name, own in found.items() for key in ("goodput", "counted")}
+    about = report.measured("backup_workers", options.quick)
+    closed: dict[str, Any] = {"waits for all": goodput_of_all(every), "nobody waits": goodput_at_most(every)}
+    report.write(options.json, headline, about, rounds=rounds, closed_forms=closed, rows=found)
+
+
+if __name__ == "__main__":
+    main()
