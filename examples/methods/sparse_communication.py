@@ -19,11 +19,9 @@ if __name__ == "__main__":
     compare(
         {
             "fp4": {},
-            "top_k": {"compression": "top_k"},
             "top_k+memory": {"compression": "top_k+memory"},
             "random_k": {"compression": "random_k"},
             "random_k+memory": {"compression": "random_k+memory", **PLAIN},
-            "random_block": {"compression": "random_block"},
             "random_block+memory": {"compression": "random_block+memory", **PLAIN},
             "sparse": {"compression": "sparse"},
             "sparse, over senders": {"compression": SENDERS},

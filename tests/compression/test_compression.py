@@ -50,7 +50,7 @@ BITS = {
     "top_k": 0.24,
     "random_k": 0.27,
     "random_block": 0.27,
-    "threshold": 0.24,
+    "threshold": 0.25,
     "least": 0.52,
     "random values": 0.14,
     "random block": 0.14,
