@@ -311,7 +311,8 @@ def round_trip(compression: Compression) -> Callable[[Tensor], Tensor]:
 
 
 FAMILY: dict[str, Compression] = {
-    **COMPRESSIONS,
+    # Without a threshold from earlier launches, the one that varies is top_k.
+    **{name: codec for name, codec in COMPRESSIONS.items() if not codec.varies()},
     "ErrorFeedback(Int2())": ErrorFeedback(Int2()),
     "ErrorFeedback(FP4())": ErrorFeedback(FP4()),
     "TopK(0.03, Int2())": TopK(0.03, Int2()),

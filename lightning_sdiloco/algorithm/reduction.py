@@ -23,10 +23,12 @@ class Encoded(NamedTuple):
     Attributes:
         payloads: The payload for each group, in their order.
         memory: What the compression remembers if the payload counts.
+        tuning: What it takes over to the next launch, if the payload counts; see `Compression.tuning`.
     """
 
     payloads: list[Tensor]
     memory: Tensor | None
+    tuning: Tensor | None = None
 
 
 class SecondHop(NamedTuple):
@@ -69,12 +71,13 @@ class AllReduce(ABC):
         """Returns how many values of a shard of ``numel`` a group sends to each other group."""
 
     @abstractmethod
-    def encode(self, gradient: Tensor, memory: Tensor | None) -> Encoded:
+    def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
         """Encodes the outer gradient of a shard for every group.
 
         Args:
             gradient: The outer gradient, float32 of shape ``(numel,)``.
             memory: What the compression remembers from earlier launches, of the same shape.
+            tuning: What else it takes over from them.
         """
 
     @abstractmethod
@@ -121,6 +124,7 @@ class AllReduce(ABC):
         memories: Sequence[Tensor | None],
         residuals: Sequence[Tensor | None],
         count: Count,
+        tunings: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
         """Computes, in one process that has everything, the mean that all groups would get.
 
@@ -129,8 +133,10 @@ class AllReduce(ABC):
             memories: What the compression of each group remembers.
             residuals: What the second rounding of each group's part lost before.
             count: The groups that count, and their weights.
+            tunings: What else the compression of each group takes over from earlier launches; None for nothing.
         """
-        sent = [self.encode(*own).payloads for own in zip(gradients, memories, strict=True)]
+        each = zip(gradients, memories, tunings or [None] * len(gradients), strict=True)
+        sent = [self.encode(*own).payloads for own in each]
         payloads = []
         for group, residual in enumerate(residuals):
             mean = self.mean([to[group] for to in sent], count, like=gradients[0])
@@ -141,16 +147,18 @@ class AllReduce(ABC):
         return self.assemble(payloads, like=gradients[0])
 
     def payload_bytes(self, numel: int) -> int:
-        """Returns the bytes of the payload for each group."""
+        """Returns the bytes of the payload for each group: the most, where they vary."""
         return self.compression.wire_bytes(self.part_numel(numel))
 
     @abstractmethod
     def second_hop_bytes(self, numel: int) -> int:
         """Returns the bytes that the second hop sends to each group; 0 if there is none."""
 
-    def _encode(self, gradient: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        payload = self._kernels.encode(gradient if memory is None else gradient + memory, self.compression)
-        return payload, self.compression.remembered(gradient, memory, payload, self._mixing)
+    def _encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
+        values = gradient if memory is None else gradient + memory
+        tuning = self.compression.tuning(values, tuning)
+        payload = self._kernels.encode(values, self.compression.tuned(tuning))
+        return Encoded([payload], self.compression.remembered(gradient, memory, payload, self._mixing), tuning)
 
 
 class OneShot(AllReduce):
@@ -161,9 +169,9 @@ class OneShot(AllReduce):
         return numel
 
     @override
-    def encode(self, gradient: Tensor, memory: Tensor | None) -> Encoded:
-        payload, memory = self._encode(gradient, memory)
-        return Encoded([payload] * self.groups, memory)
+    def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
+        encoded = self._encode(gradient, memory, tuning)
+        return encoded._replace(payloads=encoded.payloads * self.groups)
 
     @override
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> None:
@@ -196,13 +204,15 @@ class TwoShot(AllReduce):
         return -(-numel // self.groups)
 
     @override
-    def encode(self, gradient: Tensor, memory: Tensor | None) -> Encoded:
+    def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
+        assert not self.compression.varies(), "check_exchange has refused it"
         numel = gradient.numel()
         gradients = self._parts(gradient)
         memories = [None] * self.groups if memory is None else self._parts(memory)
         encoded = [self._encode(*part) for part in zip(gradients, memories, strict=True)]
-        remembered = [part for _, part in encoded if part is not None]
-        return Encoded([payload for payload, _ in encoded], torch.cat(remembered)[:numel] if remembered else None)
+        remembered = [part.memory for part in encoded if part.memory is not None]
+        payloads = [payload for part in encoded for payload in part.payloads]
+        return Encoded(payloads, torch.cat(remembered)[:numel] if remembered else None)
 
     @override
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
@@ -234,12 +244,22 @@ class TwoShot(AllReduce):
 _BY_NAME: dict[str, type[AllReduce]] = {"gather": OneShot, "two_shot": TwoShot}
 
 
-def check_exchange(exchange: Any) -> None:
-    """Raises an error for what is not the name of an exchange.
+def check_exchange(exchange: Any, compression: Compression) -> None:
+    """Raises an error for what is not the name of an exchange, or does not suit a compression.
+
+    Args:
+        exchange: The name.
+        compression: The compression.
 
     Raises:
         ValueError: If it is not one.
     """
+    if exchange == "two_shot" and (compression.varies() or compression.counts_senders()):
+        why = "over='senders' asks who sent a value" if compression.counts_senders() else "every= makes payloads vary"
+        raise ValueError(
+            f"exchange='two_shot' was given with compression={compression!r}: {why}, and a mean that is sent on in the"
+            " second shot tells neither, nor fits into such a payload. Leave exchange out, or choose 'gather'."
+        )
     if exchange != "auto" and exchange not in _BY_NAME:
         raise ValueError(
             f"exchange={exchange!r} is not known. It is one of 'auto', {', '.join(map(repr, _BY_NAME))}. Choose one of"

@@ -15,7 +15,15 @@ from lightning_sdiloco.algorithm.aggregation import Aggregation, Weighing
 from lightning_sdiloco.algorithm.partition import check_fragments
 from lightning_sdiloco.algorithm.policies.landing import LandingRule, Mix
 from lightning_sdiloco.algorithm.policies.pace import Every, Pace
-from lightning_sdiloco.algorithm.recommended import AUTO, EARLIER, SPARSE, SPARSE_GAINS, OuterStep, recommended
+from lightning_sdiloco.algorithm.recommended import (
+    AUTO,
+    EARLIER,
+    SENDERS_GAINS,
+    SPARSE,
+    SPARSE_GAINS,
+    OuterStep,
+    recommended,
+)
 from lightning_sdiloco.algorithm.reduction import check_exchange
 from lightning_sdiloco.compression import Compression, resolve
 
@@ -69,8 +77,7 @@ class Settings:
         for name in _NUMBERS:
             # A scalar of numpy is compared between ranks, and saved, as the number that it is.
             object.__setattr__(self, name, _plain(getattr(self, name)))
-        resolve(self.compression)
-        check_exchange(self.exchange)
+        check_exchange(self.exchange, resolve(self.compression))
         check_fragments(self.fragments)
         self._check_schedule()
         self._check_outer_optimizer()
@@ -240,7 +247,8 @@ class Settings:
             >>> Settings(outer_lr=0.9).chosen_for(num_groups=2).outer_lr
             0.9
         """
-        suits = recommended(num_groups, self.sync_every, self._is_sparse and self.outer_momentum in (AUTO, 0))
+        is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
+        suits = recommended(num_groups, self.sync_every, is_sparse, self.codec.counts_senders())
         return replace(self, **{name: getattr(suits, name) for name in self._left_open})
 
     def taken_from(self, saved: Mapping[str, str] | None) -> "Settings":
@@ -278,13 +286,18 @@ class Settings:
             Rate and momentum of the outer step; nothing where the compression is not sparse, or they suit it.
         """
         chosen = self.chosen_for(num_groups).numbers
-        least, most = SPARSE_GAINS
+        least, most = self.gains_for_sparse
         if not self._is_sparse or self.outer_optimizer is not None:
             return {}
         if least <= chosen["outer_lr"] / (1 - chosen["outer_momentum"]) <= most:
             return {}
-        suits = recommended(num_groups, self.sync_every, is_sparse=True)
+        suits = recommended(num_groups, self.sync_every, True, self.codec.counts_senders())
         return {name: getattr(suits, name) for name in _OF_SGD}
+
+    @property
+    def gains_for_sparse(self) -> tuple[float, float]:
+        """Between what a sparse compression needs ``outer_lr / (1 - outer_momentum)``."""
+        return SENDERS_GAINS if self.codec.counts_senders() else SPARSE_GAINS
 
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
         """Returns, as text, the settings without which a checkpoint cannot be resumed exactly."""

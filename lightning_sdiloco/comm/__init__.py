@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.exchange import DeviceBackend, Exchange, Unanswered
+from lightning_sdiloco.comm.exchange import DeviceBackend, Exchange, Unanswered, VaryingExchange
 from lightning_sdiloco.comm.exchange.on_device import nccl_on
 from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
 from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
@@ -98,6 +98,7 @@ __all__ = [
     "STAGES",
     "Topology",
     "Unanswered",
+    "VaryingExchange",
     "add_keys",
     "checked_worker_groups",
     "identity_of",

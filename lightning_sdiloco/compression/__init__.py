@@ -1,8 +1,8 @@
 """How an outer gradient is encoded for the wire: one interface, and one family of compressions per file.
 
-In comes a flat float32 tensor, out goes a uint8 payload of a size known beforehand, and back. A compression is a frozen
-choice that keeps no state. `kernels` decides whether the two long passes, encoding and the mean, run eagerly or
-compiled. This room knows tensors only: no model, no process group, no settings.
+In comes a flat float32 tensor, out goes a uint8 payload of a size known beforehand, or at most of that, and back. A
+compression is a frozen choice that keeps no state. `kernels` decides whether the two long passes, encoding and the
+mean, run eagerly or compiled. This room knows tensors only: no model, no process group, no settings.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,14 @@ from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
 from lightning_sdiloco.compression.int2 import Int2
 from lightning_sdiloco.compression.integers import Int4, Int8
-from lightning_sdiloco.compression.kernels import EAGER, Kernels, kernels_for, missing_for, weighted_mean
+from lightning_sdiloco.compression.kernels import (
+    EAGER,
+    Kernels,
+    kernels_for,
+    mean_over_senders,
+    missing_for,
+    weighted_mean,
+)
 from lightning_sdiloco.compression.microscaling import FP8, MXFP4
 from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
 from lightning_sdiloco.compression.topk import Threshold, TopK
@@ -37,6 +44,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "kernels_for",
+    "mean_over_senders",
     "missing_for",
     "resolve",
     "weighted_mean",
@@ -52,15 +60,23 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "mxfp4": MXFP4(),
     "int2": Int2(),
     "sparse": ErrorFeedback(TopK(1 / 64, Int2()), decay=0.95),
+    "top_k": TopK(1 / 64, Int2()),
+    "random_k": RandomK(16, FP4()),
+    "random_block": RandomBlock(16, FP4()),
+    "threshold": Threshold(1 / 64, Int2(), every=10),
 }
-"""The compressions that have a name."""
+"""The compressions that have a name. Each but ``"sparse"``, which has one, also has a memory: ``"top_k+memory"``."""
+
+MEMORY = "+memory"
+"""What follows a name for the same compression with error feedback."""
 
 
 def resolve(compression: str | Compression) -> Compression:
     """Returns the compression that a setting names.
 
     Args:
-        compression: A name from ``COMPRESSIONS``, or a compression, which is returned unchanged.
+        compression: A name from ``COMPRESSIONS``, perhaps with ``"+memory"`` behind it for error feedback that forgets
+            nothing; or a compression, which is returned unchanged.
 
     Returns:
         The compression.
@@ -69,15 +85,18 @@ def resolve(compression: str | Compression) -> Compression:
         ValueError: If ``compression`` is neither.
 
     Examples:
-        >>> resolve("fp4")
-        FP4()
+        >>> resolve("fp4"), resolve("fp4+memory")
+        (FP4(), ErrorFeedback(compression=FP4(), decay=1.0))
     """
     if isinstance(compression, Compression):
         return compression
     if isinstance(compression, str) and compression in COMPRESSIONS:
         return COMPRESSIONS[compression]
+    if isinstance(compression, str) and compression.removesuffix(MEMORY) in COMPRESSIONS:
+        return ErrorFeedback(COMPRESSIONS[compression.removesuffix(MEMORY)])
     raise ValueError(
-        f"compression={compression!r} is not known. It is one of {', '.join(map(repr, COMPRESSIONS))}, or an object "
-        f"that is a `lightning_sdiloco.compression.Compression`. Set `compression` to one of these names, or pass an "
-        f"instance of a class (not the class itself) that implements that interface."
+        f"compression={compression!r} is not known. It is one of {', '.join(map(repr, COMPRESSIONS))}, or one of "
+        f"these with {MEMORY!r} behind it, or an object that is a `lightning_sdiloco.compression.Compression`. Set "
+        "`compression` to one of these names, or pass an instance of a class (not the class itself) that implements "
+        "that interface."
     )

@@ -94,6 +94,41 @@ class Compression(ABC):
         """Returns the share of the values that each group chooses for itself; 1 where all groups send the same ones."""
         return 1.0
 
+    def counts_senders(self) -> bool:
+        """Returns whether the mean of a value is that of the groups that sent it, as `places` says, not of all."""
+        return False
+
+    def places(self, payload: Tensor, out: Tensor) -> None:
+        """Tells which values a payload has.
+
+        Args:
+            payload: What `encode` returned.
+            out: Contiguous float32 tensor of shape ``(numel,)``. It becomes 1 where there is a value, and 0 elsewhere.
+        """
+        out.fill_(1.0)
+
+    def varies(self) -> bool:
+        """Returns whether payloads may be shorter than `wire_bytes` says, which is the most then."""
+        return False
+
+    def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
+        """Returns what a launch takes over from earlier ones of this shard besides `remembered`; None for nothing.
+
+        It takes effect for the next launch when the flight lands, if the payload counted in the mean.
+
+        Args:
+            values: What is about to be encoded.
+            before: What the last launch that counted returned.
+
+        Returns:
+            A new float32 tensor.
+        """
+        return None
+
+    def tuned(self, tuning: Tensor | None) -> "Compression":
+        """Returns the compression for a launch with what `tuning` returned: itself, if that is None."""
+        return self
+
     def remembers(self) -> bool:
         """Returns whether what is not sent waits for the next launch, as `remembered` says."""
         return False

@@ -73,6 +73,31 @@ class ErrorFeedback(Compression):
         return self.compression.chosen_share()
 
     @override
+    def counts_senders(self) -> bool:
+        """Returns what the wrapped compression returns."""
+        return self.compression.counts_senders()
+
+    @override
+    def places(self, payload: Tensor, out: Tensor) -> None:
+        """Tells what the wrapped compression tells."""
+        self.compression.places(payload, out)
+
+    @override
+    def varies(self) -> bool:
+        """Returns what the wrapped compression returns."""
+        return self.compression.varies()
+
+    @override
+    def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
+        """Returns what the wrapped compression returns."""
+        return self.compression.tuning(values, before)
+
+    @override
+    def tuned(self, tuning: Tensor | None) -> "ErrorFeedback":
+        """Returns error feedback around the wrapped compression as it is tuned."""
+        return self if tuning is None else replace(self, compression=self.compression.tuned(tuning))
+
+    @override
     def remembers(self) -> bool:
         """Returns True."""
         return True

@@ -56,6 +56,8 @@ class Kernels(ABC):
     ) -> Tensor:
         """Returns the float32 mean of the groups that count, summed in their order, so that all get the same bits.
 
+        It is taken over the senders of a value where the compression says so.
+
         Args:
             payloads: The payload of each group.
             factors: The groups that count, with the factor by which each is multiplied.
@@ -79,6 +81,21 @@ def weighted_mean(parts: Iterable[tuple[Tensor, float]], like: Tensor) -> Tensor
     return _divided(total, count)
 
 
+def mean_over_senders(parts: Iterable[tuple[Tensor, Tensor, float]], like: Tensor) -> Tensor:
+    """Returns the mean of decoded outer gradients, that of each value over those that have it; 0 where none has.
+
+    Args:
+        parts: The outer gradients, in the order in which they are added up, which may be written to; 1 where one has a
+            value and 0 elsewhere; and its factor.
+        like: A tensor of their shape and on their device.
+    """
+    total, senders = torch.zeros_like(like), torch.zeros_like(like)
+    for values, places, factor in parts:
+        total += values if factor == 1 else values.mul_(factor)
+        senders += places
+    return total.div_(senders.clamp_(min=1))
+
+
 class EagerKernels(Kernels):
     """Runs one operation after another, a chunk at a time: the reference."""
 
@@ -92,12 +109,21 @@ class EagerKernels(Kernels):
     def mean(
         self, payloads: Sequence[Tensor], factors: Mapping[int, float], compression: Compression, like: Tensor
     ) -> Tensor:
+        values = torch.empty_like(like)
+
         def decoded() -> Iterator[tuple[Tensor, float]]:
-            values = torch.empty_like(like)
             for group, factor in factors.items():
                 compression.decode(payloads[group], values)
                 yield values, factor
 
+        def placed() -> Iterator[tuple[Tensor, Tensor, float]]:
+            places = torch.empty_like(like)
+            for (_, factor), payload in zip(decoded(), map(payloads.__getitem__, factors), strict=True):
+                compression.places(payload, places)
+                yield values, places, factor
+
+        if compression.counts_senders():
+            return mean_over_senders(placed(), like)
         return weighted_mean(decoded(), like)
 
 

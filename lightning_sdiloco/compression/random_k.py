@@ -32,6 +32,11 @@ class _Chance(Compression):
                 f"values={self.values!r} is not a compression. Pass an instance of one, such as FP4(): it encodes the"
                 " values that are sent."
             )
+        if self.values.varies():
+            raise ValueError(
+                f"values={self.values!r} keeps a threshold for each place, and chance picks other places every time."
+                " Pass another compression, such as FP4()."
+            )
 
     @override
     def at(self: Self, step: int) -> Self:
@@ -54,6 +59,18 @@ class _Chance(Compression):
     def chosen_share(self) -> float:
         """Returns what the compression of the values returns, since all groups pick the same ones."""
         return self.values.chosen_share()
+
+    @override
+    def counts_senders(self) -> bool:
+        """Returns what the compression of the values returns: those that chance picks are sent by all groups."""
+        return self.values.counts_senders()
+
+    @override
+    def places(self, payload: Tensor, out: Tensor) -> None:
+        """Tells which values were picked, and sent."""
+        sent = out.new_empty(-(-out.numel() // self.every))
+        self.values.places(payload, sent)
+        self.put(sent, out.zero_())
 
     @override
     def wire_bytes(self, numel: int) -> int:

@@ -100,6 +100,7 @@ class SyncResult(NamedTuple):
     Attributes:
         outer: Outer state of the shard after the outer step, stored.
         memory: Error feedback of the shard, for the case that the group counts in the mean, stored.
+        tuning: What else the compression takes over to the next launch in that case, stored.
         residual: What the second rounding lost of this group's part of the shard, stored.
         rule: How this group takes the result in.
         gathered: What the rule wants, flat, float32, as far as this rank holds the fragment; see `LandingRule`.
@@ -134,6 +135,7 @@ class SyncResult(NamedTuple):
     on_link_s: float
     spans: Mapping[str, Span]
     diagnostics: Diagnostics | None
+    tuning: Tensor | None = None
 
 
 class GroupMean(NamedTuple):

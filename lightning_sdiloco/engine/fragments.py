@@ -17,6 +17,8 @@ outer.state        (length,)    storage     State of the outer optimizer. What i
 buffers.outer      their own    device      Outer buffers, float32; bitwise equal in all groups.
 memory             (length,)    storage     Error feedback: what the compression left out of earlier payloads; None
                                             until there is some. Each group has its own.
+tuning             (1+blocks,)  storage     What the compression takes over from earlier launches besides, such as
+                                            thresholds; None until there is some. Each group has its own.
 residual           (part,)      storage     What the second rounding of the mean lost, with two hops; None until there
                                             is some. Each group has its own.
 prefetched         (length,)    device      ``outer.values`` on their way to the device, for the next launch.
@@ -28,9 +30,10 @@ gradient           (length,)    device      Outer gradient: outer parameters min
 =================  ===========  ==========  ============================================================================
 
 Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched`` and ``weight``: at
-a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``, ``memory`` or
-``residual``. So the background reads records without a lock, and a checkpoint that is written during a flight holds the
-values before the outer step. The background returns new tensors, in a `SyncResult`, and writes to none of the record.
+a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``, ``memory``,
+``tuning`` or ``residual``. So the background reads records without a lock, and a checkpoint that is written during a
+flight holds the values before the outer step. The background returns new tensors, in a `SyncResult`, and writes to none
+of the record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,6 +66,7 @@ class FragmentState:
 
     Attributes:
         memory: Error feedback of the compression.
+        tuning: What else it takes over from earlier launches; see `Compression.tuning`.
         residual: What the second rounding of the mean lost.
         weighing: What the weighing of the groups remembers.
         weight: Micro-batches that this rank has trained since its group's last launch of the fragment.
@@ -83,6 +87,7 @@ class FragmentState:
         self.buffers = buffers
         self.outer = outer
         self.memory: Tensor | None = None
+        self.tuning: Tensor | None = None
         self.residual: Tensor | None = None
         self.weighing = weighing
         self.weight = 0
@@ -174,7 +179,7 @@ class FragmentState:
         if not final:
             self.weighing = result.weighing
             if group in result.counted.factors:
-                self.memory = result.memory
+                self.memory, self.tuning = result.memory, result.tuning
             if result.counted.factors:
                 self.residual = result.residual
         self.layout.land(rule, result.gathered, steps)
@@ -234,6 +239,7 @@ class FragmentState:
             **self.outer.state_dict(),
             **self.buffers.state_dict(),
             "memory": _on_host(self.memory),
+            **({} if self.tuning is None else {"tuning": _on_host(self.tuning)}),
             "residual": _on_host(self.residual),
             # That of the default is the last norms of all groups; other weighings came later.
             "norms": self.weighing,
@@ -246,6 +252,7 @@ class FragmentState:
         self.outer = self.optimizer.load(self.index, OuterState.of(state))
         self.buffers.load_state_dict(state)
         self.memory, self.residual = self._stored(state["memory"]), self._stored(state["residual"])
+        self.tuning = self._stored(state.get("tuning"))
         self.weighing = state["norms"]
         self.weight = state["trained"]
 

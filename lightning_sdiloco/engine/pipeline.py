@@ -31,7 +31,7 @@ from lightning_sdiloco.algorithm import (
     plain,
     trained,
 )
-from lightning_sdiloco.comm import Exchange, Topology, Unanswered
+from lightning_sdiloco.comm import Exchange, Topology, Unanswered, VaryingExchange
 from lightning_sdiloco.compression import Kernels, resolve
 from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
 from lightning_sdiloco.engine.flight import LaunchSnapshot, Purpose, SyncResult
@@ -51,12 +51,14 @@ class _Kept(NamedTuple):
     Attributes:
         all_reduce: How outer gradients become their mean in this flight.
         memory: Error feedback of the shard if the group counts.
+        tuning: What else the compression takes over from it if the group counts.
         spans: When the parts of the flight began and ended.
         lost: What the compression lost, if it is measured.
     """
 
     all_reduce: AllReduce
     memory: Tensor | None
+    tuning: Tensor | None
     spans: dict[str, Span]
     lost: Tensor | None
 
@@ -67,7 +69,7 @@ class _Sent(NamedTuple):
     kept: _Kept
     words: Any
     payloads: Any
-    payload_bytes: int
+    tail_bytes: int
     posted_at: float
 
 
@@ -125,6 +127,9 @@ class Pipeline:
         self._exact_all_reduce = all_reduce_for(settings.exchange, groups, resolve("fp32"), mixing, kernels)
         self._aggregation, self._landing = settings.aggregation, settings.landing
         self._diagnoses = diagnoses
+        self._exchange: Exchange[Any] = topology.exchange
+        if codec.varies():
+            self._exchange = VaryingExchange(topology.control, topology.exchange)
 
     def send(self, snapshot: LaunchSnapshot) -> "_Sent":
         """Does the first stage: encodes the outer gradient and starts to send it, behind what goes with it."""
@@ -135,31 +140,33 @@ class Pipeline:
         is_round = snapshot.purpose is Purpose.ROUND
         memory = fragment.storage.load(fragment.memory) if fragment.memory is not None and is_round else None
         all_reduce = self._all_reduce_of(snapshot)
-        encoded = all_reduce.encode(gradient, memory)
+        tuning = fragment.storage.load(fragment.tuning) if fragment.tuning is not None and is_round else None
+        encoded = all_reduce.encode(gradient, memory, tuning)
         head, messages = control[HOST_BYTES:].to(gradient.device), list[Tensor]()
         for group, payload in enumerate(encoded.payloads):
             # A payload that goes to all groups becomes one message.
             is_new = group == 0 or payload is not encoded.payloads[group - 1]
             messages.append(torch.cat([head, payload, *tail]) if is_new else messages[-1])
         posted_at = time.perf_counter()
-        posted = self._topology.exchange.post(messages)
+        posted = self._exchange.post(messages)
         spans = {"encode": span_from(began, gradient.device)}
         loss = lost(gradient, all_reduce.decode_own(encoded.payloads, gradient)) if self._diagnoses else None
-        kept = _Kept(all_reduce, encoded.memory, spans, loss)
-        return _Sent(kept, words, posted, encoded.payloads[0].numel(), posted_at)
+        kept = _Kept(all_reduce, encoded.memory, encoded.tuning, spans, loss)
+        return _Sent(kept, words, posted, sum(part.numel() for part in tail), posted_at)
 
     def average(self, snapshot: LaunchSnapshot, sent: "_Sent") -> "_Averaged":
         """Does the second stage: waits for all groups and averages what they sent to this one."""
         topology, all_reduce, fragment = self._topology, sent.kept.all_reduce, self._fragments[snapshot.fragment]
         began, device = time.perf_counter(), snapshot.gradient.device
-        posted = [(topology.control, sent.words), (topology.exchange, sent.payloads)]
+        posted = [(topology.control, sent.words), (self._exchange, sent.payloads)]
         (words, messages), traffic = self._collect(posted, snapshot, _AVERAGE)
         sent.kept.spans["transfer"] = span_from(began, device)
         encode = sent.kept.spans["encode"]
         on_link_s = on_link(sent.posted_at, began, traffic.arrived[0], traffic.arrived[1], encode[1] - encode[0])
         heads = [message[:_HEAD_BYTES].to(word.device) for word, message in zip(words, messages, strict=True)]
-        end = _HEAD_BYTES + sent.payload_bytes
-        payloads = [message[_HEAD_BYTES:end] for message in messages]
+        ends = [message.numel() - sent.tail_bytes for message in messages]
+        payloads = [message[_HEAD_BYTES:end] for message, end in zip(messages, ends, strict=True)]
+        tails = [message[end:] for message, end in zip(messages, ends, strict=True)]
         controls = [Control.unpacked(torch.cat(parts)) for parts in zip(words, heads, strict=True)]
         self._check(controls, snapshot)
         count = self._count(controls, snapshot)
@@ -178,7 +185,7 @@ class Pipeline:
             posted=onward,
             posted_at=posted_at,
             on_link_s=on_link_s,
-            buffers=self._mean_buffers([message[end:] for message in messages], count, snapshot),
+            buffers=self._mean_buffers(tails, count, snapshot),
             weighing=self._aggregation.heard(controls, fragment.weighing) if is_round else None,
             controls=controls,
             counted=count,
@@ -212,6 +219,7 @@ class Pipeline:
         return SyncResult(
             outer=outer.moved(storage.store),
             memory=None if kept.memory is None else storage.store(kept.memory),
+            tuning=None if kept.tuning is None else storage.store(kept.tuning),
             residual=fragment.residual if residual is None else storage.store(residual),
             rule=rule,
             gathered=gathered,

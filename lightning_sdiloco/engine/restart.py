@@ -129,6 +129,7 @@ class _EarlierFlights:
                     [fragment["memory"] for fragment in saved],
                     [fragment["residual"] for fragment in saved],
                     count,
+                    [fragment.get("tuning") for fragment in saved],
                 )
                 before = self._shards[shard][fragment]
                 self._shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, SPARSE_GAINS, Fragment, Partition, Settings, partition
+from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Partition, Settings, partition
 from lightning_sdiloco.comm import GroupLayout, Topology, checked_worker_groups, is_connected, world
 from lightning_sdiloco.compression import missing_for
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
@@ -203,7 +203,7 @@ def _say_what_does_not_suit(settings: Settings, num_groups: int) -> None:
             settings.outer_lr,
             settings.outer_momentum,
             settings.compression,
-            *SPARSE_GAINS,
+            *settings.gains_for_sparse,
             *suits.values(),
         )
 

@@ -82,6 +82,7 @@ def at_start(engine: StreamingDiLoCo, nbytes: list[int]) -> str:
     first = next(step for step in count(engine.steps_in_rounds + 1) if engine.schedule.launches(step))
     least, most = readable(min(nbytes)), readable(max(nbytes))
     sent = least if least == most else f"{least} to {most}"
+    sent = f"at most {most}" if settings.codec.varies() else sent
     return (
         f"Streaming DiLoCo: {_counted(topology.num_groups, 'worker group')} of {_counted(topology.group_size, 'rank')},"
         f" {_counted(len(nbytes), 'fragment')}, sync_every={settings.sync_every},"

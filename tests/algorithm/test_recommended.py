@@ -107,6 +107,18 @@ def test_what_waits_in_a_memory_is_a_momentum_already(compression: Any, is_spars
     assert (chosen.outer_momentum == 0) == is_sparse
 
 
+def test_a_mean_over_senders_has_a_rate_of_its_own() -> None:
+    senders = ErrorFeedback(TopK(1 / 64, Int2(), over="senders"), decay=0.95)
+    assert (
+        Settings(compression=senders).chosen_for(4).outer_lr
+        == 1.0
+        < Settings(compression="sparse").chosen_for(4).outer_lr
+    )
+    for outer_lr, is_bad in {0.1: True, 1.0: False, 3.2: True}.items():
+        given = Settings(compression=senders, outer_lr=outer_lr, outer_momentum=0.0)
+        assert bool(given.better_for_sparse(4)) == is_bad
+
+
 def test_a_momentum_that_was_given_does_not_get_the_rate_of_none() -> None:
     sparse = recommended(2, 100, is_sparse=True)
     assert SPARSE_GAINS[0] < sparse.outer_lr / (1 - sparse.outer_momentum) < SPARSE_GAINS[1]

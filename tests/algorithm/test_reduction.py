@@ -37,9 +37,8 @@ from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 3, "fragments": LAYERS}
 FAMILY: list[Compression] = [
-    *COMPRESSIONS.values(),
+    *(codec for name, codec in COMPRESSIONS.items() if name not in ("top_k", "random_block", "threshold")),
     ErrorFeedback(FP4()),
-    RandomK(4, FP4()),
     RandomBlock(3, BFloat16()),
     TopK(0.1, Float32()),
 ]

@@ -47,7 +47,11 @@ BITS = {
     "topk of fp32": 1.4,
     "topk of fp4": 0.52,
     "feedback of mxfp4": 4.26,
-    "threshold": 0.52,
+    "top_k": 0.24,
+    "random_k": 0.27,
+    "random_block": 0.27,
+    "threshold": 0.25,
+    "least": 0.52,
     "random values": 0.14,
     "random block": 0.14,
 }
@@ -64,7 +68,11 @@ RELATIVE_ERROR = {
     "topk of fp32": 0.94,
     "topk of fp4": 0.94,
     "feedback of mxfp4": 0.16,
-    "threshold": 0.94,
+    "top_k": 0.97,
+    "random_k": 1.0,
+    "random_block": 1.0,
+    "threshold": 0.97,
+    "least": 0.94,
     "random values": 1.0,
     "random block": 1.0,
 }
@@ -75,7 +83,11 @@ LARGEST = {
     "int2": 1 / 128,
     "sparse": 1 / 128,
     "feedback of mxfp4": 0.75,
-    "threshold": 0.0,
+    "top_k": 1 / 128,
+    "random_k": 0.0,
+    "random_block": 0.0,
+    "threshold": 1 / 128,
+    "least": 0.0,
     "random values": 0.0,
     "random block": 0.0,
 }
@@ -96,7 +108,11 @@ EXACT = {
     "topk of fp32": [0.0, 0.0, math.pi, 0.0, -1e-30],
     "topk of fp4": [0.0, 1.25, 0.0, -1.25 / 64],
     "feedback of mxfp4": [6.0, -6.0, 0.0, 0.5, -1.0, 1.5],
-    "threshold": [0.0, 0.0, 0.0, 0.0, 1.25],
+    "top_k": [0.0, 1.5, 0.0, 0.0, -1.5, 0.0],
+    "random_k": [1.25],
+    "random_block": [1.25],
+    "threshold": [0.0, 1.5, 0.0, 0.0, -1.5, 0.0],
+    "least": [0.0, 0.0, 0.0, 0.0, 1.25],
     "random values": [1.25],
     "random block": [1.25],
 }
@@ -107,7 +123,7 @@ CASES = {
     "topk of fp32": TopK(0.031, Float32()),
     "topk of fp4": TopK(1 / 32, FP4()),
     "feedback of mxfp4": ErrorFeedback(MXFP4()),
-    "threshold": Threshold(1 / 32, FP4(), least=3.0),
+    "least": Threshold(1 / 32, FP4(), least=3.0),
     "random values": RandomK(32, FP4()).at(100),
     "random block": RandomBlock(32, FP4()).at(100),
 }
@@ -155,7 +171,9 @@ def test_payload_has_the_size_that_wire_bytes_says(name: str, values: Tensor) ->
     compression = CASES[name]
     payload = compression.encode(values)
     assert payload.dtype == torch.uint8
-    assert payload.shape == (compression.wire_bytes(values.numel()),)
+    most = compression.wire_bytes(values.numel())
+    assert payload.dim() == 1
+    assert payload.numel() <= most if compression.varies() else payload.numel() == most
     assert payload.is_contiguous()
 
 
@@ -315,7 +333,13 @@ def test_names() -> None:
         "mxfp4": MXFP4(),
         "int2": Int2(),
         "sparse": ErrorFeedback(TopK(1 / 64, Int2()), decay=0.95),
+        "top_k": TopK(1 / 64, Int2()),
+        "random_k": RandomK(16, FP4()),
+        "random_block": RandomBlock(16, FP4()),
+        "threshold": Threshold(1 / 64, Int2(), every=10),
     }
+    for name in set(COMPRESSIONS) - {"sparse"}:
+        assert resolve(f"{name}+memory") == ErrorFeedback(COMPRESSIONS[name])
 
 
 def test_an_object_is_returned_as_it_is() -> None:
@@ -323,7 +347,7 @@ def test_an_object_is_returned_as_it_is() -> None:
     assert resolve(fp4) is fp4
 
 
-@pytest.mark.parametrize("wrong", ["fp5", "FP4", "", None, 4, FP4, ["fp4"]])
+@pytest.mark.parametrize("wrong", ["fp5", "FP4", "", "+memory", "sparse+", None, 4, FP4, ["fp4"]])
 def test_what_is_not_a_compression_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="compression") as caught:
         resolve(wrong)  # type: ignore[arg-type]
@@ -337,7 +361,9 @@ def test_what_is_not_a_compression_is_refused(wrong: object) -> None:
     ("given", "expected"),
     [
         (["TopK", "share=0.02", "values=Int2"], TopK(0.02, Int2())),
+        (["TopK", "share=0.02", "values=Int2", "over=senders"], TopK(0.02, Int2(), over="senders")),
         (["Threshold", "share=0.02", "values=FP4", "least=3"], Threshold(0.02, FP4(), 3.0)),
+        (["Threshold", "share=0.02", "values=FP4", "every=9"], Threshold(0.02, FP4(), every=9)),
         (["RandomK", "every=32", "values=BFloat16"], RandomK(32, BFloat16())),
         (["RandomBlock", "every=32", "values=MXFP4"], RandomBlock(32, MXFP4())),
         (["ErrorFeedback", "compression=FP4", "decay=0.9"], ErrorFeedback(FP4(), 0.9)),

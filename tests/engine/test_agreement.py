@@ -42,9 +42,13 @@ def fifty_steps(rank: int, world_size: int, groups: int, compression: str) -> li
     return [*seen, bits(engine.outer_state_dict()), model_bits]
 
 
+# "sparse" has the parts of the one left out, and "random_k" those of the other.
+NAMES = [name for name in COMPRESSIONS if name not in ("top_k", "random_block")]
+
+
 @pytest.mark.parametrize(
     ("groups", "world_size", "compression"),
-    [(2, 2, "fp4"), *((*w, name) for name in COMPRESSIONS for w in [(3, 3), (2, 4)])],
+    [(2, 2, "fp4"), *((*w, name) for name in NAMES for w in [(3, 3), (2, 4)])],
 )
 def test_all_ranks_hold_the_same_bits_after_every_landing(groups: int, world_size: int, compression: str) -> None:
     ranks = run_ranks(fifty_steps, world_size, groups, compression)

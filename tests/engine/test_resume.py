@@ -89,7 +89,7 @@ def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor
         assert different == []
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", sorted(COMPRESSIONS.keys() - {"top_k", "random_block"}))
 def test_stopping_before_during_and_after_flights(compression: str) -> None:
     never_stopped = Groups(compression=compression, **CHOICES)
     expected = never_stopped.run(1, STEPS)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_sdiloco import Federation, SimulatedGroups
-from lightning_sdiloco.compression import FP4, RandomK
+from lightning_sdiloco.compression import FP4, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.federation import Charter, Welcome
 from lightning_sdiloco.hub import Called, Recorded, Told, Welcomed
 from tests.engine.ranked_sites import Rank, whole
@@ -35,7 +35,10 @@ def in_the_fixed_world(groups: int, steps: int, **choices: Any) -> tuple[list[to
     return outer, list(models[0].parameters())
 
 
-@pytest.mark.parametrize("compression", ["fp4", "sparse", RandomK(4, FP4())])
+KEPT = ErrorFeedback(Threshold(1 / 16, Int2(), every=3, over="senders"))
+
+
+@pytest.mark.parametrize("compression", ["fp4", "sparse", RandomK(4, FP4()), KEPT], ids=str)
 def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(compression: Any) -> None:
     sites = founded(3, compression=compression, **CHOICES)
     train(sites, 45)

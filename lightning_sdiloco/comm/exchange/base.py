@@ -28,14 +28,17 @@ class Exchange(ABC, Generic[Posted]):
     """Carries messages between the worker groups.
 
     All groups post in the same order, and all messages to one group have the same size. One thread posts, and one
-    thread collects.
+    thread collects. `VaryingExchange` carries messages of other sizes.
 
     Attributes:
+        learns_sizes: Whether it can send messages whose sizes the receivers learn later.
         num_groups: Number of worker groups.
         device: The device whose messages it carries with the least effort.
         bytes_sent: Bytes that this rank has sent to other groups so far.
         bytes_received: Bytes that this rank has received from other groups so far.
     """
+
+    learns_sizes = True
 
     def __init__(self, groups: int) -> None:
         self.num_groups = groups
@@ -50,6 +53,28 @@ class Exchange(ABC, Generic[Posted]):
         Args:
             messages: One uint8 tensor for each group, in their order; the one for this group comes back as it is.
         """
+
+    def post_unexpected(self, messages: Sequence[Tensor]) -> Posted:
+        """Starts to send messages, of any sizes, to groups that learn later how long they are.
+
+        Whoever posts a message like this posts all of them so: they are received in the order of `expect`.
+
+        Args:
+            messages: As for `post`.
+        """
+        return self.post(messages)
+
+    def expect(self, posted: Posted, sizes: Sequence[int]) -> Posted:
+        """Starts to receive what goes with what `post_unexpected` returned, in the thread that collects.
+
+        Args:
+            posted: What it returned.
+            sizes: The bytes of the message from each group.
+
+        Returns:
+            What `collect` takes.
+        """
+        return posted
 
     @abstractmethod
     def collect(self, posted: Posted, deadline: float) -> list[Tensor]:

@@ -17,7 +17,7 @@ class _Transfer(NamedTuple):
     """Both directions between this group and another one."""
 
     group: int
-    receiving: dist.Work
+    receiving: dist.Work | None
     sending: dist.Work
 
 
@@ -68,11 +68,39 @@ class DirectExchange(Exchange[_Posted]):
                 failure = failure or self._gone(group, error)
         return _Posted(messages, received, transfers, failure)
 
+    def post_unexpected(self, messages: Sequence[Tensor]) -> _Posted:
+        """Starts to send alone; see `Exchange.post_unexpected`. gloo holds a message until it is expected."""
+        on_host = {id(message): to_host(message) for message in messages}
+        sent = [on_host[id(message)] for message in messages]
+        transfers, failure = [], None
+        for group in [group for group in range(self.num_groups) if group != self._group]:
+            try:
+                transfers.append(_Transfer(group, None, self._sending(group, sent[group])))
+            except RuntimeError as error:
+                failure = failure or self._gone(group, error)
+        return _Posted(messages, sent, transfers, failure)
+
+    def expect(self, posted: _Posted, sizes: Sequence[int]) -> _Posted:
+        """Starts to receive; see `Exchange.expect`."""
+        own, device = posted.received[self._group], posted.messages[self._group].device
+        received = [
+            own if group == self._group else page_locked(own.new_empty(size), device)
+            for group, size in enumerate(sizes)
+        ]
+        transfers, failure = [], posted.failure
+        for group, _, sending in posted.transfers:
+            try:
+                transfers.append(_Transfer(group, self._receiving(group, received[group]), sending))
+            except RuntimeError as error:
+                failure = failure or self._gone(group, error)
+        return _Posted(posted.messages, received, transfers, failure)
+
     def collect(self, posted: _Posted, deadline: float) -> list[Tensor]:
         """Waits for all groups; see `Exchange.collect`."""
         if posted.failure is not None:
             raise posted.failure
         for transfer in posted.transfers:
+            assert transfer.receiving is not None, "what was posted unexpected must be expected first"
             self._wait(transfer.receiving, transfer.group, deadline)
         for transfer in posted.transfers:
             self._wait(transfer.sending, transfer.group, deadline)
@@ -83,13 +111,21 @@ class DirectExchange(Exchange[_Posted]):
         ]
 
     def _transfer(self, group: int, sent: Tensor, into: Tensor) -> _Transfer:
-        to, back = (self._up, self._down) if group > self._group else (self._down, self._up)
         # The receive comes first, so that the other side knows early that this one is ready.
+        receiving = self._receiving(group, into)
+        return _Transfer(group, receiving, self._sending(group, sent))
+
+    def _receiving(self, group: int, into: Tensor) -> dist.Work:
+        back = self._down if group > self._group else self._up
         receiving = dist.irecv(into, group=back, group_src=group, tag=self._tag)
-        sending = dist.isend(sent, group=to, group_dst=group, tag=self._tag)
         assert receiving is not None, "this rank belongs to the process group"
+        return receiving
+
+    def _sending(self, group: int, sent: Tensor) -> dist.Work:
+        to = self._up if group > self._group else self._down
+        sending = dist.isend(sent, group=to, group_dst=group, tag=self._tag)
         assert sending is not None, "this rank belongs to the process group"
-        return _Transfer(group, receiving, sending)
+        return sending
 
     def _wait(self, work: dist.Work, group: int, deadline: float) -> None:
         # gloo counts whole milliseconds and takes zero for no timeout. Rounded down, the wait would end before the

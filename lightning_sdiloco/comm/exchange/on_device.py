@@ -74,6 +74,8 @@ class DeviceExchange(Exchange[_Posted]):
         device: The device of this rank.
     """
 
+    learns_sizes = False
+
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_world_size(process_group))
         self.device = device

@@ -6,7 +6,7 @@ federation in which nobody is ever late has the bits of the fixed world.
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from lightning_sdiloco.algorithm import (
     digest,
 )
 from lightning_sdiloco.comm import Topology, key_of
-from lightning_sdiloco.compression import Kernels, weighted_mean
+from lightning_sdiloco.compression import Kernels, mean_over_senders, weighted_mean
 from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
 from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
@@ -46,6 +46,7 @@ class Encoded(NamedTuple):
         payloads: The names of the payloads, one of each rank of the site.
         blobs: That of this rank by its key.
         memory: What the compression remembers if it counts.
+        tuning: What else it takes over from it if it counts.
         digest: Digest of the outer parameters against which it is measured.
         finite: Whether it is.
         norm_squared: Its squared norm.
@@ -54,6 +55,7 @@ class Encoded(NamedTuple):
     payloads: tuple[Payload, ...]
     blobs: dict[str, Bytes]
     memory: Tensor | None
+    tuning: Tensor | None
     digest: int
     finite: bool
     norm_squared: float
@@ -114,7 +116,8 @@ class SiteArithmetic:
         """Encodes what a launch has read."""
         fragment, gradient = self._fragments[snapshot.fragment], snapshot.gradient
         memory = None if fragment.memory is None else fragment.storage.load(fragment.memory)
-        encoded = self._at(snapshot.fragment, round).encode(gradient, memory)
+        tuning = None if fragment.tuning is None else fragment.storage.load(fragment.tuning)
+        encoded = self._at(snapshot.fragment, round).encode(gradient, memory, tuning)
         buffers = [buffer.reshape(-1).view(torch.uint8) for buffer in snapshot.buffers]
         # Rank 0 speaks for the buffers.
         blob = to_bytes(torch.cat([encoded.payloads[0], *(buffers if self._rank == 0 else ())]))
@@ -128,21 +131,23 @@ class SiteArithmetic:
             payloads=tuple(Payload(*one) for one in payloads),
             blobs={payload.key: blob},
             memory=encoded.memory,
+            tuning=encoded.tuning,
             digest=combined(list(digests)),
             finite=all(finites),
             norm_squared=sum(norms),
         )
 
-    def apply(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, memory: Tensor | None) -> Stepped:
+    def apply(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, own: Encoded | None) -> Stepped:
         """Applies a record.
 
         Args:
             record: The record.
             blobs: The payloads that it names and this rank fetches, by their keys; see `places_of`.
             before: The outer state of the fragment.
-            memory: What the compression remembers if the own flight counts.
+            own: What this site has in flight; what its compression remembers takes effect if it counts.
         """
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
+        memory, tuning = (None, None) if own is None else (own.memory, own.tuning)
         values = fragment.storage.load(before.values)
         count = self._aggregation.count([_control(own) for own in record.counted])
         sites = self._received(record, blobs)
@@ -155,6 +160,7 @@ class SiteArithmetic:
         result = SyncResult(
             outer=outer.moved(fragment.storage.store),
             memory=None if memory is None else fragment.storage.store(memory),
+            tuning=None if tuning is None else fragment.storage.store(tuning),
             residual=None,
             rule=self._landing,
             gathered=[gathered],
@@ -220,18 +226,29 @@ class SiteArithmetic:
             return all_reduce.mean(
                 [site.payloads[self._rank][:end].to(like.device) for site in sites], count, like=like
             )
-        decoded = [self._stretch(layout, all_reduce, site, like) for site in sites]
-        return weighted_mean(((decoded[index], factor) for index, factor in count.factors.items()), like)
+        compression, factors = all_reduce.compression, count.factors.items()
+        decoded = [self._stretch(layout, all_reduce, site, compression.decode, like) for site in sites]
+        if not compression.counts_senders():
+            return weighted_mean(((decoded[index], factor) for index, factor in factors), like)
+        places = [self._stretch(layout, all_reduce, site, compression.places, like) for site in sites]
+        return mean_over_senders(((decoded[index], places[index], factor) for index, factor in factors), like)
 
-    def _stretch(self, layout: FragmentLayout, all_reduce: AllReduce, site: _Site, like: Tensor) -> Tensor:
-        """Decodes what of a site's payloads belongs to the shard of this rank."""
+    def _stretch(
+        self,
+        layout: FragmentLayout,
+        all_reduce: AllReduce,
+        site: _Site,
+        read: Callable[[Tensor, Tensor], None],
+        like: Tensor,
+    ) -> Tensor:
+        """Reads what of a site's payloads belongs to the shard of this rank."""
         stretch, position = torch.zeros_like(like), 0
         for place, length in enumerate(layout.shard_lengths(site.ranks)):
             first, last = max(position, layout.start), min(position + length, layout.start + layout.length)
             if first < last:
                 values = like.new_empty(length)
                 payload = site.payloads[place][: all_reduce.payload_bytes(length)].to(like.device)
-                all_reduce.compression.decode(payload, values)
+                read(payload, values)
                 stretch[first - layout.start : last - layout.start] = values[first - position : last - position]
             position += length
         return stretch

@@ -161,4 +161,4 @@ class StateTransfer:
             return
         fragment.layout.land(self._rounds.landing if landing is Landing.MIX else Mix(0.0), [after], 0)
         fragment.buffers.write()
-        fragment.memory = None
+        fragment.memory = fragment.tuning = None

@@ -196,8 +196,8 @@ class FederatedWorld:
             launched = self._launches.of(own.fragment)
             if applied is None or applied.record.key != record.key:
                 blobs, before = self._blobs[record.key], self._rounds.fragments[own.fragment].outer
-                memory = launched.encoded.memory if launched and launched.encoded else None
-                work = partial(self._arithmetic.apply, record, blobs, before, memory)
+                encoded = launched.encoded if launched else None
+                work = partial(self._arithmetic.apply, record, blobs, before, encoded)
                 self._applied[own.fragment] = _Applied(record, in_background(self._means.background, work))
 
     @torch.no_grad()
@@ -246,7 +246,7 @@ class FederatedWorld:
             rule = stepped.result.rule if mixes else Mix(0.0)
             fragment.land(stepped.result, rule, 0, own if mixes else -1, record.final)
         if landing is Landing.TAKE:
-            fragment.memory = None
+            fragment.memory = fragment.tuning = None
         if not was_finite:
             optimizers, in_group = self._means.inner_optimizers, self._topology.in_group
             recover(self._model, self._rounds.fragments, fragment.index, optimizers, in_group)
