@@ -102,7 +102,9 @@ def shares_by_median(p: int, norms: Sequence[float], trained: Sequence[int]) -> 
 
 
 @pytest.mark.parametrize(
-    ("weighing", "shares"), [(ByNorm(temperature=0.05), shares_by_norm), (ByMedian(), shares_by_median)], ids=repr
+    ("weighing", "shares"),
+    [(ByNorm(temperature=0.05), shares_by_norm), (ByMedian(), shares_by_median)],
+    ids=["norm", "median"],
 )
 def test_weighings_follow_plain_loops(weighing: Weighing, shares: Any) -> None:
     expected = reference("sgd", 3, 30, idle=fewer, shares=shares, **CHOICES)
