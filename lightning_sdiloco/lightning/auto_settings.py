@@ -29,7 +29,12 @@ _log = logging.getLogger(__name__)
 _FIRST, STEPS = 3, 8
 
 # Stand in until the choice is made: no launch is due before that.
-_PLACEHOLDERS: Mapping[str, Any] = {"sync_every": 1_000_000, "overlap_steps": 0, "fragments": "strided"}
+_PLACEHOLDERS: Mapping[str, Any] = {
+    "sync_every": 1_000_000,
+    "overlap_steps": 0,
+    "fragments": "strided",
+    "compression": "fp4",
+}
 
 # A message grows until its exchange takes this long or it is this large. The time is enough to measure any link, the
 # size to measure most.
@@ -57,7 +62,8 @@ class AutoSettings:
     """The settings that are left to the planner, until it has chosen them.
 
     Args:
-        names: Which ones, of ``sync_every``, ``overlap_steps`` and ``fragments``; empty once they are chosen.
+        names: Which ones, of ``sync_every``, ``overlap_steps``, ``fragments`` and ``compression``; empty once they are
+            chosen.
 
     Attributes:
         measured: What the choice was based on; None until then, and in a fit that takes it from a checkpoint.
@@ -276,12 +282,13 @@ def tell(settings: Settings, fragments: int, measured: Measured | None, loggers:
         )
     _log.warning(
         "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r, layers_per_fragment=%d (number of fragments: %d),"
-        " because %s. A resumed fit takes these settings from its checkpoint.",
+        " compression=%r, because %s. A resumed fit takes these settings from its checkpoint.",
         settings.sync_every,
         settings.overlap_steps,
         settings.fragments,
         settings.layers_per_fragment,
         fragments,
+        settings.compression,
         reason,
     )
     for logger in loggers:

@@ -61,7 +61,8 @@ class WorkerGroupStrategy(_Base):
             chooses ``layers_per_fragment`` too.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
-            as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``.
+            as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, which
+            chooses the most exact of ``"fp32"``, ``"bf16"`` and ``"fp4"`` for which the link suffices.
         exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, or
             ``"auto"`` for what suits the number of groups and the compression.
         outer_lr: Learning rate of the outer Nesterov SGD, or ``"auto"``.

@@ -25,7 +25,7 @@ from tests.fits import SomeBatches, Trained, fit, module, trainer
 from tests.ranks import run_processes
 from tests.training import mlp
 
-AUTO = {"sync_every": "auto", "overlap_steps": "auto", "fragments": "auto"}
+AUTO = {"sync_every": "auto", "overlap_steps": "auto", "fragments": "auto", "compression": "auto"}
 
 # So slow that training cannot go on for every round: what is chosen is not the first candidate.
 SLOW = Link(gbit_s=5e-6, round_trip=0.05)
@@ -71,7 +71,7 @@ def test_a_slow_link_gets_another_choice_which_is_the_planners(monkeypatch: pyte
     on_a_slow_link(monkeypatch)
     fast = choice(tuple(AUTO), Settings(), mlp(), Topology.simulated(2)[0], Measured(0.05, Link(10.0)))
     slow = choice(tuple(AUTO), Settings(), mlp(), Topology.simulated(2)[0], Measured(0.05, SLOW))
-    own = [settings for settings in auto_settings._candidates(tuple(AUTO), Settings()) if settings.compression == "fp4"]
+    own = auto_settings._candidates(tuple(AUTO), Settings())
     expected = recommend(Model.of_parameters(trainable(mlp())), Groups(0.05, memory_rate=1e10), SLOW, own).settings
     assert slow == {name: getattr(expected, name) for name in slow}
     assert slow != fast
@@ -86,6 +86,14 @@ def test_what_is_given_is_kept(name: str) -> None:
     assert set(taken) == {name} | ({"layers_per_fragment"} if name == "fragments" else set())
     replace(given, **taken)
     assert taken["overlap_steps"] < 60 if name == "overlap_steps" else True
+
+
+def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices() -> None:
+    def chosen(gbit_s: float) -> str:
+        taken = choice(("compression",), Settings(), mlp(), Topology.simulated(2)[0], Measured(0.05, Link(gbit_s)))
+        return str(taken["compression"])
+
+    assert [chosen(gbit_s) for gbit_s in (10.0, 1e-5, 1e-6)] == ["fp32", "bf16", "fp4"]
 
 
 def test_one_group_takes_the_first_candidate_without_a_measurement() -> None:

@@ -10,6 +10,7 @@ from lightning_sdiloco.planning import Absence
 from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.simulate.configuration import Configuration
 from lightning_sdiloco.tools.simulate.federated import FederatedRun, Places, play_sites
+from lightning_sdiloco.tools.simulate.picture import with_gaps
 from tests.tools.test_simulating import write
 
 STEPS, BATCH = 24, 5
@@ -99,3 +100,10 @@ def test_what_cannot_be_played_is_refused(
     with pytest.raises(SystemExit):
         main(["simulate", f"--config={write(tmp_path)}", *args])
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_picture_has_a_gap_where_a_site_was_away() -> None:
+    times, losses = with_gaps([1.0, 2.0, 3.0, 20.0, 21.0], [5.0, 4.0, 3.0, 2.0, 1.0])
+    assert [time for time in times if time == time] == [1.0, 2.0, 3.0, 20.0, 21.0]
+    assert [index for index, loss in enumerate(losses) if loss != loss] == [3]
+    assert with_gaps([1.0], [5.0]) == ([1.0], [5.0])

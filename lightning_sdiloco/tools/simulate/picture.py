@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from lightning_sdiloco.tools.figures import require_drawable, save
@@ -49,7 +51,7 @@ def draw_sites(path: str, run: FederatedRun) -> None:
         scale = len(site.times) / max(1, len(site.group.losses))
         steps = [max(1, math.ceil(batch * scale)) for batch in batches]
         left.plot(steps, losses, color=color, label=f"site {index}")
-        right.plot([site.times[step - 1] / unit for step in steps], losses, color=color)
+        right.plot(*with_gaps([site.times[step - 1] / unit for step in steps], losses), color=color)
     _finish(figure, left, right, f"{name}, virtual")
     save(figure, path)
 
@@ -104,6 +106,15 @@ def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
     width = max(1, len(losses) // 50)
     ends = list(range(width, len(losses) + 1))
     return ends, [sum(losses[end - width : end]) / width for end in ends]
+
+
+def with_gaps(times: Sequence[float], losses: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Leaves a gap wherever a site trained nothing for long: it was away, or waited for its last landing."""
+    usual = median(later - earlier for earlier, later in pairwise(times)) if len(times) > 1 else 0.0
+    points = [(time, loss) for time, loss in zip(times, losses, strict=True)]
+    for index in reversed([i for i, (earlier, later) in enumerate(pairwise(times), 1) if later - earlier > 5 * usual]):
+        points.insert(index, (math.nan, math.nan))
+    return [time for time, _ in points], [loss for _, loss in points]
 
 
 def _validated(outcome: Outcome) -> list[tuple[Validation, float]]:
