@@ -1,13 +1,14 @@
 """An engine as a site of a federation: with the right answers of the fixed world, and through deaths and returns."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_sdiloco import Federation, SimulatedGroups
+from lightning_sdiloco import DelayedNesterov, Federation, SimulatedGroups
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.federation import Charter, Welcome
 from lightning_sdiloco.hub import Called, Recorded, Told, Welcomed
@@ -38,11 +39,19 @@ def in_the_fixed_world(groups: int, steps: int, **choices: Any) -> tuple[list[to
 KEPT = ErrorFeedback(Threshold(1 / 16, Int2(), every=3, over="senders"))
 
 
-@pytest.mark.parametrize("compression", ["fp4", "sparse", RandomK(4, FP4()), KEPT], ids=str)
-def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(compression: Any) -> None:
-    sites = founded(3, compression=compression, **CHOICES)
+@pytest.mark.parametrize(
+    "choices",
+    [
+        *({"compression": compression} for compression in ("fp4", "sparse", RandomK(4, FP4()), KEPT)),
+        {"outer_optimizer": partial(DelayedNesterov, every=2)},
+        {"outer_clip_norm": 0.05},
+    ],
+    ids=["fp4", "sparse", "random_k", "kept", "delayed_nesterov", "clip"],
+)
+def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(choices: dict[str, Any]) -> None:
+    sites = founded(3, **choices, **CHOICES)
     train(sites, 45)
-    outer, local = in_the_fixed_world(3, 45, compression=compression)
+    outer, local = in_the_fixed_world(3, 45, **choices)
     assert equal(sites[0].outer(), outer)
     assert agree(sites)
     assert equal(list(sites[0].model.parameters()), local)
