@@ -237,6 +237,13 @@ class Settings:
         values = {name: getattr(self, name) for name in OuterStep._fields}
         return {name: value for name, value in values.items() if value != AUTO and not isinstance(value, LandingRule)}
 
+    @property
+    def numbers_and_policies(self) -> dict[str, float | str]:
+        """What `numbers` returns, and the policies that were given, as text."""
+        given = {"mixing": self.mixing, "schedule": self.schedule, "weighing": self.weighing}
+        policies = {name: repr(one) for name, one in given.items() if isinstance(one, (LandingRule, Pace, Weighing))}
+        return {**self.numbers, **policies}
+
     def chosen_for(self, num_groups: int) -> "Settings":
         """Returns the settings with numbers in place of ``"auto"``: those that `recommended` returns.
 

@@ -115,7 +115,8 @@ def when_measured(engine: StreamingDiLoCo, nbytes: list[int], seconds: float) ->
 
 
 def _numbers(engine: StreamingDiLoCo) -> str:
-    return ", ".join(f"{name}={value:g}" for name, value in engine.settings.numbers.items())
+    chosen = engine.settings.numbers_and_policies.items()
+    return ", ".join(f"{name}={value if isinstance(value, str) else format(value, 'g')}" for name, value in chosen)
 
 
 def inner_steps_of(trainer: Any) -> int | None:

@@ -19,7 +19,7 @@ from rich import console as rich_console
 from torch import Tensor, nn
 
 import lightning_sdiloco
-from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import ByNorm, Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.comm import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import clocks, scalars
 from lightning_sdiloco.lightning.monitor.clocks import Exchange, estimated
@@ -531,3 +531,14 @@ def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry() -
     assert window == pytest.approx(2 * seconds, rel=0.02)
     # All four fragments in six steps are more than the largest in two.
     assert rate >= 8 * sent[-1] / window / 1e9 * 0.98
+
+
+def test_a_run_with_policies_is_recorded(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> None:
+        choices = {**SHORT, "schedule": Selective(), "weighing": ByNorm(), "mixing": Carry()}
+        fit(rank, world_size, 1, 14, choices, trainer_choices={"callbacks": [monitor(folder=str(tmp_path / "run"))]})
+
+    run_processes(run, 1)
+    (rank,) = read_run(tmp_path / "run").ranks
+    assert rank.landings
+    assert rank.about["settings"] | {"mixing": "Carry()", "schedule": repr(Selective())} == rank.about["settings"]

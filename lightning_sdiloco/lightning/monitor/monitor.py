@@ -188,7 +188,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
                 "sync_every": settings.sync_every,
                 "overlap_steps": settings.overlap_steps,
                 "layers_per_fragment": settings.layers_per_fragment,
-                "mixing": settings.mixing,
+                **settings.numbers_and_policies,
                 "fragments": settings.fragments,
                 "compression": settings.compression if isinstance(settings.compression, str) else None,
             },

@@ -159,7 +159,9 @@ def _federation(given: Any, rank: SimulatedRank) -> dict[str, Any] | None:
 
 
 def _refuse_what_is_measured(arguments: Mapping[str, Any]) -> None:
-    names = [name for name in ("sync_every", "overlap_steps", "fragments") if arguments.get(name) == "auto"]
+    names = [
+        name for name in ("sync_every", "overlap_steps", "fragments", "compression") if arguments.get(name) == "auto"
+    ]
     if names:
         raise ValueError(
             f"{names[0]}='auto' cannot be simulated: it is chosen from a real link. Vary {names[0]} with --sweep, or"

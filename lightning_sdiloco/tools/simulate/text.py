@@ -114,7 +114,7 @@ def sweep_as_text(outcomes: Sequence[Outcome], names: Sequence[str], where: Circ
 
 def _settings(run: Run) -> str:
     settings = run.settings
-    numbers = dict(settings.numbers)
+    numbers = settings.numbers_and_policies
     return (
         f"{run.model.numel:,} parameters in {len(run.model.fragments(settings))} fragments\n"
         f"sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, mixing={numbers.pop('mixing')},"
