@@ -184,3 +184,33 @@ def test_what_cannot_be_simulated_is_refused_before_anything_runs(
     monkeypatch.setattr("lightning_sdiloco.tools.simulate.command.run", never)
     file = write(tmp_path)
     assert words in refused(capsys, *(arg.replace("FILE", f"--config={file}") for arg in args))
+
+
+METHODS = """
+as it is: {}
+rarer: {schedule: {class_path: lightning_sdiloco.Selective, init_args: {threshold: 1.0e+9}}}
+carry: {mixing: {class_path: lightning_sdiloco.Carry}, groups: 3}
+"""
+
+
+def test_methods_are_compared_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "methods.yaml").write_text(METHODS)
+    methods, picture = f"--methods={tmp_path / 'methods.yaml'}", f"--picture={tmp_path / 'methods.svg'}"
+    plain, rarer, carry = told(capsys, tmp_path, methods, picture)["runs"]
+    assert [one["name"] for one in (plain, rarer, carry)] == ["as it is", "rarer", "carry"]
+    assert rarer["bytes_sent"][0] < plain["bytes_sent"][0]
+    assert (carry["groups"], carry["settings"]["mixing"]) == (3, "Carry()")
+    text = run(capsys, f"--config={write(tmp_path)}", methods)
+    assert "method" in text
+    assert "rarer" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("- a", "no YAML file that maps names"), ("a: {rate: 3}", "'rate', which is unknown"), ("a: 3", "no YAML file")],
+)
+def test_methods_that_cannot_be_read_are_refused(
+    content: str, named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "methods.yaml").write_text(content)
+    assert named in refused(capsys, f"--config={write(tmp_path)}", f"--methods={tmp_path / 'methods.yaml'}")

@@ -17,7 +17,16 @@ from lightning_sdiloco.tools.simulate.configuration import Configuration
 from lightning_sdiloco.tools.simulate.federated import Places, Site, play_sites
 from lightning_sdiloco.tools.simulate.picture import draw, draw_sites
 from lightning_sdiloco.tools.simulate.running import check, run
-from lightning_sdiloco.tools.simulate.sweeping import Circumstances, Outcome, combinations, names_of, predict
+from lightning_sdiloco.tools.simulate.sweeping import (
+    METHOD,
+    Circumstances,
+    Outcome,
+    Planned,
+    combinations,
+    names_of,
+    predict,
+)
+from lightning_sdiloco.tools.simulate.sweeping import methods as named_runs
 from lightning_sdiloco.tools.simulate.text import run_as_text, sites_as_text, sweep_as_text
 
 
@@ -30,6 +39,7 @@ def simulate(
     groups: int = 2,
     sites: int | None = None,
     sweep: list[str] = [],  # noqa: B006
+    methods: str | None = None,
     bandwidth: float | None = None,
     round_trip: float = 0.0,
     loss: float = 0.0,
@@ -52,6 +62,7 @@ def simulate(
         groups: Number of worker groups, of one rank each.
         sites: Number of sites of a federation, of one rank each, in place of groups.
         sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Again for more.
+        methods: YAML file of runs to compare: from a name to arguments of the strategy, in place of sweep.
         bandwidth: Gbit/s between a group and all others, or a site and its hub, to predict the time.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
         loss: Share of the packets that get lost: 0.1 % is 0.001.
@@ -73,33 +84,37 @@ def simulate(
     classes = [_class_at(name, path) for name, path in (("cli", cli), ("model", model), ("data", data))]
     configuration = Configuration(tuple(config), tuple(set), *classes)
     if sites is not None:
-        if sweep:
-            raise ValueError("--sweep does not go with --sites. Give one run of a federation at a time.")
+        if sweep or methods:
+            raise ValueError("--sweep and --methods do not go with --sites. Give one run of a federation at a time.")
         link = None if bandwidth is None else Link(bandwidth, round_trip, loss)
         return _federation(configuration, _places(sites, step_time, link, speeds, delays, absence), picture, json)
     if delays is not None:
         raise ValueError("--delays is about the sites of a federation. Give --sites too.")
     where = _circumstances(bandwidth, round_trip, loss, step_time, speeds, absence, memory_rate)
-    return _worker_groups(configuration, combinations(sweep, groups), names_of(sweep), where, picture, json)
+    if methods is None:
+        return _worker_groups(configuration, combinations(sweep, groups), names_of(sweep), where, picture, json)
+    if sweep:
+        raise ValueError("--sweep and --methods both say what varies. Give one of them.")
+    return _worker_groups(configuration, named_runs(methods, groups), [METHOD], where, picture, json)
 
 
 def _worker_groups(
     configuration: Configuration,
-    planned: list[tuple[int, dict[str, Any]]],
+    planned: list[Planned],
     names: list[str],
     where: Circumstances | None,
     picture: str | None,
     json: str | None,
 ) -> str:
-    for number, choices in planned:
+    for number, choices, _ in planned:
         check(configuration, number, choices)
         if where is not None:
             where.check(number)
     outcomes = []
     with _progress(len(planned)) as begin:
-        for number, choices in planned:
+        for number, choices, name in planned:
             done = run(configuration, number, choices, begin(number, choices), where.speeds if where else None)
-            outcomes.append(Outcome(number, choices, done, predict(done, where) if where else None))
+            outcomes.append(Outcome(number, choices, done, predict(done, where) if where else None, name))
     if picture is not None:
         draw(picture, outcomes, names)
     if json is not None:
@@ -230,6 +245,7 @@ def _write(path: str, told: dict[str, Any]) -> None:
 def _as_json(outcome: Outcome) -> dict[str, Any]:
     run, prediction = outcome.run, outcome.prediction
     return {
+        "name": outcome.name,
         "groups": outcome.groups,
         "choices": dict(outcome.choices),
         "settings": run.settings.described(),

@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -16,10 +17,26 @@ from lightning_sdiloco.tools.simulate.running import Run
 Choices = dict[str, Any]
 
 _GROUPS = "groups"
+METHOD = "method"
+"""What varies where runs have names."""
 
 
-def combinations(sweeps: Sequence[str], groups: int) -> list[tuple[int, Choices]]:
-    """Lists all runs of a sweep: the number of groups, and arguments of the strategy.
+class Planned(NamedTuple):
+    """A run that is planned.
+
+    Attributes:
+        groups: The number of groups.
+        choices: Arguments of the strategy.
+        name: What it is called, if it has a name.
+    """
+
+    groups: int
+    choices: Choices
+    name: str = ""
+
+
+def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
+    """Lists all runs of a sweep.
 
     Args:
         sweeps: What varies, such as ``"sync_every=10,20"``.
@@ -29,20 +46,52 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[tuple[int, Choices]
         ValueError: If something is no argument of the strategy, or has no values, or occurs twice.
 
     Examples:
-        >>> combinations(["groups=2,4", "compression=fp4"], groups=2)
+        >>> [tuple(run[:2]) for run in combinations(["groups=2,4", "compression=fp4"], groups=2)]
         [(2, {'compression': 'fp4'}), (4, {'compression': 'fp4'})]
     """
     varied = dict(_parsed(sweep) for sweep in sweeps)
     if len(varied) < len(sweeps):
         raise ValueError(f"sweep={list(sweeps)!r} names something twice. Give all values of it together: H=10,20.")
     runs = (dict(zip(varied, values, strict=True)) for values in product(*varied.values()))
-    return [(run.pop(_GROUPS, groups), run) for run in runs]
+    return [Planned(run.pop(_GROUPS, groups), run) for run in runs]
+
+
+def methods(file: str, groups: int) -> list[Planned]:
+    """Reads runs to compare from a YAML file: from a name to arguments of the strategy, or groups.
+
+    Args:
+        file: The file.
+        groups: The number of groups, unless a run has its own.
+
+    Raises:
+        ValueError: If it is no such file, or names what is no argument of the strategy.
+    """
+    read = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
+    if not isinstance(read, dict) or not all(isinstance(own, dict) or own is None for own in read.values()):
+        raise ValueError(
+            f"methods={file!r} is no YAML file that maps names to arguments of the strategy. Write for example"
+            " 'rarer: {sync_every: 200}'."
+        )
+    for name, own in read.items():
+        unknown = [argument for argument in own or {} if argument not in _known()]
+        if unknown:
+            raise ValueError(
+                f"The method {name!r} in {file} has the argument {unknown[0]!r}, which is unknown. Choose among"
+                f" {', '.join(_known())}."
+            )
+    runs = [(str(name), dict(own or {})) for name, own in read.items()]
+    return [Planned(own.pop(_GROUPS, groups), own, name) for name, own in runs]
+
+
+def _known() -> list[str]:
+    """Returns what may vary."""
+    arguments = list(inspect.signature(WorkerGroupStrategy.__init__).parameters)[1:]
+    return [_GROUPS, *(one for one in arguments if one not in ("worker_groups", "of_format"))]
 
 
 def _parsed(sweep: str) -> tuple[str, list[Any]]:
     name, _, text = sweep.partition("=")
-    known = list(inspect.signature(WorkerGroupStrategy.__init__).parameters)[1:]
-    known = [_GROUPS, *(one for one in known if one not in ("worker_groups", "of_format"))]
+    known = _known()
     if name not in known:
         raise ValueError(f"sweep={sweep!r} varies {name!r}, which is unknown. Choose among {', '.join(known)}.")
     values = [yaml.safe_load(part) for part in text.split(",") if part]
@@ -148,17 +197,19 @@ class Outcome:
         choices: The arguments of the strategy that the sweep chose.
         run: What happened.
         prediction: How long it would take, if a link was given.
+        name: What the run is called, if it has a name.
     """
 
     groups: int
     choices: Mapping[str, Any]
     run: Run
     prediction: Prediction | None
+    name: str = ""
 
     def varied(self, names: Sequence[str]) -> Iterator[Any]:
         """Yields the values of what a sweep varied, in the order of the names."""
         for name in names:
-            yield self.groups if name == _GROUPS else self.choices[name]
+            yield self.name if name == METHOD else self.groups if name == _GROUPS else self.choices[name]
 
     @property
     def inner_steps(self) -> int:
