@@ -69,7 +69,8 @@ class Communicator:
         """
         if self.size == 1:
             return [value]
-        device = torch.device("cpu" if self.is_on_host else "cuda")
+        # Such as "cpu:gloo,cuda:nccl": any device that the group carries will do.
+        device = torch.device(dist.get_backend_config(self.process_group).partition(":")[0])
         own = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         sizes = [int(size) for size in self.all_gather(torch.tensor(own.numel(), device=device))]
         padded = nn.functional.pad(own, (0, max(sizes) - own.numel())).to(device)

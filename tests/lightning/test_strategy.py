@@ -226,7 +226,7 @@ def test_a_landing_is_logged_and_the_progress_bar_shows_what_is_in_flight(distri
         6: ("1", "1, 2"),
         7: ("1", "2, 3"),
         8: ("1", "3, 0"),
-        9: ("1", "-"),
+        9: ("2", "-"),
     }
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     logged = {"bytes_sent", "exposed_wait_ms", "outer_grad_norm", "outer_lr", "groups_left_out", "groups_outlying"}
