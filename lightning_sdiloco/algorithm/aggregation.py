@@ -52,13 +52,13 @@ class Weighing(ABC):
     Its state, of each fragment, is plain JSON, and changes only when a flight lands.
     """
 
-    @abstractmethod
     def start(self, groups: int) -> Any:
-        """Returns the state of a fragment before its first launch.
+        """Returns the state of a fragment before its first launch; by default there is none.
 
         Args:
             groups: Number of worker groups.
         """
+        return None
 
     @abstractmethod
     def count(self, controls: Sequence[Control], state: Any) -> Count:
@@ -69,9 +69,9 @@ class Weighing(ABC):
             state: The state of the fragment.
         """
 
-    @abstractmethod
     def heard(self, controls: Sequence[Control], state: Any) -> Any:
-        """Returns the state once the flight has landed. The arguments are those of `count`."""
+        """Returns the state once the flight has landed; by default that of before; see `count`."""
+        return state
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,7 @@ class ByNorm(Weighing):
         _require_above(0, temperature=self.temperature)
 
     @override
-    def start(self, groups: int) -> None:
-        return None
-
-    @override
-    def count(self, controls: Sequence[Control], state: None) -> Count:
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
         weights = by_training(controls, may_count(controls))
         # Measured from the shortest, so that one of them is never 0.
         shortest = min((controls[group].norm for group in weights), default=inf)
@@ -54,10 +50,6 @@ class ByNorm(Weighing):
         }
         total = sum(shares.values())
         return Count({group: len(shares) * share / total for group, share in shares.items()})
-
-    @override
-    def heard(self, controls: Sequence[Control], state: None) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -73,18 +65,10 @@ class ByMedian(Weighing):
     """
 
     @override
-    def start(self, groups: int) -> None:
-        return None
-
-    @override
-    def count(self, controls: Sequence[Control], state: None) -> Count:
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
         weights = by_training(controls, may_count(controls))
         middle = median([controls[group].norm for group in weights]) if weights else 0.0
         return Count({group: weight * _scale(controls[group].norm, middle) for group, weight in weights.items()})
-
-    @override
-    def heard(self, controls: Sequence[Control], state: None) -> None:
-        return None
 
 
 @dataclass(frozen=True)
