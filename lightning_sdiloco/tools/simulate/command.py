@@ -85,7 +85,9 @@ def simulate(
     configuration = Configuration(tuple(config), tuple(set), *classes)
     if sites is not None:
         if sweep or methods:
-            raise ValueError("--sweep and --methods do not go with --sites. Give one run of a federation at a time.")
+            raise ValueError(
+                "--sweep does not go with --sites, nor does --methods. Give one run of a federation at a time."
+            )
         link = None if bandwidth is None else Link(bandwidth, round_trip, loss)
         return _federation(configuration, _places(sites, step_time, link, speeds, delays, absence), picture, json)
     if delays is not None:
