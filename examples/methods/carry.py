@@ -20,9 +20,9 @@ class CarryHalf(LandingRule):
 
     kept: float = 0.0
 
-    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+    def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
         """Returns the local values at the launch, and the new outer ones."""
-        return sent, after
+        return before - gradient, after
 
     def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
         """Goes from the outer values half as far as the group went in flight."""

@@ -206,8 +206,9 @@ class Pipeline:
             counts=bool(averaged.counted.factors),
             final=snapshot.purpose is not Purpose.ROUND,
         )
-        rule, own = self._rule(snapshot, averaged), snapshot.outer - snapshot.gradient
-        gathered = [fragment.layout.all_gather(row, group) for row in rule.gathered(own, snapshot.outer, outer.values)]
+        rule = self._rule(snapshot, averaged)
+        rows = rule.gathered(snapshot.gradient, snapshot.outer, outer.values)
+        gathered = [fragment.layout.all_gather(row, group) for row in rows]
         kept.spans["outer_step"] = span_from(began, gradient.device)
         gradient_norm, controls = whole_norm(gradient, group), averaged.controls
         left_out = tuple(group for group, control in enumerate(controls) if not control.finite)

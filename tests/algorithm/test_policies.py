@@ -65,6 +65,12 @@ def test_a_request_waits_no_longer_than_is_said(schedule: Schedule, most: int, s
     assert first - since <= pace.longest_wait(schedule, since)
 
 
+def test_a_group_that_did_not_move_before_has_changed_once_it_does() -> None:
+    pace, state = Selective(), {"sync_every": 10, "next": [20], "stride": [1], "rates": [[1.0, 0.0]]}
+    assert pace.heard(state, Heard(0, 20, (0, 1), (10.0, 20.0), (10, 10)))["stride"] == [1]
+    assert pace.heard(state, Heard(0, 20, (0, 1), (10.0, 0.0), (10, 10)))["stride"] == [2]
+
+
 NORMS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)
 
 
@@ -135,11 +141,11 @@ def test_until_its_warmup_a_z_score_knows_the_plain_mean_and_deviation(norms: li
 def test_carry_keeps_what_was_trained_in_flight() -> None:
     sent, before, after, in_flight = torch.randn(4, 50).unbind()
     local = sent + in_flight
-    Carry().merge(local, Carry().gathered(sent, before, after), steps=5)
+    Carry().merge(local, Carry().gathered(before - sent, before, after), steps=5)
     torch.testing.assert_close(local, after + in_flight)
     for rule in (Mix(0.0), Carry()):
         local = sent.clone()
-        rule.merge(local, rule.gathered(sent, before, after), steps=0)
+        rule.merge(local, rule.gathered(before - sent, before, after), steps=0)
         torch.testing.assert_close(local, after)
 
 

@@ -167,8 +167,8 @@ class DelayCompensation(LandingRule):
     strength: float = 0.5
     kept: float = 0.0
 
-    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
-        return sent, after
+    def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+        return before - gradient, after
 
     def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
         sent, after = gathered

@@ -21,13 +21,13 @@ class LandingRule(ABC):
     kept: float
 
     @abstractmethod
-    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+    def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
         """Returns what the ranks of a group gather for the landing: vectors of the shard.
 
         In the background. Write to none of the arguments, each float32 of shape ``(shard_numel,)``.
 
         Args:
-            sent: Local values at the launch.
+            gradient: Outer gradient at the launch: ``before`` minus the local values of then.
             before: Outer parameters at the launch.
             after: Outer parameters after the outer step.
         """
@@ -56,7 +56,7 @@ class Mix(LandingRule):
     kept: float
 
     @override
-    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+    def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
         return (after,)
 
     @override
@@ -77,8 +77,8 @@ class Carry(LandingRule):
         return 0.0
 
     @override
-    def gathered(self, sent: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
-        return (after - sent,)
+    def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
+        return (after - (before - gradient),)
 
     @override
     def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:

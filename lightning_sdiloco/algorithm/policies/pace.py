@@ -18,7 +18,7 @@ class Heard(NamedTuple):
         launched_at: The inner step of the launch, as `Pace.due` counts them.
         present: The groups that counted in the mean, rising.
         norms: Norm of the outer gradient of each group, before any compression, by group.
-        trained: Inner steps in which each group trained since its own last launch of the fragment, by group.
+        trained: Micro-batches that each group trained since its own last launch of the fragment, by group.
     """
 
     fragment: int
@@ -149,8 +149,12 @@ class Selective(Pace):
     def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
         own, before = landing.fragment, state["rates"][landing.fragment]
         rates = [norm / max(1, steps) for norm, steps in zip(landing.norms, landing.trained, strict=True)]
-        changes = [abs(rates[group] - before[group]) / before[group] for group in landing.present if any(before)]
-        is_calm = bool(changes) and max(changes) < self.threshold
+        # Multiplied, not divided: a group may not have moved before.
+        is_calm = bool(landing.present) and any(before) and self.threshold > 0
+        is_calm = is_calm and all(
+            rates[group] == before[group] == 0 or abs(rates[group] - before[group]) < self.threshold * before[group]
+            for group in landing.present
+        )
         stride = min(self.most, 2 * state["stride"][own]) if is_calm else 1
         new = {"next": landing.launched_at + stride * state["sync_every"], "stride": stride, "rates": rates}
         changed = {name: [*state[name][:own], value, *state[name][own + 1 :]] for name, value in new.items()}
