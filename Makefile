@@ -6,12 +6,14 @@
 #   make slow    run those that take more than a minute each
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
+#   make gpu     what a CUDA device shows in ten minutes, with the torch and Lightning of PYTHON; it installs nothing
 #   make lint types docs venv clean
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 DEMO_ARGS ?=
+GPU_ARGS ?=
 # Many tests start several ranks and bound their waits. On a busy machine one may be held up for longer, so a test that
 # fails is tried once more, and shows as R and in the summary.
 PYTEST_ARGS ?= --numprocesses 2 --reruns 1
@@ -23,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 OLDEST_TESTS := tests/test_surface.py \
   $(patsubst %,tests/lightning/test_%.py,register metrics strategy silence checkpoint works_with)
 
-.PHONY: venv demo demo-federation test large slow foreign oldest lint types docs clean
+.PHONY: venv demo demo-federation test large slow foreign oldest gpu lint types docs clean
 
 venv: $(VENV)/.installed
 
@@ -51,6 +53,10 @@ oldest: build/constraints-oldest.txt
 build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
 	@mkdir -p build
 	{ cat constraints-oldest.txt; grep -vE '^(fsspec|lightning|pytorch-lightning|rich)=' constraints.txt; } > $@
+
+# Not in .venv: on a machine with a GPU, torch and Lightning are there already, and perhaps no network.
+gpu:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,25 +1,21 @@
 """How much worse than DDP a setting is: pairs of runs on the same data and start, as a table and as a picture."""
 
 import argparse
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from benchmarks import report
-from benchmarks.picture import BLUE, GREY, RED, figure, save
 from benchmarks.runs import Runs
 from benchmarks.training import Run, Training, parameters
+from lightning_sdiloco.tools.simulate.seeds import half_width
 
 FEWEST_ROUNDS = 15
 """What has fewer rounds tells nothing of a setting, and is left out."""
 
 BATCH = 2
 """Windows that a group sees in a step. With two DDP does better than with four, at either learning rate."""
-
-# Half the width of a 95 % interval of the mean, in standard errors, by the number of seeds (Student's t).
-_HALF_WIDTH = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 Pairs = Sequence[tuple[Training, Training]]
 """Trainings, each with the one by DDP on the same data and from the same start."""
@@ -82,11 +78,6 @@ COLUMNS = [
 ]
 
 
-def half_width(values: Sequence[float]) -> float | None:
-    """Returns half the width of the 95 % interval of the mean; None for a single value."""
-    return _HALF_WIDTH[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
 def interval(values: Sequence[float], digits: int = 3) -> str:
     """Returns the mean with half the width of its 95 % interval.
 
@@ -128,6 +119,9 @@ def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
     """Draws how much worse than DDP each setting is, with its interval; grey where that holds 0."""
     if path is None:
         return
+    # Not at the head: a machine on which only numbers are measured may not have what draws.
+    from benchmarks.picture import BLUE, GREY, RED, figure, save
+
     picture, (axes,) = figure(height=1.2 + 0.25 * len(comparisons))
     for position, one in enumerate(comparisons):
         worse, half = mean(one.percent), half_width(one.percent)

@@ -34,6 +34,7 @@ from lightning_sdiloco.compression import (
     Threshold,
     TopK,
 )
+from lightning_sdiloco.compression.blockwise import Blockwise
 from lightning_sdiloco.engine.pipeline import norm_squared
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,6 +328,14 @@ FAMILY: dict[str, Compression] = {
 """What the package has, by name or as it is written in Python."""
 
 
+@dataclass(frozen=True)
+class FP4ByTorch(FP4):
+    """`FP4` as it runs where there is no C compiler."""
+
+    encode = Blockwise.encode
+    decode = Blockwise.decode
+
+
 def error_of_the_sum(rounds: list[Replicas], compression: Compression) -> float:
     """Relative error of all rounds of a replica added up, with the memory that the compression asks for."""
     sent, true, memory = torch.zeros_like(rounds[0][0]).double(), torch.zeros_like(rounds[0][0]).double(), None
@@ -472,7 +481,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread\n")
     numel = options.speed or 1 << (18 if options.quick else 24)
-    found = speeds(COMPRESSIONS if options.speed else FAMILY, numel, repeats=3 if options.quick else 7)
+    found = speeds(
+        {**(COMPRESSIONS if options.speed else FAMILY), "fp4 by torch": FP4ByTorch()},
+        numel,
+        repeats=3 if options.quick else 7,
+    )
     written: dict[str, Any] = {
         "headline": speed_headline(found),
         "speeds": {name: asdict(speed) for name, speed in found.items()},

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.compression import Replica, Replicas, Training, corpus
 from lightning_sdiloco.algorithm.aggregation import Count
-from lightning_sdiloco.algorithm.reduction import AllReduce, OneShot, TwoShot
+from lightning_sdiloco.algorithm.reduction import AllReduce, OneShotAllReduce, TwoShotAllReduce
 from lightning_sdiloco.compression import COMPRESSIONS, FP4, Compression, ErrorFeedback, Float32, Int2, RandomK, TopK
 
 TRAINING = Training(width=64, layers=2, context=64, rounds=16)
@@ -91,11 +91,11 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name, codec in FAMILY.items():
         for groups in GROUPS:
-            gather, two = OneShot(groups, codec, 0.0), TwoShot(groups, codec, 0.0)
+            gather, two = OneShotAllReduce(groups, codec, 0.0), TwoShotAllReduce(groups, codec, 0.0)
             share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(numel)
             errors = [
                 error_of_the_sum(kind, codec, rounds, groups, forgets)
-                for kind, forgets in ((OneShot, False), (TwoShot, False), (TwoShot, True))
+                for kind, forgets in ((OneShotAllReduce, False), (TwoShotAllReduce, False), (TwoShotAllReduce, True))
             ]
             told = " | ".join(f"{error:.4f}" for error in errors)
             print(f"| `{name}` | {groups} | {share:.2f} | {told} |", flush=True)

@@ -67,11 +67,11 @@ class Timed(LightningModule):
 
 
 def fit(module: LightningModule, batches: Iterator[Batch], steps: int, **choices: Any) -> Trainer:
-    """Fits quietly on the CPU, and returns the trainer."""
+    """Fits quietly, on the CPU unless ``accelerator`` says otherwise, and returns the trainer."""
     logging.disable(logging.WARNING)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(accelerator="cpu", max_steps=steps, **{**quiet, **choices})
+        trainer = Trainer(max_steps=steps, **{"accelerator": "cpu", **quiet, **choices})
         trainer.fit(module, DataLoader(Endless(batches), batch_size=None))
     return trainer

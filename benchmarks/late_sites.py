@@ -1,4 +1,4 @@
-"""What becomes of what a site has trained when its contribution comes too late: three rules, on a language model.
+"""What becomes of what a site has trained when its contribution comes too late: four rules, on a language model.
 
     python -m benchmarks.late_sites [--rhythm H] [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
 
@@ -9,6 +9,7 @@ alone, so that the rules are compared pair by pair:
 - ``carry``: the local parameters move by as much as the outer ones. What was trained is launched again with the next.
 - ``mix``: the local parameters are mixed with the outer ones as always. What was late counts nowhere.
 - ``discount``: they are mixed too, and what was late counts in the next round, with half of its weight.
+- ``once``: as ``mix``, but if the next contribution of the site is late too, that is carried. It is the default.
 
 In the last round nobody is late, and it is a plain mean: what is compared is the model that all have at the end.
 With --json every run is kept at once, and runs that the file has are not made again.
@@ -18,14 +19,14 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from benchmarks import report, runs
-from benchmarks.comparison import half_width, interval
+from benchmarks.comparison import interval
 from benchmarks.models import TINY
 from benchmarks.picture import BLUE, GREY, RED, figure, save
 from benchmarks.quality import HELD_OUT, pair
@@ -36,13 +37,14 @@ from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import InlineBackground
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.requests import Mailbox
-from lightning_sdiloco.engine.site.arithmetic import SiteArithmetic, Stepped
+from lightning_sdiloco.engine.site.arithmetic import Encoded, SiteArithmetic, Stepped
 from lightning_sdiloco.engine.site.world import FederatedWorld
 from lightning_sdiloco.federation import Contribution, Landing, Record
 from lightning_sdiloco.federation.progress import Progress
 from lightning_sdiloco.hub import Connection, InProcessConnection, InProcessHub
+from lightning_sdiloco.tools.simulate.seeds import half_width
 
-CARRY, MIX, DISCOUNT = RULES = ("carry", "mix", "discount")
+CARRY, MIX, DISCOUNT, ONCE = RULES = ("carry", "mix", "discount", "once")
 
 WEIGHT = 0.5
 """What is left of the weight of what counts a round later, with ``discount``."""
@@ -119,13 +121,13 @@ class LateConnection(InProcessConnection):
             super().contribute(own, blobs)
 
 
-class MixedProgress(Progress):
-    """Mixes where `Progress` carries, so that what did not count is gone."""
+class Dropping(Progress):
+    """Drops what is late, every time."""
 
     @override
     def landing(self, record: Record, site: str) -> Landing:
-        found = super().landing(record, site)
-        return Landing.MIX if found is Landing.CARRY and self.flight else found
+        self.dropped = False
+        return super().landing(record, site)
 
 
 class LateArithmetic:
@@ -135,12 +137,12 @@ class LateArithmetic:
         self._arithmetic, self._hub = arithmetic, hub
         self.encode, self.bytes_fetched = arithmetic.encode, arithmetic.bytes_fetched
 
-    def apply(self, record: Record, blobs: Blobs, before: OuterState, memory: Tensor | None) -> Stepped:
+    def apply(self, record: Record, blobs: Blobs, before: OuterState, encoded: Encoded | None) -> Stepped:
         """See `SiteArithmetic.apply`."""
         late = sorted(self._hub.late.get((record.fragment, record.round - 1), []), key=lambda came: came[0].site)
         more = [replace(own, weight=max(1, round(WEIGHT * own.weight))) for own, _ in late]
         every = {**blobs, **{key: blob for _, its in late for key, blob in its.items()}}
-        return self._arithmetic.apply(replace(record, counted=(*record.counted, *more)), every, before, memory)
+        return self._arithmetic.apply(replace(record, counted=(*record.counted, *more)), every, before, encoded)
 
 
 class Sites:
@@ -154,7 +156,7 @@ class Sites:
         self._worlds: list[FederatedWorld] = []
         for number, (model, own) in enumerate(zip(models, optimizers, strict=True)):
             topology = replace(Topology(), background=InlineBackground.connect(1)[0])
-            federation = _here(LateConnection(self._hub, f"s{number}"))
+            federation = _here(LateConnection(self._hub, f"s{number}"), "carry" if training.rule == CARRY else "drop")
             engine = StreamingDiLoCo(
                 model,
                 topology=topology,
@@ -169,13 +171,9 @@ class Sites:
         for _ in range(2):
             for world in self._worlds:
                 world.hear()
-        for world in self._worlds:
-            self._follow(world, training.rule)
-
-    def _follow(self, world: FederatedWorld, rule: str) -> None:
-        if rule != CARRY:
-            world.follower.fragments = [MixedProgress(**vars(own)) for own in world.follower.fragments]
-        if rule == DISCOUNT:
+        for world in self._worlds if training.rule in (MIX, DISCOUNT) else ():
+            world.follower.fragments = [Dropping(**vars(own)) for own in world.follower.fragments]
+        for world in self._worlds if training.rule == DISCOUNT else ():
             world._arithmetic = LateArithmetic(world._arithmetic, self._hub)  # type: ignore[assignment]
 
     def average_gradients(self) -> None:
@@ -205,13 +203,13 @@ class Sites:
             engine.close()
 
 
-def _here(connection: InProcessConnection) -> Federation:
+def _here(connection: InProcessConnection, late: Literal["carry", "drop"]) -> Federation:
     class Here(Federation):
         @override
         def connect(self, ranks: int = 1) -> Connection:
             return connection
 
-    return Here("hub", "late", connection.site, insecure=True, lease=1e6, grace=GRACE)
+    return Here("hub", "late", connection.site, insecure=True, lease=1e6, grace=GRACE, late=late)
 
 
 class Rhythm(NamedTuple):

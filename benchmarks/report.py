@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -100,6 +98,10 @@ def show(title: str, columns: list[str], rows: list[list[str]], caption: str = "
             print(f"\n{caption}")
         sys.stdout.flush()
         return
+    # Not at the head: a machine on which only numbers are measured may not have it.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, caption=caption or None)
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left")

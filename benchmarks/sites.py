@@ -122,9 +122,10 @@ def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int)
         os.environ.update(links.environment(rank))
         _call_this_host(links.address(rank))
     os.environ["OWN_ADDR"] = "127.0.0.1" if links is None else links.address(rank)
+    # The model itself counts too.
+    before = forget_peak_memory()
     net, batches = job.case.net(), job.case.batches(rank)
     stamps = job.case.stamps(net, rank)
-    before = forget_peak_memory()
     with sampled() if rank == 0 and job.sampled else nullcontext([]) as samples:
         told = loop(job.case, net, batches, stamps, job.first + job.counted)
     in_all = sent_so_far()

@@ -268,6 +268,12 @@ class Loop:
     def _engines(self) -> Sequence[StreamingDiLoCo]:
         return [] if self._streaming is None else self._streaming.engines
 
+    @property
+    def traffic(self) -> Run:
+        """What a group has sent so far: bytes and launches; nothing with DDP."""
+        counted = [engine.report() for engine in self._engines[:1]]
+        return {name: int(report[name]) for report in counted for name in ("bytes_sent", "launches")}
+
     def state_dict(self) -> dict[str, Any]:
         """Returns all that it needs to go on bit for bit."""
         return {
@@ -331,6 +337,7 @@ def made(training: Training, until: float = math.inf, state: Path | None = None)
         "steps": training.steps,
         "rounds": training.rounds,
         "tokens": training.tokens,
+        **loop.traffic,
         "passes": round(training.tokens / (len(text.training) * training.size.context), 3),
         "cpu_seconds": round(cpu_seconds, 1),
         "seconds": round(seconds, 1),

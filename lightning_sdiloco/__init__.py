@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 from lightning_sdiloco.algorithm.aggregation import Count, Weighing
 from lightning_sdiloco.algorithm.control import Control
 from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.parts import TwoShot
 from lightning_sdiloco.algorithm.policies.landing import Carry, LandingRule, Mix
 from lightning_sdiloco.algorithm.policies.pace import Heard, Pace, Selective
+from lightning_sdiloco.algorithm.policies.route import FastestPairs, RandomPairs, Ring, Route
 from lightning_sdiloco.algorithm.policies.weighing import ByMedian, ByNorm, ZScore
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
@@ -38,6 +40,7 @@ __all__ = [
     "DelayedNesterov",
     "DynamicBackup",
     "ExchangeError",
+    "FastestPairs",
     "Federation",
     "Float32",
     "Fragment",
@@ -48,10 +51,14 @@ __all__ = [
     "Mix",
     "Pace",
     "Quorum",
+    "RandomPairs",
+    "Ring",
+    "Route",
     "Schedule",
     "Selective",
     "SimulatedGroups",
     "StreamingDiLoCo",
+    "TwoShot",
     "Weighing",
     "WorkerGroups",
     "ZScore",

@@ -224,7 +224,9 @@ def test_planning_and_federation_are_plain_numbers(module: str) -> None:
     assert tops_of(module) <= {NAME, "typing_extensions"} | sys.stdlib_module_names
 
 
-@pytest.mark.parametrize(("family", "shared"), [("compression", {"base", "blockwise"}), ("comm.exchange", {"base"})])
+@pytest.mark.parametrize(
+    ("family", "shared"), [("compression", {"base", "blockwise", "native", "sample"}), ("comm.exchange", {"base"})]
+)
 def test_a_member_of_a_family_knows_no_other_member(family: str, shared: set[str]) -> None:
     bases = {f"{NAME}.{family}.{name}" for name in shared} | {f"{NAME}.comm.staging"}
     users = {f"{NAME}.compression.kernels"}

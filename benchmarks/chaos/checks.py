@@ -128,8 +128,8 @@ def stalls(told: Told, spans: Sequence[Span], site: str) -> Found:
     Returns:
         ``step``: the median of its steps in seconds; ``stalls``: the longest times in which the engine kept training
         from going on while the site was up to date, less those for which the thread was ready and the machine did not
-        let it run; ``raw``: with these; ``returning``: without them, while the site made up for what it had missed;
-        ``above``: those of the first above the limit.
+        let it run, or its host did not let the machine; ``raw``: with these; ``returning``: without them, while the
+        site made up for what it had missed; ``above``: those of the first above the limit.
     """
     steps = told.steps(site)
     if not steps:
@@ -149,7 +149,7 @@ def stalls(told: Told, spans: Sequence[Span], site: str) -> Found:
 
 
 def _stall(note: Note) -> float:
-    return float(note["stalled"] - note["delayed"])
+    return float(note["stalled"] - note["delayed"] - note.get("stolen", 0.0))
 
 
 def _away(steps: Sequence[Note], span: Span) -> tuple[float, float]:
@@ -229,8 +229,8 @@ def examined(told: Told, batch: int) -> Found:
     ]
     problems = disagreements(told) + differing_ends(told) + counted_twice(told, batch)
     problems += [
-        f"{site} stood still for {one['stalled']:.3f} s ({one['delayed']:.3f} s of it without a processor) at step"
-        f" {one['step']}, and a step takes {own['step']:.3f} s"
+        f"{site} stood still for {one['stalled']:.3f} s ({one['stalled'] - _stall(one):.3f} s of it without"
+        f" a processor) at step {one['step']}, and a step takes {own['step']:.3f} s"
         for site, own in sites.items()
         for one in own["above"]
     ]

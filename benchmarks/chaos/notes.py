@@ -55,3 +55,9 @@ class Reader:
 def waited_for_processor() -> float:
     """Returns the seconds that the calling thread has been ready to run, and was not let to."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def stolen() -> list[float]:
+    """Returns the seconds that the host has given each processor of this virtual machine to others, as they wanted."""
+    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+    return [int(fields[8]) / os.sysconf("SC_CLK_TCK") for fields in lines[1:]]

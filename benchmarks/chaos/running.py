@@ -118,7 +118,7 @@ class Play:
 
     def _may(self, fault: Fault) -> bool:
         victims = [one.victim for _, one in self.going_on]
-        if fault.victim == ALL:
+        if ALL in (fault.victim, *victims):
             return not victims
         # Who is coming back is hit as well, but not always.
         is_back = fault.victim == HUB or self.seen[fault.victim].back or fault.strength < 0.25

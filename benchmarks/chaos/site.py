@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.chaos.notes import Notebook, waited_for_processor
+from benchmarks.chaos.notes import Notebook, stolen, waited_for_processor
 from benchmarks.links import enter
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 from lightning_sdiloco.comm.mailbox.moving import _Incoming, _Outgoing
@@ -107,15 +107,19 @@ class Notes(Callback):
         follower, make_step = engine._world.follower, engine.step
 
         def step(**choices: Any) -> Any:
-            began, delayed = time.monotonic(), waited_for_processor()
+            lost, began, delayed = stolen(), time.monotonic(), waited_for_processor()
             landings = make_step(**choices)
             now = time.monotonic()
+            delayed = waited_for_processor() - delayed
+            # A thread may also wait for one of this process that runs on the other processor.
+            lost_most = max(after - before for before, after in zip(lost, stolen(), strict=True))
             self._notebook.write(
                 "step",
                 step=engine.inner_steps,
                 took=now - self._began,
                 stalled=now - began,
-                delayed=waited_for_processor() - delayed,
+                delayed=delayed,
+                stolen=lost_most,
                 rounds=[own.applied.round for own in follower.fragments],
                 lag=follower.lag,
                 reachable=follower.reachable,

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -107,8 +108,9 @@ class World:
                     process.kill()
                     process.join()
                 if fault.kind == "lose":
-                    for file in (self.folder / fault.victim).glob("*"):
-                        file.rename(file.with_name(f"{file.name}.lost"))
+                    checkpoints = self.folder / fault.victim
+                    if checkpoints.exists():
+                        checkpoints.rename(self.folder / f"{fault.victim}.lost.{time.monotonic_ns()}")
             case "stop":
                 self.signal(fault.victim, signal.SIGSTOP)
             case "cut" | "cut_5" | "cut_15" | "cut_60":

@@ -8,9 +8,12 @@ from lightning_sdiloco.algorithm.aggregation import Absences, Aggregation, Count
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
 from lightning_sdiloco.algorithm.digest import combined, digest
 from lightning_sdiloco.algorithm.dropping import Drop, best_drop
+from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
+from lightning_sdiloco.algorithm.parts import TwoShot, least_seconds
 from lightning_sdiloco.algorithm.policies.landing import Carry, LandingRule, Mix, mix
 from lightning_sdiloco.algorithm.policies.pace import Every, Heard, Pace, Selective
+from lightning_sdiloco.algorithm.policies.route import Everyone, FastestPairs, Leg, RandomPairs, Ring, Route, check_legs
 from lightning_sdiloco.algorithm.policies.weighing import ByMedian, ByNorm, ZScore
 from lightning_sdiloco.algorithm.recommended import AUTO, SPARSE_GAINS, OuterStep, recommended
 from lightning_sdiloco.algorithm.reduction import (
@@ -28,6 +31,7 @@ __all__ = [
     "Absences",
     "Aggregation",
     "AllReduce",
+    "Brought",
     "ByMedian",
     "ByNorm",
     "CONTROL_BYTES",
@@ -37,10 +41,13 @@ __all__ = [
     "DEFAULT_TIMEOUT",
     "Drop",
     "Every",
+    "Everyone",
+    "FastestPairs",
     "Fragment",
     "HOST_BYTES",
     "Heard",
     "LandingRule",
+    "Leg",
     "Mix",
     "OuterLRSchedule",
     "OuterOptimizer",
@@ -48,23 +55,32 @@ __all__ = [
     "Pace",
     "Parameter",
     "Partition",
+    "RandomPairs",
+    "Ring",
+    "Route",
     "SPARSE_GAINS",
     "Schedule",
     "SecondHop",
+    "TwoShot",
     "Selective",
     "Settings",
+    "Taken",
     "Weighing",
     "ZScore",
     "all_reduce_for",
     "best_drop",
+    "bring",
+    "check_legs",
     "combined",
     "digest",
     "final_all_reduce_for",
     "kind_of_all_reduce",
+    "least_seconds",
     "mix",
     "partition",
     "plain",
     "recommended",
     "remembered",
+    "take",
     "trained",
 ]

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-# How many words are weighed at once: limits the scratch memory to a few megabytes.
+# How many words are weighed at once: limits the scratch memory to a few megabytes, which stay in the cache of a CPU. An
+# accelerator takes more, or it would spend its time with the launches of kernels.
 _CHUNK = 1 << 18
+_CHUNK_ON_DEVICE = 1 << 23
 _ROW = 1 << 9
 
 
@@ -27,29 +29,30 @@ def digest(values: Tensor, start: int = 0) -> int:
         >>> digest(whole) == digest(whole.flip(0))
         False
     """
-    total = 0
     words = _words(values.detach())
-    scratch = torch.empty(min(_CHUNK, words.numel()), dtype=torch.int64, device=words.device)
-    for first in range(0, words.numel(), _CHUNK):
-        chunk = words[first : first + _CHUNK]
-        total += _weighed(scratch[: chunk.numel()].copy_(chunk), start + first)
-    return _wrapped(total)
+    length = _CHUNK if words.device.type == "cpu" else _CHUNK_ON_DEVICE
+    scratch = torch.empty(min(length, words.numel()), dtype=torch.int64, device=words.device)
+    # Added up on the device, modulo 2**64, so that the host waits for it once.
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for first in range(0, words.numel(), length):
+        chunk = words[first : first + length]
+        _weigh(scratch[: chunk.numel()].copy_(chunk), start + first, total)
+    return int(total)
 
 
-def _weighed(words: Tensor, start: int) -> int:
-    """Returns the sum of all words, each times its weight: twice its position plus 1.
+def _weigh(words: Tensor, start: int, total: Tensor) -> None:
+    """Adds to a total the sum of all words, each times its weight: twice its position plus 1.
 
     An odd weight is invertible modulo 2**64, so no change of a single word goes unseen. The position of a word is that
     of its row plus that within the row, so it is enough to weigh the sums of rows and of columns. That is cheaper than
     a product for every word.
     """
     whole = words.numel() // _ROW * _ROW
-    total = 0
     for part, at in ((words[:whole].view(-1, _ROW), start), (words[whole:].view(1, -1), start + whole)):
         rows = torch.arange(len(part), device=part.device) * _ROW + at
         columns = torch.arange(part.size(1), device=part.device)
-        total += int((part.sum(1) * (2 * rows + 1)).sum() + (part.sum(0) * (2 * columns)).sum())
-    return total
+        total += (part.sum(1) * (2 * rows + 1)).sum()
+        total += (part.sum(0) * (2 * columns)).sum()
 
 
 def combined(digests: list[int]) -> int:

@@ -6,6 +6,7 @@ its whole shard to every other one. In two hops, each group sums one part of the
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import fsum
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.aggregation import Count
+from lightning_sdiloco.algorithm.parts import TwoShot
 from lightning_sdiloco.compression import EAGER, Compression, Kernels
 
 
@@ -59,16 +61,24 @@ class AllReduce(ABC):
         self._mixing = mixing
         self._kernels = kernels
 
-    def at(self, step: int) -> "AllReduce":
-        """Returns the all-reduce for the launch after an inner step: itself, unless chance picks what is sent."""
-        compression = self.compression.at(step)
+    def at(self, step: int, choice: int = 0) -> "AllReduce":
+        """Returns the all-reduce for the launch after an inner step: itself, unless chance or its sender decides.
+
+        Args:
+            step: The inner step.
+            choice: In which code of the compression this group sends; see `Compression.choice`.
+        """
+        compression = self.compression.at(step).chosen(choice)
         if compression is self.compression:
             return self
+        return self._with(compression)
+
+    def _with(self, compression: Compression) -> "AllReduce":
         return type(self)(self.groups, compression, self._mixing, self._kernels)
 
     @abstractmethod
-    def part_numel(self, numel: int) -> int:
-        """Returns how many values of a shard of ``numel`` a group sends to each other group."""
+    def part_numel(self, numel: int, group: int = 0) -> int:
+        """Returns how many values of a shard of ``numel`` every other group sends to a group."""
 
     @abstractmethod
     def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
@@ -98,15 +108,18 @@ class AllReduce(ABC):
             like: The outer gradient, for its size and device.
         """
 
-    def mean(self, payloads: Sequence[Tensor], count: Count, like: Tensor) -> Tensor:
+    def mean(self, payloads: Sequence[Tensor], count: Count, like: Tensor, group: int = 0) -> Tensor:
         """Returns the float32 mean of the groups that count, summed in their order, so that all get the same bits.
 
         Args:
             payloads: What every group sent to this one.
             count: The groups that count, and their weights.
             like: An outer gradient of the whole shard, for its size and device.
+            group: This group.
         """
-        part = like.new_empty(self.part_numel(like.numel()))
+        part = like.new_empty(self.part_numel(like.numel(), group))
+        if not part.numel():
+            return part
         return self._kernels.mean(payloads, count.factors, self.compression, like=part)
 
     @abstractmethod
@@ -139,20 +152,32 @@ class AllReduce(ABC):
         sent = [self.encode(*own).payloads for own in each]
         payloads = []
         for group, residual in enumerate(residuals):
-            mean = self.mean([to[group] for to in sent], count, like=gradients[0])
+            mean = self.mean([to[group] for to in sent], count, gradients[0], group)
             hop = self.second_hop(mean, residual)
             if hop is None:
                 return mean
             payloads.append(hop.payload)
         return self.assemble(payloads, like=gradients[0])
 
-    def payload_bytes(self, numel: int) -> int:
-        """Returns the bytes of the payload for each group: the most, where they vary."""
-        return self.compression.wire_bytes(self.part_numel(numel))
+    def payload_bytes(self, numel: int, group: int = 0) -> int:
+        """Returns the bytes of the payload for a group: the most, where they vary."""
+        return self._bytes(self.part_numel(numel, group))
 
     @abstractmethod
-    def second_hop_bytes(self, numel: int) -> int:
-        """Returns the bytes that the second hop sends to each group; 0 if there is none."""
+    def second_hop_bytes(self, numel: int, group: int = 0) -> int:
+        """Returns the bytes that a group sends to each other one in its second hop; 0 if there is none."""
+
+    def second_hops(self, numel: int) -> list[int] | None:
+        """Returns the bytes of the second hop of each group, if they differ."""
+        return None
+
+    def bytes_to_others(self, numel: int, group: int) -> int:
+        """Returns the bytes that a group sends to all others for a shard, control vectors left out."""
+        first = sum(self.payload_bytes(numel, other) for other in range(self.groups) if other != group)
+        return first + (self.groups - 1) * self.second_hop_bytes(numel, group)
+
+    def _bytes(self, numel: int) -> int:
+        return self.compression.wire_bytes(numel) if numel else 0
 
     def _encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
         values = gradient if memory is None else gradient + memory
@@ -161,11 +186,11 @@ class AllReduce(ABC):
         return Encoded([payload], self.compression.remembered(gradient, memory, payload, self._mixing), tuning)
 
 
-class OneShot(AllReduce):
+class OneShotAllReduce(AllReduce):
     """Lets every group send its whole shard to every other one and sum all of it."""
 
     @override
-    def part_numel(self, numel: int) -> int:
+    def part_numel(self, numel: int, group: int = 0) -> int:
         return numel
 
     @override
@@ -188,20 +213,49 @@ class OneShot(AllReduce):
         return decoded
 
     @override
-    def second_hop_bytes(self, numel: int) -> int:
+    def second_hop_bytes(self, numel: int, group: int = 0) -> int:
         return 0
 
 
-class TwoShot(AllReduce):
+class TwoShotAllReduce(AllReduce):
     """Lets every group sum one part of the shard and send its mean, encoded again, to all others.
 
     What the second rounding loses is treated as error feedback treats the first: the group that computes the mean adds
     the loss to the next one. All groups, the sender included, decode the bytes that were sent.
+
+    Args:
+        groups: Number of worker groups.
+        compression: How outer gradients are encoded.
+        mixing: Share of the local parameters that is kept on landing.
+        kernels: What encodes and computes the means.
+        shares: The share of a shard that each group averages; None for equal parts.
     """
 
+    def __init__(
+        self,
+        groups: int,
+        compression: Compression,
+        mixing: float,
+        kernels: Kernels = EAGER,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(groups, compression, mixing, kernels)
+        self._shares = shares
+
     @override
-    def part_numel(self, numel: int) -> int:
-        return -(-numel // self.groups)
+    def _with(self, compression: Compression) -> "AllReduce":
+        return type(self)(self.groups, compression, self._mixing, self._kernels, self._shares)
+
+    @override
+    def part_numel(self, numel: int, group: int = 0) -> int:
+        return self._part_numels(numel)[group]
+
+    def _part_numels(self, numel: int) -> list[int]:
+        """Returns the length of each part. Equal ones hold up to a value for each group more, which are padding."""
+        if self._shares is None:
+            return [-(-numel // self.groups)] * self.groups
+        borders = [round(numel * fsum(self._shares[:group])) for group in range(self.groups)] + [numel]
+        return [after - before for before, after in zip(borders, borders[1:], strict=False)]
 
     @override
     def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
@@ -209,22 +263,26 @@ class TwoShot(AllReduce):
         numel = gradient.numel()
         gradients = self._parts(gradient)
         memories = [None] * self.groups if memory is None else self._parts(memory)
-        encoded = [self._encode(*part) for part in zip(gradients, memories, strict=True)]
+        parts = zip(gradients, memories, strict=True)
+        encoded = [self._encode(*part) if part[0].numel() else _nothing(gradient) for part in parts]
         remembered = [part.memory for part in encoded if part.memory is not None]
         payloads = [payload for part in encoded for payload in part.payloads]
         return Encoded(payloads, torch.cat(remembered)[:numel] if remembered else None)
 
     @override
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
+        if not mean.numel():
+            return SecondHop(_nothing(mean).payloads[0], mean)
         payload = self._kernels.encode(mean if residual is None else mean + residual, self.compression)
         return SecondHop(payload, self.compression.residual(mean, residual, payload, self._mixing))
 
     @override
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        part = self.part_numel(like.numel())
-        whole = like.new_empty(part * self.groups)
-        for payload, values in zip(payloads, whole.split(part), strict=True):
-            self.compression.decode(payload, values)
+        parts = self._part_numels(like.numel())
+        whole = like.new_empty(sum(parts))
+        for payload, values in zip(payloads, whole.split(parts), strict=True):
+            if values.numel():
+                self.compression.decode(payload, values)
         return whole[: like.numel()]
 
     @override
@@ -232,65 +290,82 @@ class TwoShot(AllReduce):
         return self.assemble(payloads, like)
 
     @override
-    def second_hop_bytes(self, numel: int) -> int:
-        return self.payload_bytes(numel)
+    def second_hop_bytes(self, numel: int, group: int = 0) -> int:
+        return self.payload_bytes(numel, group)
+
+    @override
+    def second_hops(self, numel: int) -> list[int] | None:
+        return None if self._shares is None else [self.payload_bytes(numel, group) for group in range(self.groups)]
 
     def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Splits a shard into parts of equal length, one for each group, the last padded with zeros."""
-        part = self.part_numel(values.numel())
-        return F.pad(values, (0, part * self.groups - values.numel())).split(part)
+        """Splits a shard into parts, one for each group; equal ones are padded with zeros at the end."""
+        parts = self._part_numels(values.numel())
+        return F.pad(values, (0, sum(parts) - values.numel())).split(parts)
 
 
-_BY_NAME: dict[str, type[AllReduce]] = {"gather": OneShot, "two_shot": TwoShot}
+def _nothing(like: Tensor) -> Encoded:
+    """Returns what goes to a group that averages nothing."""
+    return Encoded([like.new_empty(0, dtype=torch.uint8)], None)
+
+
+_BY_NAME: dict[str, type[AllReduce]] = {"gather": OneShotAllReduce, "two_shot": TwoShotAllReduce}
 
 
 def check_exchange(exchange: Any, compression: Compression) -> None:
-    """Raises an error for what is not the name of an exchange, or does not suit a compression.
+    """Raises an error for what is no exchange, or does not suit a compression.
 
     Args:
-        exchange: The name.
+        exchange: Its name, or a `TwoShot`.
         compression: The compression.
 
     Raises:
         ValueError: If it is not one.
     """
-    if exchange == "two_shot" and (compression.varies() or compression.counts_senders()):
-        why = "over='senders' asks who sent a value" if compression.counts_senders() else "every= makes payloads vary"
+    is_two_shot = exchange == "two_shot" or isinstance(exchange, TwoShot)
+    if is_two_shot and (compression.varies() or compression.counts_senders()):
+        why = "its payloads differ in length" if compression.varies() else "over='senders' asks who sent a value"
         raise ValueError(
-            f"exchange='two_shot' was given with compression={compression!r}: {why}, and a mean that is sent on in the"
-            " second shot tells neither, nor fits into such a payload. Leave exchange out, or choose 'gather'."
+            f"exchange={exchange!r} was given with compression={compression!r}: {why}, and a mean that is sent on in"
+            " the second shot tells neither, nor fits into such a payload. Leave exchange out, or choose 'gather'."
         )
-    if exchange != "auto" and exchange not in _BY_NAME:
+    if not (is_two_shot or exchange == "auto" or exchange in _BY_NAME):
         raise ValueError(
-            f"exchange={exchange!r} is not known. It is one of 'auto', {', '.join(map(repr, _BY_NAME))}. Choose one of"
-            " them; 'auto' is the default."
+            f"exchange={exchange!r} is not known. It is one of 'auto', {', '.join(map(repr, _BY_NAME))}, or a TwoShot."
+            " Choose one of them; 'auto' is the default."
         )
 
 
-def kind_of_all_reduce(exchange: str, groups: int, compression: Compression) -> type[AllReduce]:
-    """Returns the kind of all-reduce that an exchange of this name stands for.
+def kind_of_all_reduce(exchange: str | TwoShot, groups: int, compression: Compression) -> type[AllReduce]:
+    """Returns the kind of all-reduce that an exchange stands for.
 
     ``"auto"`` means the kind that sends fewer bytes: two shots for more than two groups. For two groups it means one
     shot: both kinds send the same, and one shot rounds only once. It means one shot, too, where the mean has more
     values than fit into a payload: with two shots most of the mean would have to wait for later ones.
     """
+    if isinstance(exchange, TwoShot):
+        return TwoShotAllReduce
     if exchange == "auto":
-        return TwoShot if groups > 2 and compression.suits_sums() else OneShot
+        return TwoShotAllReduce if groups > 2 and compression.suits_sums() else OneShotAllReduce
     return _BY_NAME[exchange]
 
 
 def all_reduce_for(
-    exchange: str, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER
+    exchange: str | TwoShot, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER
 ) -> AllReduce:
     """Makes the all-reduce that an exchange stands for. `AllReduce.at` returns the one for a single launch.
 
     Args:
-        exchange: Name of the exchange.
+        exchange: Name of the exchange, or a `TwoShot`.
         groups: Number of worker groups.
         compression: How outer gradients are encoded.
         mixing: Share of the local parameters that is kept on landing.
         kernels: What encodes and computes the means.
+
+    Raises:
+        ValueError: If a `TwoShot` does not suit so many groups, or its links are not known.
     """
+    if isinstance(exchange, TwoShot):
+        return TwoShotAllReduce(groups, compression, mixing, kernels, exchange.shares(groups))
     return kind_of_all_reduce(exchange, groups, compression)(groups, compression, mixing, kernels)
 
 
@@ -299,4 +374,4 @@ def final_all_reduce_for(groups: int, compression: Compression, mixing: float, k
 
     The arguments are those of `all_reduce_for`.
     """
-    return OneShot(groups, compression.dense(), mixing, kernels)
+    return OneShotAllReduce(groups, compression.dense(), mixing, kernels)

@@ -12,9 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sdiloco.algorithm.aggregation import Aggregation, Weighing
+from lightning_sdiloco.algorithm.gossip import check_compression
 from lightning_sdiloco.algorithm.partition import check_fragments
+from lightning_sdiloco.algorithm.parts import TwoShot
 from lightning_sdiloco.algorithm.policies.landing import LandingRule, Mix
 from lightning_sdiloco.algorithm.policies.pace import Every, Pace
+from lightning_sdiloco.algorithm.policies.route import Everyone, Route
 from lightning_sdiloco.algorithm.recommended import (
     AUTO,
     EARLIER,
@@ -59,7 +62,7 @@ class Settings:
     fragments: str | Sequence[Sequence[str]] = "strided"
     layers_per_fragment: int = 3
     compression: str | Compression = "fp4"
-    exchange: str = "auto"
+    exchange: str | TwoShot = "auto"
     outer_lr: float | Literal["auto"] = AUTO
     outer_momentum: float | Literal["auto"] = AUTO
     outer_optimizer: OuterOptimizer | None = None
@@ -72,6 +75,7 @@ class Settings:
     timeout: timedelta = field(default=DEFAULT_TIMEOUT)
     schedule: Pace | None = None
     weighing: Weighing | None = None
+    route: Route | None = None
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -187,7 +191,8 @@ class Settings:
         )
 
     def _check_policies(self) -> None:
-        for name, kind in {"schedule": Pace, "weighing": Weighing, "mixing": LandingRule}.items():
+        kinds = {"schedule": Pace, "weighing": Weighing, "route": Route, "mixing": LandingRule}
+        for name, kind in kinds.items():
             policy = getattr(self, name)
             if name != "mixing" and not (policy is None or isinstance(policy, kind)):
                 raise ValueError(f"{name}={policy!r} is no {kind.__name__}. Give one, or leave {name} out.")
@@ -202,6 +207,39 @@ class Settings:
                 f"weighing={self.weighing!r} was given together with {' and '.join(both)}, which say how much a group"
                 f" counts too. Leave out {' and '.join(both)}, or weighing."
             )
+
+        if not self.shares:
+            self._check_gossip()
+
+    def _check_gossip(self) -> None:
+        """Refuses what does not go with outer parameters of their own in every group."""
+        for name, why in _NOT_WITH_GOSSIP.items():
+            if (given := getattr(self, name)) is not None and given is not True and given != AUTO:
+                raise ValueError(
+                    f"{name}={given!r} does not go with route={self.route!r}, on which each group holds outer"
+                    f" parameters of its own: {why}. Leave {name} out, or route."
+                )
+        if self.exchange == "two_shot" or isinstance(self.exchange, TwoShot):
+            raise ValueError(
+                f"exchange={self.exchange!r} does not go with route={self.route!r}: in a leg each group sends its"
+                " partners whole fragments, once. Leave exchange out."
+            )
+        check_compression(self.compression)
+
+    @property
+    def routing(self) -> Route:
+        """What decides who exchanges with whom."""
+        return self.route or Everyone()
+
+    @property
+    def shares(self) -> bool:
+        """Whether all groups hold the same outer parameters."""
+        return self.routing.shared
+
+    @property
+    def exchange_in_rounds(self) -> str | TwoShot:
+        """The exchange of outer gradients: in a leg each group sends its partners whole fragments."""
+        return self.exchange if self.shares else "gather"
 
     @property
     def pace(self) -> Pace:
@@ -240,9 +278,9 @@ class Settings:
     @property
     def numbers_and_policies(self) -> dict[str, float | str]:
         """What `numbers` returns, and the policies that were given, as text."""
-        given = {"mixing": self.mixing, "schedule": self.schedule, "weighing": self.weighing}
-        policies = {name: repr(one) for name, one in given.items() if isinstance(one, (LandingRule, Pace, Weighing))}
-        return {**self.numbers, **policies}
+        given = {name: getattr(self, name) for name in ("mixing", "schedule", "weighing", "route")}
+        kinds = (LandingRule, Pace, Weighing, Route)
+        return {**self.numbers, **{name: repr(one) for name, one in given.items() if isinstance(one, kinds)}}
 
     def chosen_for(self, num_groups: int) -> "Settings":
         """Returns the settings with numbers in place of ``"auto"``: those that `recommended` returns.
@@ -254,9 +292,23 @@ class Settings:
             >>> Settings(outer_lr=0.9).chosen_for(num_groups=2).outer_lr
             0.9
         """
+        if self.routing.momentum(num_groups) is not None:
+            return self._with_momentum_of_route(num_groups)
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
         suits = recommended(num_groups, self.sync_every, is_sparse, self.codec.counts_senders())
         return replace(self, **{name: getattr(suits, name) for name in self._left_open})
+
+    def _with_momentum_of_route(self, num_groups: int) -> "Settings":
+        given = {name: getattr(self, name) for name in (*_OF_SGD, "outer_optimizer", "outer_lr_schedule")}
+        wanted = {**dict(zip(_OF_SGD, (1, 0), strict=True)), "outer_optimizer": None, "outer_lr_schedule": None}
+        for name, value in given.items():
+            if value not in (AUTO, wanted[name]):
+                raise ValueError(
+                    f"{name}={value!r} does not go with route={self.route!r}, whose momentum takes the place of an"
+                    f" outer step: outer_lr is 1 and outer_momentum 0. Leave {name} out."
+                )
+        mixing = recommended(num_groups, self.sync_every, False, False).mixing if self.mixing == AUTO else self.mixing
+        return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)
 
     def taken_from(self, saved: Mapping[str, str] | None) -> "Settings":
         """Returns the settings with the numbers of a checkpoint in place of ``"auto"``.
@@ -342,7 +394,16 @@ class Settings:
 _OF_AGGREGATION = ("outer_clip_norm", "outlier_guard")
 
 # Settings that checkpoints of earlier versions do not have, and that are left out where they are not given.
-_LEFT_OUT_IF_NONE = ("schedule", "weighing")
+_LEFT_OUT_IF_NONE = ("schedule", "weighing", "route")
+
+# What does not go with a route on which each group holds outer parameters of its own, and why.
+_NOT_WITH_GOSSIP = {
+    "schedule": "a pace hears of all groups, and here partners alone know of each other",
+    "weighing": "a leg takes the plain mean of where its groups are, not of what they trained",
+    "outer_clip_norm": "where a group is cannot be clipped",
+    "outlier_guard": "partners alone know of each other's norms",
+    "final_sync": "without a last mean, every group would end with a model of its own",
+}
 
 # The settings of the Nesterov SGD that outer_optimizer replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")

@@ -8,6 +8,7 @@ mean, run eagerly or compiled. This room knows tensors only: no model, no proces
 from collections.abc import Mapping
 
 from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.compression.by_link import ByLink
 from lightning_sdiloco.compression.casts import BFloat16, Float32
 from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
@@ -21,12 +22,14 @@ from lightning_sdiloco.compression.kernels import (
     missing_for,
     weighted_mean,
 )
+from lightning_sdiloco.compression.memory import new_vector
 from lightning_sdiloco.compression.microscaling import FP8, MXFP4
 from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
 from lightning_sdiloco.compression.topk import Threshold, TopK
 
 __all__ = [
     "BFloat16",
+    "ByLink",
     "COMPRESSIONS",
     "Compression",
     "EAGER",
@@ -46,6 +49,7 @@ __all__ = [
     "kernels_for",
     "mean_over_senders",
     "missing_for",
+    "new_vector",
     "resolve",
     "weighted_mean",
 ]
@@ -76,20 +80,20 @@ def resolve(compression: str | Compression) -> Compression:
 
     Args:
         compression: A name from ``COMPRESSIONS``, perhaps with ``"+memory"`` behind it for error feedback that forgets
-            nothing; or a compression, which is returned unchanged.
+            nothing; or a compression, which is returned unchanged but for names in it.
 
     Returns:
         The compression.
 
     Raises:
-        ValueError: If ``compression`` is neither.
+        ValueError: If ``compression`` is neither, or one that has been given other names.
 
     Examples:
         >>> resolve("fp4"), resolve("fp4+memory")
         (FP4(), ErrorFeedback(compression=FP4(), decay=1.0))
     """
     if isinstance(compression, Compression):
-        return compression
+        return compression.with_names(resolve)
     if isinstance(compression, str) and compression in COMPRESSIONS:
         return COMPRESSIONS[compression]
     if isinstance(compression, str) and compression.removesuffix(MEMORY) in COMPRESSIONS:

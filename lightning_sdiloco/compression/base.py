@@ -1,6 +1,7 @@
 """The interface of a compression: how an outer gradient is written as bytes for the wire."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -67,6 +68,17 @@ class Compression(ABC):
             out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
 
+    def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yields payloads of one stretch of the values after the other, which `decode` then decodes by themselves.
+
+        Decoded in this way, long vectors need little memory. By default the only stretch is the whole.
+
+        Args:
+            payload: What `encode` returned.
+            numel: Number of values.
+        """
+        yield slice(0, numel), payload
+
     def blocks(self) -> BlockCodec | None:
         """Returns this compression as functions of whole blocks, which are compiled on CUDA.
 
@@ -77,6 +89,32 @@ class Compression(ABC):
 
     def at(self, step: int) -> "Compression":
         """Returns the compression for the launch after an inner step: itself, unless it picks values at random."""
+        return self
+
+    def with_names(self, resolve: Callable[["str | Compression"], "Compression"]) -> "Compression":
+        """Returns the compression with others in place of their names, if it has been given some.
+
+        Args:
+            resolve: Returns the compression of a name.
+        """
+        return self
+
+    def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
+        """Returns in which of its codes a sender encodes a launch, for `chosen`; 0 if there is one only.
+
+        Args:
+            numel: Number of values.
+            bytes_per_s: What the link of the sender carries to each receiver; 0 if that is not known.
+            overlap_s: Seconds from the launch to the landing; NaN if that is not known.
+        """
+        return 0
+
+    def choice_bytes(self, numel: int, choice: int) -> int:
+        """Returns the bytes of the payload of ``numel`` values in the code of a `choice`: the most, where they vary."""
+        return self.wire_bytes(numel)
+
+    def chosen(self, choice: int) -> "Compression":
+        """Returns the compression that encodes as `choice` said, and decodes whatever a sender chose."""
         return self
 
     def dense(self) -> "Compression":

@@ -6,7 +6,7 @@ decoded one chunk of blocks at a time; on CUDA `compression.kernels` compiles ea
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_sdiloco.compression.base import BlockCodec, Compression
+from lightning_sdiloco.compression.memory import new_vector
 
 
 class Scratch:
@@ -31,7 +32,7 @@ class Scratch:
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns an uninitialised vector in the memory of that name. No later chunk is longer than the first."""
         if name not in self._kept:
-            self._kept[name] = torch.empty(numel, dtype=dtype, device=self._device)
+            self._kept[name] = new_vector(numel, self._device, dtype)
         return self._kept[name][:numel]
 
 
@@ -144,6 +145,17 @@ class Blockwise(Compression):
             self.decode_blocks(piece_scales, padded_codes, whole.view(-1, self.block), scratch)
             if whole is not piece:
                 piece.copy_(whole[: len(piece)])
+
+    @override
+    def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yields payloads of as many whole blocks as are handled at a time; see `Compression.parts`."""
+        scales, codes = payload[: self._scale_bytes(numel)], payload[self._scale_bytes(numel) :]
+        length = chunk_length(payload.device)
+        for start in range(0, numel, length):
+            stop = min(start + length, numel)
+            of_scales = slice(self._scale_bytes(start), self._scale_bytes(stop))
+            of_codes = slice(start * self.bits // 8, -(-stop * self.bits // 8))
+            yield slice(start, stop), torch.cat((scales[of_scales], codes[of_codes]))
 
     @override
     def blocks(self) -> BlockCodec:

@@ -1,5 +1,6 @@
 """Compressions that store each value by itself in a standard floating-point format."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sdiloco.compression.base import Compression
+
+# Values of a stretch, as in `blockwise`.
+_STRETCH = 1 << 20
+
+
+def _parts(payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+    size = payload.numel() // max(1, numel)
+    for start in range(0, numel, _STRETCH):
+        stop = min(start + _STRETCH, numel)
+        yield slice(start, stop), payload[size * start : size * stop]
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,11 @@ class Float32(Compression):
     def wire_bytes(self, numel: int) -> int:
         """Returns the exact size in bytes of the payload of ``numel`` values: four bytes each."""
         return 4 * numel
+
+    @override
+    def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the bytes of one stretch after the other."""
+        return _parts(payload, numel)
 
     @override
     def encode(self, values: Tensor) -> Tensor:
@@ -67,6 +83,11 @@ class BFloat16(Compression):
     def wire_bytes(self, numel: int) -> int:
         """Returns the exact size in bytes of the payload of ``numel`` values: two bytes each."""
         return 2 * numel
+
+    @override
+    def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the bytes of one stretch after the other."""
+        return _parts(payload, numel)
 
     @override
     def encode(self, values: Tensor) -> Tensor:

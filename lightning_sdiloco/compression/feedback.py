@@ -1,5 +1,6 @@
 """Error feedback: remembers what a compression loses and adds it to the next outer gradient."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -56,6 +57,27 @@ class ErrorFeedback(Compression):
     def at(self, step: int) -> "ErrorFeedback":
         """Returns error feedback around the wrapped compression as it is at an inner step."""
         return replace(self, compression=self.compression.at(step))
+
+    @override
+    def with_names(self, resolve: Callable[[str | Compression], Compression]) -> "ErrorFeedback":
+        """Returns error feedback around the wrapped compression, with others in place of their names."""
+        return replace(self, compression=self.compression.with_names(resolve))
+
+    @override
+    def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
+        """Returns what the wrapped compression returns."""
+        return self.compression.choice(numel, bytes_per_s, overlap_s)
+
+    @override
+    def choice_bytes(self, numel: int, choice: int) -> int:
+        """Returns what the wrapped compression returns."""
+        return self.compression.choice_bytes(numel, choice)
+
+    @override
+    def chosen(self, choice: int) -> "ErrorFeedback":
+        """Returns error feedback around the wrapped compression as it is chosen."""
+        one = self.compression.chosen(choice)
+        return self if one is self.compression else replace(self, compression=one)
 
     @override
     def dense(self) -> Compression:
@@ -116,6 +138,11 @@ class ErrorFeedback(Compression):
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Decodes as the wrapped compression does."""
         self.compression.decode(payload, out)
+
+    @override
+    def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yields what the wrapped compression yields."""
+        return self.compression.parts(payload, numel)
 
     @override
     def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:

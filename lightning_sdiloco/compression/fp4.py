@@ -1,11 +1,14 @@
 """FP4: four bits a value, E3M0 codes (sign and three exponent bits) under one scale per block.
 
 A payload of ``numel`` values is ``ceil(numel / 128)`` tops of 16 bits, then ``ceil(numel / 2)`` bytes of codes.
-``docs/compression.md`` has the format byte by byte and the measurements behind the choices.
+``docs/compression.md`` has the format byte by byte and the measurements behind the choices. On a CPU, ``fp4.c`` does
+the same in one pass where it could be compiled; see [Note: compiled in the background].
 """
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -21,6 +24,8 @@ from lightning_sdiloco.compression.blockwise import (
     pack_pairs,
     sign_bits,
 )
+from lightning_sdiloco.compression.native import NativeLibrary
+from lightning_sdiloco.compression.sample import same_bits, sample
 
 BLOCK = 128
 """Values under one scale."""
@@ -58,6 +63,21 @@ class FP4(Blockwise):
     scale: ClassVar[torch.dtype] = torch.int16
 
     @override
+    def encode(self, values: Tensor) -> Tensor:
+        """Encodes values; see `Blockwise.encode`."""
+        native = _native_for(values)
+        return super().encode(values) if native is None else _encode(native, values)
+
+    @override
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        """Decodes a payload; see `Blockwise.decode`."""
+        native = _native_for(payload, out)
+        if native is None:
+            super().decode(payload, out)
+        else:
+            _decode(native, payload, out)
+
+    @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and codes, two to a byte."""
         codes = sign_bits(values, 3, scratch)
@@ -85,3 +105,42 @@ def _pairs(device: torch.device) -> Tensor:
     exponent = codes & 7
     magnitude = ((exponent + 120) << _EXPONENT) * (exponent > 0)
     return (magnitude | (codes & 8) << 28).view(torch.int64).view(-1)
+
+
+def _native_for(*tensors: Tensor) -> ctypes.CDLL | None:
+    on_cpu = all(type(each) is Tensor and each.device.type == "cpu" and each.is_contiguous() for each in tensors)
+    return NATIVE.get() if on_cpu else None
+
+
+def _encode(native: ctypes.CDLL, values: Tensor) -> Tensor:
+    assert values.dtype == torch.float32, "an outer gradient is float32"
+    payload = values.new_empty(FP4().wire_bytes(values.numel()), dtype=torch.uint8)
+    native.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
+    return payload
+
+
+def _decode(native: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
+    assert payload.numel() == FP4().wire_bytes(out.numel()), "the payload belongs to a vector of another size"
+    assert (payload.dtype, out.dtype) == (torch.uint8, torch.float32), "bytes are decoded to float32"
+    native.fp4_decode(payload.data_ptr(), out.numel(), _pairs(out.device).data_ptr(), out.data_ptr())
+
+
+def _is_proven(native: ctypes.CDLL) -> bool:
+    """Tells whether a library gives the bits of the operations of torch, a block that is not whole included."""
+    values = sample(torch.empty(20_001, device="cpu", dtype=torch.float32))
+    payload = _encode(native, values)
+    decoded, expected = torch.empty_like(values), torch.empty_like(values)
+    _decode(native, payload, decoded)
+    Blockwise.decode(FP4(), payload, expected)
+    return same_bits((payload, decoded), (Blockwise.encode(FP4(), values), expected))
+
+
+NATIVE = NativeLibrary(
+    Path(__file__).with_suffix(".c"),
+    {
+        "fp4_encode": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+        "fp4_decode": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
+    },
+    _is_proven,
+)
+"""The same in C, for tensors on a CPU."""

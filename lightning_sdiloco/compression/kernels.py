@@ -4,7 +4,6 @@ import logging
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sdiloco.compression.base import BlockCodec, Compression
-from lightning_sdiloco.compression.blockwise import chunk_length
+from lightning_sdiloco.compression.memory import new_vector
+from lightning_sdiloco.compression.sample import same_bits, sample
 
 _log = logging.getLogger(__name__)
 
@@ -24,9 +24,6 @@ _OPTIONS: dict[str, Any] = {
     "eager_numerics.disable_ftz": True,
     "eager_numerics.division_rounding": True,
 }
-
-# The sample on which a compiled program is compared with the eager one repeats a vector of this many values.
-_SAMPLE = 1 << 14
 
 
 class Kernels(ABC):
@@ -109,22 +106,33 @@ class EagerKernels(Kernels):
     def mean(
         self, payloads: Sequence[Tensor], factors: Mapping[int, float], compression: Compression, like: Tensor
     ) -> Tensor:
-        values = torch.empty_like(like)
-
-        def decoded() -> Iterator[tuple[Tensor, float]]:
-            for group, factor in factors.items():
-                compression.decode(payloads[group], values)
-                yield values, factor
+        if not compression.counts_senders():
+            return _mean_in_stretches(
+                [(payloads[group], factor) for group, factor in factors.items()], compression, like
+            )
+        values, places = torch.empty_like(like), torch.empty_like(like)
 
         def placed() -> Iterator[tuple[Tensor, Tensor, float]]:
-            places = torch.empty_like(like)
-            for (_, factor), payload in zip(decoded(), map(payloads.__getitem__, factors), strict=True):
-                compression.places(payload, places)
+            for group, factor in factors.items():
+                compression.decode(payloads[group], values)
+                compression.places(payloads[group], places)
                 yield values, places, factor
 
-        if compression.counts_senders():
-            return mean_over_senders(placed(), like)
-        return weighted_mean(decoded(), like)
+        return mean_over_senders(placed(), like)
+
+
+def _mean_in_stretches(sent: Sequence[tuple[Tensor, float]], compression: Compression, like: Tensor) -> Tensor:
+    """Does what `weighted_mean` does; what is decoded takes the memory of a stretch."""
+    total, scratch = new_vector(like.numel(), like.device).zero_(), like.new_empty(0)
+    for payload, factor in sent:
+        for where, part in compression.parts(payload, like.numel()):
+            of_total = total[where]
+            if scratch.numel() < of_total.numel():
+                scratch = new_vector(of_total.numel(), like.device)
+            values = scratch[: of_total.numel()]
+            compression.decode(part, values)
+            of_total += values if factor == 1 else values.mul_(factor)
+    return _divided(total, len(sent))
 
 
 EAGER = EagerKernels()
@@ -182,7 +190,7 @@ class _Programs:
         """Returns the program that encodes whole blocks, or None if they are encoded eagerly."""
         key = type(blocks), repr(blocks), like.device
         if key not in self.made:
-            self.made[key] = _proven(blocks, "encode", blocks.encode_padded, blocks.pad(_sample(like)))
+            self.made[key] = _proven(blocks, "encode", blocks.encode_padded, blocks.pad(sample(like)))
         return self.made[key]
 
     def weighted_sum(self, blocks: BlockCodec, groups: int, like: Tensor) -> Callable[..., Tensor] | None:
@@ -193,7 +201,7 @@ class _Programs:
             def weighted_sum(parts: Sequence[tuple[Tensor, Tensor]], weights: Tensor) -> Tensor:
                 return _weighted_sum(blocks, parts, weights)
 
-            parts = [blocks.encode_padded(blocks.pad(_sample(like))) for _ in range(groups)]
+            parts = [blocks.encode_padded(blocks.pad(sample(like))) for _ in range(groups)]
             weights = torch.linspace(0, 1.3, groups + 1, device=like.device)
             self.made[key] = _proven(blocks, "decode", weighted_sum, parts, weights)
         return self.made[key]
@@ -229,7 +237,7 @@ def _proven(blocks: BlockCodec, what: str, function: Callable[..., Any], *sample
     """Compiles a function and returns it if it gives the same bits as before; otherwise warns and returns None."""
     program = torch.compile(_with_own_code(function), fullgraph=True, dynamic=True, options=_OPTIONS)
     try:
-        reason = "" if _same_bits(program(*sample), function(*sample)) else "its compiled form gives other bits"
+        reason = "" if same_bits(program(*sample), function(*sample)) else "its compiled form gives other bits"
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         reason = f"torch.compile cannot translate it ({type(error).__name__}: {lines[0]})"
@@ -260,31 +268,6 @@ def _weighted_sum(blocks: BlockCodec, parts: Sequence[tuple[Tensor, Tensor]], we
     for (scales, codes), factor in zip(parts, factors, strict=True):
         total = total + blocks.decode_padded(scales, codes) * factor
     return total.view(-1)
-
-
-def _sample(like: Tensor) -> Tensor:
-    """Returns values of many magnitudes and zeros of both signs, as many as kernels are tuned for."""
-    unit = _unit().to(like.device)
-    length = min(like.numel(), chunk_length(like.device))
-    return unit.repeat(-(-length // len(unit)))[:length].contiguous()
-
-
-@cache
-def _unit() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    one, other = torch.randn(2, _SAMPLE, generator=generator).unbind()
-    values = (one * other.mul(8).exp()).nan_to_num(0.0)
-    values[::17], values[5::19] = 0.0, -0.0
-    # Whole blocks of zeros, and of values at both ends of the range.
-    values[1024:1536] = 0.0
-    values[2048:2560] *= 1e-38
-    values[3072:3584] = one[3072:3584].clamp(-3, 3) * 1e38
-    return values
-
-
-def _same_bits(one: Tensor | Sequence[Tensor], other: Tensor | Sequence[Tensor]) -> bool:
-    pairs = zip(*((each,) if isinstance(each, Tensor) else each for each in (one, other)), strict=True)
-    return all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs)
 
 
 def _divided(total: Tensor, groups: int) -> Tensor:

@@ -21,13 +21,13 @@ def outer_step(
         fragment: The fragment.
         before: Its outer state before, stored.
         values: The outer parameters of that state, on the device.
-        gradient: Mean outer gradient of the shard.
+        gradient: Mean outer gradient of the shard. It may be overwritten.
         counts: Whether anybody has trained.
         final: Whether it is the end: then it moves without learning rate and momentum.
     """
     if not final and counts:
         return fragment.optimizer.step(fragment.index, before, values, gradient)
-    return before._replace(values=values - gradient if final else values, lr=0.0)
+    return before._replace(values=torch.sub(values, gradient, out=gradient) if final else values, lr=0.0)
 
 
 def mean_of_buffers(tails: Sequence[Tensor]) -> Tensor:

@@ -20,8 +20,10 @@ from lightning_sdiloco.algorithm import (
     OuterLRSchedule,
     OuterOptimizer,
     Pace,
+    Route,
     Schedule,
     Settings,
+    TwoShot,
     Weighing,
 )
 from lightning_sdiloco.comm import Topology
@@ -30,7 +32,7 @@ from lightning_sdiloco.engine.agreement import require_own_group, require_same_s
 from lightning_sdiloco.engine.background import Background, ThreadBackground
 from lightning_sdiloco.engine.checkpoint.ranks import load, place_of, require_own_state, save
 from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
-from lightning_sdiloco.engine.measurements import Span, StepClock
+from lightning_sdiloco.engine.measurements import LinkRate, Span, StepClock
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import OuterView
 from lightning_sdiloco.engine.parameters.naming import unwrapped
@@ -72,7 +74,7 @@ class StreamingDiLoCo:
         fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns of names.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
-        exchange: How they become their mean in every group: ``"gather"``, ``"two_shot"``, or ``"auto"``.
+        exchange: How they become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``, or a ``TwoShot``.
         outer_lr: Learning rate of the outer Nesterov SGD. Like the other three, ``"auto"`` chooses what suits the
             number of groups, ``sync_every`` and the compression.
         outer_momentum: Momentum of the outer Nesterov SGD, or ``"auto"``.
@@ -87,6 +89,8 @@ class StreamingDiLoCo:
         timeout: How long a fragment may be in flight.
         schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner steps.
         weighing: How much each group counts in a mean, such as `ByNorm`; None: by the inner steps that it trained.
+        route: With whom each group exchanges in a round, such as `RandomPairs`; None: with all. Then groups hold outer
+            parameters of their own, and what shows the outer model needs `group_mean`.
         inner_optimizers: Those of the training loop. `save` keeps their state; what is not finite of it is dropped.
         topology: Worker groups and process groups made by the caller, in place of ``worker_groups``.
         federation: What these ranks, launched on their own, are a site of; None: all groups are launched together.
@@ -119,7 +123,7 @@ class StreamingDiLoCo:
         fragments: str | Sequence[Sequence[str]] = "strided",
         layers_per_fragment: int = 3,
         compression: str | Compression = "fp4",
-        exchange: str = "auto",
+        exchange: str | TwoShot = "auto",
         outer_lr: float | Literal["auto"] = "auto",
         outer_momentum: float | Literal["auto"] = "auto",
         outer_optimizer: OuterOptimizer | None = None,
@@ -132,6 +136,7 @@ class StreamingDiLoCo:
         timeout: timedelta = DEFAULT_TIMEOUT,
         schedule: Pace | None = None,
         weighing: Weighing | None = None,
+        route: Route | None = None,
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
         federation: Federation | None = None,
@@ -142,7 +147,7 @@ class StreamingDiLoCo:
         self.settings = self._given.chosen_for(self.topology.num_groups)
         self.mailbox = Mailbox()
         self.step_span: Span = (0.0, 0.0)
-        self.step_clock = StepClock()
+        self.step_clock, self.link = StepClock(), LinkRate()
         self.last_landing: Landing | None = None
         self.final_landings: list[Landing] = []
         self._early: list[Landing] = []
@@ -155,7 +160,7 @@ class StreamingDiLoCo:
         partition, device = agreed_fragments(self._model, self.settings, self.topology, is_site=federation is not None)
         storage, kernels = storage_for(device, offload), kernels_for(device)
         background: Background = (self.topology.background or ThreadBackground)(device)
-        self._means = Means(storage, kernels, background, inner_optimizers)
+        self._means = Means(storage, kernels, background, inner_optimizers, self.link)
         say_what_averages_twice(inner_optimizers, self.settings, self.topology)
         self._divide(partition)
         align_ranks(self._model, self._rounds.fragments, self.topology)
@@ -334,9 +339,9 @@ class StreamingDiLoCo:
         return self._rounds.schedule
 
     @property
-    def launches_next(self) -> bool:
-        """Whether something is launched after the next inner step; not of a site."""
-        return bool(self._rounds.due(self.inner_steps + 1))
+    def launches_next(self) -> tuple[int, ...]:
+        """The fragments that are launched after the next inner step, in order; not of a site."""
+        return self._rounds.due(self.inner_steps + 1)
 
     @property
     def round(self) -> int:
@@ -375,7 +380,8 @@ class StreamingDiLoCo:
     def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then the local one again, bit for bit.
 
-        In-group collective. With a mean, of `group_mean`, it shows that, and waits for nobody.
+        In-group collective. With a mean, of `group_mean`, it shows that, and waits for nobody. Without one, on a route
+        that does not share, it shows the outer parameters of this group.
         """
         return self._view.shown(mean)
 
@@ -403,9 +409,14 @@ class StreamingDiLoCo:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
 
-        Collective within a worker group until `finish`; where ranks hold parts of the parameters, also after it.
+        Collective within a worker group until `finish`; where ranks hold parts of the parameters, also after it. On a
+        route that does not share, it is the mean of the groups, and until `finish` all ranks must call it.
         """
-        return self._view.named()
+        return self._view.named(None if self.settings.shares or self._closed else self.group_mean())
+
+    def named_mean(self, mean: GroupMean) -> dict[str, Tensor]:
+        """Returns a mean of `group_mean` by name, as `outer_state_dict` returns the outer parameters."""
+        return self._view.named(mean)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this rank needs to go on bit for bit: plain dicts, lists, numbers, and tensors on the host.
@@ -491,6 +502,12 @@ class StreamingDiLoCo:
         became trainable starts from its value without momentum, and rounds begin anew.
         """
         before = self._rounds.fragments
+        if not self.settings.shares:
+            raise ValueError(
+                f"Parameters were frozen or became trainable since training began. route={self.settings.route!r} does"
+                " not follow: groups hold outer parameters of their own, and a frozen one would stay different. Choose"
+                " what is trainable before training, and train in several fits."
+            )
         fragments = cut_again(self._model, before, self.settings, self.topology)
         landed = self._counted(self._world.land_all(self._counts.inner_steps))
         outer = named_outer(before, self.topology.in_group)

@@ -51,6 +51,8 @@ class LaunchSnapshot(NamedTuple):
         deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
         purpose: What the flight is for.
         step_time: Seconds of an inner step of this rank; 0 where that is not known.
+        choice: In which of the compression's codes it is sent; see `Compression.choice`.
+        leg: The groups that exchange with each other, if not all do so; see [Note: gossip].
     """
 
     fragment: int
@@ -64,6 +66,8 @@ class LaunchSnapshot(NamedTuple):
     deadline: float
     purpose: Purpose = Purpose.ROUND
     step_time: float = 0.0
+    choice: int = 0
+    leg: tuple[int, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values and tensors on the host, without outer parameters and what the process decides."""
@@ -75,6 +79,8 @@ class LaunchSnapshot(NamedTuple):
             "travelling": self.travelling,
             "requests": self.requests,
             "weight": self.weight,
+            **({"choice": self.choice} if self.choice else {}),
+            **({"leg": self.leg} if self.leg else {}),
         }
 
     @staticmethod
@@ -100,7 +106,6 @@ class SyncResult(NamedTuple):
     Attributes:
         outer: Outer state of the shard after the outer step, stored.
         memory: Error feedback of the shard, for the case that the group counts in the mean, stored.
-        tuning: What else the compression takes over to the next launch in that case, stored.
         residual: What the second rounding lost of this group's part of the shard, stored.
         rule: How this group takes the result in.
         gathered: What the rule wants, flat, float32, as far as this rank holds the fragment; see `LandingRule`.
@@ -116,6 +121,9 @@ class SyncResult(NamedTuple):
         on_link_s: Seconds for which the messages of the other groups were on the link; NaN if that cannot be told.
         spans: When the parts of the flight began and ended, by their names.
         diagnostics: How far the groups agree, if asked for.
+        sends_bytes_per_s: What the link of this rank carries to each other group; 0 if that is not known.
+        tuning: What else the compression takes over to the next launch in that case, stored.
+        twin: The second vector of a route's momentum, stored.
     """
 
     outer: OuterState
@@ -136,6 +144,8 @@ class SyncResult(NamedTuple):
     spans: Mapping[str, Span]
     diagnostics: Diagnostics | None
     tuning: Tensor | None = None
+    sends_bytes_per_s: float = 0.0
+    twin: Tensor | None = None
 
 
 class GroupMean(NamedTuple):
@@ -203,7 +213,8 @@ class Landing(NamedTuple):
         landed_at: Inner step after which it landed.
         bytes_received: Bytes that this rank received from other groups for this flight.
         counted: The groups that counted in the mean.
-        group_norms: Norm of the outer gradient of each group, before any compression, by group.
+        group_norms: Norm of the outer gradient of each group, before any compression, by group; NaN for a group with
+            which this one did not exchange.
         spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
             ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
             ``relay`` if there is a second hop, and ``outer_step`` in the background.

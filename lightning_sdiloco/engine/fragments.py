@@ -21,6 +21,10 @@ tuning             (1+blocks,)  storage     What the compression takes over from
                                             thresholds; None until there is some. Each group has its own.
 residual           (part,)      storage     What the second rounding of the mean lost, with two hops; None until there
                                             is some. Each group has its own.
+anchor             (length,)    storage     On a route that does not share (see [Note: gossip]), the outer parameters
+                                            with which the rounds began, bitwise equal in all groups. There
+                                            ``outer.values`` are each group's own.
+twin               (length,)    storage     The second vector of a route's momentum; None while it is ``outer.values``.
 prefetched         (length,)    device      ``outer.values`` on their way to the device, for the next launch.
 gathered           (held,)      device      Outer parameters after the outer step, as far as this rank holds the
                                             fragment: the shards of its group. Made by the background, mixed into the
@@ -31,9 +35,9 @@ gradient           (length,)    device      Outer gradient: outer parameters min
 
 Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched`` and ``weight``: at
 a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``, ``memory``,
-``tuning`` or ``residual``. So the background reads records without a lock, and a checkpoint that is written during a
-flight holds the values before the outer step. The background returns new tensors, in a `SyncResult`, and writes to none
-of the record.
+``tuning``, ``residual``, ``anchor`` or ``twin``. So the background reads records without a lock, and a checkpoint that
+is written during a flight holds the values before the outer step. The background returns new tensors, in a
+`SyncResult`, and writes to none of the record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,11 +67,14 @@ class FragmentState:
         weighing: What the weighing of the groups remembers at the beginning.
         optimizer: The outer optimizer.
         storage: Where outer state rests.
+        shares: Whether all groups hold the same outer parameters.
 
     Attributes:
         memory: Error feedback of the compression.
         tuning: What else it takes over from earlier launches; see `Compression.tuning`.
         residual: What the second rounding of the mean lost.
+        anchor: The outer parameters with which the rounds began, if groups hold some of their own.
+        twin: The second vector of a route's momentum.
         weighing: What the weighing of the groups remembers.
         weight: Micro-batches that this rank has trained since its group's last launch of the fragment.
     """
@@ -81,6 +88,7 @@ class FragmentState:
         weighing: Any,
         optimizer: ShardOptimizer,
         storage: OuterStorage,
+        shares: bool = True,
     ) -> None:
         self.index = index
         self.layout = layout
@@ -89,6 +97,10 @@ class FragmentState:
         self.memory: Tensor | None = None
         self.tuning: Tensor | None = None
         self.residual: Tensor | None = None
+        self.shares = shares
+        self.anchor: Tensor | None = None
+        self.twin: Tensor | None = None
+        self._drop_anchor()
         self.weighing = weighing
         self.weight = 0
         self.optimizer = optimizer
@@ -121,7 +133,8 @@ class FragmentState:
             outer=outer,
             gradient=self.layout.outer_gradient(outer),
             buffers=self.buffers.snapshot(),
-            travelling=self.buffers.travelling(purpose is not Purpose.ROUND),
+            # What changed elsewhere, groups that hold outer buffers of their own do not know.
+            travelling=self.buffers.travelling(purpose is not Purpose.ROUND or not self.shares),
             requests=requests,
             weight=self.weight,
             deadline=deadline,
@@ -159,6 +172,11 @@ class FragmentState:
         self._prefetched = None
         self.outer = self.outer._replace(values=self.storage.store(self.layout.read()))
         self.buffers.take_local()
+        self._drop_anchor()
+
+    def _drop_anchor(self) -> None:
+        """Makes the outer parameters, which all groups share now, the anchor."""
+        self.anchor, self.twin = None if self.shares else self.outer.values, None
 
     def load_outer(self) -> Tensor:
         """Returns the outer parameters of the shard on the device, by way of what was prefetched."""
@@ -176,7 +194,10 @@ class FragmentState:
             final: Whether it is the result of the final exchange.
         """
         self.outer = result.outer
-        if not final:
+        if final:
+            self._drop_anchor()
+        else:
+            self.twin = result.twin
             self.weighing = result.weighing
             if group in result.counted.factors:
                 self.memory, self.tuning = result.memory, result.tuning
@@ -226,11 +247,22 @@ class FragmentState:
         """Copies the outer parameters to the host, by name. In-group collective where ranks hold parts of them."""
         return self.layout.named(gathered, self.storage.load(self.outer.values), group)
 
+    def named_mean(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
+        """Copies other values to the host, by name, as `named` does the outer ones.
+
+        Args:
+            gathered: The parameters as far as this rank holds them, flat, stored.
+            group: The ranks of the group.
+        """
+        gathered = self.storage.load(gathered)
+        return self.layout.named(gathered, self.layout.shard_of(gathered), group)
+
     def start_from(self, outer: OuterState, buffers: Mapping[str, Tensor]) -> None:
         """Takes other outer values, and outer buffers by name."""
         self._prefetched = None
         self.outer = self.optimizer.load(self.index, outer)
         self.buffers.start_from(buffers)
+        self._drop_anchor()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values, and tensors on the host. On a CPU these are the record's own: do not write to them."""
@@ -241,6 +273,7 @@ class FragmentState:
             "memory": _on_host(self.memory),
             **({} if self.tuning is None else {"tuning": _on_host(self.tuning)}),
             "residual": _on_host(self.residual),
+            **({} if self.shares else {"anchor": _on_host(self.anchor), "twin": _on_host(self.twin)}),
             # That of the default is the last norms of all groups; other weighings came later.
             "norms": self.weighing,
             "trained": self.weight,
@@ -253,6 +286,7 @@ class FragmentState:
         self.buffers.load_state_dict(state)
         self.memory, self.residual = self._stored(state["memory"]), self._stored(state["residual"])
         self.tuning = self._stored(state.get("tuning"))
+        self.anchor, self.twin = self._stored(state.get("anchor")), self._stored(state.get("twin"))
         self.weighing = state["norms"]
         self.weight = state["trained"]
 
@@ -287,4 +321,7 @@ def fragments_of(
     optimizer = outer_optimizer_for(settings, [storage.store(layout.read()) for layout in layouts], storage)
     parts = zip(layouts, buffers, optimizer.take_initial(), strict=True)
     started = [settings.aggregation.start(topology.num_groups) for _ in layouts]
-    return [FragmentState(index, *own, started[index], optimizer, storage) for index, own in enumerate(parts)]
+    return [
+        FragmentState(index, *own, started[index], optimizer, storage, settings.shares)
+        for index, own in enumerate(parts)
+    ]

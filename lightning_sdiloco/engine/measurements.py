@@ -16,6 +16,7 @@ Span = tuple[float, float]
 """From when to when, on the clock of ``time.perf_counter()``."""
 
 _REMEMBERED = 16
+_FLIGHTS = 3
 
 
 class StepClock:
@@ -47,6 +48,36 @@ class StepClock:
     def seconds(self) -> float:
         """Seconds of an inner step; 0 if none is known."""
         return self._seconds or (median(self._last) if self._last else 0.0)
+
+
+class LinkRate:
+    """Remembers what the link of this rank carried: the most in its last flights, of which one may have stalled.
+
+    Attributes:
+        last: What it was told, the last few.
+        fixed: What it says in place of that, in bytes per second, for simulations.
+
+    Examples:
+        >>> link = LinkRate()
+        >>> for rate in (1e6, 2e6, 1e3, 0.0, 5e5, 4e5):
+        ...     link.note(rate)
+        >>> link.bytes_per_s
+        500000.0
+    """
+
+    def __init__(self) -> None:
+        self.last: list[float] = []
+        self.fixed = 0.0
+
+    def note(self, bytes_per_s: float) -> None:
+        """Notes what it carried to each receiver in a flight; 0 if that is not known."""
+        if bytes_per_s > 0:
+            self.last = [*self.last, bytes_per_s][-_FLIGHTS:]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes that it carries to each receiver in a second; 0 if that is not known."""
+        return self.fixed or max(self.last, default=0.0)
 
 
 class Diagnostics(NamedTuple):
@@ -115,6 +146,9 @@ def agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tensor
     """
     sums, decoded = [_sums([mean])], torch.empty_like(mean)
     for payload in payloads:
+        if not payload.numel():  # Nothing came from this group.
+            sums.append(torch.full((2,), math.nan, dtype=torch.float64, device=mean.device))
+            continue
         compression.decode(payload, decoded)
         sums += [_sums([decoded]), torch.dot(decoded, mean).double().reshape(1)]
     return torch.cat(sums)

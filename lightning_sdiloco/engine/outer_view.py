@@ -90,14 +90,20 @@ class OuterView:
             self.final.append(fragment.outer.values if self._in_group.size == 1 else gathered.cpu())
 
     @torch.no_grad()
-    def named(self) -> dict[str, Tensor]:
+    def named(self, mean: GroupMean | None = None) -> dict[str, Tensor]:
         """Copies the outer parameters to the host, by name, in the parameters' shapes.
 
         In-group collective until the outer model is shown for good; where ranks hold parts of the parameters, also
         after that.
+
+        Args:
+            mean: What is copied in place of the outer parameters.
         """
         named: dict[str, Tensor] = {}
         for index, fragment in enumerate(self._fragments):
+            if mean is not None:
+                named |= fragment.named_mean(mean.gathered[index], self._in_group)
+                continue
             gathered = fragment.gathered(self._in_group) if self.final is None else self.final[index]
             named |= fragment.named(gathered, self._in_group)
         return named

@@ -19,6 +19,7 @@ from lightning_sdiloco.algorithm import (
     CONTROL_BYTES,
     HOST_BYTES,
     AllReduce,
+    Brought,
     Control,
     Count,
     LandingRule,
@@ -36,6 +37,7 @@ from lightning_sdiloco.compression import Kernels, resolve
 from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
 from lightning_sdiloco.engine.flight import LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
+from lightning_sdiloco.engine.gossip import UNKNOWN, Gossip, anchor_of
 from lightning_sdiloco.engine.measurements import Span, agreement, diagnosed, distance, lost, on_link
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 
@@ -54,6 +56,7 @@ class _Kept(NamedTuple):
         tuning: What else the compression takes over from it if the group counts.
         spans: When the parts of the flight began and ended.
         lost: What the compression lost, if it is measured.
+        brought: What the group brings to its leg, if not all groups exchange with each other.
     """
 
     all_reduce: AllReduce
@@ -61,6 +64,7 @@ class _Kept(NamedTuple):
     tuning: Tensor | None
     spans: dict[str, Span]
     lost: Tensor | None
+    brought: Brought | None
 
 
 class _Sent(NamedTuple):
@@ -88,6 +92,7 @@ class _Averaged(NamedTuple):
     counted: Count
     traffic: "_Traffic"
     agreement: Tensor | None
+    twin: Tensor | None
 
 
 class _Traffic(NamedTuple):
@@ -122,8 +127,9 @@ class Pipeline:
         self._fragments = fragments
         self._topology = topology
         groups, codec, mixing = topology.num_groups, settings.codec, settings.landing.kept
-        self._all_reduce = all_reduce_for(settings.exchange, groups, codec, mixing, kernels)
+        self._all_reduce = all_reduce_for(settings.exchange_in_rounds, groups, codec, mixing, kernels)
         self._final_all_reduce = final_all_reduce_for(groups, codec, mixing, kernels)
+        self._gossip = Gossip(settings, topology)
         self._exact_all_reduce = all_reduce_for(settings.exchange, groups, resolve("fp32"), mixing, kernels)
         self._aggregation, self._landing = settings.aggregation, settings.landing
         self._diagnoses = diagnoses
@@ -141,17 +147,24 @@ class Pipeline:
         memory = fragment.storage.load(fragment.memory) if fragment.memory is not None and is_round else None
         all_reduce = self._all_reduce_of(snapshot)
         tuning = fragment.storage.load(fragment.tuning) if fragment.tuning is not None and is_round else None
-        encoded = all_reduce.encode(gradient, memory, tuning)
+        brought = self._gossip.bring(snapshot, fragment) if snapshot.leg else None
+        values = gradient if brought is None else brought.values
+        encoded = all_reduce.encode(values, memory, tuning)
         head, messages = control[HOST_BYTES:].to(gradient.device), list[Tensor]()
         for group, payload in enumerate(encoded.payloads):
             # A payload that goes to all groups becomes one message.
             is_new = group == 0 or payload is not encoded.payloads[group - 1]
             messages.append(torch.cat([head, payload, *tail]) if is_new else messages[-1])
+        sizes = None
+        if snapshot.leg:
+            # Nothing goes to those who are no partners, and nothing comes from them.
+            messages = [message if group in snapshot.leg else head[:0] for group, message in enumerate(messages)]
+            sizes = [message.numel() for message in messages]
         posted_at = time.perf_counter()
-        posted = self._exchange.post(messages)
+        posted = self._exchange.post(messages, sizes)
         spans = {"encode": span_from(began, gradient.device)}
-        loss = lost(gradient, all_reduce.decode_own(encoded.payloads, gradient)) if self._diagnoses else None
-        kept = _Kept(all_reduce, encoded.memory, encoded.tuning, spans, loss)
+        loss = lost(values, all_reduce.decode_own(encoded.payloads, values)) if self._diagnoses else None
+        kept = _Kept(all_reduce, encoded.memory, encoded.tuning, spans, loss, brought)
         return _Sent(kept, words, posted, sum(part.numel() for part in tail), posted_at)
 
     def average(self, snapshot: LaunchSnapshot, sent: "_Sent") -> "_Averaged":
@@ -163,7 +176,11 @@ class Pipeline:
         sent.kept.spans["transfer"] = span_from(began, device)
         encode = sent.kept.spans["encode"]
         on_link_s = on_link(sent.posted_at, began, traffic.arrived[0], traffic.arrived[1], encode[1] - encode[0])
-        heads = [message[:_HEAD_BYTES].to(word.device) for word, message in zip(words, messages, strict=True)]
+        # Words come from all groups, and the rest from partners alone.
+        heads = [
+            message[:_HEAD_BYTES].to(word.device) if message.numel() else UNKNOWN
+            for word, message in zip(words, messages, strict=True)
+        ]
         ends = [message.numel() - sent.tail_bytes for message in messages]
         payloads = [message[_HEAD_BYTES:end] for message, end in zip(messages, ends, strict=True)]
         tails = [message[end:] for message, end in zip(messages, ends, strict=True)]
@@ -171,12 +188,20 @@ class Pipeline:
         self._check(controls, snapshot)
         count = self._count(controls, snapshot)
         began = time.perf_counter()
-        mean = all_reduce.mean(payloads, count, like=snapshot.gradient)
+        mean = self._mean(all_reduce, payloads, count, snapshot)
         is_round = snapshot.purpose is Purpose.ROUND
         residual = fragment.storage.load(fragment.residual) if fragment.residual is not None and is_round else None
         second_hop = all_reduce.second_hop(mean, residual)
         posted_at = time.perf_counter()
-        onward = None if second_hop is None else topology.second_hop.post([second_hop.payload] * topology.num_groups)
+        onward = None
+        if second_hop is not None:
+            sizes = all_reduce.second_hops(snapshot.gradient.numel())
+            onward = topology.second_hop.post([second_hop.payload] * topology.num_groups, sizes)
+        measured = agreement(payloads, all_reduce.compression, mean) if self._diagnoses else None
+        twin = fragment.twin
+        if sent.kept.brought is not None and count.factors:
+            taken = self._gossip.take(snapshot, fragment, sent.kept.brought, all_reduce, payloads, mean, count)
+            mean, twin = taken.gradient, taken.twin
         sent.kept.spans["decode"] = span_from(began, device)
         return _Averaged(
             kept=sent.kept,
@@ -186,17 +211,33 @@ class Pipeline:
             posted_at=posted_at,
             on_link_s=on_link_s,
             buffers=self._mean_buffers(tails, count, snapshot),
-            weighing=self._aggregation.heard(controls, fragment.weighing) if is_round else None,
+            weighing=self._heard(controls, fragment, snapshot) if is_round else None,
             controls=controls,
             counted=count,
             traffic=traffic,
-            agreement=agreement(payloads, all_reduce.compression, mean) if self._diagnoses else None,
+            agreement=measured,
+            twin=twin,
         )
+
+    def _heard(self, controls: Sequence[Control], fragment: FragmentState, snapshot: LaunchSnapshot) -> Any:
+        """Returns what the weighing remembers: nothing new of a leg, in which there is none."""
+        return fragment.weighing if snapshot.leg else self._aggregation.heard(controls, fragment.weighing)
+
+    def _mean(
+        self, all_reduce: AllReduce, payloads: Sequence[Tensor], count: Count, snapshot: LaunchSnapshot
+    ) -> Tensor:
+        """Returns the mean of what the groups sent that count, or of those of them that are in the leg."""
+        if snapshot.leg:
+            payloads = [payloads[group] for group in snapshot.leg]
+            count = Count({at: 1.0 for at, group in enumerate(snapshot.leg) if group in count.factors})
+        return all_reduce.mean(payloads, count, snapshot.gradient, self._topology.group_index)
 
     def receive(self, snapshot: LaunchSnapshot, averaged: "_Averaged") -> SyncResult:
         """Does the third stage: puts the mean of the whole shard together and makes the outer step."""
         kept, fragment, group = averaged.kept, self._fragments[snapshot.fragment], self._topology.stages[_STEP]
         gradient, residual, onward, on_link_s = self._assembled(snapshot, averaged)
+        # The outer step takes the gradient.
+        gradient_norm = whole_norm(gradient, group)
         began, storage = time.perf_counter(), fragment.storage
         outer = outer_step(
             fragment,
@@ -210,7 +251,7 @@ class Pipeline:
         rows = rule.gathered(snapshot.gradient, snapshot.outer, outer.values)
         gathered = [fragment.layout.all_gather(row, group) for row in rows]
         kept.spans["outer_step"] = span_from(began, gradient.device)
-        gradient_norm, controls = whole_norm(gradient, group), averaged.controls
+        controls = averaged.controls
         left_out = tuple(group for group, control in enumerate(controls) if not control.finite)
         changed = reduce(or_, (control.changed for control in controls))
         diagnostics = None
@@ -236,6 +277,8 @@ class Pipeline:
             on_link_s=on_link_s,
             spans=kept.spans,
             diagnostics=diagnostics,
+            sends_bytes_per_s=self._exchange.sends_bytes_per_s,
+            twin=None if averaged.twin is None else storage.store(averaged.twin),
         )
 
     def _rule(self, snapshot: LaunchSnapshot, averaged: "_Averaged") -> LandingRule:
@@ -267,9 +310,13 @@ class Pipeline:
     def _all_reduce_of(self, snapshot: LaunchSnapshot) -> AllReduce:
         if snapshot.purpose.is_exact:
             return self._exact_all_reduce.at(snapshot.step)
-        return self._all_reduce.at(snapshot.step) if snapshot.purpose is Purpose.ROUND else self._final_all_reduce
+        is_round = snapshot.purpose is Purpose.ROUND
+        return self._all_reduce.at(snapshot.step, snapshot.choice) if is_round else self._final_all_reduce
 
     def _count(self, controls: Sequence[Control], snapshot: LaunchSnapshot) -> Count:
+        if snapshot.leg:
+            # Where groups are has a mean, whether they have trained or not.
+            return Count({group: 1.0 for group in snapshot.leg if controls[group].finite})
         if snapshot.purpose is Purpose.ROUND:
             return self._aggregation.count(controls, self._fragments[snapshot.fragment].weighing)
         return trained(controls) if snapshot.purpose is Purpose.GRADIENT else plain(controls)
@@ -291,7 +338,8 @@ class Pipeline:
             # are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
             finite=is_gradient or isfinite(norm) or bool(snapshot.gradient.isfinite().all()),
             weight=snapshot.weight,
-            digest=digest(snapshot.outer, start=fragment.layout.start),
+            # Partners hold outer parameters of their own, and take them apart by what they share.
+            digest=digest(anchor_of(fragment) if snapshot.leg else snapshot.outer, start=fragment.layout.start),
             norm_squared=norm,
             changed=0 if is_gradient else fragment.buffers.changed(snapshot.buffers),
             step_time=snapshot.step_time,
@@ -345,17 +393,19 @@ class Pipeline:
 
     def _check(self, controls: Sequence[Control], snapshot: LaunchSnapshot) -> None:
         """Raises an `AgreementError` unless all groups are at one point with one outer model, and one is finite."""
-        own = controls[self._topology.group_index]
+        own, leg = controls[self._topology.group_index], snapshot.leg or range(len(controls))
+        differs = "did not begin from" if snapshot.leg else "do not hold"
         for what, values in (
-            ("are not at the same point", [(control.fragment, control.step) for control in controls]),
-            ("do not hold the same outer parameters", [control.digest for control in controls]),
+            ("are not at the same point", {group: (one.fragment, one.step) for group, one in enumerate(controls)}),
+            (f"{differs} the same outer parameters", {group: controls[group].digest for group in leg}),
         ):
-            if len(set(values)) > 1:
-                told = ", ".join(f"group {group}: {value}" for group, value in enumerate(values))
+            if len(set(values.values())) > 1:
+                told = ", ".join(f"group {group}: {value}" for group, value in values.items())
                 raise AgreementError(
                     f"The worker groups {what} at the launch of fragment {own.fragment} after inner step {own.step}"
                     f" ({told}). Training on would let them drift apart unseen. Resume all groups from one checkpoint."
                 )
+        # Of a leg without finite values, each group goes back to its own outer parameters.
         if not any(control.finite for control in controls):
             raise AgreementError(
                 f"The outer gradient of fragment {snapshot.fragment}, launched after inner step {snapshot.step}, is not"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm import Control, Settings, all_reduce_for
+from lightning_sdiloco.algorithm import Control, Settings, TwoShot, all_reduce_for
 from lightning_sdiloco.engine.arithmetic import norm_squared
 from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters, to_parameters_by_spec
@@ -39,7 +39,8 @@ class Restart(NamedTuple):
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
     """Joins the states of the ranks of an earlier run.
 
-    Flights are landed if the payloads of all groups are there. Otherwise they are dropped, and counted.
+    Flights are landed if the payloads of all groups are there. Otherwise they are dropped, and counted. Of groups that
+    held outer parameters of their own it is the mean of those that are there, and flights are dropped.
 
     Args:
         groups: The states of every rank of every worker group, None where one is missing.
@@ -57,9 +58,11 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
         )
     ranks = whole[0]
     flights, landed = len(ranks[0]["flights"]), 0
-    shards = [[_shard(fragment, settings is not None) for fragment in state["fragments"]] for state in ranks]
-    buffers = [dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in ranks[0]["fragments"]]
-    if settings is not None and len(whole) == len(groups):
+    shares = "anchor" not in ranks[0]["fragments"][0]
+    joined = ranks if shares else [_mean_of(of) for of in zip(*whole, strict=True)]
+    shards = [[_shard(fragment, settings is not None) for fragment in state["fragments"]] for state in joined]
+    buffers = [dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in joined[0]["fragments"]]
+    if settings is not None and shares and len(whole) == len(groups):
         earlier = _EarlierFlights(whole, shards, buffers, settings.taken_from(ranks[0].get("settings")))
         landed = sum(earlier.land(index) for index in range(flights))
     parameters: dict[str, OuterParameter] = {}
@@ -76,6 +79,22 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
             "flights_dropped": counts["flights_dropped"] + flights - landed,
         },
     )
+
+
+def _mean_of(groups: Sequence[State]) -> State:
+    """Returns the state of a rank with the mean, over the groups, of its outer parameters, momentum and buffers."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        is_mean = isinstance(values[0], Tensor) and values[0].is_floating_point()
+        return torch.stack(list(values)).mean(dim=0) if is_mean else values[0]
+
+    fragments = []
+    for one in zip(*(group["fragments"] for group in groups), strict=True):
+        state = {key: mean([fragment["state"][key] for fragment in one]) for key in one[0]["state"]}
+        buffers = [mean(values) for values in zip(*(fragment["buffers"] for fragment in one), strict=True)]
+        outer = mean([fragment["outer"] for fragment in one])
+        fragments.append({**one[0], "outer": outer, "state": state, "buffers": buffers})
+    return {**groups[0], "fragments": fragments}
 
 
 def _to_parameters(fragment: State, shards: Sequence[OuterState]) -> dict[str, OuterParameter]:
@@ -112,7 +131,10 @@ class _EarlierFlights:
         self._buffers = buffers
         self._aggregation = settings.aggregation
         mixing = settings.landing.kept
-        self._all_reduce = all_reduce_for(settings.exchange, len(groups), settings.codec, mixing)
+        # Its parts are those of then, and so is what the second rounding lost.
+        saved = (groups[0][0].get("settings") or {}).get("exchange")
+        exchange = settings.exchange if saved is None else TwoShot.read(saved)
+        self._all_reduce = all_reduce_for(exchange, len(groups), settings.codec, mixing)
         self._optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]
 
     def land(self, index: int) -> bool:

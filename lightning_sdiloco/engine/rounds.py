@@ -6,6 +6,7 @@ background, behind what is in flight there, so the ranks send everything in the 
 of them is somewhere else.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from lightning_sdiloco.compression import Kernels
 from lightning_sdiloco.engine.background import Background, Pending, Stages
 from lightning_sdiloco.engine.flight import Counts, Flight, GroupMean, Landing, LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.fragments import fragments_of
+from lightning_sdiloco.engine.measurements import LinkRate
 from lightning_sdiloco.engine.offload import OuterStorage
 from lightning_sdiloco.engine.parameters.naming import require_coverage
 from lightning_sdiloco.engine.parameters.sharding import reshard
@@ -40,12 +42,14 @@ class Means(NamedTuple):
         kernels: What encodes and takes the means.
         background: What runs the stages of flights.
         inner_optimizers: The optimizers whose state is dropped where it is not finite.
+        link: What the link of this rank carries.
     """
 
     storage: OuterStorage
     kernels: Kernels
     background: Background
     inner_optimizers: Sequence[Optimizer]
+    link: LinkRate
 
 
 class Rounds:
@@ -139,7 +143,23 @@ class Rounds:
         with record_function("sdiloco::launch"):
             fragment, deadline = self.fragments[index], self._deadline()
             snapshot = fragment.launch(step, deadline, purpose, mailbox.take())
-            self._start(snapshot._replace(step_time=mailbox.step_time), began)
+            leg = self._leg(step) if purpose is Purpose.ROUND else ()
+            snapshot = snapshot._replace(step_time=mailbox.step_time, leg=leg)
+            self._start(self.chosen(snapshot), began)
+
+    def chosen(self, snapshot: LaunchSnapshot) -> LaunchSnapshot:
+        """Chooses in which code a launch is sent, by what this rank alone knows."""
+        overlap_s = self.schedule.overlap_steps * (snapshot.step_time or math.nan)
+        choice = self._settings.codec.choice(len(snapshot.gradient), self._means.link.bytes_per_s, overlap_s)
+        return snapshot._replace(choice=choice)
+
+    def _leg(self, step: int) -> tuple[int, ...]:
+        """Returns with whom this group exchanges in the round of a launch, itself among them; () for all."""
+        if self._settings.shares:
+            return ()
+        number = self._counted_in_rounds(step) // self._settings.sync_every - 1
+        legs = self._settings.routing.legs(number, self._topology.num_groups)
+        return next(tuple(leg) for leg in legs if self._topology.group_index in leg)
 
     @torch.no_grad()
     def launch_gradients(self, step: int, mailbox: Mailbox, trains: bool) -> None:
@@ -191,8 +211,10 @@ class Rounds:
         """Returns what a flight for the mean of the local values is for, after an inner step.
 
         Within the warm-up the outer values of the groups may differ: by what unlike hardware rounds in unlike ways, or
-        because one was idle.
+        because one was idle. On a route that does not share they do differ.
         """
+        if not self._settings.shares:
+            return Purpose.START
         return Purpose.START if 0 < step - self.began_at < self.schedule.warmup_steps else Purpose.MEAN
 
     def _land_mean(self, flights: Sequence[Pending[SyncResult]], counts: Counts) -> GroupMean:
@@ -241,6 +263,7 @@ class Rounds:
         reshard(self._model)
         fragment.land(result, result.rule, step - snapshot.step, group, not is_round)
         if is_round:
+            self._means.link.note(result.sends_bytes_per_s)
             self._hear(snapshot, result)
         if group in result.left_out:
             optimizers, in_group = self._means.inner_optimizers, self._topology.in_group
@@ -300,6 +323,7 @@ class Rounds:
             "described": self.described(),
             "pace": dict(self._paced),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
+            **({"link": self._means.link.last} if self._means.link.last else {}),
         }
 
     @torch.no_grad()
@@ -321,6 +345,7 @@ class Rounds:
         self._begin_at(state["rounds_began_at"])
         # Earlier versions had the pace that remembers nothing.
         self._paced = state.get("pace", self._paced)
+        self._means.link.last = list(state.get("link", ()))
 
     def start_flights(self, flights: Iterable[dict[str, Any]]) -> None:
         """Launches again what was in flight: the same values give the same bytes."""

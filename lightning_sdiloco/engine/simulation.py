@@ -104,8 +104,14 @@ class SimulatedGroups:
         return [land() for land in [engine.launch_mean() for engine in self.engines]][0]
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters, the same in all groups; see `StreamingDiLoCo.outer_state_dict`."""
-        return self.engines[0].outer_state_dict()
+        """Returns the outer parameters, the same in all groups; see `StreamingDiLoCo.outer_state_dict`.
+
+        On a route that does not share, it is the mean of the groups.
+        """
+        first = self.engines[0]
+        if first.settings.shares or first.is_finished:
+            return first.outer_state_dict()
+        return first.named_mean(self.group_mean())
 
 
 def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Partition, Settings, partition
+from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Partition, Settings, check_legs, partition
 from lightning_sdiloco.comm import GroupLayout, Topology, checked_worker_groups, is_connected, world
 from lightning_sdiloco.compression import missing_for
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
@@ -127,6 +127,7 @@ def agreed_fragments(
         ValueError: If settings or models differ between ranks, or the model cannot be cut as asked.
     """
     require_same_settings(settings.described(), topology.world)
+    check_legs(settings.routing, topology.num_groups)
     require_same_model(model, topology.world)
     partition = cut(model, settings)
     device = next(iter(trainable(model).values())).device

@@ -25,6 +25,7 @@ class Follower:
         life: A random number of this start, 16 hexadecimal digits.
         patience: How long it trains without the hub before it gives up.
         step: Inner steps that the site has trained so far.
+        late: What becomes of a flight that came too late: `Landing.CARRY` or `Landing.DROP`.
 
     Attributes:
         fragments: What is remembered of every fragment.
@@ -32,7 +33,14 @@ class Follower:
     """
 
     def __init__(
-        self, terms: Terms, charter: str, site: str, life: str, patience: float = 3600.0, step: int = 0
+        self,
+        terms: Terms,
+        charter: str,
+        site: str,
+        life: str,
+        patience: float = 3600.0,
+        step: int = 0,
+        late: Landing = Landing.CARRY,
     ) -> None:
         self.terms = terms
         self.site = site
@@ -40,11 +48,13 @@ class Follower:
         self.reachable = False
         self._charter = charter
         self._patience = patience
+        self._late = late
         self._alone_since: float | None = None
         self._finishing = False
         offsets = [fragment * terms.sync_every // terms.fragments for fragment in range(terms.fragments)]
         self.fragments = [
-            Progress(fragment, Position(0, charter), step + offset) for fragment, offset in enumerate(offsets)
+            Progress(fragment, Position(0, charter), step + offset, late=late)
+            for fragment, offset in enumerate(offsets)
         ]
 
     # The hub
@@ -330,7 +340,7 @@ class Follower:
         Raises:
             ValueError: If the outer parameters are not those that were saved.
         """
-        loaded = [Progress.restored(fragment, own) for fragment, own in enumerate(state["fragments"])]
+        loaded = [Progress.restored(fragment, own, self._late) for fragment, own in enumerate(state["fragments"])]
         for own, digest in zip(loaded, digests, strict=True):
             if own.digest not in (digest, None):
                 raise ValueError(

@@ -22,6 +22,9 @@ class Landing(Enum):
 
     ``MIX``: the own flight counts. Local and outer parameters are mixed; what was trained since the launch stays held.
 
+    ``DROP``: the own flight came too late, and counts nowhere. Local and outer parameters are mixed all the same; what
+    was trained since the launch stays held.
+
     ``CARRY``: nothing of the own counts. The local parameters move by as much as the outer ones, so that the outer
     gradient stays what it was, and the flight is held again.
 
@@ -33,6 +36,7 @@ class Landing(Enum):
     """
 
     MIX = "mix"
+    DROP = "drop"
     CARRY = "carry"
     TAKE = "take"
     REFUSE = "refuse"
@@ -83,6 +87,9 @@ class Progress:
         closed: The last round that is known to be closed.
         kept: The first round whose payloads can be had.
         refused: The last round that was measured against other outer parameters than those here.
+        late: What becomes of a flight that came too late: it is dropped, or carried.
+        dropped: Whether one was dropped since something of this site counted. It is not done twice in a row, so that a
+            site that is always late is heard.
     """
 
     fragment: int
@@ -99,6 +106,8 @@ class Progress:
     closed: int = 0
     kept: int = 1
     refused: int = 0
+    late: Landing = Landing.CARRY
+    dropped: bool = False
 
     @property
     def next_round(self) -> int:
@@ -207,7 +216,7 @@ class Progress:
         if record.final or (flight and not flight.own.finite):
             return Landing.TAKE
         if mine is None:
-            return Landing.CARRY
+            return self.late if flight and not self.dropped else Landing.CARRY
         # What an earlier life had counted is in the local parameters, and cannot be told from the rest.
         return Landing.MIX if flight and flight.own == mine else Landing.TAKE
 
@@ -224,6 +233,8 @@ class Progress:
                 self.steps += self.flight.steps
                 self.samples += self.flight.own.weight
             self.flight = None
+        if landing is not Landing.CARRY:
+            self.dropped = landing is Landing.DROP
         if landing is Landing.TAKE:
             self.drop()
         record = self.records.get(applied.round)
@@ -241,7 +252,7 @@ class Progress:
                 # Nobody knows whether it counted an earlier life. It must not count twice.
                 return Landing.TAKE
             found.add(self.landing(record, site))
-        return next(one for one in (Landing.TAKE, Landing.MIX, Landing.CARRY) if one in found)
+        return next(one for one in (Landing.TAKE, Landing.MIX, Landing.DROP, Landing.CARRY) if one in found)
 
     # Checkpoints
 
@@ -255,15 +266,17 @@ class Progress:
             "steps": self.steps,
             "samples": self.samples,
             "ended": self.ended,
+            "dropped": self.dropped,
             "flight": flight and [flight.own.described(), flight.launched_at, flight.steps],
         }
 
     @staticmethod
-    def restored(fragment: int, saved: Mapping[str, Any]) -> "Progress":
+    def restored(fragment: int, saved: Mapping[str, Any], late: Landing = Landing.CARRY) -> "Progress":
         """Returns what was `described`."""
         numbers = {name: saved[name] for name in ("launched_at", "digest", "steps", "samples", "ended")}
         applied = Position(*saved["applied"])
-        own = Progress(fragment, applied, **numbers, closed=applied.round)
+        own = Progress(fragment, applied, **numbers, closed=applied.round, late=late)
+        own.dropped = saved.get("dropped", False)  # earlier versions dropped nothing
         if saved["flight"]:
             sent, launched_at, steps = saved["flight"]
             own.flight = Flight(contribution(sent), launched_at, steps)

@@ -147,10 +147,12 @@ class Connection(Protocol):
     Attributes:
         site: The name of the site.
         life: A random number of this start of the site, for its follower.
+        sends_bytes_per_s: What the link of this rank carried to the hub with its last payload; 0 if that is not known.
     """
 
     site: str
     life: str
+    sends_bytes_per_s: float
 
     def agree(self, charter: Charter) -> Charter:
         """Brings the charter of this site; waits for the hub.

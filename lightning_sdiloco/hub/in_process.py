@@ -191,6 +191,7 @@ class InProcessConnection:
         self._hello: Hello | None = None
         self._beat: Beat | None = None
         self._asked_at = -1.0
+        self.sends_bytes_per_s = 0.0
 
     def agree(self, charter: Charter) -> Charter:
         """See `Connection`."""
@@ -365,6 +366,7 @@ class InProcessShards:
 
     def __init__(self, hub: InProcessHub, site: str, wanted: Wanted) -> None:
         self._hub, self._site, self._wanted = hub, site, wanted
+        self.sends_bytes_per_s = 0.0
         self._fetched: dict[str, Mapping[str, Bytes] | None] = {}
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:

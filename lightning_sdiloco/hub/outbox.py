@@ -13,6 +13,14 @@ class Outbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[int, tuple[Contribution, Mapping[str, Bytes]]] = {}
+        self._begun: set[Contribution] = set()
+
+    def begins(self, own: Contribution) -> bool:
+        """Tells, once, that a contribution is sent for the first time: later some of it may be there already."""
+        with self._lock:
+            is_first = own not in self._begun
+            self._begun = {own, *(one for one, _ in self._kept.values() if one in self._begun)}
+            return is_first
 
     def put(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
         """Keeps a contribution in place of an earlier one."""

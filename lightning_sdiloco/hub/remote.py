@@ -88,6 +88,7 @@ class HubConnection:
         self._busy_since: float | None = None
         self._asking = False
         self._ask_at = 0.0
+        self.sends_bytes_per_s = 0.0
 
     # Before training
 
@@ -229,9 +230,13 @@ class HubConnection:
                 self._sending.discard(own)
 
     def _is_taken(self, own: Contribution, blobs: Mapping[str, Bytes]) -> bool:
+        is_first = self._outbox.begins(own)
         try:
-            for blob in blobs.values():
-                self._mailbox.send(blob, {**self._about, "kind": "payload"})
+            for key, blob in blobs.items():
+                began = time.monotonic()
+                self._mailbox.send(blob, {**self._about, "kind": "payload"}, key=key)
+                if is_first:
+                    self.sends_bytes_per_s = len(blob) / max(time.monotonic() - began, 1e-6)
             answer = self._call("contribute", body=own.to_bytes())
         except HubUnreachable:
             return False
@@ -247,9 +252,14 @@ class HubConnection:
 
     def _give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
         about = {**self._about, "kind": "state"}
+
+        def sent(part: Bytes) -> list[str | int]:
+            key = key_of(part)
+            self._mailbox.send(part, about, key=key)
+            return [key, memoryview(part).nbytes]
+
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-giver") as pool:
-            list(pool.map(lambda part: self._mailbox.send(part, about), parts))
-        named = [[key_of(part), memoryview(part).nbytes] for part in parts]
+            named = list(pool.map(sent, parts))
         self._call("give", {"request": request, "parts": named}, header.to_bytes())
 
     # In the background: fetching

@@ -59,7 +59,12 @@ class Shards(Protocol):
     """Moves the payloads of a rank that is not the first of its site; see [Note: a site of several ranks].
 
     No method waits for the network.
+
+    Attributes:
+        sends_bytes_per_s: What the link of this rank carried to the hub with its last payload; 0 if that is not known.
     """
+
+    sends_bytes_per_s: float
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
         """Sends the payloads of this rank, and sends them again until they are there or overtaken."""
@@ -122,6 +127,7 @@ class HubShards:
         self._sending: dict[Contribution, Future[None]] = {}
         self._fetched: dict[str, Mapping[str, Bytes] | None] = {}
         self._away_since: float | None = None
+        self.sends_bytes_per_s = 0.0
         self._closed = threading.Event()
 
     def reach(self, timeout: float = 60.0) -> None:
@@ -196,9 +202,13 @@ class HubShards:
 
     def _send(self, own: Contribution) -> None:
         while not self._closed.is_set() and (blobs := self._outbox.blobs(own)) is not None:
+            is_first = self._outbox.begins(own)
             try:
-                for blob in blobs.values():
-                    self._mailbox.send(blob, {"site": self._site, "kind": "payload"})
+                for key, blob in blobs.items():
+                    began = time.monotonic()
+                    self._mailbox.send(blob, {"site": self._site, "kind": "payload"}, key=key)
+                    if is_first:
+                        self.sends_bytes_per_s = len(blob) / max(time.monotonic() - began, 1e-6)
                 self._away_since = None
                 break
             except MailboxError as error:

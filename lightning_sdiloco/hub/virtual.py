@@ -151,6 +151,7 @@ class VirtualConnection(InProcessConnection):
         kept = dict(blobs)
         self._outbox.put(own, kept)
         self._sends(sum(map(len, kept.values())), lambda: self._arrives(own, kept))
+        self.sends_bytes_per_s = 1 / self._link.seconds_per_byte if self._link.seconds_per_byte else 0.0
 
     def _arrives(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
         if self.is_connected:

@@ -64,10 +64,7 @@ def wire_bytes(engine: StreamingDiLoCo, module: nn.Module) -> list[int]:
     all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.landing.kept)
     numels = {clean_name(name): parameter.numel() for name, parameter in module.named_parameters()}
     shards = [-(-sum(numels[name] for name in own.names) // topology.group_size) for own in engine.fragments]
-    return [
-        others * (CONTROL_BYTES + all_reduce.payload_bytes(shard) + all_reduce.second_hop_bytes(shard))
-        for shard in shards
-    ]
+    return [others * CONTROL_BYTES + all_reduce.bytes_to_others(shard, topology.group_index) for shard in shards]
 
 
 def at_start(engine: StreamingDiLoCo, nbytes: list[int]) -> str:

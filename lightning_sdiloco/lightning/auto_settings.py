@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_sdiloco.algorithm import AUTO, Settings
+from lightning_sdiloco.algorithm import AUTO, Settings, TwoShot
 from lightning_sdiloco.comm import Exchange, Topology
 from lightning_sdiloco.engine import trainable
 from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, recommend
@@ -34,6 +34,7 @@ _PLACEHOLDERS: Mapping[str, Any] = {
     "overlap_steps": 0,
     "fragments": "strided",
     "compression": "fp4",
+    "exchange": "two_shot",
 }
 
 # A message grows until its exchange takes this long or it is this large. The time is enough to measure any link, the
@@ -62,15 +63,17 @@ class AutoSettings:
     """The settings that are left to the planner, until it has chosen them.
 
     Args:
-        names: Which ones, of ``sync_every``, ``overlap_steps``, ``fragments`` and ``compression``; empty once they are
-            chosen.
+        names: Which ones, of ``sync_every``, ``overlap_steps``, ``fragments``, ``compression`` and, where its links are
+            to be measured, ``exchange``; empty once they are chosen.
 
     Attributes:
         measured: What the choice was based on; None until then, and in a fit that takes it from a checkpoint.
+        planned: Whether the planner has chosen something.
     """
 
     names: tuple[str, ...] = ()
     measured: Measured | None = None
+    planned: bool = False
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
@@ -91,22 +94,30 @@ class AutoSettings:
             >>> auto.names, settings.overlap_steps
             (('overlap_steps',), 0)
         """
-        names = tuple(name for name in _PLACEHOLDERS if _is_auto(arguments.get(name)))
+        names = tuple(name for name in _PLACEHOLDERS if _is_auto(name, arguments.get(name)))
+        # What does not suit an exchange is refused here, before it gives way to a placeholder.
+        Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names if name != "exchange"}})
         settings = Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names}})
         if names and settings.sync_every <= STEPS:
             raise ValueError(
-                f"sync_every={settings.sync_every} leaves no time for {names[0]}='auto': the first {STEPS} inner steps"
+                f"sync_every={settings.sync_every} leaves no time for {_asked(names[0])}: the first {STEPS} inner steps"
                 f" are measured, before the first launch. Choose {names[0]} yourself, or a larger sync_every."
             )
         if names and settings.warmup_steps:
             raise ValueError(
-                f"warmup_steps={settings.warmup_steps} leaves no time for {names[0]}='auto': the first {STEPS} inner"
+                f"warmup_steps={settings.warmup_steps} leaves no time for {_asked(names[0])}: the first {STEPS} inner"
                 f" steps are measured, without an exchange. Choose {names[0]} yourself, or leave out warmup_steps."
             )
-        if names and settings.schedule is not None:
+        planned = [name for name in names if name != "exchange"]
+        if planned and settings.schedule is not None:
             raise ValueError(
-                f"schedule={settings.schedule!r} does not go with {names[0]}='auto': the planner plans launches every"
-                f" sync_every inner steps. Choose {names[0]} yourself, or leave out schedule."
+                f"schedule={settings.schedule!r} does not go with {planned[0]}='auto': the planner plans launches every"
+                f" sync_every inner steps. Choose {planned[0]} yourself, or leave out schedule."
+            )
+        if names and not settings.shares:
+            raise ValueError(
+                f"route={settings.route!r} does not go with {names[0]}='auto': the planner plans rounds in which all"
+                f" groups exchange with all others. Choose {names[0]} yourself, or leave out route."
             )
         if "fragments" in names and settings.layers_per_fragment != Settings.layers_per_fragment:
             raise ValueError(
@@ -137,7 +148,7 @@ class AutoSettings:
         """
         if not self.names or any(saved.get(name) in (None, repr(AUTO)) for name in self.names):
             return settings
-        chosen = {name: ast.literal_eval(saved[name]) for name in _taken(self.names)}
+        chosen = {name: _read(name, saved[name]) for name in _taken(self.names)}
         self.names = ()
         return replace(settings, **chosen)
 
@@ -166,10 +177,16 @@ class AutoSettings:
         Returns:
             The settings of the run from now on.
         """
-        step_time = max(topology.world.all_gather_object(self._step_time()))
-        if topology.num_groups > 1:
-            self.measured = Measured(step_time, measure_link(topology, settings.timeout.total_seconds()))
-        chosen = topology.world.all_gather_object(choice(self.names, settings, model, topology, self.measured))[0]
+        step_time, timeout = max(topology.world.all_gather_object(self._step_time())), settings.timeout.total_seconds()
+        names = tuple(name for name in self.names if name != "exchange")
+        if "exchange" in self.names:
+            settings = replace(settings, exchange=TwoShot().over(measure_links(topology, timeout)))
+            if topology.rank == 0:
+                _log.warning("Chosen: exchange=%r, for these links in Gbit/s were measured.", settings.exchange)
+        self.planned = bool(names)
+        if names and topology.num_groups > 1:
+            self.measured = Measured(step_time, measure_link(topology, timeout))
+        chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
         self.names = ()
         return replace(settings, **chosen)
 
@@ -190,6 +207,8 @@ def choice(
         topology: The ranks.
         measured: Step time and link; None with one group, for which every choice is the same.
     """
+    if not names:
+        return {}
     among = _candidates(names, settings)
     if measured is None:
         own = next(among)
@@ -242,15 +261,52 @@ def measure_link(topology: Topology, timeout: float) -> Link:
     return Link(gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9))
 
 
-def _exchange_seconds(exchange: Exchange[Any], nbytes: int, timeout: float) -> float:
-    message = torch.zeros(nbytes, dtype=torch.uint8, device=exchange.device)
+def measure_links(topology: Topology, timeout: float) -> list[float]:
+    """Measures what each group's link carries in Gbit/s, one after the other: all others send to it at once.
+
+    All ranks must call it, and all get the same numbers.
+
+    Args:
+        topology: The ranks.
+        timeout: Seconds to wait for a group that does not answer.
+    """
+    found = []
+    for group in range(topology.num_groups):
+
+        def seconds(nbytes: int, to: int = group) -> float:
+            own = _exchange_seconds(topology.exchange, nbytes, timeout, to)
+            return float(max(topology.world.all_gather_object(own)[topology.group_size * to :][: topology.group_size]))
+
+        round_trip, nbytes = min(seconds(1) for _ in range(3)), _LEAST_BYTES
+        while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
+            nbytes *= 4
+        sent = nbytes * (topology.num_groups - 1) * topology.group_size
+        found.append(sent * 8 / max(took - round_trip, 1e-6) / 1e9)
+    return found
+
+
+def _exchange_seconds(exchange: Exchange[Any], nbytes: int, timeout: float, to: int | None = None) -> float:
+    """Returns how long messages of so many bytes take: to all groups, or to one of them, with a byte to the others."""
+    sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
+    messages = {size: torch.zeros(size, dtype=torch.uint8, device=exchange.device) for size in set(sizes)}
     started = time.monotonic()
-    exchange.collect(exchange.post([message] * exchange.num_groups), started + timeout)
+    exchange.collect(exchange.post([messages[size] for size in sizes]), started + timeout)
     return time.monotonic() - started
 
 
-def _is_auto(value: Any) -> bool:
+def _is_auto(name: str, value: Any) -> bool:
+    if name == "exchange":
+        return isinstance(value, TwoShot) and value.lacks_links
     return isinstance(value, str) and value == AUTO
+
+
+def _asked(name: str) -> str:
+    """Returns what was given, for an error."""
+    return f"exchange={TwoShot()!r}" if name == "exchange" else f"{name}='auto'"
+
+
+def _read(name: str, text: str) -> Any:
+    return TwoShot.read(text) if name == "exchange" else ast.literal_eval(text)
 
 
 def tell(settings: Settings, fragments: int, measured: Measured | None, loggers: Iterable[Any], step: int) -> None:

@@ -9,7 +9,8 @@ trained. Validation then shows the mean of the groups, which takes an exchange. 
 group that validates alone must not wait for others, so there is no exchange unless Lightning's loop has decided to
 validate, which it does after the same batch in all groups, and all ranks have something to validate with. A checkpoint
 that is saved before the next inner step holds this mean, so that the best model is the one that was validated. What a
-fit resumes from lies beside it, and is the same as ever.
+fit resumes from lies beside it, and is the same as ever. On a route on which groups hold outer parameters of their own,
+every validation and every checkpoint shows the mean of the groups.
 """
 
 import logging
@@ -70,9 +71,12 @@ class Evaluation:
     def in_checkpoint(self, engine: StreamingDiLoCo) -> AbstractContextManager[None]:
         """Shows, inside a ``with`` block, the model that a checkpoint holds: what is shown, was shown last, or outer.
 
-        In-group collective.
+        In-group collective. On a route that does not share, all ranks must call it: it is the mean of the groups.
         """
-        return engine.evaluate(self._mean)
+        mean = self._mean
+        if mean is None and not engine.settings.shares and not self._groups.is_alone:
+            mean = engine.group_mean()
+        return engine.evaluate(mean)
 
     def forget(self) -> None:
         """Forgets the mean that was shown last: training goes on."""
@@ -108,12 +112,13 @@ class Evaluation:
     def _mean_of_groups(self, engine: StreamingDiLoCo, loop: Any) -> GroupMean | None:
         """Returns the mean where validation shows it; see [Note: validation in the first round]."""
         is_in_first_round = engine.steps_in_rounds < engine.schedule.first_round
-        if self._shows != "mean" and not is_in_first_round:
+        shares = engine.settings.shares
+        if self._shows != "mean" and not is_in_first_round and shares:
             return None
         loop.setup_data()
         if not self._groups.decide(not loop.skip, all=True, device=self._trainer.strategy.root_device):
             return None
-        if self._shows != "mean" and not self._said and self._trainer.is_global_zero:
+        if self._shows != "mean" and shares and not self._said and self._trainer.is_global_zero:
             _log.warning(
                 "Up to inner step %d, when every fragment has landed once, validation shows the mean of the worker"
                 " groups, for which they exchange all fragments: the outer model holds values until then that nobody"

@@ -117,7 +117,7 @@ class Fit:
         trainer, groups = self._trainer, self._parts.groups
         self._parts.results.begin(self.options)
         check_names(trainer)
-        refuse_what_cannot_work(trainer)
+        refuse_what_cannot_work(trainer, self.options.settings.shares)
         termination = self._parts.termination
         self._signals = Signals(trainer, self.requests, groups.topology.world, termination, self._leave)
         replace_batch_hooks(self._patches, trainer, groups, self.requests, self._signals, self.progress)
@@ -269,7 +269,7 @@ class Fit:
         self._parts.results.cut(engine.fragments)
         self._watch_signals(engine)
         self._announce(engine)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and auto.planned:
             tell(engine.settings, len(engine.fragments), auto.measured, trainer.loggers, trainer.global_step)
 
     def _watch_signals(self, engine: StreamingDiLoCo) -> None:

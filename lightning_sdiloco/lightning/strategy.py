@@ -19,7 +19,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, LandingRule, Pace, Schedule, Weighing
+from lightning_sdiloco.algorithm import (
+    DEFAULT_TIMEOUT,
+    Fragment,
+    LandingRule,
+    Pace,
+    Route,
+    Schedule,
+    TwoShot,
+    Weighing,
+)
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import Federation, StreamingDiLoCo
@@ -63,8 +72,9 @@ class WorkerGroupStrategy(_Base):
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
             as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, which
             chooses the most exact of ``"fp32"``, ``"bf16"`` and ``"fp4"`` for which the link suffices.
-        exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, or
-            ``"auto"`` for what suits the number of groups and the compression.
+        exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``
+            for what suits the number of groups and the compression, or a ``lightning_sdiloco.TwoShot``, whose groups
+            average parts that suit their links.
         outer_lr: Learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
@@ -88,6 +98,9 @@ class WorkerGroupStrategy(_Base):
             gradients hardly change. None: every ``sync_every`` inner steps.
         weighing: How much each group counts in a mean: a ``Weighing`` such as ``ByNorm()``, ``ZScore()`` or
             ``ByMedian()``. None: by the inner steps that it trained.
+        route: With whom each group exchanges in a round: a ``Route`` such as ``RandomPairs()``, ``FastestPairs()`` or
+            ``Ring()``, on which groups hold outer parameters of their own; validation and checkpoints have their mean.
+            None: with all.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
@@ -123,7 +136,7 @@ class WorkerGroupStrategy(_Base):
         fragments: str | list[list[str]] = "strided",
         layers_per_fragment: int = 3,
         compression: str | Compression = "fp4",
-        exchange: Literal["auto", "gather", "two_shot"] = "auto",
+        exchange: Literal["auto", "gather", "two_shot"] | TwoShot = "auto",
         outer_lr: float | Literal["auto"] = "auto",
         outer_momentum: float | Literal["auto"] = "auto",
         outer_optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
@@ -138,6 +151,7 @@ class WorkerGroupStrategy(_Base):
         timeout: timedelta = DEFAULT_TIMEOUT,
         schedule: Pace | None = None,
         weighing: Weighing | None = None,
+        route: Route | None = None,
         on_resume: Literal["exact", "restart"] = "exact",
         resumable_checkpoints: Literal["all", "newest"] = "all",
         federation: Federation | None = None,

@@ -7,9 +7,10 @@ cannot contradict a run; only time is a model. Nothing here makes a module, open
 """
 
 from lightning_sdiloco.planning import paper, planner
-from lightning_sdiloco.planning.clock import Absence, Times, play, step_end
+from lightning_sdiloco.planning.clock import Absence, Line, Times, play, step_end
 from lightning_sdiloco.planning.hub import Enough, HubLoad, through_hub
 from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.links import SharedOut, shared_out
 from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
 from lightning_sdiloco.planning.paper import TARGETS, Entry, PaperModel
 from lightning_sdiloco.planning.planner import (
@@ -32,6 +33,7 @@ __all__ = [
     "Groups",
     "HubLoad",
     "LARGEST_SYNC_EVERY",
+    "Line",
     "Link",
     "MARGIN",
     "Memory",
@@ -40,6 +42,7 @@ __all__ = [
     "PaperModel",
     "Plan",
     "Prediction",
+    "SharedOut",
     "Streaming",
     "TARGET",
     "TARGETS",
@@ -50,6 +53,7 @@ __all__ = [
     "play",
     "readable",
     "recommend",
+    "shared_out",
     "short",
     "step_end",
     "through_hub",

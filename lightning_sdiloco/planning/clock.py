@@ -1,10 +1,12 @@
 """Plays a run in virtual time: when every group has made each inner step, with unequal speeds and absences."""
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from typing_extensions import override
 
 from lightning_sdiloco.planning.link import Link, require
-from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.methods import Costs, Streaming
 
 
 class Absence(NamedTuple):
@@ -19,6 +21,18 @@ class Absence(NamedTuple):
     group: int
     start: float
     end: float
+
+
+class Line(NamedTuple):
+    """The link of one group, where it is slower in one direction.
+
+    Attributes:
+        up: For what it sends.
+        down: For what it receives.
+    """
+
+    up: Link
+    down: Link
 
 
 class Times(NamedTuple):
@@ -44,10 +58,14 @@ def play(
     speeds: Sequence[float],
     absences: Iterable[Absence] = (),
     idle: Sequence[Collection[int]] = (),
+    links: Sequence[Link] = (),
+    lines: Sequence[Line] = (),
+    launches: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Times]:
     """Plays training thread and background of every group, as `Streaming.utilisation` does where all are alike.
 
-    A flight is over when the message of the last group has come.
+    A flight is over when the message of the last group has come; on a route in pairs, that of the last partner, and the
+    word of the last group that it has launched.
 
     Args:
         method: The model, settings and groups.
@@ -56,6 +74,9 @@ def play(
         speeds: How fast each group trains: 0.5 takes twice the step time of the groups.
         absences: When which group is away.
         idle: The inner steps, from 1, in which each group does not train, by group: they take no time.
+        links: The link of each group, in place of one that is the same for all; its connections are at speed.
+        lines: The same where a direction is slower; the round trip is that of ``link``. With one shot.
+        launches: The fragments that are launched after each inner step, where that is not what the schedule says.
 
     Returns:
         The times of each group.
@@ -75,7 +96,12 @@ def play(
         >>> round(fast.waited), round(fast.end)
         (0, 20)
     """
-    return _Play(method, link, speeds, list(absences), idle or [()] * len(speeds)).times(steps)
+    if lines:
+        over = _PlayOverLines(method, link, lines, speeds, list(absences), idle or [()] * len(speeds))
+        return over.times(steps, launches)
+    kind = _PlayLegs if not method.settings.shares else _PlayOverLinks if links else _Play
+    played = kind(method, links or [link] * len(speeds), speeds, list(absences), idle or [()] * len(speeds))
+    return played.times(steps, launches)
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
@@ -120,13 +146,13 @@ class _Play:
     def __init__(
         self,
         method: Streaming,
-        link: Link,
+        links: Sequence[Link],
         speeds: Sequence[float],
         absences: list[Absence],
         idle: Sequence[Collection[int]],
     ) -> None:
         groups = method.groups
-        for name, each in (("speeds", speeds), ("lists of idle steps", idle)):
+        for name, each in (("speeds", speeds), ("lists of idle steps", idle), ("links", links)):
             if len(each) != groups.groups:
                 raise ValueError(
                     f"There are {len(each)} {name} for {groups.groups} worker groups. Give one for each group."
@@ -137,23 +163,24 @@ class _Play:
             require(0 <= absence.group < groups.groups, "group", absence.group, "the number of a group, from 0")
             require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
         self._method = method
-        self._link = link
+        self._links, self._link = links, min(links, key=lambda link: link.gbit_s)
         self._link_free = 0.0
         self._groups = [
             _Group(groups.step_time / speed, [absence for absence in absences if absence.group == group], idle[group])
             for group, speed in enumerate(speeds)
         ]
 
-    def times(self, steps: int) -> list[Times]:
+    def times(self, steps: int, launches: Mapping[int, Sequence[int]] | None = None) -> list[Times]:
         schedule = self._method.schedule
         in_flight: list[int] = []
+        lands = {at + schedule.overlap_steps: list(own) for at, own in (launches or {}).items()}
         for step in range(1, steps + 1):
             for group in self._groups:
                 group.step(step)
-            for fragment in schedule.launches(step):
+            for fragment in schedule.launches(step) if launches is None else launches.get(step, ()):
                 self._launch(fragment)
                 in_flight.append(fragment)
-            for _ in schedule.landings(step):
+            for _ in schedule.landings(step) if launches is None else lands.get(step, ()):
                 self._land(in_flight.pop(0))
             for group in self._groups:
                 group.steps.append(group.clock)
@@ -176,6 +203,14 @@ class _Play:
             launched.append(group.clock)
             group.clock += cost.launch
             group.encoded = max(group.clock, group.encoded) + cost.encode
+        arrived = self._travelled(fragment, cost)
+        for group, at, there in zip(self._groups, launched, arrived, strict=True):
+            group.longest_flight = max(group.longest_flight, there - at)
+            group.stepped = max(group.stepped, group.averaged, there) + cost.step
+            group.landings.append(group.stepped)
+
+    def _travelled(self, fragment: int, cost: Costs) -> list[float]:
+        """Returns when the last message of a flight is there, by group, and lets all groups average in between."""
         posted, round_trip = max(group.encoded for group in self._groups), self._link.round_trip
         warm = self._link.is_warm_after(posted - self._link_free - round_trip)
         self._link_free = max(posted, self._link_free) + (cost.warm if warm else cost.cold)
@@ -185,10 +220,7 @@ class _Play:
         if cost.second_hop:
             arrived = max(group.averaged for group in self._groups) + cost.second_hop + round_trip
             self._link_free += cost.second_hop
-        for group, at in zip(self._groups, launched, strict=True):
-            group.longest_flight = max(group.longest_flight, arrived - at)
-            group.stepped = max(group.stepped, group.averaged, arrived) + cost.step
-            group.landings.append(group.stepped)
+        return [arrived] * len(self._groups)
 
     def _land(self, fragment: int) -> None:
         cost = self._method.costs(fragment, self._link)
@@ -196,3 +228,87 @@ class _Play:
             arrived = group.landings.pop(0)
             group.waited += max(0.0, arrived - group.clock)
             group.clock = max(group.clock, arrived) + cost.land
+
+
+class _PlayOverLinks(_Play):
+    """Plays groups whose links differ: both directions of each are busy with what it carries, and all wait for all."""
+
+    def __init__(self, method: Streaming, links: Sequence[Link], *given: Any) -> None:
+        super().__init__(method, links, *given)
+        self._up, self._down = [0.0] * len(links), [0.0] * len(links)
+        self._busy = {fragment: method.busy(fragment, links) for fragment in range(len(method.numels))}
+
+    @override
+    def _travelled(self, fragment: int, cost: Costs) -> list[float]:
+        busy, round_trip = self._busy[fragment], max(link.round_trip for link in self._links)
+        posted = max(group.encoded for group in self._groups)
+        for index, one in enumerate(busy):
+            self._up[index] = max(posted, self._up[index]) + one.up
+            self._down[index] = max(posted, self._down[index]) + one.down
+        arrived = max(*self._up, *self._down) + round_trip
+        for group in self._groups:
+            group.averaged = max(group.averaged, arrived) + cost.average
+        again = max(max(one.up_again, one.down_again) for one in busy)
+        if again:
+            # As in the play above: what is launched later has the link while the others average.
+            arrived = max(group.averaged for group in self._groups) + again + round_trip
+            for index, one in enumerate(busy):
+                self._up[index] += one.up_again
+                self._down[index] += one.down_again
+        return [arrived] * len(self._groups)
+
+
+class _PlayLegs(_Play):
+    """Plays a route on which groups exchange with partners, at the speed of the slowest link of a leg.
+
+    The word that a group has launched comes from all. The final exchange is played as one more round.
+    """
+
+    def __init__(self, method: Streaming, links: Sequence[Link], *given: Any) -> None:
+        super().__init__(method, links, *given)
+        self._busy_until = [0.0] * len(links)
+        self._rounds = [0] * len(method.numels)
+
+    @override
+    def _travelled(self, fragment: int, cost: Costs) -> list[float]:
+        number, self._rounds[fragment] = self._rounds[fragment], self._rounds[fragment] + 1
+        launched, arrived = max(group.encoded for group in self._groups), [0.0] * len(self._groups)
+        for leg in self._method.settings.routing.legs(number, len(self._groups)):
+            slowest = min((self._links[group] for group in leg), key=lambda link: link.gbit_s)
+            own, round_trip = self._method.costs(fragment, slowest), slowest.round_trip
+            posted = max(self._groups[group].encoded for group in leg)
+            before = max(self._busy_until[group] for group in leg)
+            warm = slowest.is_warm_after(posted - before - round_trip)
+            free = max(posted, before) + (own.warm if warm else own.cold)
+            for group in leg:
+                self._busy_until[group], arrived[group] = free, max(free, launched) + round_trip
+                clocks = self._groups[group]
+                clocks.averaged = max(clocks.averaged, arrived[group]) + own.average
+        return arrived
+
+
+class _PlayOverLines(_Play):
+    """Plays groups of which each sends in the code that its own link carries, once it knows what that is."""
+
+    def __init__(self, method: Streaming, link: Link, lines: Sequence[Line], *given: Any) -> None:
+        super().__init__(method, [link] * len(lines), *given)
+        connections = method.groups.connections
+        self._rates = [[one.gbit_s_of(connections) * 1e9 / 8 for one in line] for line in lines]
+        self._flights = 0
+
+    @override
+    def _travelled(self, fragment: int, cost: Costs) -> list[float]:
+        connections, self._flights = self._method.groups.connections, self._flights + 1
+        # What its first message took, a group is told with the second one.
+        is_known = self._flights > 2
+        sent = [self._method.message_bytes(fragment, is_known * up / connections) for up, _ in self._rates]
+        seconds = [
+            max(connections * own / up, (sum(sent) - own) / down)
+            for own, (up, down) in zip(sent, self._rates, strict=True)
+        ]
+        posted = max(group.encoded for group in self._groups)
+        self._link_free = max(posted, self._link_free) + max(seconds)
+        arrived = self._link_free + self._link.round_trip
+        for group in self._groups:
+            group.averaged = max(group.averaged, arrived) + cost.average
+        return [arrived] * len(self._groups)

@@ -7,13 +7,21 @@ of their launch, and a landing waits for its flight.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import CONTROL_BYTES, Schedule, Settings, all_reduce_for, final_all_reduce_for
+from lightning_sdiloco.algorithm import (
+    CONTROL_BYTES,
+    HOST_BYTES,
+    Schedule,
+    Settings,
+    TwoShot,
+    all_reduce_for,
+    final_all_reduce_for,
+)
 from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
@@ -126,16 +134,27 @@ class Streaming(Method):
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels), settings.warmup_steps)
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
         mixing = settings.chosen_for(groups.groups).landing.kept
-        all_reduce = all_reduce_for(settings.exchange, groups.groups, settings.codec, mixing).at(0)
+        # On a route that does not share, a group sends to its partners whole fragments, and 16 bytes to all.
+        self._partners = groups.others if settings.shares else _partners(groups.groups)
+        self._connections = self._partners * groups.group_size
+        words = HOST_BYTES * (groups.others - self._partners) * groups.group_size
+        # Parts that suit the links change what each group sends, and not what all of them send together.
+        exchange = "two_shot" if isinstance(settings.exchange, TwoShot) else settings.exchange
+        in_rounds = exchange if settings.shares else "gather"
+        all_reduce = all_reduce_for(in_rounds, groups.groups, settings.codec, mixing).at(0)
         final = final_all_reduce_for(groups.groups, settings.codec, mixing)
         self._parts = [all_reduce.part_numel(shard) for shard in self._shards]
         self._messages = [CONTROL_BYTES + all_reduce.payload_bytes(shard) for shard in self._shards]
         self._second_hops = [all_reduce.second_hop_bytes(shard) for shard in self._shards]
-        self._sent = [groups.connections * sum(both) for both in zip(self._messages, self._second_hops, strict=True)]
+        both_hops = zip(self._messages, self._second_hops, strict=True)
+        self._sent = [self._connections * sum(both) + words for both in both_hops]
         self._final = sum(groups.connections * (CONTROL_BYTES + final.payload_bytes(shard)) for shard in self._shards)
-        exact = all_reduce_for(settings.exchange, groups.groups, resolve("fp32"), mixing)
-        both_hops = [exact.payload_bytes(shard) + exact.second_hop_bytes(shard) for shard in self._shards]
-        self._exact = sum(groups.connections * (CONTROL_BYTES + both) for both in both_hops)
+        exact = all_reduce_for(exchange, groups.groups, resolve("fp32"), mixing)
+        exactly = [exact.payload_bytes(shard) + exact.second_hop_bytes(shard) for shard in self._shards]
+        self._exact = sum(groups.connections * (CONTROL_BYTES + both) for both in exactly)
+        if not settings.shares:
+            # The mean of where groups are, and not of how far they came.
+            self._final = self._exact
 
     @property
     @override
@@ -205,18 +224,57 @@ class Streaming(Method):
             link: The way from a group to the others.
         """
         per_value, shard, part = 1 / self.groups.memory_rate, self._shards[fragment], self._parts[fragment]
-        connections, hops_again = self.groups.connections, self._second_hops[fragment] > 0
+        connections, hops_again = max(1, round(self._connections)), self._second_hops[fragment] > 0
         first, again = connections * self._messages[fragment], connections * self._second_hops[fragment]
         return Costs(
             launch=_LAUNCH * shard * per_value,
             encode=_ENCODE * shard * per_value,
             warm=link.seconds(first, connections) - link.round_trip,
             cold=link.seconds(first, connections, warm=False) - link.round_trip,
-            average=(self.groups.groups * _DECODE + hops_again * _ENCODE) * part * per_value,
+            average=((self._partners + 1) * _DECODE + hops_again * _ENCODE) * part * per_value,
             second_hop=link.seconds(again, connections) - link.round_trip,
             step=(hops_again * _DECODE + _OUTER_STEP) * shard * per_value,
             land=_LAND * self.numels[fragment] * per_value,
         )
+
+    def message_bytes(self, fragment: int, bytes_per_s: float) -> int:
+        """Returns the bytes of a message to another group, where the compression may choose by the link of its sender.
+
+        Args:
+            fragment: The fragment.
+            bytes_per_s: What that link carries to each other group; 0 if it does not know.
+        """
+        codec, shard = self.settings.codec, self._shards[fragment]
+        choice = codec.choice(shard, bytes_per_s, self.settings.overlap_steps * self.groups.step_time)
+        most = self._messages[fragment] - codec.wire_bytes(shard)
+        return most + codec.choice_bytes(shard, choice)
+
+    def busy(self, fragment: int, links: Sequence[Link]) -> "list[Busy]":
+        """Returns how long each group's link is busy with a flight of a fragment, in both hops and directions.
+
+        Args:
+            fragment: The fragment.
+            links: The way from each group to the others.
+        """
+        settings, groups, shard = self.settings, range(self.groups.groups), self._shards[fragment]
+        all_reduce = all_reduce_for(settings.exchange, len(groups), settings.codec, 0.0).at(0)
+        to = [CONTROL_BYTES + all_reduce.payload_bytes(shard, group) for group in groups]
+        again = [all_reduce.second_hop_bytes(shard, group) for group in groups]
+        others, ranks = self.groups.others, self.groups.group_size
+
+        def seconds(group: int, nbytes: int) -> float:
+            link, connections = links[group], self.groups.connections
+            return link.seconds(ranks * nbytes, connections) - link.round_trip if nbytes else 0.0
+
+        return [
+            Busy(
+                up=seconds(group, sum(to) - to[group]),
+                down=seconds(group, others * to[group]),
+                up_again=seconds(group, others * again[group]),
+                down_again=seconds(group, sum(again) - again[group]),
+            )
+            for group in groups
+        ]
 
     def background_seconds(self, fragment: int) -> float:
         """Returns how long a flight of a fragment keeps the background busy, without the time on the link."""
@@ -228,8 +286,10 @@ class Streaming(Method):
         """Returns what a rank needs on top of ordinary training."""
         gathered = FLOAT32 if self.groups.group_size > 1 else 0
         of_part = [FLOAT32 * part * (again > 0) for part, again in zip(self._parts, self._second_hops, strict=True)]
-        # Outer parameters, momentum; with two shots what the second rounding has lost.
-        held = sum(2 * FLOAT32 * shard + part for shard, part in zip(self._shards, of_part, strict=True))
+        # Outer parameters, momentum; with two shots what the second rounding has lost; on a route that does not share
+        # the anchor, and the second vector of its momentum.
+        own = 0 if self.settings.shares else 1 + bool(self.settings.routing.momentum(self.groups.groups))
+        held = sum((2 + own) * FLOAT32 * shard + part for shard, part in zip(self._shards, of_part, strict=True))
         # The outer gradient and both after the outer step; with several ranks also the fragment that they gathered.
         flying = [3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)]
         messages = [self.groups.groups * sum(both) for both in zip(self._messages, self._second_hops, strict=True)]
@@ -283,6 +343,20 @@ class Costs(NamedTuple):
     second_hop: float
     step: float
     land: float
+
+
+def _partners(groups: int) -> float:
+    """Returns how many partners a group has in a round of pairs, of which one has a third where a group is over."""
+    return min(1, groups - 1) if groups % 2 == 0 or groups == 1 else (groups + 3) / groups
+
+
+class Busy(NamedTuple):
+    """Seconds for which the link of a group is busy with a flight: sending and receiving, and again in a second hop."""
+
+    up: float
+    down: float
+    up_again: float
+    down_again: float
 
 
 @lru_cache(maxsize=16)

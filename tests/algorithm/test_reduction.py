@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.aggregation import Count
 from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES
-from lightning_sdiloco.algorithm.reduction import OneShot, TwoShot, all_reduce_for
+from lightning_sdiloco.algorithm.reduction import OneShotAllReduce, TwoShotAllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import DirectExchange
 from lightning_sdiloco.comm.layout import GroupLayout
@@ -114,7 +114,7 @@ def test_without_loss_two_shots_give_the_bits_of_a_gather(groups: int) -> None:
 
 def test_values_that_chance_picks_lose_nothing_in_the_second_shot() -> None:
     gradients = [torch.randn(1001, generator=torch.Generator().manual_seed(group)) for group in range(4)]
-    shots = TwoShot(4, RandomK(8, Float32()).at(100), 0.0)
+    shots = TwoShotAllReduce(4, RandomK(8, Float32()).at(100), 0.0)
     count = Count(dict.fromkeys(range(4), 1.0))
     mean = shots.reduce_locally(gradients, [None] * 4, [None] * 4, count)
     picked = mean != 0
@@ -167,7 +167,7 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean(compression: Co
     mean = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp()
     residual, total, errors = None, torch.zeros(600), []
     for count in range(1, 25):
-        shots = TwoShot(2, compression.at(count), 0.0)
+        shots = TwoShotAllReduce(2, compression.at(count), 0.0)
         hop = shots.second_hop(mean, residual)
         residual, decoded = hop.residual, torch.empty(600)
         shots.compression.decode(hop.payload, decoded)
@@ -178,7 +178,7 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean(compression: Co
 
 def test_mixing_keeps_a_share_of_what_was_lost() -> None:
     mean = torch.tensor([1.0, 0.9, 0.3, -0.2])
-    whole, half = (TwoShot(2, TopK(0.5, Float32()), mixing).second_hop(mean, None) for mixing in (0.0, 0.5))
+    whole, half = (TwoShotAllReduce(2, TopK(0.5, Float32()), mixing).second_hop(mean, None) for mixing in (0.0, 0.5))
     assert whole.residual.tolist() == pytest.approx([0.0, 0.0, 0.3, -0.2])
     assert half.residual.tolist() == pytest.approx([0.0, 0.0, 0.15, -0.1])
 
@@ -279,7 +279,7 @@ def test_by_itself_two_groups_gather_and_more_take_two_shots_but_where_values_ar
 ) -> None:
     ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
     left_out = "TopK" in str(compression)
-    assert ways == [OneShot, OneShot, *[OneShot if left_out else TwoShot] * 2]
+    assert ways == [OneShotAllReduce, OneShotAllReduce, *[OneShotAllReduce if left_out else TwoShotAllReduce] * 2]
 
 
 # The way

@@ -4,10 +4,12 @@ import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from benchmarks.chaos.__main__ import add
 from benchmarks.chaos.checks import Told, examined
-from benchmarks.chaos.faults import HUB, sequence
+from benchmarks.chaos.faults import ALL, HUB, Fault, sequence
+from benchmarks.chaos.running import Play, Seen
 
 Note = dict[str, Any]
 
@@ -46,6 +48,8 @@ def test_what_must_not_be_is_found() -> None:
     stood_still = problems(told([*steps(), step(10.4, stalled=0.3)], steps()))
     assert len(stood_still) == 1
     assert stood_still[0].startswith("a stood still for 0.300 s")
+    elsewhere = {**step(10.4, stalled=0.3), "delayed": 0.05, "stolen": 0.2}
+    assert problems(told([*steps(), elsewhere], steps())) == [], "another machine had its processor"
     assert problems(told(steps(0, 3), steps(), weight=40)) == ["a counts 40 samples of fragment 0, and has trained 32"]
 
 
@@ -67,6 +71,16 @@ def test_a_seed_is_a_sequence_of_faults() -> None:
     assert not {fault.kind for _, fault in islice(sequence(1, "abc", links=False), 300)} & {"cut", "loss", "nat"}
     moved = islice(sequence(1, "abc", links=False, only=("move", "kill_in_upload")), 30)
     assert {(fault.kind, fault.victim == HUB) for _, fault in moved} == {("move", True), ("kill_in_upload", False)}
+
+
+def test_nothing_else_happens_to_those_who_are_all_down() -> None:
+    play = Play(Mock(sites=("a",)))
+    play.seen = {"a": Seen(0.0, back=True)}
+    blackout, stop = Fault("blackout", ALL, 1.0), Fault("stop", HUB, 1.0)
+    assert play._may(blackout)
+    assert play._may(stop)
+    play.going_on = [(1.0, blackout)]
+    assert not play._may(stop)
 
 
 def test_runs_of_one_commit_are_summed_and_the_same_run_counts_once(tmp_path: Path) -> None:

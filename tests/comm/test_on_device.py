@@ -25,7 +25,7 @@ from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.lightning.auto_settings import measure_link
 from lightning_sdiloco.planning.link import Link
 from tests import pretend
-from tests.engine.test_accelerator import CHOICES, STEPS, LateLane, Training, same, wait_for_flights
+from tests.known_training import CHOICES, STEPS, LateLane, Training, same, wait_for_flights
 from tests.pretend import IS_POSSIBLE, ccl
 from tests.ranks import RankError, run_processes, run_ranks
 
@@ -238,7 +238,7 @@ def stopping(at_step_9: str) -> Callable[[int, int], None]:
         if rank == world_size - 1:
             if at_step_9 == "silent":
                 # Its hosts go on to answer, and its device does not.
-                topology.exchange.post = lambda messages: None  # type: ignore[method-assign]
+                topology.exchange.post = lambda *_: None  # type: ignore[method-assign]
                 training.engine._rounds._pipeline.average = lambda snapshot, sent: time.sleep(7)  # type: ignore[method-assign]
             else:
                 topology.exchange.post = dying  # type: ignore[method-assign]
@@ -307,9 +307,9 @@ def without_looking(exchange: DeviceExchange) -> None:
 def posting_on_another_stream(exchange: DeviceExchange) -> None:
     post = exchange.post
 
-    def posting(messages: Any) -> Any:
+    def posting(messages: Any, sizes: Any = None) -> Any:
         with pretend.stream(pretend.default_stream()):
-            return post(messages)
+            return post(messages, sizes)
 
     exchange.post = posting  # type: ignore[method-assign]
 
@@ -326,7 +326,7 @@ def collecting_on_another_stream(exchange: DeviceExchange) -> None:
 
 def forgetting_what_is_sent(exchange: DeviceExchange) -> None:
     post = exchange.post
-    exchange.post = lambda messages: post(messages)._replace(messages=[])  # type: ignore[method-assign]
+    exchange.post = lambda messages, sizes=None: post(messages, sizes)._replace(messages=[])  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

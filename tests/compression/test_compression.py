@@ -745,12 +745,3 @@ def test_fp4_hardly_shrinks_on_average() -> None:
     values = heavy_tailed(100_000)
     bias = (values.double() * round_trip(FP4(), values)).sum() / values.double().square().sum()
     assert 0.96 < bias < 1.01
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@every_compression
-def test_cuda_gives_the_bytes_of_the_cpu(name: str) -> None:
-    values = torch.cat((heavy_tailed(3 * CHUNK + 5), torch.tensor([0.0, -0.0, 1e-45, -1e-39, FLOAT32_MAX])))
-    payload = CASES[name].encode(values.cuda())
-    assert torch.equal(payload.cpu(), CASES[name].encode(values))
-    assert same_bits(round_trip(CASES[name], values.cuda()).cpu(), round_trip(CASES[name], values))

@@ -27,6 +27,7 @@ class Threads(Communicator):
         super().__init__()
         self.size, self.rank, self.is_on_host = len(slots), rank, True
         self._slots, self._barrier = slots, barrier
+        self.gathered = 0
 
     @staticmethod
     def of(size: int) -> "list[Threads]":
@@ -34,6 +35,7 @@ class Threads(Communicator):
         return [Threads(slots, barrier, rank) for rank in range(size)]
 
     def all_gather_object(self, value: Any) -> list[Any]:
+        self.gathered += 1
         self._slots[self.rank] = pickle.dumps(value)
         self._barrier.wait()
         values = list(map(pickle.loads, self._slots))
@@ -133,7 +135,7 @@ def train(
     steps: int,
     make: Callable[[], nn.Module],
     step: Step,
-    samples: Sequence[int],
+    samples: Sequence[int | Sequence[int]],
     at: Callable[[Rank, int], None] = lambda rank, step: None,
     **choices: Any,
 ) -> list[list[Rank]]:
@@ -144,7 +146,7 @@ def train(
         steps: The inner steps.
         make: Makes the model.
         step: Makes an inner step of a model, given the number of the site and that of the step.
-        samples: On how many samples a rank of each site trains in a step.
+        samples: On how many samples a rank of each site trains in a step, or each of its ranks.
         at: Called on every rank after each inner step.
         **choices: Of the engine.
     """
@@ -167,13 +169,14 @@ def train(
         for _ in range(3):
             own.world.hear()
             every.wait()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer, of_site = torch.optim.AdamW(model.parameters(), lr=0.01), samples[site]
+        own_samples = of_site if isinstance(of_site, int) else of_site[rank]
         for number in range(1, steps + 1):
             if every.wait() == 0:
                 hub.passes(STEP)
             every.wait()
             step(model, optimizer, site, number)
-            own.engine.launch_due(samples=samples[site])
+            own.engine.launch_due(samples=own_samples)
             every.wait()
             own.engine.land_due()
             at(own, number)

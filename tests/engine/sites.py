@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -39,14 +39,14 @@ class VirtualHub(InProcessHub):
         return [[own.site for own in record.counted] for record in self.records() if record.fragment == fragment]
 
 
-def here(connection: InProcessConnection) -> Federation:
+def here(connection: InProcessConnection, late: Literal["drop", "carry"] = "carry") -> Federation:
     """The federation of a hub in this process."""
 
     class Here(Federation):
         def connect(self, ranks: int = 1) -> Connection:
             return connection
 
-    return Here("hub", "run", connection.site, insecure=True, lease=2.0, grace=1.0)
+    return Here("hub", "run", connection.site, insecure=True, lease=2.0, grace=1.0, late=late)
 
 
 class Site:
@@ -59,6 +59,7 @@ class Site:
         seed: int = 0,
         inner: str = "adamw",
         connection: Any = None,
+        late: Literal["drop", "carry"] = "carry",
         **choices: Any,
     ) -> None:
         self.hub, self.index = hub, index
@@ -71,7 +72,7 @@ class Site:
             topology=replace(Topology(), background=InlineBackground.connect(1)[0]),
             inner_optimizers=[self.optimizer],
             layers_per_fragment=1,
-            federation=here(self.connection),
+            federation=here(self.connection, late),
             **choices,
         )
         assert isinstance(self.engine._world, FederatedWorld)

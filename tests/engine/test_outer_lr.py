@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.engine.outer import optimizer as shard_optimizer
 from lightning_sdiloco.engine.outer.optimizer import OuterState, ShardOptimizer
 from tests.ranks import run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
@@ -64,6 +65,29 @@ class Stepped:
     def step(self, fragment: int, gradient: torch.Tensor) -> OuterState:
         before = self.states[fragment]
         return self.optimizer.step(fragment, before, before.values, gradient)
+
+
+@ALL_OPTIMIZERS
+def test_a_long_shard_is_stepped_in_stretches_with_the_same_bits(
+    make: Callable[[Any], Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numel, ended = 10_003, []
+    for stretch in (numel, 2048):
+        monkeypatch.setattr(shard_optimizer, "_STRETCH", stretch)
+        generator = torch.Generator().manual_seed(0)
+        outer = Stepped([torch.randn(numel, generator=generator)], make)
+        for _ in range(3):
+            kept = [tensor.clone() for tensor in _tensors(outer.states[0])]
+            after = outer.step(0, torch.randn(numel, generator=generator))
+            assert all(map(torch.equal, kept, _tensors(outer.states[0])))
+            outer.states[0] = after
+        ended.append(_tensors(after))
+    assert len(shard_optimizer.stretches(numel, torch.device("cpu"))) == 5
+    assert all(map(torch.equal, *ended))
+
+
+def _tensors(state: OuterState) -> list[torch.Tensor]:
+    return [state.values, *(kept for kept in state.state.values() if isinstance(kept, torch.Tensor))]
 
 
 @ALL_SCHEDULES

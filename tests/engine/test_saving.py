@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.engine.checkpoint.files import random_state
 from tests.ranks import run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
@@ -103,3 +104,14 @@ def test_simulated_groups_are_told_how_to_save(tmp_path: Path) -> None:
     groups = SimulatedGroups([mlp(), mlp()], **CHOICES)
     with pytest.raises(ValueError, match="simulated in one"):
         groups.engines[1].save(tmp_path / "a.ckpt")
+
+
+def test_a_device_that_nobody_uses_is_not_asked_for_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was forked by one that knows of the device could not answer."""
+
+    def asked() -> torch.Tensor:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", asked)
+    assert "cuda" not in random_state()

@@ -96,6 +96,28 @@ def test_what_is_carried_over_two_rounds_is_that_of_one_long_round() -> None:
     assert (own.weight, own.payloads) == (first.weight, first.payloads)
 
 
+def test_a_site_that_drops_what_comes_too_late_mixes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    late, other = founded(2, **CHOICES, mixing=0.25, compression="fp32", late="drop")
+    train([late, other], 7)
+    late.cut_off()
+    train([late, other], 4)
+    local = late.held()[len(late.outer())].flatten()
+    late.mended()
+    for _ in range(4):
+        late.world.hear()
+        late.engine.land_due()
+    assert late.world.follower.fragments[0].applied.round == 1
+    outer, now = late.outer()[0][: len(local)], late.held()[len(late.outer())].flatten()
+    assert torch.allclose(now, 0.25 * local + 0.75 * outer, atol=1e-6)
+    assert "counts nowhere" in caplog.text
+    train([late, other], 30)
+    assert agree([late, other])
+    counted = [own.weight for r in other.hub.records() if r.fragment == 0 and (own := r.of("s0"))]
+    held = late.world.follower.fragments[0]
+    in_flight = held.flight.steps if held.flight and held.flight.own.round > held.closed else 0
+    assert sum(counted) + held.steps + in_flight == late.step - CHOICES["sync_every"], "the first launch is lost"
+
+
 def test_a_site_that_dies_in_flight_leaves_the_others_in_agreement_and_its_last_launch_counts() -> None:
     sites = founded(3, **CHOICES)
     train(sites, 9)
@@ -204,6 +226,8 @@ class Noting:
 
 class Playing:
     """A connection without a hub, from which another life of a site hears again what the first one heard."""
+
+    sends_bytes_per_s = 0.0
 
     def __init__(self, noted: Noting, calls: int, welcome: Welcome | None) -> None:
         self.site, self.life = noted.site, noted.life
@@ -349,19 +373,23 @@ def in_common(sites: list[list[Rank]]) -> list[dict[str, torch.Tensor]]:
 
 
 def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
-    # Each is weighed with four samples.
+    # Each is weighed with four samples, of which ranks may have trained unequal numbers.
     alone = train_ranked((1, 1, 1), 26, normed, train_step, (4, 4, 4), compression="fp32", **CHOICES)
-    heard = []
+    heard, gathered = [], list[int]()
 
     def at(rank: Rank, step: int) -> None:
+        if rank.site == "s0" and not rank.engine.topology.group_rank and step < 8:
+            gathered.append(rank.engine.topology.in_site.gathered)  # type: ignore[attr-defined]
         if step == 5 and rank.engine.topology.group_rank == 3:
             rank.engine.request(2)
         if rank.engine.requested:
             heard.append((rank.site, step, rank.engine.requested))
 
-    sites = train_ranked((4, 2, 1), 26, normed, train_step, (1, 2, 4), at, compression="fp32", **CHOICES)
+    sites = train_ranked((4, 2, 1), 26, normed, train_step, ((2, 0, 1, 1), 2, 4), at, compression="fp32", **CHOICES)
     # What one rank asks, all of its site hear after the next step.
     assert heard == [("s0", 6, 2)] * 4
+    # What ranks of a site say after an inner step without a launch goes in one collective.
+    assert [after - before for before, after in zip(gathered, gathered[1:], strict=False)] == [1] * 6
     expected, *held = *in_common(alone)[:1], *in_common(sites)
     assert [key.split(",")[0] for key in expected] == [f"{p} Position(round={r}" for p, r in enumerate((3, 2, 2))]
     for own in held:

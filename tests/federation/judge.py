@@ -71,6 +71,8 @@ class Judge:
         self.counts[f"landings {landing.value}"] += 1
         if landing is Landing.MIX:
             self.deny(not flight or not set(flight) <= counted, f"{where}: lost a flight that nobody counted")
+        if landing is Landing.DROP:
+            self.deny(not flight or bool(counted & set(flight)), f"{where}: drops what was counted, or nothing")
         if landing is Landing.CARRY:
             self.deny(bool(counted), f"{where}: carries {len(counted)} steps that were counted")
 

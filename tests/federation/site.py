@@ -65,7 +65,7 @@ class SimulatedSite:
         self.flying: dict[int, list[int]] = {}
         self.calm_since = world.now
         self.step = 0
-        self.follower = world.cast.follower(world.terms, world.charter, self.name, self.life)
+        self.follower = world.cast.follower(world.terms, world.charter, self.name, self.life, late=world.late)
         fragments = range(world.terms.fragments)
         self.held: list[list[int]] = [[] for _ in fragments]
         self.is_not_finite = [False for _ in fragments]
@@ -368,7 +368,7 @@ class SimulatedSite:
     def place(self, p: int, new: Values, landing: Landing) -> None:
         """Does to the local values, and to the steps that are in them, what a landing says."""
         old, own = self.values[p], self.follower.fragments[p]
-        if landing is Landing.MIX:
+        if landing in (Landing.MIX, Landing.DROP):
             new.local = np.float32(0.5) * (old.local + new.outer)
         elif landing is Landing.CARRY:
             new.local = old.local + (new.outer - old.outer)

@@ -65,6 +65,25 @@ def test_a_flight_that_counts_is_mixed_and_what_was_trained_since_stays_held() -
     assert made.fragments[0].applied == record(1, sent).position
 
 
+def test_a_flight_that_came_too_late_is_dropped_where_the_site_says_so() -> None:
+    made = follower(late=Landing.DROP)
+    launched(made)
+    trained(made, 3)
+    made.load_state_dict(made.state_dict(), [DIGEST])
+    assert made.land(record(1, own("b")), DIGEST, 8) is Landing.DROP
+    assert held(made) == (3, 15)
+    trained(made, 2)
+    second = replace(record(2, own("b", digest=8)), previous=made.fragments[0].applied.key)
+    assert made.land(second, 8, 9) is Landing.CARRY
+    assert held(made) == (5, 25), "what was not sent yet is carried"
+    trained(made, 15)
+    assert made.launch(0, 40, 9, own().payloads) is not None
+    again = Follower(TERMS, CHARTER, "a", life(), late=Landing.DROP)
+    again.load_state_dict(made.state_dict(), [9])
+    third = replace(record(3, own("b", digest=9)), previous=made.fragments[0].applied.key)
+    assert {one.land(third, 9, 10) for one in (made, again)} == {Landing.CARRY}, "not twice in a row"
+
+
 def test_a_flight_that_does_not_count_is_carried_with_its_weight() -> None:
     made = follower()
     launched(made)

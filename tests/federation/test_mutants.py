@@ -185,7 +185,7 @@ def _(patch: Patch) -> None:
     patch(
         Progress,
         "restored",
-        staticmethod(lambda fragment, saved: restored(fragment, {**saved, "flight": None})),
+        staticmethod(lambda fragment, saved, late: restored(fragment, {**saved, "flight": None})),
     )
 
 

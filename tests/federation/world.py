@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sdiloco.federation import ChosenQuorum, Follower, Ledger, Record, Terms
+from lightning_sdiloco.federation import ChosenQuorum, Follower, Landing, Ledger, Record, Terms
 from lightning_sdiloco.federation.parsing import key_of
 from tests.federation.disk import Disk, read
 from tests.federation.hub import SimulatedHub
@@ -58,6 +58,7 @@ class World:
         if self.seed // 4 % 4 == 3:
             quorum = ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": LEAST})
         self.terms = Terms(3, 8, 2, grace, lease=3.0, quorum=quorum)
+        self.late = Landing.DROP if self.seed // 16 % 2 else Landing.CARRY
         self.charter = key_of(f"charter {self.seed}".encode())
         self.disk = Disk()
         self.quiet_records: list[Record] | None = None

@@ -56,6 +56,9 @@ def test_a_contribution_counts_when_the_payload_of_every_rank_is_there(keys: Pat
         fetched = dict[str, object]()
         until(lambda: fetched.update(others[1].fetched()) or fetched)
         assert fetched == {record.key: {payloads[1].key: halves[1]}}
+        # Each rank knows what its own link carried; what was there already tells nothing.
+        rates = [one.sends_bytes_per_s for one in (first, *others)]
+        assert min(rates[:2]) > 0 == rates[2]
     finally:
         first.close()
         for shards in others:

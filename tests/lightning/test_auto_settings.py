@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy
+from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy, TwoShot
 from lightning_sdiloco.algorithm.recommended import _Row, recommended
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.topology import Topology
@@ -299,3 +299,23 @@ def test_a_link_is_measured_with_messages_that_tell_enough() -> None:
     assert 0 < one.round_trip < 1
     assert one.gbit_s > 0
     assert 2**16 <= sent <= 2 * 2**24
+
+
+def test_links_are_measured_for_two_shots_whose_parts_suit_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = auto_settings.measure_links
+
+    def skewed(topology: Topology, timeout: float) -> list[float]:
+        found = measured(topology, timeout)
+        assert len(found) == 3
+        assert min(found) > 0.001
+        return [2.0, 1.99, 1.0]
+
+    monkeypatch.setattr(auto_settings, "measure_links", skewed)
+    choices = {"sync_every": 10, "overlap_steps": 2, "exchange": TwoShot(), "compression": "fp4"}
+    trained = run_processes(fit, 3, 3, 24, choices, "lightning.pytorch", "sgd", lambda t, _: t.strategy.engine.settings)
+    assert [rank["inspected"].exchange for rank in trained] == [TwoShot(links=(2.0, 2.0, 1.0))] * 3
+    assert all(torch.equal(trained[0]["outer"][name], trained[2]["outer"][name]) for name in trained[0]["outer"])
+    auto, settings = AutoSettings.of(**choices)
+    chosen = auto.restored(settings, {"exchange": repr(TwoShot(links=(2.0, 1.0)))})
+    assert chosen.exchange == TwoShot(links=(2.0, 1.0))
+    assert auto.names == ()

@@ -199,6 +199,7 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "timeout": "0:30:00",
         "schedule": None,
         "weighing": None,
+        "route": None,
         "on_resume": "exact",
         "resumable_checkpoints": "all",
         "federation": None,
@@ -244,12 +245,20 @@ def test_policies_are_chosen_by_class_path(tmp_path: Path) -> None:
         "init_args": {
             "schedule": {"class_path": "lightning_sdiloco.Selective", "init_args": {"threshold": 0.2, "most": 3}},
             "weighing": {"class_path": "tests.engine.test_policies.Loudest"},
+            "compression": {
+                "class_path": "lightning_sdiloco.compression.ByLink",
+                "init_args": {"menu": ["fp4", "sparse"], "within": 2.0},
+            },
             "mixing": {"class_path": "tests.engine.test_policies.DelayCompensation", "init_args": {"strength": 0.1}},
+            "exchange": {"class_path": "lightning_sdiloco.TwoShot", "init_args": {"links": [1.0, 1.0, 0.5]}},
         },
     }
     config.write_text(yaml.safe_dump({"trainer": {"strategy": chosen}}))
     printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", f"--config={config}", "--print_config"))
     arguments = printed["trainer"]["strategy"]["init_args"]
-    assert arguments["schedule"] == chosen["init_args"]["schedule"]  # type: ignore[index]
+    for name in ("schedule", "compression"):
+        assert arguments[name] == chosen["init_args"][name]  # type: ignore[index]
     assert arguments["weighing"]["class_path"] == "tests.engine.test_policies.Loudest"
     assert arguments["mixing"]["init_args"] == {"strength": 0.1, "kept": 0.0}
+    # A dataclass that stands for itself is shown by its fields alone.
+    assert arguments["exchange"] == {"parts": "by_bandwidth", "links": [1.0, 1.0, 0.5]}

@@ -12,9 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from lightning_sdiloco.lightning.host.single_rank import SingleRankDDP
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
+from tests.training import mlp
 
 OTHER = "pytorch_lightning"
 DISTRIBUTIONS = pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
@@ -70,6 +72,51 @@ def test_a_trainer_that_is_given_after_connecting_is_in_time_for_the_setup(distr
         return wrapped
 
     assert run_processes(run, 1) == [[True, False, True]]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_the_wrapper_of_a_single_rank_has_no_buckets_and_all_that_one_may_ask_of_it(kwargs: dict[str, Any]) -> None:
+    def run(rank: int, world_size: int) -> None:
+        dist.init_process_group("gloo")
+        batch, seen = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)), []
+        gradients = []
+        for wrapper in (SingleRankDDP, DistributedDataParallel):
+            net = mlp()
+            model = wrapper(net, **kwargs)
+            assert model.module is net
+            assert model.static_graph == bool(kwargs.get("static_graph"))
+            assert list(model.state_dict()) == [f"module.{name}" for name in net.state_dict()]
+            model.register_forward_hook(lambda wrapped, *_: seen.append(type(wrapped)))
+            for _ in range(3):
+                with model.no_sync():
+                    assert not model.require_backward_grad_sync
+                    # torch itself cannot begin with it where the graph is static.
+                    if not model.static_graph:
+                        model(batch[:4]).square().sum().backward()
+                model(batch[4:]).square().sum().backward()
+            gradients.append([parameter.grad for parameter in net.parameters()])
+            assert isinstance(model._get_ddp_logging_data(), dict)
+        assert all(map(torch.equal, *gradients))
+        assert seen.count(SingleRankDDP) == seen.count(DistributedDataParallel) >= 3
+
+        single = SingleRankDDP(mlp(), **kwargs)
+        with single.join():
+            single(batch).sum().backward()
+        # Lightning does so in manual optimization.
+        single.reducer._rebuild_buckets()
+        single.reducer.prepare_for_backward([])
+        buckets = []
+
+        def hook(state: str, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            buckets.append((state, bucket.buffer().numel()))
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+        single.eval().register_comm_hook("told", hook)
+        assert not single.training
+        single(batch).sum().backward()
+        assert buckets == [("told", sum(parameter.numel() for parameter in single.parameters()))]
+
+    run_processes(run, 1)
 
 
 @DISTRIBUTIONS
@@ -161,7 +208,7 @@ def partly_unused(distribution: str) -> Any:
 
 @DISTRIBUTIONS
 def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(distribution: str) -> None:
-    def run(rank: int, world_size: int, strategy: str) -> Any:
+    def run(rank: int, world_size: int, strategy: Any) -> Any:
         trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, max_steps=3)
         try:
             trainer.fit(partly_unused(distribution), DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
@@ -169,7 +216,9 @@ def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(dis
             return str(error)
         return trainer.global_step
 
-    (message,) = run_processes(run, 1, "streaming_diloco")
+    # A group of one rank has nothing to average, and needs no gradient of every parameter.
+    assert run_processes(run, 1, "streaming_diloco") == [3]
+    message, _ = run_processes(run, 2, fits.strategy(distribution, worker_groups=1))
     name = "streaming_diloco_find_unused_parameters_true"
     assert f"strategy='{name}'" in message
     assert "'ddp_" not in message

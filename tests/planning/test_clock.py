@@ -4,7 +4,8 @@ import pytest
 
 from lightning_sdiloco import Paced
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.planning.clock import Absence, play
+from lightning_sdiloco.compression import ByLink
+from lightning_sdiloco.planning.clock import Absence, Line, play
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
@@ -43,6 +44,38 @@ def test_all_wait_for_the_slowest() -> None:
     assert fast.end == pytest.approx(slow.end, rel=1e-3)
     assert slow.end == pytest.approx(100, rel=1e-2)
     assert slow.waited < 1 < fast.waited < fastest.waited
+
+
+def test_a_slow_uplink_delays_nobody_where_each_sends_in_the_code_that_its_link_carries() -> None:
+    fast, slow = Line(Link(1.0), Link(1.0)), Line(Link(0.01), Link(0.1))
+
+    def step_time(compression: object, lines: list[Line]) -> float:
+        # 200 rounds with 300 million parameters, two seconds for an inner step.
+        own = Settings(compression=compression, exchange="gather")  # type: ignore[arg-type]
+        groups = Groups(step_time=2.0, groups=len(lines))
+        method = Streaming(Model.of_size(300_000_000, layers=12), own, groups)
+        return play(method, Link(1.0), 20_000, [1.0] * len(lines), lines=lines)[0].steps[-1] / 20_000
+
+    without = step_time("fp4", [fast] * 3)
+    assert without < step_time(ByLink(), [fast] * 3 + [slow]) < 1.02 * without
+    assert step_time("fp4", [fast] * 3 + [slow]) > 2 * without
+    sends = Streaming(
+        Model.of_size(300_000_000, layers=12), Settings(compression=ByLink()), Groups(step_time=2.0, groups=4)
+    )
+    # All but the head that names the code is what is sent without a menu.
+    assert sends.message_bytes(0, 0.125e9 / 3) - 8 == Streaming(
+        Model.of_size(300_000_000, layers=12), Settings(exchange="gather"), Groups(step_time=2.0, groups=4)
+    ).message_bytes(0, 0.125e9 / 3)
+
+
+def test_what_is_launched_more_seldom_is_waited_for_more_seldom() -> None:
+    own = method(final_sync=False)
+    whole = {step: own.schedule.launches(step) for step in range(1, 101)}
+    by_schedule = play(own, SLOW, 100, [1.0, 1.0])
+    assert play(own, SLOW, 100, [1.0, 1.0], launches=whole) == by_schedule
+    half = {step: fragments for step, fragments in whole.items() if step // 10 % 2}
+    seldom = play(own, SLOW, 100, [1.0, 1.0], launches=half)
+    assert 0.4 < seldom[0].waited / by_schedule[0].waited < 0.6
 
 
 def test_nobody_waits_for_a_group_that_is_idle_as_often_as_it_is_slow() -> None:

@@ -260,3 +260,20 @@ def test_as_a_command_of_its_own() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["parameters"] == 10**9
+
+
+def test_links_of_the_groups_tell_what_suitable_parts_bring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = [word for word in ASKED if not word.startswith("--bandwidth")]
+    given = tmp_path / "links.yaml"
+    given.write_text("{paris: 1, milan: 1, rome: 1, lisbon: 0.5}")
+    told = json.loads(run(capsys, *asked, f"--links={given}", "--format=json"))
+    assert told["groups"] == 4
+    assert told["link"]["gbit_s"] == 0.5
+    assert told["links"]["equal_seconds"] / told["links"]["round_seconds"] == pytest.approx(1.5, rel=1e-3)
+    assert told["links"]["shares"] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0])
+    text = run(capsys, *asked, f"--links={given}")
+    assert "exchange=TwoShot('by_bandwidth', links=[1, 1, 1, 0.5])" in text
+    assert "1.50 times as long" in text
+    assert "Leave one of them out" in refused(capsys, *asked, "--bandwidth=1", f"--links={given}")
+    given.write_text("fast")
+    assert "a list of at least two numbers" in refused(capsys, *asked, f"--links={given}")

@@ -196,13 +196,41 @@ carry: {mixing: {class_path: lightning_sdiloco.Carry}, groups: 3}
 def test_methods_are_compared_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "methods.yaml").write_text(METHODS)
     methods, picture = f"--methods={tmp_path / 'methods.yaml'}", f"--picture={tmp_path / 'methods.svg'}"
-    plain, rarer, carry = told(capsys, tmp_path, methods, picture)["runs"]
+    plain, rarer, carry = told(capsys, tmp_path, methods, picture, *LINK)["runs"]
+    waited = [one["prediction"]["waited"][0] for one in (plain, rarer)]
+    assert waited[1] < waited[0], "what was not launched takes no time"
     assert [one["name"] for one in (plain, rarer, carry)] == ["as it is", "rarer", "carry"]
     assert rarer["bytes_sent"][0] < plain["bytes_sent"][0]
     assert (carry["groups"], carry["settings"]["mixing"]) == (3, "Carry()")
     text = run(capsys, f"--config={write(tmp_path)}", methods)
     assert "method" in text
     assert "rarer" in text
+
+
+def test_seeds_compare_with_the_first_pair_by_pair(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sweep, picture = ["--sweep=compression=fp32,fp32", "--seeds=3,4"], f"--picture={tmp_path / 'seeds.svg'}"
+    runs = told(capsys, tmp_path, *sweep, picture, "--set=trainer.max_steps=12")["runs"]
+    assert [one["seed"] for one in runs] == [3, 4, 3, 4]
+    assert runs[0]["losses"] == runs[2]["losses"] != runs[1]["losses"], "the seed alone decides"
+    assert "loss above that of the first" in (tmp_path / "seeds.svg").read_text()
+    text = run(capsys, f"--config={write(tmp_path)}", *sweep, "--set=trainer.max_steps=12", *LINK)
+    assert "+0.0 ± 0.0" in text
+    assert "Means over 2 seeds" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["--seeds=1", "--sweep=sync_every=2,3"], "a comparison takes 2 to 10"),
+        (["--seeds=1,1", "--sweep=sync_every=2,3"], "not different whole numbers"),
+        (["--seeds=1,2"], "Say with --sweep or --methods what varies"),
+        (["--seeds=1,2", "--sites=2", "--step-time=1"], "do not go with --sites"),
+    ],
+)
+def test_seeds_that_compare_nothing_are_refused(
+    args: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert named in refused(capsys, f"--config={write(tmp_path)}", *args)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,9 +17,9 @@ from tests.tools.test_simulating import write
 STEPS, BATCH = 24, 5
 
 
-def played(folder: Path, places: Places) -> FederatedRun:
+def played(folder: Path, places: Places, **federation: Any) -> FederatedRun:
     quiet = ("trainer.limit_val_batches=0", f"trainer.max_steps={STEPS}")
-    return play_sites(Configuration((write(folder),), quiet), places, {}, lambda: None)
+    return play_sites(Configuration((write(folder),), quiet), places, {"federation": federation}, lambda: None)
 
 
 def test_a_site_at_half_speed_costs_the_others_nothing(tmp_path: Path) -> None:
@@ -28,17 +29,23 @@ def test_a_site_at_half_speed_costs_the_others_nothing(tmp_path: Path) -> None:
     assert fast.times[:-1] == even.sites[0].times[:-1]
     assert fast.times[-2] < STEPS < slow.times[STEPS // 2 + 1]
     assert slow.counted > 0
-    assert even.sites[0].carried == 0
+    assert even.sites[0].missed == 0
 
 
 def test_what_a_late_site_has_trained_counts_once(tmp_path: Path) -> None:
-    run = played(tmp_path, Places(2, 1.0, delays=(0.0, 12.0)))
+    run = played(tmp_path, Places(2, 1.0, delays=(0.0, 12.0)), late="carry")
     on_time, late = run.sites
     assert on_time.late == 0 < late.late
-    assert late.carried > 0
+    assert late.missed > 0
     assert max(late.weights[0]) > 6 * BATCH, "what was carried counts with what came after it"
     assert {sum(weights) for site in run.sites for weights in site.weights.values()} == {STEPS * BATCH}
     assert on_time.ended < late.ended
+
+
+def test_a_site_that_is_always_late_is_heard_by_default(tmp_path: Path) -> None:
+    _, late = played(tmp_path, Places(2, 1.0, delays=(0.0, 12.0))).sites
+    assert late.missed > 0
+    assert 0 < min(map(sum, late.weights.values())) < STEPS * BATCH, "the first of each fragment is dropped"
 
 
 def test_a_site_that_is_away_and_one_that_joins_count_when_they_are_there(tmp_path: Path) -> None:
@@ -88,7 +95,7 @@ def test_the_command_tells_each_site_the_same_every_time(capsys: pytest.CaptureF
     ("args", "words"),
     [
         (["--sites=2"], "--sites needs --step-time"),
-        (["--sites=2", "--step-time=1", "--sweep=sync_every=5"], "--sweep does not go with --sites"),
+        (["--sites=2", "--step-time=1", "--sweep=sync_every=5"], "do not go with --sites"),
         (["--sites=2", "--step-time=1", "--delays=1"], "1 delays for 2 sites"),
         (["--sites=1", "--step-time=1", "--absence=0:0-5"], "nobody founds the run"),
         (["--delays=1,2"], "Give --sites too"),

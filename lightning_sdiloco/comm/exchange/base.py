@@ -27,8 +27,9 @@ class Unanswered(Exception):
 class Exchange(ABC, Generic[Posted]):
     """Carries messages between the worker groups.
 
-    All groups post in the same order, and all messages to one group have the same size. One thread posts, and one
-    thread collects. `VaryingExchange` carries messages of other sizes.
+    All groups post in the same order, and all messages to one group have the same size, or one that it names when it
+    posts. Nothing is sent for an empty one. One thread posts, and one thread collects. `VaryingExchange` carries
+    messages of other sizes.
 
     Attributes:
         learns_sizes: Whether it can send messages whose sizes the receivers learn later.
@@ -36,6 +37,9 @@ class Exchange(ABC, Generic[Posted]):
         device: The device whose messages it carries with the least effort.
         bytes_sent: Bytes that this rank has sent to other groups so far.
         bytes_received: Bytes that this rank has received from other groups so far.
+        arrived: When the last messages that were collected came, by group, on the clock of ``time.perf_counter()``; 0
+            for one that did not travel, and empty where that is not known.
+        sends_bytes_per_s: What this group's own way to each other one carries, as those have told; 0 if not known.
     """
 
     learns_sizes = True
@@ -45,13 +49,16 @@ class Exchange(ABC, Generic[Posted]):
         self.device = torch.device("cpu")
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.arrived: Sequence[float] = ()
+        self.sends_bytes_per_s = 0.0
 
     @abstractmethod
-    def post(self, messages: Sequence[Tensor]) -> Posted:
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> Posted:
         """Starts to send messages, without waiting for anyone.
 
         Args:
             messages: One uint8 tensor for each group, in their order; the one for this group comes back as it is.
+            sizes: The bytes of the message from each group, if they are not those of the message to this one.
         """
 
     def post_unexpected(self, messages: Sequence[Tensor]) -> Posted:

@@ -14,11 +14,11 @@ from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
 
 
 class _Transfer(NamedTuple):
-    """Both directions between this group and another one."""
+    """Both directions between this group and another one; None for one in which nothing goes."""
 
     group: int
     receiving: dist.Work | None
-    sending: dist.Work
+    sending: dist.Work | None
 
 
 class _Posted(NamedTuple):
@@ -51,16 +51,19 @@ class DirectExchange(Exchange[_Posted]):
         self._tag = tag
         self._group = dist.get_rank(up)
         self._ranks = dist.get_process_group_ranks(up)
+        self._latest = -1
 
-    def post(self, messages: Sequence[Tensor]) -> _Posted:
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _Posted:
         """Starts to send; see `Exchange.post`. Messages on another device are copied to the host first."""
         # The same message for all groups is copied once.
         on_host = {id(message): to_host(message) for message in messages}
         sent = [on_host[id(message)] for message in messages]
         own, device = sent[self._group], messages[self._group].device
-        received = [own if group == self._group else page_locked(own, device) for group in range(self.num_groups)]
+        others = [group for group in range(self.num_groups) if group != self._group]
+        like = [own] * self.num_groups if sizes is None else [own.new_empty(size) for size in sizes]
+        received = [own if group == self._group else page_locked(one, device) for group, one in enumerate(like)]
         transfers, failure = [], None
-        for group in [group for group in range(self.num_groups) if group != self._group]:
+        for group in others:
             try:
                 transfers.append(self._transfer(group, sent[group], received[group]))
             except RuntimeError as error:
@@ -88,7 +91,8 @@ class DirectExchange(Exchange[_Posted]):
             for group, size in enumerate(sizes)
         ]
         transfers, failure = [], posted.failure
-        for group, _, sending in posted.transfers:
+        # When a message came is seen where it is waited for, so what came last the time before keeps no other waiting.
+        for group, _, sending in sorted(posted.transfers, key=lambda transfer: transfer.group == self._latest):
             try:
                 transfers.append(_Transfer(group, self._receiving(group, received[group]), sending))
             except RuntimeError as error:
@@ -99,11 +103,17 @@ class DirectExchange(Exchange[_Posted]):
         """Waits for all groups; see `Exchange.collect`."""
         if posted.failure is not None:
             raise posted.failure
-        for transfer in posted.transfers:
-            assert transfer.receiving is not None, "what was posted unexpected must be expected first"
-            self._wait(transfer.receiving, transfer.group, deadline)
-        for transfer in posted.transfers:
-            self._wait(transfer.sending, transfer.group, deadline)
+        arrived, waited, began = [0.0] * self.num_groups, -1.0, time.perf_counter()
+        for group, receiving, _ in posted.transfers:
+            if receiving is not None:
+                self._wait(receiving, group, deadline)
+                before, arrived[group] = max(began, *arrived), time.perf_counter()
+                if arrived[group] - before > waited:
+                    self._latest, waited = group, arrived[group] - before
+        self.arrived = arrived
+        for group, _, sending in posted.transfers:
+            if sending is not None:
+                self._wait(sending, group, deadline)
         self._count(self._group, posted.messages, posted.received)
         own = posted.messages[self._group]
         return [
@@ -112,8 +122,8 @@ class DirectExchange(Exchange[_Posted]):
 
     def _transfer(self, group: int, sent: Tensor, into: Tensor) -> _Transfer:
         # The receive comes first, so that the other side knows early that this one is ready.
-        receiving = self._receiving(group, into)
-        return _Transfer(group, receiving, self._sending(group, sent))
+        receiving = self._receiving(group, into) if into.numel() else None
+        return _Transfer(group, receiving, self._sending(group, sent) if sent.numel() else None)
 
     def _receiving(self, group: int, into: Tensor) -> dist.Work:
         back = self._down if group > self._group else self._up

@@ -46,7 +46,7 @@ class InProcessExchange(Exchange[_Posted]):
         table: dict[int, _Slot] = defaultdict(_Slot)
         return [InProcessExchange(group, groups, table) for group in range(groups)]
 
-    def post(self, messages: Sequence[Tensor]) -> _Posted:
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _Posted:
         """Puts the messages on the table; see `Exchange.post`."""
         posted = _Posted(self._posted, messages)
         self._table[posted.number].messages[self._group] = messages

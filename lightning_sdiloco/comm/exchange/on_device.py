@@ -104,11 +104,12 @@ class DeviceExchange(Exchange[_Posted]):
                 " machine, or leave exchange_backend out for gloo."
             ) from error
 
-    def post(self, messages: Sequence[Tensor]) -> _Posted:
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _Posted:
         """Starts to send what the current stream has been given to compute; see `Exchange.post`."""
         sent = [message.contiguous() for message in messages]
         own = sent[self._group]
-        received = [own if group == self._group else torch.empty_like(own) for group in range(self.num_groups)]
+        known = [own.numel()] * self.num_groups if sizes is None else sizes
+        received = [own if group == self._group else own.new_empty(size) for group, size in enumerate(known)]
         calls = [call for group in self._others for call in self._calls(group, sent[group], received[group])]
         try:
             works = dist.batch_isend_irecv(calls) if calls else []
@@ -124,7 +125,7 @@ class DeviceExchange(Exchange[_Posted]):
         return posted.received
 
     def _calls(self, group: int, sent: Tensor, received: Tensor) -> list[dist.P2POp]:
-        # Empty messages are not posted. All groups agree on that: all messages to one group have the same size.
+        # Empty messages are not posted. All groups agree on that: they know the sizes.
         pairs = ((dist.irecv, received), (dist.isend, sent))
         return [
             dist.P2POp(call, tensor, group=self._process_group, group_peer=group)

@@ -94,10 +94,13 @@ class HubMailbox:
 
     def put(self, blob: Bytes) -> str:
         """See `Mailbox.put`."""
-        self.send(blob)
-        return key_of(blob)
+        key = key_of(blob)
+        self.send(blob, key=key)
+        return key
 
-    def send(self, blob: Bytes, about: Header | None = None, timeout: float | None = None) -> Header:
+    def send(
+        self, blob: Bytes, about: Header | None = None, timeout: float | None = None, key: str | None = None
+    ) -> Header:
         """Leaves a blob at the hub, and says what it is.
 
         What has arrived when a connection breaks is not sent again.
@@ -106,6 +109,7 @@ class HubMailbox:
             blob: The blob.
             about: What the hub is told with it, such as the contribution whose payload it is.
             timeout: Seconds for all of it; by default as many as its size asks for on a slow link.
+            key: Its key, if that is known: nothing leaves before. The hub does not rely on it.
 
         Returns:
             The hub's answer.
@@ -116,7 +120,7 @@ class HubMailbox:
             HubUnreachable: If it did not get through.
         """
         view = memoryview(blob).cast("B")
-        header = self._header(about) | {"key": key_of(view), "size": len(view)}
+        header = self._header(about) | {"key": key or key_of(view), "size": len(view)}
         return self._from_any(lambda: upload(self._link, header, view, timeout))
 
     def get(self, key: str, timeout: float | None = None) -> bytearray:

@@ -207,7 +207,8 @@ def take_place(part: str, path: str) -> None:
 def random_state() -> dict[str, Any]:
     """Returns the state of this process's random number generators, as plain values and tensors."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
+    # Asking a device that nobody uses would begin to use it, which a forked process cannot.
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()

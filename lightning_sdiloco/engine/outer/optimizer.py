@@ -13,11 +13,16 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.compression import new_vector
 from lightning_sdiloco.engine.offload import OnDevice, OuterStorage
 from lightning_sdiloco.engine.outer.rates import Make as MakeSchedule
 from lightning_sdiloco.engine.outer.rates import Rates
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
+
+# Values that are stepped at once. Stretches begin where a vector unit would begin too.
+_STRETCH = 1 << 19
+_ALIGNED = 1 << 10
 
 
 class OuterState(NamedTuple):
@@ -99,21 +104,36 @@ class ShardOptimizer:
         return initial
 
     def step(self, fragment: int, before: OuterState, values: Tensor, gradient: Tensor) -> OuterState:
-        """Returns what an outer step makes of a fragment, on the device. Changes nothing that is given.
+        """Returns what an outer step makes of a fragment, on the device. Of what is given it takes the gradient.
+
+        A long shard is stepped one stretch after the other, and the new values take the place of the gradient: so the
+        step needs no memory for the whole shard but that of the new state.
 
         Args:
             fragment: The fragment.
             before: Its outer state, stored.
             values: The outer parameters of that state, on the device.
-            gradient: Mean outer gradient of the shard, float32, shape ``(numel,)``.
+            gradient: Mean outer gradient of the shard, float32, shape ``(numel,)``. It is overwritten.
         """
-        parameter = Parameter(values.clone())
-        parameter.grad = gradient
-        state = {
-            key: self._storage.load_copy(kept) if is_elementwise(kept, values) else copy.deepcopy(kept)
-            for key, kept in before.state.items()
-        }
         group = self._rates.of(before.rounds)[self._group_of[fragment]]
+        stepped: dict[str, Any] = {}
+        for where in stretches(values.numel(), values.device):
+            state = {
+                key: self._storage.load_copy(kept[where]) if is_elementwise(kept, values) else copy.deepcopy(kept)
+                for key, kept in before.state.items()
+            }
+            parameter, state = self._stepped(group, values[where].clone(), gradient[where], state)
+            stepped = _joined(stepped, state, where, values)
+            # Only now: the state may be the gradient itself.
+            gradient[where] = parameter
+        return OuterState(gradient, stepped, before.rounds + 1, float(group.get("lr", nan)))
+
+    def _stepped(
+        self, group: dict[str, Any], values: Tensor, gradient: Tensor, state: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Steps some values and their state, to which it writes, with the hyperparameters of a group."""
+        parameter = Parameter(values)
+        parameter.grad = gradient
         # The optimizer is the user's own and no copy: torch copies neither its hooks nor further attributes. What a
         # step leaves in these is forgotten: it is no state of a fragment, and would be missing in a checkpoint.
         optimizer, attributes = self._optimizer, dict(vars(self._optimizer))
@@ -122,10 +142,9 @@ class ShardOptimizer:
         try:
             with torch.enable_grad():
                 optimizer.step()
-            stepped = dict(optimizer.state[parameter])
+            return parameter.detach(), dict(optimizer.state[parameter])
         finally:
             optimizer.__dict__ = attributes
-        return OuterState(parameter.detach(), stepped, before.rounds + 1, float(group.get("lr", nan)))
 
     def load(self, fragment: int, state: OuterState) -> OuterState:
         """Stores a copy of an outer state that was saved."""
@@ -231,3 +250,35 @@ def is_elementwise(kept: Any, values: Tensor) -> bool:
         values: The shard.
     """
     return isinstance(kept, Tensor) and kept.shape == values.shape
+
+
+def _joined(whole: dict[str, Any], state: dict[str, Any], where: slice, values: Tensor) -> dict[str, Any]:
+    """Writes what an optimizer keeps of a stretch into what it keeps of the whole shard.
+
+    Args:
+        whole: What there is already; nothing before the first stretch.
+        state: What the optimizer keeps of the stretch.
+        where: The stretch.
+        values: The values of the shard.
+    """
+    joined = dict(state)
+    for key, kept in state.items():
+        if is_elementwise(kept, values[where]):
+            joined[key] = whole[key] if key in whole else new_vector(len(values), kept.device, kept.dtype)
+            joined[key][where] = kept
+    return joined
+
+
+def stretches(numel: int, device: torch.device) -> list[slice]:
+    """Cuts a shard into stretches that are stepped one after the other: one, unless it is long.
+
+    Args:
+        numel: Number of values in the shard.
+        device: Where it is.
+    """
+    # On a CPU they stay in the cache; elsewhere they are long enough to hide the launch of kernels. They are of about
+    # the same length, so that none is so short that a state of it could be taken for one of the whole.
+    longest = _STRETCH if device.type == "cpu" else 16 * _STRETCH
+    count = -(-numel // longest)
+    length = max(1, -(-numel // max(1, count) // _ALIGNED)) * _ALIGNED
+    return [slice(start, min(start + length, numel)) for start in range(0, numel, length)]

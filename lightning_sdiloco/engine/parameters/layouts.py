@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.algorithm import Fragment, LandingRule
 from lightning_sdiloco.comm import Communicator, Topology
+from lightning_sdiloco.compression import new_vector
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import (
     OuterParameter,
@@ -120,7 +121,7 @@ class FragmentLayout(ABC):
         Returns:
             A new float32 tensor of shape ``(length,)``.
         """
-        shard = self.held[0].new_zeros(self.length, dtype=torch.float32)
+        shard = new_vector(self.length, self.held[0].device).zero_()
         for where, values in self._pieces(self.held):
             shard[where] = values
         return shard
@@ -149,7 +150,7 @@ class FragmentLayout(ABC):
         return self._minus(zeros, [torch.zeros_like(own) if of is None else of for own, of in gradients])
 
     def _minus(self, outer: Tensor, held: Sequence[Tensor]) -> Tensor:
-        difference = torch.empty_like(outer)
+        difference = new_vector(outer.numel(), outer.device)
         end = 0
         for where, values in self._pieces(held):
             # Longer types are rounded first, as they are where the shard is read.
@@ -158,6 +159,13 @@ class FragmentLayout(ABC):
             end = where.stop
         difference[end:] = 0
         return difference
+
+    def shard_of(self, gathered: Tensor) -> Tensor:
+        """Returns the shard of this rank of what `all_gather` returned."""
+        shard = gathered.new_zeros(self.length)
+        for place, values in self._pieces(self.split(gathered)):
+            shard[place] = values
+        return shard
 
     def split(self, gathered: Tensor) -> list[Tensor]:
         """Returns views of what `all_gather` returned, one per parameter, in the shape of what this rank holds."""

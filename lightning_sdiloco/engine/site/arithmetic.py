@@ -117,7 +117,7 @@ class SiteArithmetic:
         fragment, gradient = self._fragments[snapshot.fragment], snapshot.gradient
         memory = None if fragment.memory is None else fragment.storage.load(fragment.memory)
         tuning = None if fragment.tuning is None else fragment.storage.load(fragment.tuning)
-        encoded = self._at(snapshot.fragment, round).encode(gradient, memory, tuning)
+        encoded = self._at(snapshot.fragment, round, snapshot.choice).encode(gradient, memory, tuning)
         buffers = [buffer.reshape(-1).view(torch.uint8) for buffer in snapshot.buffers]
         # Rank 0 speaks for the buffers.
         blob = to_bytes(torch.cat([encoded.payloads[0], *(buffers if self._rank == 0 else ())]))
@@ -153,7 +153,8 @@ class SiteArithmetic:
         sites = self._received(record, blobs)
         mean = self._mean(fragment, self._at(record.fragment, record.round), sites, count, values)
         decoded = span_from(began, values.device)
-        began = time.perf_counter()
+        # The outer step takes the mean.
+        norm, began = whole_norm(mean, self._site), time.perf_counter()
         outer = outer_step(fragment, before, values, mean, counts=True, final=record.final)
         gathered = fragment.layout.all_gather(outer.values, self._site)
         buffers = self._mean_buffers(fragment, sites)
@@ -170,7 +171,7 @@ class SiteArithmetic:
             left_out=(),
             changed=-1,
             counted=count,
-            gradient_norm=whole_norm(mean, self._site),
+            gradient_norm=norm,
             bytes_sent=0,
             bytes_received=0,
             on_link_s=float("nan"),
@@ -191,8 +192,8 @@ class SiteArithmetic:
         fetched = _fetched_by(self._rank, self._ranks, record)
         return sum(payload.size for index, _, payload in fetched if record.counted[index].site != site)
 
-    def _at(self, fragment: int, round: int) -> AllReduce:
-        return self._all_reduce.at(round * self._schedule.sync_every + self._schedule.offset(fragment))
+    def _at(self, fragment: int, round: int, choice: int = 0) -> AllReduce:
+        return self._all_reduce.at(round * self._schedule.sync_every + self._schedule.offset(fragment), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Site]:
         """Returns what came of each site: of one of as many ranks what this rank needs, of others everything."""

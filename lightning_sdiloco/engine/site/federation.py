@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_sdiloco.algorithm import LandingRule, Settings
-from lightning_sdiloco.federation import LONGEST_GRACE, NAME, ChosenQuorum, Quorum, chosen
+from lightning_sdiloco.algorithm import LandingRule, Settings, TwoShot
+from lightning_sdiloco.federation import LONGEST_GRACE, NAME, ChosenQuorum, Landing, Quorum, chosen
 from lightning_sdiloco.hub import Connection, HubConnection, HubShards, Shards, payloads_of
 
 _CHANNELS = 8
@@ -28,6 +28,9 @@ class Federation:
             at most, for a landing. ``"auto"``: ten seconds, and training never waits.
         quorum: The least number of sites that make a round, which waits for the others until the grace is over. Or a
             `Quorum`, such as `DynamicBackup`, that decides for whom it waits.
+        late: What becomes of a contribution that comes when its round is closed. ``"drop"``: it counts nowhere, and
+            local and outer parameters are mixed all the same; if the next one is late too, that is carried.
+            ``"carry"``: it stays in the local parameters, and counts in a later round. Each site chooses for itself.
         patience: Seconds for which the site trains without the hub before it gives up.
         rounds: The rounds of every fragment after which the run ends; None: it ends when its sites do.
 
@@ -49,6 +52,7 @@ class Federation:
     lease: float = 10.0
     grace: float | Literal["auto"] = "auto"
     quorum: int | Quorum = 1
+    late: Literal["drop", "carry"] = "drop"
     patience: float = 3600.0
     rounds: int | None = None
 
@@ -67,6 +71,7 @@ class Federation:
         quorum = self.quorum_of_terms
         is_enough = not isinstance(quorum, int) or quorum >= 1
         self._require("quorum", is_enough, "at least 1, or a Quorum", "1 is the default")
+        self._require("late", self.late in ("drop", "carry"), "'drop' or 'carry'", "'drop' is the default")
         self._require("patience", self.patience >= 0, "at least 0", "3600.0 is the default")
         self._require("rounds", self.rounds is None or self.rounds >= 1, "at least 1, or None", "None is the default")
 
@@ -85,6 +90,11 @@ class Federation:
     def quorum_of_terms(self) -> int | ChosenQuorum:
         """The quorum for the charter."""
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
+
+    @property
+    def landing_of_late(self) -> Landing:
+        """What a landing does where the own contribution came too late."""
+        return Landing(self.late)
 
     @property
     def waits(self) -> bool:
@@ -138,10 +148,10 @@ class Federation:
         Raises:
             ValueError: With what was given, and what to do.
         """
-        if settings.exchange == "two_shot":
+        if settings.exchange == "two_shot" or isinstance(settings.exchange, TwoShot):
             raise ValueError(
-                "exchange='two_shot' does not go with a federation: in its second hop each site would wait for all"
-                " others. Leave exchange out."
+                f"exchange={settings.exchange!r} does not go with a federation: in its second hop each site would"
+                " wait for all others. Leave exchange out."
             )
         if settings.warmup_steps:
             raise ValueError(
@@ -150,6 +160,7 @@ class Federation:
             )
         for name, why in {
             "schedule": "a site launches when the hub calls it",
+            "route": "the sites of a round send the hub what they have, and get what it has from all",
             "weighing": "sites come and go, and are weighed by the samples that they trained",
         }.items():
             if (policy := getattr(settings, name)) is not None:

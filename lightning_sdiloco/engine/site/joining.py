@@ -49,7 +49,8 @@ def join(
     except Exception:
         connection.close()
         raise
-    follower = Follower(charter.terms, charter.key, connection.site, connection.life, federation.patience)
+    site, life, late = connection.site, connection.life, federation.landing_of_late
+    follower = Follower(charter.terms, charter.key, site, life, federation.patience, late=late)
     arithmetic = SiteArithmetic(rounds.fragments, topology, settings, rounds.schedule, means.kernels)
     return FederatedWorld(model, rounds, topology, means, connection, follower, arithmetic, federation.waits)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_sdiloco.engine.background import Background, Pending, Stages
 from lightning_sdiloco.engine.flight import Flight, LaunchSnapshot, Purpose
-from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.engine.measurements import LinkRate, Span
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.site.arithmetic import Encoded, SiteArithmetic
 from lightning_sdiloco.engine.site.shared import SharedConnection
@@ -33,6 +33,7 @@ class Launches:
         connection: The connection to the hub.
         follower: The rules.
         arithmetic: What encodes.
+        link: What the link of this rank carries.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Launches:
         connection: SharedConnection,
         follower: Follower,
         arithmetic: SiteArithmetic,
+        link: LinkRate,
     ) -> None:
-        self._rounds, self._background = rounds, background
+        self._rounds, self._background, self._link = rounds, background, link
         self._connection, self._follower, self._arithmetic = connection, follower, arithmetic
         self._launched: dict[int, Launched] = {}
 
@@ -51,13 +53,15 @@ class Launches:
         """Returns what is in flight of a fragment."""
         return self._launched.get(fragment)
 
-    def launch(self, index: int, step: int) -> None:
-        """Launches a fragment after an inner step."""
+    def launch(self, index: int, step: int, step_time: float) -> None:
+        """Launches a fragment after an inner step of so many seconds; 0 where that is not known."""
         began = time.perf_counter()
         begun = self._follower.begin(index, step)
         fragment = self._rounds.fragments[index]
         # Nobody tells a site in advance which buffers others have changed, so all of them travel.
         snapshot = fragment.launch(step, float("inf"), Purpose.MEAN, 0)._replace(purpose=Purpose.ROUND)
+        self._link.note(self._connection.sends_bytes_per_s)
+        snapshot = self._rounds.chosen(snapshot._replace(step_time=step_time))
         self._start(snapshot, begun, (began, time.perf_counter()))
 
     def _start(self, snapshot: LaunchSnapshot, begun: Contribution, launch: Span) -> None:

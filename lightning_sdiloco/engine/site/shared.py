@@ -25,11 +25,13 @@ class Heard(NamedTuple):
         told: What the hub has told.
         now: The time, in seconds.
         requests: What any rank asks of all of them, one bit each.
+        samples: On how many samples all ranks together have trained.
     """
 
     told: list[Told]
     now: float
     requests: int
+    samples: int
 
 
 _ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
@@ -98,21 +100,22 @@ class SharedConnection:
 
     # What is heard
 
-    def heard(self, requests: int = 0) -> Heard:
+    def heard(self, requests: int = 0, samples: int = 0) -> Heard:
         """Returns what was heard since the last time.
 
         Args:
             requests: What this rank asks of all of them.
+            samples: On how many samples it has trained since.
         """
         if self._ranks.size == 1:
             assert self._connection is not None, "the first rank has it"
-            return Heard(self._connection.events(), self._connection.now(), requests)
-        every = self._of_all(lambda: (*self._listen(), requests))
+            return Heard(self._connection.events(), self._connection.now(), requests, samples)
+        every = self._of_all(lambda: (*self._listen(), requests, samples))
         told = [one for one in map(from_plain, every[0][0]) if not self._is_coming(one)]
-        for rank, (_, fetched, _, asked) in enumerate(every):
+        for rank, (_, fetched, _, asked, _) in enumerate(every):
             requests |= asked
             told += [one for key, is_there in fetched.items() if (one := self._arrived(key, rank, is_there))]
-        return Heard(told, every[0][2], requests)
+        return Heard(told, every[0][2], requests, sum(samples for *_, samples in every))
 
     def _listen(self) -> tuple[list[Any], dict[str, bool], float]:
         """Returns what this rank has heard: events at the first one, and which records it has fetched payloads for."""
@@ -167,6 +170,12 @@ class SharedConnection:
         """Waits for something to hear, at rank 0. The others wait where they hear it."""
         if self._connection is not None:
             self._connection.wait(timeout)
+
+    @property
+    def sends_bytes_per_s(self) -> float:
+        """What the link of this rank carried to the hub with its last payload; 0 if that is not known."""
+        own = self._shards or self._connection
+        return own.sends_bytes_per_s if own else 0.0
 
     # What is said
 

@@ -159,6 +159,6 @@ class StateTransfer:
         if landing is Landing.CARRY:
             fragment.layout.shift(after - before)
             return
-        fragment.layout.land(self._rounds.landing if landing is Landing.MIX else Mix(0.0), [after], 0)
+        fragment.layout.land(self._rounds.landing if landing in (Landing.MIX, Landing.DROP) else Mix(0.0), [after], 0)
         fragment.buffers.write()
         fragment.memory = fragment.tuning = None

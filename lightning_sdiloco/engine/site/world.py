@@ -84,13 +84,14 @@ class FederatedWorld:
     ) -> None:
         self._model, self._rounds, self._topology, self._means = model, rounds, topology, means
         self._connection, self.follower, self._arithmetic, self._waits = connection, follower, arithmetic, waits
-        self._launches = Launches(rounds, means.background, connection, follower, arithmetic)
+        self._launches = Launches(rounds, means.background, connection, follower, arithmetic, means.link)
         self._applied: dict[int, _Applied] = {}
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
         self._states = StateTransfer(model, rounds, topology, connection, follower)
         self._now = time.monotonic()
-        self._has_said_hello = self._has_left = False
+        self._has_said_hello = self._has_left = self._has_told_of_drop = False
         self.requested = 0
+        self._step_time, self._samples, self._has_trained = 0.0, 0, False
 
     # Training
 
@@ -121,20 +122,21 @@ class FederatedWorld:
         return follower.reachable and follower.follows and landed
 
     def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step by its samples, of which ranks may have trained unequal numbers."""
-        self.follower.trained(sum(self._topology.in_site.all_gather_object(samples)))
+        """Counts an inner step by its samples, of which ranks may have trained unequal numbers: `hear` adds them up."""
+        self._has_trained, self._samples = True, self._samples + samples
 
     @torch.no_grad()
     def launch_due(self, step: int, mailbox: Mailbox) -> int:
         """Launches what is due; see `World.launch_due`. What a rank requests all ranks hear at once."""
         self.requested = self.hear(mailbox.take())
+        self._step_time = mailbox.step_time or self._step_time
         for call in self.follower.skips():
             self._connection.skip(call)
         due = self.follower.launches(step)
         if due:
             self._rounds.require_coverage()
         for index in due:
-            self._launches.launch(index, step)
+            self._launches.launch(index, step, self._step_time)
         self._launches.send()
         return len(due)
 
@@ -239,10 +241,12 @@ class FederatedWorld:
             return None
         reshard(self._model)
         own = next((i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1)
+        if landing is Landing.DROP:
+            self._tell_of_drop(record)
         if landing is Landing.CARRY:
             fragment.carry(stepped.result, stepped.moved)
         else:
-            mixes = landing is Landing.MIX
+            mixes = landing in (Landing.MIX, Landing.DROP)
             rule = stepped.result.rule if mixes else Mix(0.0)
             fragment.land(stepped.result, rule, 0, own if mixes else -1, record.final)
         if landing is Landing.TAKE:
@@ -252,6 +256,18 @@ class FederatedWorld:
             recover(self._model, self._rounds.fragments, fragment.index, optimizers, in_group)
         self._launches.drop_landed()
         return self._report(record, stepped, launched, step, wait or (arrived, arrived), was_finite)
+
+    def _tell_of_drop(self, record: Record) -> None:
+        """Says once that this site comes too late."""
+        if not self._has_told_of_drop:
+            self._has_told_of_drop = True
+            _log.warning(
+                "Round %d of fragment %d closed before this site's contribution was there: it counts nowhere. If the"
+                " next one is late too, that is carried. sdiloco status tells how often it happens. Where it is often,"
+                " raise grace or overlap_steps, or let the site send less.",
+                record.round,
+                record.fragment,
+            )
 
     def _report(
         self, record: Record, stepped: Stepped, launched: Launched | None, step: int, wait: Span, was_finite: bool
@@ -283,7 +299,10 @@ class FederatedWorld:
         if not self._has_said_hello:
             self._has_said_hello = True
             self._connection.hello(self.follower)
-        told, self._now, requests = self._connection.heard(requests)
+        told, self._now, requests, samples = self._connection.heard(requests, self._samples)
+        if self._has_trained:
+            self.follower.trained(samples)
+            self._has_trained, self._samples = False, 0
         self._launches.send()
         for event in told:
             match event:
@@ -301,7 +320,7 @@ class FederatedWorld:
                 case Lost():
                     if self.follower.reachable:
                         _log.warning(
-                            "%s The site trains on without it, and sends later what it has trained.", event.why
+                            "%s The site trains on without it, and sends what it trains when it is back.", event.why
                         )
                     self.follower.lose(self._now)
                 case Waiting():

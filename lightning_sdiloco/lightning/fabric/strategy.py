@@ -150,13 +150,14 @@ class FabricWorkerGroupStrategy(_Base):
         """Shows the outer model inside a ``with`` block, the same in all groups, and then the local one again.
 
         Until every fragment has landed once it shows the mean of the groups, because nobody has trained the outer model
-        by then. So all ranks must call it.
+        by then, and so it does on a route that does not share. So all ranks must call it.
         """
         engine = self.engine
         if engine is None or engine.is_finished:
             yield
             return
-        mean = engine.group_mean() if engine.steps_in_rounds < engine.schedule.first_round else None
+        is_mean = engine.steps_in_rounds < engine.schedule.first_round or not engine.settings.shares
+        mean = engine.group_mean() if is_mean else None
         # A forward pass without gradients makes DistributedDataParallel skip the buffers of the next training step.
         due = [wrapped.require_forward_param_sync for wrapped in self._wrapped]
         try:
@@ -260,7 +261,7 @@ class FabricWorkerGroupStrategy(_Base):
         engine = self.engine
         if engine is None or not self._loop.trains(module):
             return super().get_module_state_dict(module)
-        with engine.evaluate():
+        with engine.evaluate(None if engine.settings.shares else engine.group_mean()):
             state = super().get_module_state_dict(module)
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 

@@ -16,11 +16,12 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning's ModelParallelStrategy
 
 
-def refuse_what_cannot_work(trainer: Any) -> None:
+def refuse_what_cannot_work(trainer: Any, shares: bool = True) -> None:
     """Refuses what cannot work with worker groups, before training.
 
     Args:
         trainer: The trainer that is about to fit.
+        shares: Whether all groups hold the same outer parameters.
 
     Raises:
         ValueError: If a callback prunes or detects spikes, if several callbacks average weights, if one that averages
@@ -30,6 +31,11 @@ def refuse_what_cannot_work(trainer: Any) -> None:
     _refuse_several_averages(trainer)
     for callback in trainer.callbacks:
         kinds = _class_names(callback)
+        if not shares and kinds & _AVERAGING:
+            raise ValueError(
+                f"{_name(callback)} averages outer parameters over time, and on this route each worker group holds some"
+                " of its own, so that every group would end with another average. Leave out the callback, or route."
+            )
         if "StochasticWeightAveraging" in kinds:
             _refuse_epoch_for_statistics(trainer, callback)
         if "ModelPruning" in kinds:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,6 +17,7 @@ from lightning_sdiloco.comm import GroupLayout, Topology
 from lightning_sdiloco.engine import align_model
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
+from lightning_sdiloco.lightning.host.single_rank import SingleRankDDP, has_nothing_to_average
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat, Save, by_node_or_device
 
 _log = logging.getLogger(__name__)
@@ -149,6 +151,9 @@ class WholeModel(ModelFormat):
         group = topology.in_group.process_group
         host._ddp_kwargs["process_group"] = group
         _keep_hook_in_group(host, group)
+        # A simulated group has no process group, and wraps in its own way.
+        if topology.group_size == 1 and dist.is_initialized() and has_nothing_to_average(module, host._ddp_kwargs):
+            return SingleRankDDP(module, device_ids=host.determine_ddp_device_ids(), **host._ddp_kwargs)
         wrapped = wrap(module)
         if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)

@@ -5,9 +5,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from torch import nn
 
 from lightning_sdiloco.algorithm import Settings
@@ -22,10 +24,11 @@ from lightning_sdiloco.planning import (
     Plan,
     paper,
     planner,
+    shared_out,
     through_hub,
 )
 from lightning_sdiloco.tools.plan.picture import draw
-from lightning_sdiloco.tools.plan.text import hub_as_text, plan_as_text, table_4_as_text
+from lightning_sdiloco.tools.plan.text import hub_as_text, links_as_text, plan_as_text, table_4_as_text
 
 MakeModel = Callable[[], nn.Module]
 
@@ -39,6 +42,7 @@ def plan(
     group_size: int = 1,
     bandwidth: float | None = None,
     hub_bandwidth: float | None = None,
+    links: str | None = None,
     round_trip: float = 0.0,
     loss: float = 0.0,
     sync_every: int = 100,
@@ -62,6 +66,8 @@ def plan(
         group_size: Ranks in a worker group.
         bandwidth: Gbit/s between a group and all others, in each direction.
         hub_bandwidth: Gbit/s of the hub of a federation, in each direction: the groups are its sites then.
+        links: YAML file with the Gbit/s of each group's link, a list or a mapping from names, in place of --bandwidth
+            and --groups: plans with the slowest one, and says what two shots with parts that suit the links bring.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
         loss: Share of the packets that get lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
@@ -92,6 +98,9 @@ def plan(
     )
     if steps < 1:
         raise ValueError(f"steps={steps} is out of range: it must be at least 1. Give the inner steps of the run.")
+    of_links = None if links is None else _links(links, bandwidth)
+    if of_links is not None:
+        bandwidth, groups = min(of_links.values()), len(of_links)
     size = {"--params": params, "--layers": layers}
     _require_options({**({} if model else size), "--step-time": step_time, "--bandwidth": bandwidth})
     assert step_time is not None
@@ -106,11 +115,38 @@ def plan(
     hub = None
     if hub_bandwidth is not None:
         hub = through_hub(planned.model, settings, planned.groups, planned.link, hub_bandwidth)
+    shared = None
+    if of_links is not None:
+        shared = shared_out(planned.model, settings, planned.groups, list(of_links.values()))
     if picture is not None:
         _draw_plan(picture, planned)
     if format == "json":
-        return json.dumps({**_as_json(planned), **({"hub": _hub_as_json(hub)} if hub else {})}, indent=2)
-    return "\n\n".join([plan_as_text(planned), *([hub_as_text(hub, settings)] if hub else [])])
+        more = {**({"hub": _hub_as_json(hub)} if hub else {}), **({"links": shared._asdict()} if shared else {})}
+        return json.dumps({**_as_json(planned), **more}, indent=2)
+    parts = [plan_as_text(planned), *([hub_as_text(hub, settings)] if hub else [])]
+    return "\n\n".join([*parts, *([links_as_text(shared, list(of_links), settings)] if of_links and shared else [])])
+
+
+def _links(path: str, bandwidth: float | None) -> dict[str, float]:
+    """Reads the links of all groups: Gbit/s by name, in their order."""
+    if bandwidth is not None:
+        raise ValueError(
+            f"--bandwidth {bandwidth:g} was given together with --links, which says it. Leave one of them out."
+        )
+    try:
+        told = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"--links {path} cannot be read: {error}. Give a YAML file with the Gbit/s of each link."
+        ) from error
+    links = dict(enumerate(told)) if isinstance(told, list) else told
+    are_numbers = isinstance(links, dict) and all(type(link) in (int, float) for link in links.values())
+    if not are_numbers or len(links) < 2:
+        raise ValueError(
+            f"--links {path} holds {told!r}. Give a list of at least two numbers, the Gbit/s of each group's link, or a"
+            " mapping from names to them."
+        )
+    return {f"group {name}" if isinstance(name, int) else str(name): link for name, link in links.items()}
 
 
 def _require_options(given: dict[str, Any]) -> None:

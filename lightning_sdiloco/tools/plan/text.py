@@ -18,6 +18,7 @@ from lightning_sdiloco.planning import (
     Memory,
     Plan,
     Prediction,
+    SharedOut,
     readable,
     short,
 )
@@ -88,6 +89,29 @@ def hub_as_text(hub: HubLoad, settings: Settings) -> str:
         f"  Enough: sync_every={hub.enough.sync_every}, overlap_steps={hub.enough.overlap_steps}"
         if hub.enough
         else "  No sync_every up to 500 is enough: give the hub more bandwidth, or compress more",
+    ]
+    return "\n".join(lines)
+
+
+def links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> str:
+    """Formats what parts that suit the links bring.
+
+    Args:
+        shared: What two shots take over the link of each group.
+        names: The groups.
+        settings: The settings that were asked for.
+    """
+    table = new_table(["link", "Gbit/s", "share", "bytes\nin a round", "seconds\nin a round"], left=1)
+    for name, link, share, sent, seconds in zip(names, *shared[:4], strict=True):
+        table.add_row(name, short(link), percent(share), readable(sent), short(seconds))
+    given = ", ".join(short(link) for link in shared.links)
+    lines = [
+        f"Two shots with exchange=TwoShot('by_bandwidth', links=[{given}]), compression={settings.compression!r}:",
+        "",
+        rendered(table),
+        "",
+        f"  a round of all fragments keeps the busiest link busy for {short(shared.round_seconds)} s,",
+        f"  with equal parts for {short(shared.equal_seconds)} s: {shared.gain:.2f} times as long",
     ]
     return "\n".join(lines)
 

@@ -15,8 +15,9 @@ from lightning_sdiloco.planning import Absence, Link
 from lightning_sdiloco.tools.figures import require_drawable
 from lightning_sdiloco.tools.simulate.configuration import Configuration
 from lightning_sdiloco.tools.simulate.federated import Places, Site, play_sites
-from lightning_sdiloco.tools.simulate.picture import draw, draw_sites
+from lightning_sdiloco.tools.simulate.picture import draw, draw_compared, draw_sites
 from lightning_sdiloco.tools.simulate.running import check, run
+from lightning_sdiloco.tools.simulate.seeds import compared, each_with, parsed
 from lightning_sdiloco.tools.simulate.sweeping import (
     METHOD,
     Circumstances,
@@ -27,7 +28,7 @@ from lightning_sdiloco.tools.simulate.sweeping import (
     predict,
 )
 from lightning_sdiloco.tools.simulate.sweeping import methods as named_runs
-from lightning_sdiloco.tools.simulate.text import run_as_text, sites_as_text, sweep_as_text
+from lightning_sdiloco.tools.simulate.text import compared_as_text, run_as_text, sites_as_text, sweep_as_text
 
 
 def simulate(
@@ -40,6 +41,7 @@ def simulate(
     sites: int | None = None,
     sweep: list[str] = [],  # noqa: B006
     methods: str | None = None,
+    seeds: str | None = None,
     bandwidth: float | None = None,
     round_trip: float = 0.0,
     loss: float = 0.0,
@@ -63,6 +65,7 @@ def simulate(
         sites: Number of sites of a federation, of one rank each, in place of groups.
         sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Again for more.
         methods: YAML file of runs to compare: from a name to arguments of the strategy, in place of sweep.
+        seeds: Make each run of sweep or methods with each of these seeds, as 0,1,2, and compare it with the first.
         bandwidth: Gbit/s between a group and all others, or a site and its hub, to predict the time.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
         loss: Share of the packets that get lost: 0.1 % is 0.001.
@@ -84,20 +87,20 @@ def simulate(
     classes = [_class_at(name, path) for name, path in (("cli", cli), ("model", model), ("data", data))]
     configuration = Configuration(tuple(config), tuple(set), *classes)
     if sites is not None:
-        if sweep or methods:
+        if sweep or methods or seeds:
             raise ValueError(
-                "--sweep does not go with --sites, nor does --methods. Give one run of a federation at a time."
+                "--sweep, --methods and --seeds do not go with --sites. Give one run of a federation at a time."
             )
         link = None if bandwidth is None else Link(bandwidth, round_trip, loss)
         return _federation(configuration, _places(sites, step_time, link, speeds, delays, absence), picture, json)
     if delays is not None:
         raise ValueError("--delays is about the sites of a federation. Give --sites too.")
     where = _circumstances(bandwidth, round_trip, loss, step_time, speeds, absence, memory_rate)
-    if methods is None:
-        return _worker_groups(configuration, combinations(sweep, groups), names_of(sweep), where, picture, json)
-    if sweep:
+    if sweep and methods is not None:
         raise ValueError("--sweep and --methods both say what varies. Give one of them.")
-    return _worker_groups(configuration, named_runs(methods, groups), [METHOD], where, picture, json)
+    planned = combinations(sweep, groups) if methods is None else named_runs(methods, groups)
+    names = names_of(sweep) if methods is None else [METHOD]
+    return _worker_groups(configuration, each_with(planned, parsed(seeds)), names, where, picture, json)
 
 
 def _worker_groups(
@@ -108,20 +111,27 @@ def _worker_groups(
     picture: str | None,
     json: str | None,
 ) -> str:
-    for number, choices, _ in planned:
+    for number, choices, _, _ in planned:
         check(configuration, number, choices)
         if where is not None:
             where.check(number)
     outcomes = []
     with _progress(len(planned)) as begin:
-        for number, choices, name in planned:
-            done = run(configuration, number, choices, begin(number, choices), where.speeds if where else None)
-            outcomes.append(Outcome(number, choices, done, predict(done, where) if where else None, name))
-    if picture is not None:
-        draw(picture, outcomes, names)
+        for number, choices, name, seed in planned:
+            own = configuration if seed is None else configuration.with_seed(seed)
+            done = run(own, number, choices, begin(number, choices), where.speeds if where else None)
+            outcomes.append(Outcome(number, choices, done, predict(done, where) if where else None, name, seed))
     if json is not None:
         told = {"circumstances": None if where is None else asdict(where)}
         _write(json, {**told, "runs": [_as_json(outcome) for outcome in outcomes]})
+    seeds = len({one.seed for one in planned})
+    if seeds > 1:
+        rows = compared(outcomes, seeds)
+        if picture is not None:
+            draw_compared(picture, rows, names)
+        return compared_as_text(rows, names, where)
+    if picture is not None:
+        draw(picture, outcomes, names)
     return sweep_as_text(outcomes, names, where) if names else run_as_text(outcomes[0], where)
 
 
@@ -160,7 +170,7 @@ def _site_as_json(site: Site) -> dict[str, Any]:
         "ended": site.ended,
         "counted": site.counted,
         "late": site.late,
-        "carried": site.carried,
+        "missed": site.missed,
         "weights": site.weights,
     }
 
@@ -248,6 +258,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     run, prediction = outcome.run, outcome.prediction
     return {
         "name": outcome.name,
+        "seed": outcome.seed,
         "groups": outcome.groups,
         "choices": dict(outcome.choices),
         "settings": run.settings.described(),

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,10 @@ class Configuration:
             cls = _class_named(model.get("class_path")) if isinstance(model, Mapping) else None
             if cls is not None:
                 yield cls
+
+    def with_seed(self, seed: int) -> "Configuration":
+        """Returns the configuration with another ``seed_everything``."""
+        return replace(self, arguments=(*self.arguments, f"seed_everything={seed}"))
 
     def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
         """Parses the files and fits, as one group.
@@ -154,7 +158,7 @@ def _federation(given: Any, rank: SimulatedRank) -> dict[str, Any] | None:
             )
         return None
     named = (given or {}).get("init_args", given or {})
-    terms = {name: named[name] for name in ("lease", "grace", "quorum", "rounds") if name in named}
+    terms = {name: named[name] for name in ("lease", "grace", "quorum", "late", "rounds") if name in named}
     return {**terms, "hub": "memory", "run": "simulated", "site": site_name(rank.site), "insecure": True}
 
 

@@ -98,7 +98,7 @@ class Site:
         ended: When it left.
         counted: Rounds in which it counts, over all fragments.
         late: Contributions of it that came when their round was closed.
-        carried: Rounds that landed at it and count nothing of it: what it had trained stays held.
+        missed: Rounds that landed at it and count nothing of it.
         weights: By how many samples it counts in each of its rounds, by fragment.
         group: Its losses, bytes and inner steps.
     """
@@ -107,7 +107,7 @@ class Site:
     ended: float = 0.0
     counted: int = 0
     late: int = 0
-    carried: int = 0
+    missed: int = 0
     weights: dict[int, list[int]] = field(default_factory=dict)
     group: Group | None = None
 
@@ -208,6 +208,6 @@ def _counted(life: _Life, records: Sequence[Record], hub: VirtualHub) -> Site:
             site.counted += 1
             site.weights.setdefault(record.fragment, []).append(own.weight)
         elif joined[record.fragment] < record.round <= applied[record.fragment]:
-            site.carried += 1
+            site.missed += 1
     site.late = hub.coordinator.statistics.of(life.name).late
     return site

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from lightning_sdiloco.tools.figures import require_drawable, save
 from lightning_sdiloco.tools.simulate.federated import FederatedRun
 from lightning_sdiloco.tools.simulate.recording import Validation
-from lightning_sdiloco.tools.simulate.sweeping import Outcome
+from lightning_sdiloco.tools.simulate.seeds import Compared, half_width
+from lightning_sdiloco.tools.simulate.sweeping import METHOD, Outcome
 
 _INK, _GRID = "#263238", "#cfd8dc"
 _COLORS = ("#1e88e5", "#e53935", "#2e9e50", "#8e24aa", "#fb8c00", "#00897b", "#6d4c41", "#d81b60", "#3949ab", "#757575")
@@ -29,6 +30,36 @@ def draw(path: str, outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
     """
     require_drawable(path)
     save(_figure(outcomes, names), path)
+
+
+def draw_compared(path: str, rows: Sequence[Compared], names: Sequence[str]) -> None:
+    """Writes the picture of a comparison over several seeds: differences with their intervals, and bytes or time.
+
+    Args:
+        path: The file, with the suffix .svg or .png.
+        rows: The runs; all are compared with the first.
+        names: The names of what varied among them.
+
+    Raises:
+        ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
+    """
+    require_drawable(path)
+    figure, left, right = _panels(height=1.4 + 0.3 * len(rows))
+    timed = all(row.seconds is not None for row in rows)
+    unit, name = _unit(max(row.seconds or 0.0 for row in rows)) if timed else (1e6, "MB sent by a group")
+    for position, row in enumerate(rows):
+        half, more = half_width(row.percent), mean(row.percent) if row.percent else 0.0
+        color = _COLORS[-1] if row.is_first or half is None or abs(more) <= half else _COLORS[0 if more < 0 else 1]
+        left.errorbar(more, -position, xerr=None if row.is_first else half, fmt="o", color=color, capsize=3)
+        right.barh(
+            -position, (row.bytes_sent if row.seconds is None else row.seconds) / unit, height=0.6, color=_COLORS[0]
+        )
+    _style(left, "loss above that of the first, %, with its 95 % interval")
+    _style(right, f"{name}, predicted" if timed else name)
+    left.axvline(0, color=_COLORS[-1], linewidth=1)
+    left.set_yticks([-at for at in range(len(rows))], [_told(row.outcomes[0], names) for row in rows], fontsize=8)
+    right.set_yticks([])
+    save(figure, path)
 
 
 def draw_sites(path: str, run: FederatedRun) -> None:
@@ -56,12 +87,12 @@ def draw_sites(path: str, run: FederatedRun) -> None:
     save(figure, path)
 
 
-def _panels() -> tuple[Any, Any, Any]:
+def _panels(height: float = 4.3) -> tuple[Any, Any, Any]:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     # White in a dark page too: the colors are chosen for it.
-    figure = Figure(figsize=(8.4, 4.3), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+    figure = Figure(figsize=(8.4, height), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
     return figure, figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
 
 
@@ -86,7 +117,7 @@ def _figure(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
         color = _COLORS[index % len(_COLORS)]
         for group in outcome.run.groups if len(outcomes) == 1 else ():
             left.plot(*_smooth(group.losses), color=color, linewidth=0.8, alpha=0.35)
-        told = ", ".join(f"{name}={value}" for name, value in zip(names, outcome.varied(names), strict=True))
+        told = _told(outcome, names)
         steps, losses = _smooth(outcome.curve())
         scale = outcome.inner_steps / len(outcome.curve())
         left.plot([step * scale for step in steps], losses, color=color, label=told or "mean of the groups")
@@ -99,6 +130,12 @@ def _figure(outcomes: Sequence[Outcome], names: Sequence[str]) -> Any:
         left.plot([], [], "o", color=_INK, markersize=5, label="outer model, validation")
     _finish(figure, left, right, label)
     return figure
+
+
+def _told(outcome: Outcome, names: Sequence[str]) -> str:
+    """Tells what varied; a name alone, where runs have names."""
+    values = zip(names, outcome.varied(names), strict=True)
+    return ", ".join(str(value) if name == METHOD else f"{name}={value}" for name, value in values)
 
 
 def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -119,11 +156,7 @@ def with_gaps(times: Sequence[float], losses: Sequence[float]) -> tuple[list[flo
 
 def _validated(outcome: Outcome) -> list[tuple[Validation, float]]:
     """Returns the validations, each with the first loss that it logged."""
-    told = []
-    for validation in outcome.run.validations:
-        losses = [value for name, value in validation.metrics.items() if "loss" in name]
-        told += [(validation, losses[0])] if losses else []
-    return told
+    return [(each, loss) for each in outcome.run.validations if (loss := each.loss) is not None]
 
 
 def _cost(outcomes: Sequence[Outcome]) -> tuple[Callable[[Outcome, float], float], str]:
@@ -147,6 +180,7 @@ def _cost(outcomes: Sequence[Outcome]) -> tuple[Callable[[Outcome, float], float
 def _style(axes: Any, label: str) -> None:
     axes.set_xlabel(label, color=_INK)
     axes.grid(color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
     axes.tick_params(colors=_INK, which="both", length=0, pad=6)
     for side in axes.spines.values():
         side.set_visible(False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.engine import StepClock, random_state, set_random_state
+from lightning_sdiloco.engine import StepClock, StreamingDiLoCo, random_state, set_random_state
 from lightning_sdiloco.lightning import replace
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ class Validation(NamedTuple):
 
     step: int
     metrics: dict[str, float]
+
+    @property
+    def loss(self) -> float | None:
+        """The first loss among the metrics."""
+        return next((value for name, value in self.metrics.items() if "loss" in name), None)
 
 
 class RecorderMixin(_Base):
@@ -59,6 +64,7 @@ class RecorderMixin(_Base):
         self._times: list[float] = []
         self._steps = 0
         self.idle: list[int] = []
+        self.launches: dict[int, tuple[int, ...]] = {}
         self.losses: list[float] = []
         self.outer_loss: float | None = None
         self.validations: list[Validation] = []
@@ -73,6 +79,7 @@ class RecorderMixin(_Base):
         """Makes the group as fast as it is where the run would take place."""
         if self._step_time:
             trainer.strategy.engine.step_clock = StepClock(self._step_time)
+        self._note_launches(trainer.strategy.engine)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Notes that an inner step begins."""
@@ -91,7 +98,13 @@ class RecorderMixin(_Base):
             if batch is None:
                 self.idle.append(self._steps)
             self._times.append(self._clock())
+            self._note_launches(trainer.strategy.engine)
             self._stepped()
+
+    def _note_launches(self, engine: StreamingDiLoCo) -> None:
+        """Notes what is launched after the next inner step, which a pace decides as the run goes on."""
+        if engine.launches_next:
+            self.launches[engine.inner_steps + 1] = engine.launches_next
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Records what a validation inside the fit logged."""

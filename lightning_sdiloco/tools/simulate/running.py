@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ class Group:
         inner_steps: Inner steps.
         step_seconds: Seconds of an inner step here; None if there were not two.
         idle: The inner steps in which the group did not train, because its loader is paced or its data had ended.
+        launches: The fragments that were launched after each inner step.
     """
 
     losses: list[float]
@@ -44,6 +45,7 @@ class Group:
     inner_steps: int
     step_seconds: float | None
     idle: tuple[int, ...] = ()
+    launches: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def first_loss(self) -> float | None:
@@ -188,6 +190,7 @@ def live(
         inner_steps=int(report["inner_steps"]),
         step_seconds=recorder.step_seconds,
         idle=tuple(recorder.idle),
+        launches=recorder.launches,
     )
     if rank.rank:
         return group, None

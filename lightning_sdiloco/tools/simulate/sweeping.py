@@ -28,11 +28,13 @@ class Planned(NamedTuple):
         groups: The number of groups.
         choices: Arguments of the strategy.
         name: What it is called, if it has a name.
+        seed: What takes the place of the ``seed_everything`` of the configuration, if there are several seeds.
     """
 
     groups: int
     choices: Choices
     name: str = ""
+    seed: int | None = None
 
 
 def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
@@ -181,7 +183,10 @@ def predict(run: Run, where: Circumstances) -> Prediction | None:
     speeds = where.speeds or (1.0,) * len(run.groups)
     groups = Groups(step_time, len(run.groups), memory_rate=where.memory_rate)
     idle = [group.idle for group in run.groups]
-    times = play(Streaming(run.model, run.settings, groups), where.link, steps, speeds, where.absences, idle)
+    method = Streaming(run.model, run.settings, groups)
+    # A pace decides as the run goes on; all groups launch alike.
+    launches = run.groups[0].launches if run.settings.schedule else None
+    times = play(method, where.link, steps, speeds, where.absences, idle, launches=launches)
     slowest = replace(groups, step_time=step_time / min(speeds))
     away = max((absence.end - absence.start for absence in where.absences), default=0.0)
     ddp = steps * slowest.step_time / DataParallel(run.model, slowest).utilisation(where.link) + away
@@ -198,6 +203,7 @@ class Outcome:
         run: What happened.
         prediction: How long it would take, if a link was given.
         name: What the run is called, if it has a name.
+        seed: The seed, if there are several.
     """
 
     groups: int
@@ -205,11 +211,18 @@ class Outcome:
     run: Run
     prediction: Prediction | None
     name: str = ""
+    seed: int | None = None
 
     def varied(self, names: Sequence[str]) -> Iterator[Any]:
         """Yields the values of what a sweep varied, in the order of the names."""
         for name in names:
             yield self.name if name == METHOD else self.groups if name == _GROUPS else self.choices[name]
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the outer model: that which the last validation logged, else that on the last batches."""
+        logged = [loss for validation in self.run.validations if (loss := validation.loss) is not None]
+        return logged[-1] if logged else self.run.outer_loss
 
     @property
     def inner_steps(self) -> int:

@@ -8,6 +8,7 @@ from lightning_sdiloco.tools.plan.text import new_table, percent, rendered
 from lightning_sdiloco.tools.simulate.federated import FederatedRun, Places
 from lightning_sdiloco.tools.simulate.recording import LAST
 from lightning_sdiloco.tools.simulate.running import Run
+from lightning_sdiloco.tools.simulate.seeds import Compared
 from lightning_sdiloco.tools.simulate.sweeping import Circumstances, Outcome, Prediction
 
 _WIDTH = 110
@@ -63,7 +64,7 @@ def _sites(run: FederatedRun) -> str:
         "outer model,\nsame batches",
         "rounds\ncounted",
         "came\nlate",
-        "rounds\ncarried",
+        "rounds\nmissed",
         "bytes\nsent",
         "ended\nafter",
     ]
@@ -72,7 +73,7 @@ def _sites(run: FederatedRun) -> str:
         group = site.group
         assert group is not None, "the site has lived"
         losses = [_loss(group.first_loss), _loss(group.last_loss), _loss(group.outer_loss)]
-        rounds = [str(site.counted), str(site.late), str(site.carried)]
+        rounds = [str(site.counted), str(site.late), str(site.missed)]
         table.add_row(
             str(index), f"{len(site.times):,}", *losses, *rounds, readable(group.bytes_sent), _duration(site.ended)
         )
@@ -110,6 +111,25 @@ def sweep_as_text(outcomes: Sequence[Outcome], names: Sequence[str], where: Circ
     text = rendered(table, _WIDTH)
     notes = [] if where is None else [_circumstances(where)]
     return "\n\n".join([text, *notes])
+
+
+def compared_as_text(rows: Sequence[Compared], names: Sequence[str], where: Circumstances | None) -> str:
+    """Formats runs that were made with several seeds as a table, one line for each.
+
+    Args:
+        rows: The runs.
+        names: What varied.
+        where: Where they would take place, if a link was given.
+    """
+    timed = [row.seconds for row in rows]
+    columns = [*names, "loss of the\nouter model", "minus that of\nthe first, %", "bytes sent\nper group"]
+    table = new_table([*columns, *(["predicted\ntime"] if any(timed) else [])], left=len(names))
+    for row, seconds in zip(rows, timed, strict=True):
+        cells = [_loss(row.loss), row.difference(), readable(row.bytes_sent)]
+        cells += [_duration(seconds) if seconds else "-"] if any(timed) else []
+        table.add_row(*map(str, row.outcomes[0].varied(names)), *cells)
+    note = f"Means over {len(rows[0].outcomes)} seeds; differences with their 95 % interval."
+    return "\n\n".join([rendered(table, _WIDTH), note, *([] if where is None else [_circumstances(where)])])
 
 
 def _settings(run: Run) -> str:

@@ -115,10 +115,10 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
         self._sent = sent
         self._until = until
 
-    def post(self, messages: Sequence[Tensor]) -> tuple[int, Any]:
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[int, Any]:
         """See `Exchange.post`."""
         self._sent[self._group] += 1
-        return self._sent[self._group], self._exchange.post(messages)
+        return self._sent[self._group], self._exchange.post(messages, sizes)
 
     def collect(self, posted: tuple[int, Any], deadline: float) -> list[Tensor]:
         """See `Exchange.collect`."""

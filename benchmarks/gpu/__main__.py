@@ -1,0 +1,201 @@
+"""What a GPU shows in ten minutes, on a machine that has torch and Lightning and perhaps nothing else.
+
+    python -m benchmarks.gpu [--minutes 10] [--out DIR] [--stage tests numbers quality] [--only NAME ...]
+                             [--device cuda] [--quick]
+
+- ``tests``: the bits of the CPU, no race, no wait inside a step, memory, precisions, compiled models, resuming, NCCL;
+  five minutes at most.
+- ``numbers``: passes as shares of the copy bandwidth, step time and memory with 125 million and a billion parameters,
+  two groups on one device.
+- ``quality``: worker groups against DDP at 5 and 10 million parameters and 16 tokens for each, then a pair at 50
+  million with fewer; see ``benchmarks.quality --stage large``.
+
+Each piece of work runs in processes of its own and is written to DIR at once, with all that it prints beside it. What
+is there already is not done again; what failed, or was left out for want of time, is. So the same command goes on.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import report
+from benchmarks.gpu import passes, steps
+from benchmarks.gpu.trained import quality
+from tests.gpu.checks import CHECKS
+from tests.gpu.fits import FITS
+from tests.gpu.task import DEVICE, Outcome, Place, Task, do
+
+TESTS_MINUTES = 5.0
+LEAST = 20.0
+"""Seconds that must be left for a piece of work to begin."""
+
+NUMBERS: dict[str, Task] = {
+    "passes": Task("share of copy bandwidth of every pass", passes.shares, seconds=120),
+    "overhead 125M": Task("step time and memory, 125M", partial(steps.overhead, "125M"), seconds=120),
+    "overhead 1B": Task("step time and memory, 1B", partial(steps.overhead, "1B"), seconds=240),
+    "two groups": Task(
+        "two groups on one device", partial(steps.end_to_end, "125M"), ranks=2, connected=False, seconds=180
+    ),
+}
+
+QUICK = {
+    "tests": ("codecs", "waits", "bf16-mixed"),
+    "numbers": ("passes", "overhead 125M", "two groups"),
+    "quality": ("quality",),
+}
+"""What is enough to show that everything runs: a piece of work of each kind."""
+
+KEPT = ("done", "not here")
+
+
+class Piece(NamedTuple):
+    """A piece of work in its stage."""
+
+    stage: str
+    name: str
+    task: Task
+
+
+class Results:
+    """The folder of results: a file for every piece of work, and a summary.
+
+    Args:
+        folder: The folder.
+        about: What is said of the machine in every file.
+    """
+
+    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
+        self._folder, self._about = folder, about
+
+    def path(self, piece: Piece) -> Path:
+        """Returns the file of a piece of work."""
+        return self._folder / piece.stage / f"{piece.name.replace(', ', '-').replace(' ', '_')}.json"
+
+    def read(self, piece: Piece) -> dict[str, Any] | None:
+        """Returns what is kept of a piece of work, or None if there is nothing."""
+        path = self.path(piece)
+        return dict(json.loads(path.read_text())) if path.exists() else None
+
+    def is_kept(self, piece: Piece) -> bool:
+        """Whether a piece of work need not be done again: it was over on the same device."""
+        found = self.read(piece)
+        if found is None or found["status"] not in KEPT or found["found"].get("left"):
+            return False
+        return all(found["measured"][key] == self._about[key] for key in ("device", "command"))
+
+    def write(self, piece: Piece, outcome: Outcome) -> None:
+        """Writes how a piece of work ended."""
+        path, found = self.path(piece), dict(outcome.found)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        told = {key: getattr(outcome, key) for key in ("status", "seconds", "reason", "trace")}
+        report.write(path, found.pop("headline", {}), self._about, shows=piece.task.about, **told, found=found)
+
+    def summarise(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Writes and returns how every piece of work ended, and all numbers."""
+        kept = {f"{piece.stage}: {piece.name}": self.read(piece) for piece in pieces}
+        found = {name: each or {"status": "left", "headline": {}, "reason": ""} for name, each in kept.items()}
+        headline = {key: value for each in found.values() for key, value in each["headline"].items()}
+        ended = {name: {key: each[key] for key in ("status", "reason")} for name, each in found.items()}
+        report.write(self._folder / "summary.json", headline, self._about, ended=ended)
+        return {"headline": headline, "ended": ended}
+
+
+def pieces(options: argparse.Namespace) -> Iterator[Piece]:
+    """Yields what is to be done, what tells most first."""
+    every = {"tests": CHECKS | FITS, "numbers": NUMBERS, "quality": {"quality": QUALITY}}
+    for stage in options.stage:
+        names = options.only or (QUICK[stage] if options.quick else every[stage])
+        yield from (Piece(stage, name, every[stage][name]) for name in names if name in every[stage])
+
+
+QUALITY = Task("worker groups against DDP, in loss", quality, seconds=3600)
+
+
+class Clock:
+    """Knows how many seconds are left, for everything and for the tests.
+
+    Args:
+        minutes: How long everything may take.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self._began, self._minutes = time.monotonic(), minutes
+
+    @property
+    def gone(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
+
+    def left(self, stage: str) -> float:
+        """Returns how many seconds a piece of work of a stage may take."""
+        minutes = min(self._minutes, TESTS_MINUTES) if stage == "tests" else self._minutes
+        return 60 * minutes - self.gone
+
+    def __str__(self) -> str:
+        """Returns how much of the time is gone."""
+        return f"{self.gone:3.0f} s of {60 * self._minutes:.0f}"
+
+
+def work(wanted: Sequence[Piece], results: Results, place: Place, clock: Clock) -> None:
+    """Does what is wanted and not kept, as far as there is time; says how far it is."""
+    for number, piece in enumerate(wanted, 1):
+        name = f"[{number}/{len(wanted)}, {clock}] {piece.stage}: {piece.name}"
+        if results.is_kept(piece):
+            report.said(f"{name}: kept")
+            continue
+        left = clock.left(piece.stage)
+        if left < (1 if place.quick else LEAST):
+            report.said(f"{name}: left, for want of time")
+            continue
+        report.said(f"{name}: {piece.task.about} ...")
+        log = results.path(piece).with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        outcome = do(piece.task, place._replace(seconds=left), log)
+        results.write(piece, outcome)
+        results.summarise(wanted)
+        report.said(f"{name}: {outcome.status} in {outcome.seconds:.0f} s {outcome.reason}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs all that there is time for, and returns 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long it may take (default: %(default)g)")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="the folder (default: %(default)s)")
+    parser.add_argument("--stage", nargs="+", choices=QUICK, default=list(QUICK), help="what to run (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="pieces of work by name (default: all)")
+    parser.add_argument("--device", choices=("cuda", "cpu", "pretend"), default="cuda", help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="as little as shows that it runs")
+    options = parser.parse_args(arguments)
+    clock, wanted = Clock(options.minutes), list(pieces(options))
+    options.out.mkdir(parents=True, exist_ok=True)
+    place = Place(options.device, options.out.resolve(), options.quick)
+    device = do(DEVICE, place._replace(seconds=120), options.out / "device.log")
+    if device.status != "done":
+        report.said(f"There is no device to run on: {device.reason}. --device cpu tries what a CPU can show.")
+        return 1
+    report.said(f"On {device.found['device']}, into {options.out}")
+    results = Results(options.out, {**report.measured("gpu", options.quick), **device.found})
+    work(wanted, results, place, clock)
+    return tell(results.summarise(wanted))
+
+
+def tell(summary: dict[str, Any]) -> int:
+    """Prints what was found; returns 1 if something failed."""
+    rows = [[name, each["status"], each["reason"]] for name, each in summary["ended"].items()]
+    report.show("What was run", ["", "ended", "because"], rows)
+    report.show("Numbers", ["", "number"], [[name, f"{value:.4g}"] for name, value in summary["headline"].items()])
+    failed = [name for name, each in summary["ended"].items() if each["status"] in ("failed", "timed out")]
+    left = [name for name, each in summary["ended"].items() if each["status"] == "left"]
+    if left:
+        report.said(f"{len(left)} of {len(rows)} are left. The same command goes on with them.")
+    if failed:
+        report.said(f"Failed: {'; '.join(failed)}. The .log and .json files beside each other say why.")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""How fast the passes over a fragment are, as a share of the bandwidth with which the device copies.
+
+A pass is what a launch, a flight or a landing does to every value. Its share is that of the time which the bytes that
+it cannot do without would take in a plain copy: 1 is as fast as memory allows.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco.algorithm import Mix, digest
+from lightning_sdiloco.compression import COMPRESSIONS, kernels_for
+from lightning_sdiloco.engine.arithmetic import norm_squared, outer_step
+from tests.gpu.task import Found, Place
+
+GOAL = 0.7
+"""The share that a pass should reach."""
+
+GROUPS = 2
+
+
+class Net(nn.Module):
+    """A model of one parameter."""
+
+    def __init__(self, numel: int, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(numel, device="cpu").to(device))
+
+
+def seconds_of(place: Place, work: Callable[[], object], repeats: int) -> float:
+    """Returns how long some work takes, all of its operations on the device included: the median."""
+    found = []
+    for repeat in range(repeats + 2):
+        place.module.synchronize()
+        began = time.perf_counter()
+        work()
+        place.module.synchronize()
+        if repeat >= 2:  # to warm up, and to compile
+            found.append(time.perf_counter() - began)
+    return median(found)
+
+
+def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], object]]]:
+    """Returns the passes by name: the bytes a value that each must read and write, and what does it."""
+    device = torch.device(place.device)
+    model, fp4, kernels = Net(numel, place.device), COMPRESSIONS["fp4"], kernels_for(device)
+    engine = StreamingDiLoCo(model, fragments=[["*"]], offload=False)
+    (fragment,) = engine._rounds.fragments
+    outer = fragment.outer.values
+    gradient = (torch.randn(numel, device="cpu") / 100).to(device)
+    payloads = [kernels.encode(gradient, fp4)] * GROUPS
+    coded, into = fp4.wire_bytes(numel) / numel, torch.empty_like(gradient)
+    step = partial(outer_step, fragment, values=outer, gradient=gradient, counts=True, final=False)
+    # With the momentum of an earlier step, as in every round but the first.
+    before = fragment.outer._replace(state=step(before=fragment.outer).state)
+
+    def encoded_and_decoded() -> None:
+        fp4.decode(fp4.encode(gradient), into)
+
+    return {
+        "launch: outer minus local": (12, no_grad(lambda: fragment.layout.outer_gradient(outer))),
+        "encode fp4": (4 + coded, no_grad(lambda: kernels.encode(gradient, fp4))),
+        "mean of two fp4": (4 + GROUPS * coded, no_grad(lambda: kernels.mean(payloads, COUNTS, fp4, gradient))),
+        "outer step": (20, no_grad(lambda: step(before=before))),
+        "digest": (4, no_grad(lambda: digest(outer))),
+        "norm": (4, no_grad(lambda: norm_squared(gradient))),
+        "landing: merge": (12, no_grad(lambda: fragment.layout.land(Mix(0.5), [gradient], 5))),
+        "encode and decode, operation by operation": (8 + 2 * coded, no_grad(encoded_and_decoded)),
+    }
+
+
+COUNTS = dict.fromkeys(range(GROUPS), 1.0)
+
+
+def no_grad(work: Callable[[], object]) -> Callable[[], object]:
+    """Returns what does the same without a graph, as the engine does."""
+    return torch.no_grad()(work)
+
+
+def shares(place: Place, rank: int, world_size: int) -> Found:
+    """Measures every pass beside a copy."""
+    numel, repeats = (1 << 14, 2) if place.quick else (1 << 26, 15)
+    values = torch.randn(numel, device="cpu").to(place.device)
+    into = torch.empty_like(values)
+
+    def copied() -> Tensor:
+        return into.copy_(values)
+
+    bandwidth = 8 * numel / seconds_of(place, copied, repeats)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, (each, work) in passes(numel, place).items():
+        seconds = seconds_of(place, work, repeats)
+        share = each * numel / seconds / bandwidth
+        rows[name] = {"milliseconds": 1e3 * seconds, "bytes_a_value": each, "share_of_copy": share}
+    return {
+        "values": numel,
+        "copy_gb_s": bandwidth / 1e9,
+        "passes": rows,
+        "kernels": kernels_for(torch.device(place.device)).name,
+        "goal": GOAL,
+        "below the goal": [name for name, row in rows.items() if row["share_of_copy"] < GOAL],
+        "headline": {
+            "copy, GB/s": bandwidth / 1e9,
+            **{f"{name}, share of copy bandwidth": row["share_of_copy"] for name, row in rows.items()},
+        },
+    }

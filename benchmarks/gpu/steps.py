@@ -1,0 +1,194 @@
+"""What inner steps cost: step time and memory with the engine over those without it, and two groups on one device."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.fits import Timed, fit
+from benchmarks.models import TINY, Size, next_byte_loss, random_batches
+from benchmarks.stamps import Stamps
+from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy
+from tests.gpu.task import Found, NotHere, Place
+
+GOAL = 1.01
+"""The step time over that of a plain step."""
+
+DDP_BYTES = 4
+"""Bytes a parameter that DDP takes for its buckets. They, 1 more, and what is in flight are the goal for memory."""
+
+SIZES = {
+    "125M": (Size(layers=18, width=768, heads=12, context=512), 16),
+    "1B": (Size(layers=20, width=2048, heads=16, context=512), 8),
+}
+"""The models, each with the windows of a step."""
+
+SYNC_EVERY, OVERLAP_STEPS, FRAGMENTS = 20, 5, 4
+
+
+@dataclass
+class Loop:
+    """A plain training loop in bf16-mixed, as a Trainer would run it, with or without an engine."""
+
+    place: Place
+    size: Size
+    batch: int
+
+    def __post_init__(self) -> None:
+        device = self.place.device
+        if self.place.is_cuda:
+            with torch.device(device):
+                self.model: nn.Module = self.size.make()
+        else:
+            self.model = self.size.make().to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.place.is_cuda)
+        self.engine: StreamingDiLoCo | None = None
+        self._batches = on_device(random_batches(self.size, self.batch), device)
+
+    def step(self) -> None:
+        """Makes an inner step."""
+        self.optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.place.is_cuda):
+            loss = next_byte_loss(self.model, *next(self._batches))
+        loss.backward()
+        self.optimizer.step()
+        if self.engine is not None:
+            self.engine.step()
+
+    def seconds(self, steps: int) -> float:
+        """Returns how long a step takes in the mean over some."""
+        self.place.module.synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        self.place.module.synchronize()
+        return (time.perf_counter() - began) / steps
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """Returns the most bytes that the device holds while something is done; 0 on a CPU."""
+        if self.place.device == "cpu":
+            work()
+            return 0
+        self.place.module.reset_peak_memory_stats()
+        work()
+        self.place.module.synchronize()
+        return int(self.place.module.max_memory_allocated())
+
+
+def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same few batches, which lie on a device already."""
+    kept = [tuple(part.to(device) for part in next(batches)) for _ in range(8)]
+    while True:
+        yield from kept  # type: ignore[misc]
+
+
+def cut(size: Size) -> list[list[str]]:
+    """The fragments as patterns: strided over the blocks."""
+    parts = [[f"blocks.{block}.*" for block in range(p, size.layers, FRAGMENTS)] for p in range(FRAGMENTS)]
+    parts = [part for part in parts if part]
+    parts[0] += ["*embedding*"]
+    parts[-1] += ["norm.*", "head.*"]
+    return parts
+
+
+def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
+    """Measures step time and memory of one group with the engine, in turns of a round with and without it.
+
+    The one group encodes, decodes and makes outer steps as among several; nothing travels.
+    """
+    size, batch = (TINY, 2) if place.quick else SIZES[name]
+    every, turns = (4, 1) if place.quick else (SYNC_EVERY, 4)
+    found: dict[str, Any] = {"model": name}
+    try:
+        loop = Loop(place, size, batch)
+        numel = sum(parameter.numel() for parameter in loop.model.parameters())
+        loop.seconds(every // 2)
+        plain = loop.peak(lambda: loop.seconds(2))
+        found |= {"parameters": numel, "plain_bytes": plain}
+        for offload in (False,) if place.device == "cpu" else (True,) if place.quick else (True, False):
+            row = with_engine(loop, every, turns, offload)
+            row["extra_bytes_a_parameter"] = (row.pop("peak") - plain) / numel
+            row["goal_bytes_a_parameter"] = DDP_BYTES + 1 + row["in_flight_bytes"] / numel
+            found[f"offload={offload}"] = row
+    except torch.cuda.OutOfMemoryError as error:
+        if "offload=True" not in found:
+            raise NotHere(f"the device has too little memory for {name}: {str(error).splitlines()[0]}") from None
+        found["offload=False"] = str(error).splitlines()[0]
+    rows = {key: row for key, row in found.items() if isinstance(row, dict)}
+    told = {f"{name}, {key}: step time over plain": row["ratio"] for key, row in rows.items()}
+    told |= {f"{name}, {key}: extra bytes a parameter": row["extra_bytes_a_parameter"] for key, row in rows.items()}
+    return {**found, "goal": GOAL, "headline": told}
+
+
+def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, Any]:
+    """Takes turns of a round without and with an engine."""
+    engine = StreamingDiLoCo(
+        loop.model, sync_every=every, overlap_steps=min(OVERLAP_STEPS, every - 1), fragments=cut(loop.size),
+        final_sync=False, offload=offload,
+    )  # fmt: skip
+    loop.engine = engine
+    loop.seconds(2 * every)  # every launch and landing has been there, and all that is compiled
+    peak = loop.peak(lambda: loop.seconds(every))
+    ratios, steps, in_flight = [], [], len(engine.in_flight)
+    for _ in range(turns):
+        loop.engine = None
+        plain = loop.seconds(every)
+        loop.engine = engine
+        ours = loop.seconds(every)
+        ratios.append(ours / plain)
+        steps.append(plain)
+    told = engine.report()
+    engine.close()
+    loop.engine = None
+    return {
+        "peak": peak,
+        "ratio": median(ratios),
+        "ratios": ratios,
+        "plain_step_ms": 1e3 * median(steps),
+        "exposed_wait_s": told["exposed_wait_s"],
+        "flight_s": told["in_flight_s"] / max(1, told["landings"]),
+        # One float32 copy of each fragment that can be in flight at once.
+        "in_flight_bytes": max(1, in_flight) * max(fragment.nbytes for fragment in engine.fragments),
+    }
+
+
+def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
+    """Trains two groups on one device with real Trainers over gloo, after as many steps of two on their own."""
+    size, batch = (TINY, 2) if place.quick else SIZES[name]
+    every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
+    steps, found = every * rounds + 1, {}
+    common: dict[str, Any] = {
+        "accelerator": "gpu" if place.is_cuda else "cpu",
+        "precision": "bf16-mixed" if place.is_cuda else "32-true",
+        "devices": 1,
+    }
+    # Processes that know of nobody, side by side like the groups after them.
+    groups = {key: os.environ.pop(key) for key in ("WORLD_SIZE", "NODE_RANK")}
+    found["plain"] = step_times(size, batch, rank, steps, every, **common)
+    os.environ.update(groups)
+    strategy = StreamingDiLoCoStrategy(
+        sync_every=every, overlap_steps=min(OVERLAP_STEPS, every - 1), process_group_backend="gloo",
+        fragments=[[f"net.{pattern}" if pattern[0] != "*" else pattern for pattern in part] for part in cut(size)],
+    )  # fmt: skip
+    found["streaming"] = step_times(size, batch, rank, steps, every, strategy=strategy, num_nodes=2, **common)
+    ratio = found["streaming"] / found["plain"]
+    return {
+        "model": name,
+        "step_s": found,
+        "report": strategy.report(),
+        "headline": {f"{name}, two groups on one device: step time over two plain Trainers": ratio},
+    }
+
+
+def step_times(size: Size, batch: int, rank: int, steps: int, first: int, **choices: Any) -> float:
+    """Fits, and returns the mean time of a step after the first ones."""
+    stamps = Stamps()
+    module = Timed(size.make(), stamps, partial(torch.optim.AdamW, lr=1e-4))
+    fit(module, random_batches(size, batch, seed=rank), steps, **choices)
+    return (stamps.wall[-1] - stamps.wall[first]) / (len(stamps.wall) - 1 - first)

@@ -1,0 +1,138 @@
+"""What a step costs in a federation, over one of the fixed world: computation is replaced by sleep.
+
+    python -m benchmarks.site_steps [--quick] [--json FILE]
+
+A hub and two sites, with keys and TLS over the loopback, beside two worker groups that were launched together: the same
+model, settings and sleeps, at the same time, so that what else the machine does hits both alike. A round is
+`SYNC_EVERY` steps, with every launch and every landing once; the first three are left out.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import mean, median, quantiles
+from threading import Thread
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from benchmarks import report
+from benchmarks.chaos.site import BATCH, FEATURES, SYNC_EVERY, TARGETS, Net
+from benchmarks.fits import fit
+from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
+from lightning_sdiloco.comm import add_keys, init_keys
+from lightning_sdiloco.hub import HubService
+from tests.ranks import run_processes
+
+RUN, SITES = "steps", ("a", "b")
+TARGET = 1.01
+FIRST = 3 * SYNC_EVERY
+
+
+class Times(Callback):
+    """Takes the time after every step."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    @override
+    def on_train_batch_end(self, *_: object) -> None:
+        self.ends.append(time.perf_counter())
+
+    def rounds(self) -> list[float]:
+        """Returns the seconds of a step, the mean of each round."""
+        ends = self.ends[FIRST - 1 :: SYNC_EVERY]
+        return [(last - first) / SYNC_EVERY for first, last in zip(ends, ends[1:], strict=False)]
+
+
+def trained(seconds: float, steps: int, group: int, federation: Federation | None) -> list[float]:
+    """Trains, and returns the seconds of a step in every round."""
+    torch.set_num_threads(1)
+    pl.seed_everything(0)
+    times = Times()
+    strategy = StreamingDiLoCoStrategy(
+        sync_every=SYNC_EVERY, overlap_steps=5, layers_per_fragment=2, final_sync=False, federation=federation
+    )
+    generator = torch.Generator().manual_seed(group)
+    x, y = torch.randn(512, FEATURES, generator=generator), torch.randn(512, TARGETS, generator=generator)
+    batches = DataLoader(TensorDataset(x, y), batch_size=BATCH)
+    endless = (batch for _ in iter(int, 1) for batch in batches)
+    devices = 1 if federation else len(SITES)
+    fit(Net(seconds), endless, steps, strategy=strategy, devices=devices, callbacks=[times])
+    return times.rounds()
+
+
+def site(seconds: float, steps: int, federation: Callable[..., Federation], rank: int, world_size: int) -> list[float]:
+    """Is a site: a world of its own."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    return trained(seconds, steps, rank, federation(site=SITES[rank]))
+
+
+def group(seconds: float, steps: int, rank: int, world_size: int) -> list[float]:
+    """Is a worker group of the fixed world."""
+    return trained(seconds, steps, rank, None)
+
+
+def serve(folder: Path, told: Any) -> None:
+    """Is the hub, until it is killed."""
+    service = HubService(RUN, folder / "hub.sqlite", sites=len(SITES), listen="127.0.0.1:0", keys=folder / "keys")
+    service.start()
+    told.send(service.port)
+    while True:
+        time.sleep(1.0)
+
+
+def measure(seconds: float, steps: int) -> dict[str, list[float]]:
+    """Trains both at the same time, and returns the seconds of a step in every round, the mean of both ranks."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        init_keys(folder / "keys", RUN)
+        for one in SITES:
+            add_keys(folder / "keys", one)
+        here, there = multiprocessing.Pipe()
+        hub = multiprocessing.get_context("spawn").Process(target=serve, args=(folder, there))
+        hub.start()
+        address = f"127.0.0.1:{here.recv()}"
+        federation = partial(Federation, hub=address, run=RUN, keys=folder / "keys")
+        ways = {"federation": partial(site, seconds, steps, federation), "fixed": partial(group, seconds, steps)}
+
+        def play(name: str) -> None:
+            found[name] = run_processes(ways[name], len(SITES), timeout=600)
+
+        threads = [Thread(target=play, args=(name,)) for name in ways]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        hub.kill()
+        hub.join()
+    return {name: [mean(both) for both in zip(*found[name], strict=True)] for name in ways}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, and tells."""
+    options = report.options(__doc__, arguments)
+    seconds, steps = (0.01, FIRST + SYNC_EVERY) if options.quick else (0.1, FIRST + 25 * SYNC_EVERY)
+    found = measure(seconds, steps)
+    ratios = [ours / fixed for ours, fixed in zip(found["federation"], found["fixed"], strict=True)]
+    headline = {"step time over that of the fixed world": median(ratios), "target": TARGET}
+    rows = [[name, f"{1e3 * median(found[name]):.2f}", f"{1e3 * max(found[name]):.2f}"] for name in found]
+    report.show("A step", ["world", "median of rounds, ms", "slowest round, ms"], rows)
+    middle = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    print(f"ratio: {median(ratios):.4f} (middle half {middle[0]:.4f} to {middle[2]:.4f}), {len(ratios)} rounds")
+    about = {"sleep": seconds, "sync_every": SYNC_EVERY, "overlap_steps": 5, "sites": len(SITES)}
+    report.write(options.json, headline, report.measured("site_steps", options.quick), case=about, rounds=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""A code for each sender, by its own link (FusionLLM, arXiv 2410.12707): a slow uplink delays nobody.
+
+    python examples/methods/fusionllm.py
+
+With a Trainer it is `StreamingDiLoCoStrategy(compression=ByLink(menu=("fp4", "int2", "sparse")))`, which measures the
+links by itself; in YAML:
+
+    compression:
+      class_path: lightning_sdiloco.compression.ByLink
+      init_args: {menu: [fp4, int2, sparse], within: overlap}
+
+Here the planner plays groups in virtual time that train 300 million parameters, two seconds for an inner step. One of
+them has a line that carries 0.01 Gbit/s up and 0.1 down.
+"""
+
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.compression import ByLink
+from lightning_sdiloco.planning import Groups, Line, Link, Model, Streaming, play
+
+STEPS = 10_000
+
+if __name__ == "__main__":
+    fast, slow = Line(Link(1.0), Link(1.0)), Line(up=Link(0.01), down=Link(0.1))
+    print(f"{'':<28} {'seconds a step':>15} {'MB a launch: fast':>18} {'slow':>6}")
+    for name, compression, lines in (
+        ("fp4, without the slow one", "fp4", [fast] * 3),
+        ("fp4", "fp4", [fast] * 3 + [slow]),
+        ("ByLink", ByLink(("fp4", "int2", "sparse")), [fast] * 3 + [slow]),
+    ):
+        groups = Groups(step_time=2.0, groups=len(lines))
+        method = Streaming(
+            Model.of_size(300_000_000, layers=12), Settings(compression=compression, exchange="gather"), groups
+        )
+        times = play(method, Link(1.0), STEPS, [1.0] * len(lines), lines=lines)
+        sent = [
+            method.message_bytes(0, line.up.gbit_s * 1e9 / 8 / groups.others) * groups.others / 1e6
+            for line in (fast, slow)
+        ]
+        print(f"{name:<28} {times[0].steps[-1] / STEPS:>15.2f} {sent[0]:>18.1f} {sent[1]:>6.1f}")

@@ -1,0 +1,129 @@
+"""What is compiled in C gives the bits of the operations of torch, and nobody waits for it."""
+
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+from torch import Tensor
+
+from lightning_sdiloco.compression import FP4, ErrorFeedback, TopK, fp4, native
+from lightning_sdiloco.compression.blockwise import Blockwise
+from lightning_sdiloco.compression.native import NativeLibrary
+
+needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
+
+INF, NAN = float("inf"), float("nan")
+BIG = torch.finfo(torch.float32).max
+lists = st.lists(st.floats(width=32), min_size=1, max_size=40)
+
+
+def library_of(folder: Path, is_proven: bool = True) -> NativeLibrary:
+    made = fp4.NATIVE
+    return NativeLibrary(made._source, made._functions, lambda library: is_proven, folder)
+
+
+def wait_for(library: NativeLibrary) -> None:
+    until = time.monotonic() + 60
+    while library.get() is None and not library._is_missing:
+        assert time.monotonic() < until, "the compiler takes long"
+        time.sleep(0.02)
+
+
+def vector(values: list[float], numel: int) -> Tensor:
+    return torch.tensor(values).repeat(-(-numel // len(values)))[:numel].contiguous()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@needs_compiler
+@given(values=lists, numel=st.integers(1, 700), offset=st.integers(0, 3))
+@example(values=[0.0, -0.0, 1e-45, -1e-39, BIG, -BIG, NAN, INF, -INF], numel=129, offset=1)
+@example(values=[1.5, 0.75, -0.0117187500, 0.0117187490], numel=256, offset=0)
+@settings(max_examples=150, deadline=None)
+def test_both_ways_give_the_same_bits(values: list[float], numel: int, offset: int) -> None:
+    wait_for(fp4.NATIVE)
+    assert fp4.NATIVE.get() is not None
+    given = vector(values, numel + offset)[offset:]  # an address that is no multiple of a vector's
+    payload, reference = FP4().encode(given), Blockwise.encode(FP4(), given)
+    assert torch.equal(payload, reference)
+    payload = torch.cat((payload[:offset], payload))[offset:]
+    one, other = torch.empty(numel), torch.empty(numel)
+    FP4().decode(payload, one)
+    Blockwise.decode(FP4(), payload, other)
+    assert same_bits(one, other)
+
+
+@needs_compiler
+@given(data=st.binary(min_size=1, max_size=80), numel=st.integers(1, 700))
+@settings(max_examples=100, deadline=None)
+def test_whatever_arrives_is_decoded_to_the_same_bits(data: bytes, numel: int) -> None:
+    wait_for(fp4.NATIVE)
+    size = FP4().wire_bytes(numel)
+    payload = torch.tensor(list((data * size)[:size]), dtype=torch.uint8)
+    one, other = torch.empty(numel), torch.empty(numel)
+    FP4().decode(payload, one)
+    Blockwise.decode(FP4(), payload, other)
+    assert same_bits(one, other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("codec", [TopK(1 / 32, FP4()), ErrorFeedback(FP4())], ids=["TopK", "ErrorFeedback"])
+def test_what_wraps_it_has_the_same_bits_too(codec: ErrorFeedback | TopK, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for(fp4.NATIVE)
+    values = torch.randn(100_001) * torch.randn(100_001).exp()
+    payload, residual = codec.encode(values), codec.residual(values, None, codec.encode(values), 0.0)
+    monkeypatch.setattr(NativeLibrary, "get", lambda self: None)
+    assert torch.equal(codec.encode(values), payload)
+    assert same_bits(codec.residual(values, None, payload, 0.0), residual)
+
+
+@needs_compiler
+def test_nobody_waits_and_a_machine_compiles_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = library_of(tmp_path)
+    assert first.get() is None  # the compiler has just been started
+    wait_for(first)
+    assert first.get() is not None
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(native.subprocess, "Popen", None)
+    assert library_of(tmp_path).get() is not None
+
+
+def test_without_a_compiler_torch_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    library = library_of(tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert library.get() is library.get() is None
+    assert caplog.text.count("there is no C compiler (cc, gcc, clang)") == 1
+    monkeypatch.setattr(fp4, "NATIVE", library)
+    assert torch.equal(FP4().encode(torch.ones(200)), Blockwise.encode(FP4(), torch.ones(200)))
+
+
+@needs_compiler
+def test_one_that_does_not_compile_or_gives_other_bits_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "wrong.c").write_text("not C")
+    wrong = NativeLibrary(tmp_path / "wrong.c", {}, lambda library: True, tmp_path / "cache")
+    with caplog.at_level(logging.INFO):
+        wait_for(wrong)
+        wait_for(library_of(tmp_path, is_proven=False))
+    assert "the C compiler ended with" in caplog.text
+    assert "it gives other bits" in caplog.text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a folder of another kind")
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.INFO):
+        assert library_of(tmp_path / "file" / "cache").get() is None
+    assert "is not used" in caplog.text

@@ -1,0 +1,429 @@
+"""What a device must show, without Lightning: the bits of the CPU, no race, no wait of the training thread, no leak.
+
+Each check runs on a CUDA device, and as far as that tells anything on the pretended one and on a CPU too.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco.algorithm.digest import digest
+from lightning_sdiloco.comm import GroupLayout, Topology, nccl_on
+from lightning_sdiloco.comm.exchange import DeviceBackend
+from lightning_sdiloco.compression import COMPRESSIONS, Compression, ErrorFeedback, RandomBlock, RandomK, TopK
+from lightning_sdiloco.compression.fp4 import FP4
+from lightning_sdiloco.compression.kernels import _PROGRAMS, EAGER, CompiledKernels, Kernels, kernels_for
+from lightning_sdiloco.engine.background import ThreadBackground
+from tests.gpu.task import Found, NotHere, Place, Task
+from tests.known_training import (
+    CHOICES,
+    STEPS,
+    LateLane,
+    Seen,
+    Training,
+    extra_memory,
+    resumed_run,
+    same,
+    shown_run,
+    wait_for_flights,
+    whole_run,
+)
+
+# A norm is added up in another order on every device, and some fused optimizers round otherwise.
+ROUNDED_OTHERWISE = {"outer AdamW"}
+_BY_A_NORM = ("outer_clip_norm",)
+
+# Cycles of a device for which a stream is held up: about a millisecond.
+_WHILE = 2_000_000
+
+
+def bits(name: str, place: Place, rank: int, world_size: int) -> Found:
+    """A run of two groups has the bits of the CPU, with every flight begun as late as it can be."""
+    choices = {key: value for key, value in CHOICES[name].items() if not (place.is_cuda and key in _BY_A_NORM)}
+    expected = whole_run("cpu", rank, ThreadBackground, choices)
+    seen = whole_run(place.device, rank, LateLane, choices)
+    found = difference(seen, expected)
+    exact = not place.is_cuda or name.partition(",")[0] not in ROUNDED_OTHERWISE
+    assert found["different"] == 0 or (not exact and found["largest"] < 1e-2), found
+    return found
+
+
+def difference(one: Seen, other: Seen) -> Found:
+    """How many values of two trajectories differ in a bit, and by how much at most, where both are finite."""
+    pairs = [(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)]
+    apart = [(a - b).abs().nan_to_num(0.0, 0.0, 0.0) for a, b in pairs]
+    return {
+        "values": sum(a.numel() for a, _ in pairs),
+        "different": sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in pairs),
+        "largest": max(float(values.max()) for values in apart),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Encoding, the mean and the digest
+# ---------------------------------------------------------------------------------------------------------------------
+
+CODECS: dict[str, Compression] = {
+    **COMPRESSIONS,
+    "topk of fp4": TopK(1 / 32, FP4()),
+    "feedback of fp4": ErrorFeedback(FP4()),
+    "random values": RandomK(32, FP4()).at(100),
+    "random block": RandomBlock(32, FP4()).at(100),
+}
+
+
+def hard_values(numel: int) -> Tensor:
+    """Values of many magnitudes, subnormal and huge ones, and zeros of both signs."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(numel, generator=generator) * (4 * torch.randn(numel, generator=generator)).exp()
+    special = torch.tensor([0.0, -0.0, 1e-45, -1e-39, torch.finfo(torch.float32).max])
+    return torch.cat((values, special))
+
+
+def codecs(place: Place, rank: int, world_size: int) -> Found:
+    """Payloads, means and digests have the bits of the CPU, compiled or operation by operation."""
+    values = hard_values(20_000 if place.quick else 20_000_000 + 5)
+    there, kernels, slower = values.to(place.device), kernels_for(torch.device(place.device)), list[str]()
+    assert digest(there, start=3) == digest(values, start=3), "the digest differs from that of the CPU"
+    for name, codec in CODECS.items():
+        payload = codec.encode(values)
+        assert_same(codec.encode(there), payload, f"{name}: the payload of the device differs")
+        out, expected = torch.empty_like(there), torch.empty_like(values)
+        codec.decode(payload.to(place.device), out)
+        codec.decode(payload, expected)
+        assert_same(out, expected, f"{name}: what the device decodes differs")
+        if codec.blocks() is not None:
+            slower += compiled(name, codec, kernels, there, payload, values)
+    assert "fp4" not in slower, "the compiled passes of fp4 were not used: see the log"
+    return {"values": values.numel(), "kernels": kernels.name, "not compiled": slower}
+
+
+def compiled(
+    name: str, codec: Compression, kernels: Kernels, there: Tensor, payload: Tensor, values: Tensor
+) -> list[str]:
+    """Compares the kernels that the device has with the CPU; returns the name if they were not what they should be."""
+    assert_same(kernels.encode(there, codec), payload, f"{name}: the payload of the kernels differs")
+    payloads = [payload, codec.encode(values.flip(0)), codec.encode(-3 * values)]
+    for factors in ({0: 1.0, 1: 1.0, 2: 1.0}, {0: 0.7, 2: 1.3}):
+        mean = kernels.mean([each.to(there.device) for each in payloads], factors, codec, there)
+        assert_same(mean, EAGER.mean(payloads, factors, codec, values), f"{name}: the mean of the kernels differs")
+    if not isinstance(kernels, CompiledKernels):
+        return []
+    return [name] if any(made is None for key, made in _PROGRAMS.made.items() if key[0] is type(codec)) else []
+
+
+def assert_same(one: Tensor, other: Tensor, message: str) -> None:
+    """Compares bit for bit."""
+    assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8)), message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Streams, memory and waits
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def offload(name: str, place: Place, rank: int, world_size: int) -> Found:
+    """Outer state in memory of the host changes no bit."""
+    runs = [shown_run(Training(place.device, 0, **{**CHOICES[name], "offload": one})) for one in (True, False)]
+    assert same(*runs), difference(*runs)
+    return difference(*runs)
+
+
+class SlowLane(ThreadBackground):
+    """Holds the side stream up before every stage, so that the host and the training stream are far ahead of it."""
+
+    hold_up: Any = staticmethod(lambda: None)
+
+    def start(self, stages: Any) -> Any:
+        return super().start(type(stages)(*(self._held_up(stage) for stage in vars(stages).values())))
+
+    def _held_up(self, stage: Any) -> Any:
+        def run(*given: Any) -> Any:
+            self.hold_up()
+            return stage(*given)
+
+        return run
+
+
+def slow_streams(place: Place, rank: int, world_size: int) -> Found:
+    """No bit depends on which stream is behind: the side stream, the training stream, or neither."""
+    sleep = getattr(place.module, "_sleep", lambda cycles: None)
+    expected = shown_run(Training(place.device, 0))
+    slow = type("Slow", (SlowLane,), {"hold_up": staticmethod(partial(sleep, _WHILE))})
+    runs = {"side stream": shown_run(Training(place.device, 0, lane=slow))}
+    for offloaded in (False, True):
+        training = Training(place.device, 0, lane=LateLane, offload=offloaded)
+        move = training.inner_step
+
+        def late(move: Any = move) -> None:
+            sleep(_WHILE)
+            move()
+
+        training.inner_step = late  # type: ignore[method-assign]
+        runs[f"training stream, offload={offloaded}"] = shown_run(training)
+    for name, seen in runs.items():
+        assert same(seen, expected), f"{name}: {difference(seen, expected)}"
+    return {"held up": list(runs)}
+
+
+def sanitized(place: Place, rank: int, world_size: int) -> Found:
+    """torch's own sanitizer sees every operation of all threads, and no two that no event orders."""
+    if not place.is_cuda:
+        raise NotHere("torch's sanitizer of streams is for CUDA; the pretended device finds races by itself")
+    from torch.cuda import _sanitizer
+
+    lock = threading.RLock()
+    for name in [name for name in vars(_sanitizer.EventHandler) if name.startswith("_handle_")]:
+        setattr(_sanitizer.EventHandler, name, _locked(lock, getattr(_sanitizer.EventHandler, name)))
+    mode = _sanitizer.CUDASanitizerDispatchMode()
+
+    class Watched(SlowLane):
+        def _held_up(self, stage: Any) -> Any:
+            def run(*given: Any) -> Any:
+                own = object.__new__(type(mode))  # modes belong to a thread; what they have seen is common
+                own.event_handler = mode.event_handler
+                with own:
+                    return stage(*given)
+
+            return run
+
+    with mode, patch("lightning_sdiloco.engine.engine.kernels_for", lambda device: EAGER):
+        for offloaded in (False, True):
+            shown_run(Training(place.device, 0, lane=Watched, offload=offloaded))
+    return {"sanitizer": "torch.cuda._sanitizer"}
+
+
+def _locked(lock: Any, method: Any) -> Any:
+    def locked(*args: Any) -> Any:
+        with lock:
+            return method(*args)
+
+    return locked
+
+
+def compute_sanitizer(place: Place, rank: int, world_size: int) -> Found:
+    """The tool of CUDA finds no access outside of what a kernel was given."""
+    tool = shutil.which("compute-sanitizer")
+    if not place.is_cuda or tool is None:
+        raise NotHere("there is no compute-sanitizer on the path" if place.is_cuda else "it is for CUDA")
+    code = (
+        "from pathlib import Path; from tests.gpu.checks import codecs; from tests.gpu.task import Place, prepare;"
+        " prepare('cuda'); codecs(Place('cuda', Path('.'), True), 0, 1)"
+    )
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
+    assert ended.returncode == 0, f"compute-sanitizer ended with {ended.returncode}: see the log"
+    return {"tool": "memcheck"}
+
+
+def memory(place: Place, rank: int, world_size: int) -> Found:
+    """Offloaded, the device holds what is in flight whatever the size of the model; nothing is left or grows."""
+    if place.device == "cpu":
+        raise NotHere("memory of the host is not counted by torch")
+    found = {
+        f"{layers} layers, offload={offload}": extra_memory(layers, offload, place.device)
+        for layers in (4, 8)
+        for offload in (False, True)
+    }
+    assert found["8 layers, offload=False"] > found["4 layers, offload=False"], found
+    assert found["8 layers, offload=True"] == found["4 layers, offload=True"], found
+    before, held = place.module.memory_allocated(), list[int]()
+    training = Training(place.device, 0)
+    for step in range(STEPS):
+        training.inner_step()
+        wait_for_flights(training.engine)
+        training.engine.step()
+        if not training.engine.in_flight or step >= 12:
+            held.append(place.module.memory_allocated())
+    training.engine.finish()
+    del training
+    left = place.module.memory_allocated() - before
+    statistics = place.module.memory_stats() if place.is_cuda else {}
+    kept = {key: statistics[key] for key in ("num_alloc_retries", "num_ooms") if key in statistics}
+    assert not any(kept.values()), kept
+    return {**found, "held over the steps": held, "left at the end": left, **kept}
+
+
+@contextmanager
+def waits_of_threads() -> Iterator[list[str]]:
+    """The names of the threads that wait for a CUDA device inside a ``with`` block."""
+    waits: list[str] = []
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        waits.append(threading.current_thread().name)
+
+    def waiting(synchronize: Any) -> Any:
+        def noting(self: Any) -> None:
+            noted()
+            synchronize(self)
+
+        return noting
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = noted
+        owners = [torch.cuda.Stream, torch.cuda.Event]
+        patches = [patch.object(owner, "synchronize", waiting(owner.synchronize)) for owner in owners]
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with patches[0], patches[1]:
+                yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def waits_on(place: Place) -> Iterator[list[str]]:
+    """The names of the threads that wait for a device inside a ``with`` block."""
+    if place.is_cuda:
+        with waits_of_threads() as waits:
+            yield waits
+    elif place.device == "pretend":
+        from tests.pretend import synchronisations
+
+        found: list[str] = []
+        with synchronisations() as log:
+            yield found
+        found += [entry.thread for entry in log]
+    else:
+        raise NotHere("a CPU has no streams to wait for")
+
+
+def waits(place: Place, rank: int, world_size: int) -> Found:
+    """The training thread never waits for the device, neither in a launch nor in a landing."""
+    counts = {}
+    for offloaded in (False, True):
+        training = Training(place.device, 0, offload=offloaded)
+        training.inner_step()
+        training.engine.step()
+        with waits_on(place) as threads:
+            for _ in range(STEPS - 1):
+                training.inner_step()
+                wait_for_flights(training.engine)
+                training.engine.step()
+            wait_for_flights(training.engine)
+        assert set(threads) == {"sdiloco-background"}, sorted(set(threads))
+        counts[f"waits of the background, offload={offloaded}"] = len(threads)
+    return counts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Going on, and NCCL
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def resumed(name: str, place: Place, rank: int, world_size: int) -> Found:
+    """A run goes on from what was saved in flight, bit for bit."""
+    return {"steps": len(resumed_run(place.device, rank, CHOICES[name]))}
+
+
+def files(place: Place, rank: int, world_size: int) -> Found:
+    """A run goes on from files, with the inner optimizer and the random numbers of the device."""
+    path = place.folder / "files.ckpt"
+    # The pretended device has no tensors that a file could hold.
+    device = "cpu" if place.device == "pretend" else place.device
+
+    def made() -> tuple[nn.Module, Any, StreamingDiLoCo]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Linear(64, 64)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        choices: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "fragments": [["0.*"], ["2.*"]]}
+        return model, optimizer, StreamingDiLoCo(model, inner_optimizers=[optimizer], **choices)
+
+    def train(model: nn.Module, optimizer: Any, engine: StreamingDiLoCo, first: int, last: int) -> None:
+        for step in range(first, last):
+            x = torch.full((8, 64), 1.0 + step).to(device)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            engine.step()
+            if step == 10 and not first:
+                assert engine.in_flight
+                engine.save(path)
+
+    whole, second = made(), made()
+    train(*whole, 0, 20)
+    torch.manual_seed(99)
+    second[2].load(path)
+    train(*second, 11, 20)
+    for one, other in zip(whole[0].parameters(), second[0].parameters(), strict=True):
+        assert_same(one.detach(), other.detach(), "parameters differ after going on from files")
+    return {"steps": 20}
+
+
+def between_devices(place: Place, rank: int, world_size: int) -> Found:
+    """Two processes on one device exchange from device to device, with the bits and bytes of gloo."""
+    topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=40), on_device=backend_on(place, rank))
+    runs, counts = [], []
+    for one in (topology, Topology.of_world(GroupLayout(2, 2), timedelta(seconds=40))):
+        training = Training(place.device, rank, topology=one, **CHOICES["fp32, two shots"])
+        runs.append(shown_run(training))
+        counts.append(training.engine.report()["bytes_sent"])
+    assert same(*runs), difference(*runs)
+    assert counts[0] == counts[1], counts
+    return {"bytes": counts[0], "exchange": type(topology.exchange).__name__}
+
+
+def backend_on(place: Place, rank: int) -> DeviceBackend:
+    """Returns what joins two processes on one device, if anything does.
+
+    Raises:
+        NotHere: If nothing does, and why.
+    """
+    if place.device == "cpu":
+        raise NotHere("a CPU has gloo")
+    if place.device == "pretend":
+        from tests.pretend import ccl
+
+        ccl.register()
+        return DeviceBackend(ccl.NAME, torch.device("pretend"))
+    # NCCL refuses two ranks of one host on one device, so each has a host of its own, and sockets between them.
+    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    try:
+        own = nccl_on(torch.device("cuda", 0))
+        trial = torch.distributed.new_group([0, 1], backend="nccl", timeout=timedelta(seconds=30))
+        values = torch.full((1000,), float(rank), device="cuda")
+        torch.distributed.all_reduce(values, group=trial)
+        assert values.sum().item() == 1000
+    except (RuntimeError, ValueError) as error:
+        raise NotHere(f"NCCL does not join two processes on one device here: {str(error).splitlines()[0]}") from None
+    return own
+
+
+CHECKS: dict[str, Task] = {
+    "codecs": Task("encoding, the mean and the digest have the bits of the CPU", codecs, seconds=150),
+    **{
+        f"bits, {name}": Task("a run of two groups has the bits of the CPU", partial(bits, name), 2, seconds=100)
+        for name in CHOICES
+    },
+    **{
+        f"offload, {name}": Task("offloading changes no bit", partial(offload, name), seconds=60)
+        for name in ("fp4", "error feedback", "outer AdamW")
+    },
+    "slow streams": Task("no bit depends on which stream is behind", slow_streams, seconds=60),
+    "sanitizer": Task("torch's sanitizer of streams finds no race", sanitized, seconds=60),
+    "memory": Task("the device holds what is in flight, and nothing is left", memory, seconds=60),
+    "waits": Task("the training thread does not wait for the device", waits, seconds=60),
+    **{
+        f"resume, {name}": Task("a run goes on in flight, bit for bit", partial(resumed, name), 2, seconds=60)
+        for name in ("error feedback", "random, two shots, offloaded")
+    },
+    "resume, files": Task("a run goes on from files, random numbers included", files, seconds=60),
+    "compute-sanitizer": Task("no kernel reads or writes outside of its memory", compute_sanitizer, seconds=90),
+    "NCCL": Task("two processes on one device exchange over NCCL", between_devices, 2, seconds=60),
+}
+"""All checks of the engine by name, what tells most first."""

@@ -1,0 +1,253 @@
+"""What a Trainer must show on a device: every precision, a compiled model, resuming, and no wait inside a step.
+
+Two worker groups are two processes on one device, each a node with one rank; Lightning and the exchange use gloo, since
+NCCL refuses two ranks on one device.
+"""
+
+import gzip
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from lightning_sdiloco import StreamingDiLoCoStrategy
+from tests.gpu.task import Found, NotHere, Place, Task
+
+STEPS = 23
+SAVED_AT = 13
+
+WAITING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+"""The calls in which a thread waits for a device, as the profiler names them."""
+
+STEP = "inner step"
+
+
+class Batches(IterableDataset[tuple[Tensor, Tensor]]):
+    """Batches that never end, the same ones for a rank in every run."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @override
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(self._rank)
+        weights = torch.randn(64, 8, generator=torch.Generator().manual_seed(7)) / 8
+        while True:
+            x = torch.randn(32, 64, generator=generator)
+            yield x, x @ weights
+
+
+class Regression(LightningModule):
+    """A few layers with norms, of which matrices run in low precision and norms do not."""
+
+    def __init__(self, compiler: str | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(3)]
+        self.net = nn.Sequential(*blocks, nn.Linear(64, 8))
+        if compiler:
+            self.net.compile(backend=compiler)
+        self.losses: list[Tensor] = []
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
+        self.losses.append(loss.detach())
+        return loss
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fitted(
+    place: Place,
+    rank: int,
+    module: Regression,
+    callbacks: Sequence[Callback] = (),
+    checkpoint: Path | None = None,
+    steps: int = STEPS,
+    precision: Any = "32-true",
+    **choices: Any,
+) -> tuple[StreamingDiLoCoStrategy, Trainer]:
+    """Fits in one of two groups on one device."""
+    logging.disable(logging.WARNING)
+    cut = [["net.0.*", "net.1.*"], ["net.2.*", "net.3.*"]]
+    numbers: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "fragments": cut, **choices}
+    strategy = StreamingDiLoCoStrategy(process_group_backend="gloo", **numbers)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="gpu" if place.is_cuda else "cpu",
+            devices=1,
+            num_nodes=2,
+            strategy=strategy,
+            max_steps=steps,
+            precision=precision,
+            callbacks=list(callbacks),
+            enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
+            **quiet,
+        )
+        trainer.fit(module, DataLoader(Batches(rank), batch_size=None), ckpt_path=checkpoint)
+    return strategy, trainer
+
+
+def trained(precision: str, compiler: str | None, place: Place, rank: int, world_size: int) -> Found:
+    """A fit learns, and ends with the same outer model in both groups."""
+    if precision.startswith("16") and not place.is_cuda:
+        raise NotHere(f"Lightning has precision={precision!r} on accelerators only")
+    # In the warm-up, gradients are averaged as the scaler has scaled them.
+    warmup = {"warmup_steps": 4} if precision == "16-mixed" else {}
+    module = Regression(compiler if place.is_cuda or compiler is None else "aot_eager")
+    strategy, trainer = fitted(place, rank, module, precision=precision, **warmup)
+    losses = [float(loss) for loss in module.losses]
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    assert all(map(torch.isfinite, torch.tensor(losses))), losses
+    assert losses[-1] < 0.8 * losses[0], losses
+    return {
+        "losses": [losses[0], losses[-1]],
+        "outer": fingerprint(strategy),
+        "report": strategy.report(),
+        **({"scale": scaler.get_scale()} if scaler is not None else {}),
+    }
+
+
+def fingerprint(strategy: StreamingDiLoCoStrategy) -> str:
+    """A number that stands for the bits of the outer model."""
+    import hashlib
+
+    state = strategy.outer_state_dict()
+    return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+
+
+def alike(found: Sequence[Found]) -> Found:
+    """Wants the same outer model on all ranks; returns what the first has found."""
+    assert len({one["outer"] for one in found}) == 1, "the outer models of the groups differ"
+    assert len({one.get("resumed") for one in found}) == 1, "the outer models of the groups differ after resuming"
+    return found[0]
+
+
+def resumed(place: Place, rank: int, world_size: int) -> Found:
+    """A fit goes on from a checkpoint written in flight, with the bits of one that was not stopped."""
+    kept = ModelCheckpoint(place.folder / "fit", "kept", every_n_train_steps=SAVED_AT, save_top_k=-1)
+    strategy, _ = fitted(place, rank, Regression(), [kept])
+    again, _ = fitted(place, rank, Skipping(SAVED_AT, rank), checkpoint=place.folder / "fit" / "kept.ckpt")
+    found = {"outer": fingerprint(strategy), "resumed": fingerprint(again)}
+    assert found["outer"] == found["resumed"], "the outer model differs after resuming"
+    return found
+
+
+class Skipping(Regression):
+    """Goes on where another one was, with batches that begin anew: it leaves out those that were trained."""
+
+    def __init__(self, done: int, rank: int) -> None:
+        super().__init__()
+        self._done, self._batches = done, iter(Batches(rank))
+
+    @override
+    def on_train_start(self) -> None:
+        for _ in range(self._done):
+            next(self._batches)
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = next(self._batches)
+        return super().training_step((x.to(self.device), y.to(self.device)), batch_idx)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The trace of a profiler
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Traced(Callback):
+    """Marks every inner step for the profiler, and records two rounds of them."""
+
+    def __init__(self, first: int, last: int, path: Path, with_device: bool) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if with_device else [])]
+        self._profile, self._steps, self._path = profile(activities=activities), range(first, last), path
+        self._open: Any = None
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._steps.start:
+            self._profile.start()
+        if batch_idx in self._steps:
+            self._open = record_function(STEP)
+            self._open.__enter__()
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+        if batch_idx == self._steps.stop - 1:
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._path))
+
+
+def waits_in(events: Sequence[dict[str, Any]], ranges: Sequence[str]) -> list[Found]:
+    """Returns the calls in which the thread of some ranges waits for a device inside one of them.
+
+    Args:
+        events: Those of a trace, as the profiler writes them.
+        ranges: The names of the ranges.
+    """
+    spans = [event for event in events if event.get("name") in ranges and event.get("cat") == "user_annotation"]
+    calls = [event for event in events if event.get("cat") == "cuda_runtime" and event.get("name") in WAITING]
+    return [
+        {"call": call["name"], "range": span["name"], "microseconds": call["dur"]}
+        for call in calls
+        for span in spans
+        if (call["pid"], call["tid"]) == (span["pid"], span["tid"])
+        and span["ts"] <= call["ts"] < span["ts"] + span["dur"]
+    ]
+
+
+def traced(place: Place, rank: int, world_size: int) -> Found:
+    """A profiler sees no wait of the training thread for the device in launches, landings and whole steps."""
+    path = place.folder / f"trace-{rank}.json.gz"
+    callback = Traced(first=20, last=32, path=path, with_device=place.is_cuda)
+    fitted(place, rank, Regression(), [callback], steps=36)
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = [event.get("name") for event in events]
+    launches, landings = names.count("sdiloco::launch"), names.count("sdiloco::land")
+    assert launches, "the trace holds no launch"
+    assert landings, "the trace holds no landing"
+    ours = waits_in(events, ["sdiloco::launch", "sdiloco::land"])
+    steps = waits_in(events, [STEP])
+    assert not ours, ours
+    runtime = sum(event.get("cat") == "cuda_runtime" for event in events)
+    assert runtime or not place.is_cuda, "the trace holds no call of CUDA: the profiler saw no device"
+    assert not steps, steps
+    return {"launches": launches, "landings": landings, "calls of CUDA": runtime, "waits": len(steps)}
+
+
+def _fit(about: str, run: Any, judge: Any = alike) -> Task:
+    return Task(about, run, 2, connected=False, seconds=90, judge=judge)
+
+
+_LEARNS = "a fit learns, and both groups end with the same outer model"
+
+FITS: dict[str, Task] = {
+    "trace": _fit("a profiler sees no wait inside a step", traced, judge=lambda found: found[0]),
+    "bf16-mixed": _fit(_LEARNS, partial(trained, "bf16-mixed", None)),
+    "16-mixed": _fit(_LEARNS, partial(trained, "16-mixed", None)),
+    "compile": _fit(_LEARNS, partial(trained, "32-true", "inductor")),
+    "bf16-true": _fit(_LEARNS, partial(trained, "bf16-true", None)),
+    "resume, fit": _fit("a fit goes on from a checkpoint, bit for bit", resumed),
+}
+"""All checks of fits by name, what tells most first."""

@@ -1,0 +1,174 @@
+"""A piece of work on a device, in processes of its own: what goes wrong in one, or hangs, spoils no other.
+
+The process that starts them never asks CUDA for anything, not even whether there is a device: after that no forked
+process could use one. It needs torch and Lightning and nothing else, since a machine with a GPU may have nothing else.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.ranks import RankError, run_processes, run_ranks
+
+Found = dict[str, Any]
+"""What a piece of work has found, as plain values."""
+
+_NOT_HERE = "not here"
+
+
+class NotHere(Exception):
+    """What was wanted cannot be had on this machine, and why."""
+
+
+class Place(NamedTuple):
+    """Where and how a piece of work is done.
+
+    Attributes:
+        device: The type of the device: ``"cuda"``, ``"cpu"``, or ``"pretend"`` for the one of `tests.pretend`.
+        folder: A folder for files, the same on all ranks.
+        quick: Whether as little is done as shows that it runs.
+        seconds: How long it may take.
+    """
+
+    device: str
+    folder: Path
+    quick: bool
+    seconds: float = 60.0
+
+    @property
+    def module(self) -> Any:
+        """What torch has for the device: streams, memory, `synchronize`."""
+        return torch.get_device_module(self.device)
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the device is a real accelerator."""
+        return self.device == "cuda"
+
+
+def first(found: Sequence[Found]) -> Found:
+    """Returns what the first rank has found."""
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A piece of work.
+
+    Attributes:
+        about: What it shows.
+        run: Called with a place, rank and number of ranks in every process. Raises `NotHere` or an error, or returns
+            what it has found.
+        ranks: Number of processes.
+        connected: Whether they are connected over gloo; if not, they have the environment of a node with one rank each.
+        seconds: How long it may take.
+        judge: From what the ranks have found to what is written down; it may raise an error too.
+    """
+
+    about: str
+    run: Callable[[Place, int, int], Found]
+    ranks: int = 1
+    connected: bool = True
+    seconds: float = 60.0
+    judge: Callable[[Sequence[Found]], Found] = first
+
+
+class Outcome(NamedTuple):
+    """How a piece of work ended.
+
+    Attributes:
+        status: ``"done"``, ``"not here"``, ``"failed"`` or ``"timed out"``.
+        seconds: How long it took.
+        found: What it has found.
+        reason: Why there is nothing, in one line.
+        trace: All that is known of an error.
+    """
+
+    status: str
+    seconds: float
+    found: Found
+    reason: str = ""
+    trace: str = ""
+
+
+def do(task: Task, place: Place, log: Path) -> Outcome:
+    """Does a piece of work in processes of its own.
+
+    Args:
+        task: The work, which is given up when its own time is over, or that of the place.
+        place: Where.
+        log: The file for all that the processes print.
+    """
+    began, limit = time.monotonic(), min(place.seconds, task.seconds)
+    start = run_ranks if task.connected and task.ranks > 1 else partial(run_processes, ranks_per_node=1)
+    try:
+        every = start(partial(_in_rank, task, place._replace(seconds=limit), log), task.ranks, timeout=limit)
+        reasons = [reason for found in every if (reason := found.get(_NOT_HERE))]
+        if reasons:
+            return Outcome(_NOT_HERE, time.monotonic() - began, {}, reasons[0])
+        return Outcome("done", time.monotonic() - began, task.judge(every))
+    except TimeoutError as error:
+        reason = f"not over within {limit:.0f} s"
+        return Outcome("timed out", time.monotonic() - began, {}, reason, str(error))
+    except (RankError, AssertionError) as error:
+        trace = "\n".join(error.errors.values()) if isinstance(error, RankError) else repr(error)
+        return Outcome("failed", time.monotonic() - began, {}, trace.strip().splitlines()[-1][:300], trace)
+
+
+def _in_rank(task: Task, place: Place, log: Path, rank: int, world_size: int) -> Found:
+    with log.open("a") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            with suppress(OSError, ValueError):  # what a test runner captures has no number
+                os.dup2(file.fileno(), stream.fileno())
+    try:
+        prepare(place.device)
+        return task.run(place, rank, world_size)
+    except NotHere as reason:
+        return {_NOT_HERE: str(reason)}
+
+
+def prepare(device: str) -> None:
+    """Makes a device the one of this process.
+
+    Raises:
+        NotHere: If torch does not see one.
+    """
+    if device == "pretend":
+        from tests import pretend
+
+        pretend.install()
+    elif device == "cuda":
+        if not torch.cuda.is_available():
+            raise NotHere(f"torch {torch.__version__} sees no CUDA device")
+        torch.cuda.set_device(0)
+        # As exact as the CPU, for what is compared with it.
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+
+
+def described(place: Place, rank: int, world_size: int) -> Found:
+    """Describes the device of this process."""
+    if not place.is_cuda:
+        return {"device": place.device}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory": properties.total_memory,
+        "devices": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+    }
+
+
+DEVICE = Task("which device this is", described, seconds=120)

@@ -1,0 +1,173 @@
+"""What a CUDA device must show, where there is one; on a pretended device and a CPU, that all of it runs.
+
+``make gpu`` does the same without pytest.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as script
+from tests.gpu.checks import CHECKS
+from tests.gpu.fits import FITS, STEP, waits_in
+from tests.gpu.task import DEVICE, Found, NotHere, Outcome, Place, Task, do
+from tests.pretend import IS_POSSIBLE
+
+EVERY = CHECKS | FITS
+ROOT = Path(__file__).parent.parent.parent
+
+
+@cache
+def device() -> Outcome:
+    """Asked in a process of its own, and not before a test wants to know: see `tests.gpu.task`."""
+    return do(DEVICE, Place("cuda", Path(os.devnull), quick=True), Path(os.devnull))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", EVERY)
+def test_on_a_cuda_device(name: str, tmp_path: Path) -> None:
+    if device().status != "done":
+        pytest.skip(f"needs a CUDA device: {device().reason}")
+    outcome = do(EVERY[name], Place("cuda", tmp_path, quick=False, seconds=190), tmp_path / "log")
+    if outcome.status == "not here":
+        pytest.skip(outcome.reason)
+    assert outcome.status == "done", outcome.trace or outcome.reason
+
+
+# Without one
+
+
+def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it an error to ask CUDA for anything in this process: those that it forks could not use a device."""
+    own = os.getpid()
+
+    def asked(answer: Any) -> Any:
+        def asking(*args: Any) -> Any:
+            assert os.getpid() != own, "CUDA was asked in the process that forks"
+            return answer
+
+        return asking
+
+    for name, answer in (("is_available", False), ("device_count", 0)):
+        monkeypatch.setattr(torch.cuda, name, asked(answer))
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*/*.json"))}
+
+
+def run(*arguments: str) -> str:
+    """Runs the script where nobody has computed a gradient yet, as on a command line; returns what it says."""
+    code = (
+        "import sys; import pytest; from tests.gpu import test_gpu as own; own.unasked(pytest.MonkeyPatch());"
+        " sys.exit(own.script.main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python")
+@pytest.mark.timeout(300)
+def test_the_script_runs_on_a_pretended_device_and_does_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
+    arguments = ["--quick", "--device", "pretend", "--out", str(tmp_path), "--minutes", "4"]
+    assert ": kept" not in run(*arguments, "--stage", "numbers")
+    assert run(*arguments).count(": kept") == 3
+    found = results(tmp_path)
+    assert {"codecs", "waits", "bf16-mixed", "passes", "overhead_125M", "two_groups", "quality"} <= found.keys()
+    ended = json.loads((tmp_path / "summary.json").read_text())
+    assert {each["status"] for each in ended["ended"].values()} == {"done"}
+    assert len(ended["headline"]) >= 12
+    (worst,) = [row for row in found["overhead_125M"]["found"].values() if isinstance(row, dict)]
+    assert worst["extra_bytes_a_parameter"] > 0
+    assert [run["method"] for run in found["quality"]["found"]["trainings"]] == ["worker groups", "DDP"]
+    # Another device is another result.
+    monkeypatch.setattr(script, "do", lambda *_: Outcome("done", 0.0, {"device": "another"}))
+    script.main([*arguments, "--only", "codecs"])
+    assert "kept" not in capsys.readouterr().err
+
+
+def test_without_time_everything_is_left_and_without_a_device_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "0"]) == 0
+    assert list(tmp_path.glob("*/*.json")) == []
+    assert "The same command goes on" in capsys.readouterr().err
+    if device().status != "done":
+        assert script.main(["--out", str(tmp_path)]) == 1
+        assert "sees no CUDA device" in capsys.readouterr().err
+
+
+def failing(place: Place, rank: int, world_size: int) -> Found:
+    raise AssertionError("something is wrong")
+
+
+def hanging(place: Place, rank: int, world_size: int) -> Found:
+    time.sleep(60)
+    return {}
+
+
+def wanting(place: Place, rank: int, world_size: int) -> Found:
+    raise NotHere("there is none of these")
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "reason"),
+    [
+        (failing, "failed", "AssertionError: something is wrong"),
+        (hanging, "timed out", "not over within 1 s"),
+        (wanting, "not here", "there is none of these"),
+    ],
+)
+def test_what_fails_hangs_or_cannot_be_had_is_told_and_spoils_nothing(
+    run: Any, status: str, reason: str, tmp_path: Path
+) -> None:
+    outcome = do(Task("a trial", run), Place("cpu", tmp_path, quick=True, seconds=1), tmp_path / "log")
+    assert (outcome.status, outcome.reason) == (status, reason)
+
+
+def test_a_wait_is_found_in_a_trace_by_the_thread_and_the_time_of_a_step() -> None:
+    def event(name: str, category: str, thread: int, began: float, lasted: float) -> dict[str, Any]:
+        return {"name": name, "cat": category, "pid": 1, "tid": thread, "ts": began, "dur": lasted}
+
+    events = [
+        event(STEP, "user_annotation", 7, 100, 50),
+        event("cudaStreamSynchronize", "cuda_runtime", 7, 120, 5),
+        event("cudaStreamSynchronize", "cuda_runtime", 8, 120, 5),  # the background
+        event("cudaStreamSynchronize", "cuda_runtime", 7, 160, 5),  # between two steps
+        event("cudaLaunchKernel", "cuda_runtime", 7, 130, 5),
+    ]
+    assert waits_in(events, [STEP]) == [{"call": "cudaStreamSynchronize", "range": STEP, "microseconds": 5}]
+
+
+WITHOUT = """
+import builtins
+find = builtins.__import__
+ours = ("benchmarks", "tests", "lightning_sdiloco", "gpt", "muon", "text_data")
+
+def found(name, scope=None, *args):
+    by = (scope or {}).get("__name__", "").partition(".")[0]
+    if by in ours and name.partition(".")[0] in ("pytest", "hypothesis", "rich", "matplotlib", "jsonargparse", "grpc"):
+        raise ModuleNotFoundError(name)
+    return find(name, scope, *args)
+
+builtins.__import__ = found
+import benchmarks.gpu.__main__
+"""
+
+
+def test_nothing_but_torch_and_lightning_is_needed() -> None:
+    """Others import of these what they find, we nothing."""
+    subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, check=True, timeout=60)
