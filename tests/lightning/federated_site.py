@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -40,6 +40,7 @@ class Place:
     port: int
     rank: int = 0
     ranks: int = 1
+    late: Literal["carry", "drop"] = "drop"
 
     @property
     def name(self) -> str:
@@ -47,7 +48,7 @@ class Place:
 
     @cached_property
     def federation(self) -> Federation:
-        return Federation(hub=self.hub, run="run", site=self.site, keys=self.keys, lease=2.0)
+        return Federation(hub=self.hub, run="run", site=self.site, keys=self.keys, lease=2.0, late=self.late)
 
     def settle(self) -> None:
         """Prepares this process."""

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -32,6 +32,7 @@ class Federation:
 
     def __init__(self, folder: Path, sites: Sequence[str]) -> None:
         self.folder, self.sites = folder, sites
+        self.late: Literal["carry", "drop"] = "drop"
         init_keys(folder / "keys", "run")
         for site in sites:
             add_keys(folder / "keys", site)
@@ -54,7 +55,7 @@ class Federation:
     def start(self, site: str, *arguments: Any, ranks: int = 1, does: Any = train, **choices: Any) -> None:
         for rank in range(ranks):
             hub = f"127.0.0.1:{self.hub.port}"
-            place = Place(site, hub, self.folder / "keys", self.folder, self.ports[site], rank, ranks)
+            place = Place(site, hub, self.folder / "keys", self.folder, self.ports[site], rank, ranks, self.late)
             self.processes[place.name] = self.context.Process(target=does, args=(place, *arguments), kwargs=choices)
             self.processes[place.name].start()
 
@@ -138,6 +139,7 @@ def test_a_site_is_killed_the_others_go_on_at_their_pace_and_it_returns(federati
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("federation", ["ab"], indirect=True)
 def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it(federation: Federation) -> None:
+    federation.late = "carry"  # however slow this machine is, every sample counts
     federation.start("a", 10_000, STEP, ranks=2, validates=6)
     federation.start("b", 10_000, STEP)
     federation.until("both have landed a round", lambda: min(map(federation.round, "ab")) >= 1)
@@ -162,6 +164,7 @@ def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("federation", ["ab"], indirect=True)
 def test_loops_of_fabric_are_sites_that_count_by_what_goes_through_their_model(federation: Federation) -> None:
+    federation.late = "carry"
     federation.start("a", 40, 12, does=train_in_fabric)
     federation.start("b", 40, 4, does=train_in_fabric)
     federation.until_ended("a", "b")
