@@ -179,8 +179,8 @@ def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
         engine = StreamingDiLoCo(model, topology=topology, sync_every=2, overlap_steps=1, compression="fp32")
         post, rates = topology.exchange.post, []
 
-        def busy(messages: Any) -> Any:
-            posted = post(messages)
+        def busy(*messages: Any) -> Any:
+            posted = post(*messages)
             if rank == 0 and engine.inner_steps < 6:
                 time.sleep(0.3)
             return posted

@@ -194,6 +194,7 @@ carry: {mixing: {class_path: lightning_sdiloco.Carry}, groups: 3}
 
 
 def test_methods_are_compared_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     (tmp_path / "methods.yaml").write_text(METHODS)
     methods, picture = f"--methods={tmp_path / 'methods.yaml'}", f"--picture={tmp_path / 'methods.svg'}"
     plain, rarer, carry = told(capsys, tmp_path, methods, picture, *LINK)["runs"]
@@ -208,6 +209,7 @@ def test_methods_are_compared_by_name(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_seeds_compare_with_the_first_pair_by_pair(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     sweep, picture = ["--sweep=compression=fp32,fp32", "--seeds=3,4"], f"--picture={tmp_path / 'seeds.svg'}"
     runs = told(capsys, tmp_path, *sweep, picture, "--set=trainer.max_steps=12")["runs"]
     assert [one["seed"] for one in runs] == [3, 4, 3, 4]

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -152,7 +151,7 @@ class WholeModel(ModelFormat):
         host._ddp_kwargs["process_group"] = group
         _keep_hook_in_group(host, group)
         # A simulated group has no process group, and wraps in its own way.
-        if topology.group_size == 1 and dist.is_initialized() and has_nothing_to_average(module, host._ddp_kwargs):
+        if topology.group_size == 1 and group is not None and has_nothing_to_average(module, host._ddp_kwargs):
             return SingleRankDDP(module, device_ids=host.determine_ddp_device_ids(), **host._ddp_kwargs)
         wrapped = wrap(module)
         if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
