@@ -39,6 +39,7 @@ ROOMS = {
     "compression": (1, "bits of an outer gradient"),
     "comm": (1, "the door to the network"),
     "errors": (0, "what ends a run, what is refused"),
+    "memory": (0, "vectors in pages of their own"),
 }
 
 
@@ -384,7 +385,7 @@ def draw_room(axes: Any, colors: Colors, room: str, files: int) -> None:
     left = right - WIDTH
     style = {"boxstyle": "round,pad=0,rounding_size=0.07", "facecolor": colors.box, "edgecolor": colors.edge}
     axes.add_patch(FancyBboxPatch((left, middle - BOX / 2), WIDTH, BOX, linewidth=1, zorder=3, **style))
-    name = {FACE: "the face", "errors": "errors.py"}.get(room, f"{room}/")
+    name = {FACE: "the face", "errors": "errors.py", "memory": "memory.py"}.get(room, f"{room}/")
     text = {"va": "center", "zorder": 4}
     axes.text(left + 0.12, middle - 0.1, name, color=colors.ink, fontsize=10.5, weight="bold", **text)
     axes.text(left + 0.12, middle + 0.125, ROOMS[room][1], color=colors.quiet, fontsize=8.5, **text)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lightning_sdiloco.memory import new_vector
+
 # How many words are weighed at once: limits the scratch memory to a few megabytes, which stay in the cache of a CPU. An
 # accelerator takes more, or it would spend its time with the launches of kernels.
 _CHUNK = 1 << 18
@@ -31,7 +33,7 @@ def digest(values: Tensor, start: int = 0) -> int:
     """
     words = _words(values.detach())
     length = _CHUNK if words.device.type == "cpu" else _CHUNK_ON_DEVICE
-    scratch = torch.empty(min(length, words.numel()), dtype=torch.int64, device=words.device)
+    scratch = new_vector(min(length, words.numel()), words.device, torch.int64)
     # Added up on the device, modulo 2**64, so that the host waits for it once.
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for first in range(0, words.numel(), length):

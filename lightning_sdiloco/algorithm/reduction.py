@@ -117,9 +117,11 @@ class AllReduce(ABC):
             like: An outer gradient of the whole shard, for its size and device.
             group: This group.
         """
-        part = like.new_empty(self.part_numel(like.numel(), group))
-        if not part.numel():
-            return part
+        numel = self.part_numel(like.numel(), group)
+        # It gives its shape and its device alone.
+        part = like[:numel] if numel <= like.numel() else like.new_empty(numel)
+        if not numel:
+            return like.new_empty(0)
         return self._kernels.mean(payloads, count.factors, self.compression, like=part)
 
     @abstractmethod

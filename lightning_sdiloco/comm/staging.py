@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lightning_sdiloco.memory import new_vector
+
 
 def page_locked(values: Tensor, device: torch.device) -> Tensor:
     """Returns uninitialised host memory for what a tensor holds, which a device can reach by itself.
@@ -11,8 +13,10 @@ def page_locked(values: Tensor, device: torch.device) -> Tensor:
         values: A tensor on any device.
         device: The device that is to reach the memory.
     """
+    if device.type == "cpu":
+        return new_vector(values.numel(), device, values.dtype).view(values.shape)
     # torch keeps what is freed for the next tensor of that size: locking pages takes longer than a copy.
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type != "cpu")
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
 
 
 def to_host(values: Tensor) -> Tensor:

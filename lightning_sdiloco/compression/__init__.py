@@ -22,7 +22,6 @@ from lightning_sdiloco.compression.kernels import (
     missing_for,
     weighted_mean,
 )
-from lightning_sdiloco.compression.memory import new_vector
 from lightning_sdiloco.compression.microscaling import FP8, MXFP4
 from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
 from lightning_sdiloco.compression.topk import Threshold, TopK
@@ -49,7 +48,6 @@ __all__ = [
     "kernels_for",
     "mean_over_senders",
     "missing_for",
-    "new_vector",
     "resolve",
     "weighted_mean",
 ]

@@ -71,7 +71,8 @@ class Compression(ABC):
     def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
         """Yields payloads of one stretch of the values after the other, which `decode` then decodes by themselves.
 
-        Decoded in this way, long vectors need little memory. By default the only stretch is the whole.
+        Decoded in this way, long vectors need little memory: the next payload may take the place of the one before. By
+        default the only stretch is the whole.
 
         Args:
             payload: What `encode` returned.

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_sdiloco.compression.base import BlockCodec, Compression
-from lightning_sdiloco.compression.memory import new_vector
+from lightning_sdiloco.memory import new_vector
 
 
 class Scratch:
@@ -151,11 +151,14 @@ class Blockwise(Compression):
         """Yields payloads of as many whole blocks as are handled at a time; see `Compression.parts`."""
         scales, codes = payload[: self._scale_bytes(numel)], payload[self._scale_bytes(numel) :]
         length = chunk_length(payload.device)
+        # One for all: the allocator of the host would hold many of those that come and go.
+        part = new_vector(self.wire_bytes(min(length, numel)), payload.device, torch.uint8)
         for start in range(0, numel, length):
             stop = min(start + length, numel)
             of_scales = slice(self._scale_bytes(start), self._scale_bytes(stop))
             of_codes = slice(start * self.bits // 8, -(-stop * self.bits // 8))
-            yield slice(start, stop), torch.cat((scales[of_scales], codes[of_codes]))
+            joined = (scales[of_scales], codes[of_codes])
+            yield slice(start, stop), torch.cat(joined, out=part[: sum(map(len, joined))])
 
     @override
     def blocks(self) -> BlockCodec:

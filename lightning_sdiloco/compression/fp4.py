@@ -26,6 +26,7 @@ from lightning_sdiloco.compression.blockwise import (
 )
 from lightning_sdiloco.compression.native import NativeLibrary
 from lightning_sdiloco.compression.sample import same_bits, sample
+from lightning_sdiloco.memory import new_vector
 
 BLOCK = 128
 """Values under one scale."""
@@ -114,7 +115,7 @@ def _native_for(*tensors: Tensor) -> ctypes.CDLL | None:
 
 def _encode(native: ctypes.CDLL, values: Tensor) -> Tensor:
     assert values.dtype == torch.float32, "an outer gradient is float32"
-    payload = values.new_empty(FP4().wire_bytes(values.numel()), dtype=torch.uint8)
+    payload = new_vector(FP4().wire_bytes(values.numel()), values.device, torch.uint8)
     native.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
     return payload
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sdiloco.compression.base import BlockCodec, Compression
-from lightning_sdiloco.compression.memory import new_vector
 from lightning_sdiloco.compression.sample import same_bits, sample
+from lightning_sdiloco.memory import new_vector
 
 _log = logging.getLogger(__name__)
 

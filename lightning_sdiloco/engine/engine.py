@@ -1,7 +1,7 @@
 """The engine of Streaming DiLoCo for any training loop: the public class, and what belongs to all of its rounds."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
@@ -272,30 +272,33 @@ class StreamingDiLoCo:
 
         With ``final_sync`` every fragment then takes the plain mean over the groups of their local parameters, through
         the same compression, without outer learning rate and momentum. The model is left with the outer parameters,
-        the same bits in every group. Within the warm-up that mean is taken in any case, in float32. Returns what
-        landed, without the final exchange. A second call does nothing.
+        the same bits in every group. Within the warm-up that mean is taken in any case, in float32. Gradients are let
+        go. Returns what landed, without the final exchange. A second call does nothing.
         """
         if self.is_finished:
             return []
         landed = self.land_all()
-        self.launch_final()
-        self.land_final()
+        for _ in self.final_exchange():
+            pass
         return landed
 
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
         self._rounds.require_coverage()
+        # What a longer run would go on from takes the place of the gradients, which nobody needs any more.
+        self._model.zero_grad()
         self._unfinished = self._state()
         return self._counted(self._world.land_all(self._counts.inner_steps))
 
-    def launch_final(self) -> None:
-        """Does the second part of `finish`: launches every fragment for the mean of the local parameters."""
-        if self.settings.final_sync or self.is_warming_up:
-            self._world.launch_final(self.inner_steps, self.mailbox)
+    def final_exchange(self) -> Iterator[None]:
+        """Does the second part of `finish`: takes the mean of the local parameters, and leaves the outer model.
 
-    def land_final(self) -> None:
-        """Does the last part of `finish`: lands the means, and leaves the outer parameters in the model."""
-        self.final_landings += map(self._noted, self._world.land_all(self._counts.inner_steps))
+        Yields again and again, so that groups in one process can take turns.
+        """
+        if self.settings.final_sync or self.is_warming_up:
+            for landing in self._world.final_exchange(self.inner_steps, self.mailbox):
+                self.final_landings += [] if landing is None else [self._noted(landing)]
+                yield
         self._view.end()
         self.close()
 

@@ -49,10 +49,6 @@ class OuterStorage(ABC):
         """Returns a stored tensor on the device, perhaps the same tensor. It must not be written to."""
 
     @abstractmethod
-    def load_copy(self, stored: Tensor) -> Tensor:
-        """Returns a copy of a stored tensor on the device, which may be written to."""
-
-    @abstractmethod
     def prefetch(self, stored: Tensor) -> Prefetched:
         """Starts to load a stored tensor, beside what the calling thread has given the device so far."""
 
@@ -82,10 +78,6 @@ class OnDevice(OuterStorage):
         return stored
 
     @override
-    def load_copy(self, stored: Tensor) -> Tensor:
-        return stored.clone()
-
-    @override
     def prefetch(self, stored: Tensor) -> Prefetched:
         return _Here(stored)
 
@@ -112,10 +104,6 @@ class OnHost(OuterStorage):
 
     @override
     def load(self, stored: Tensor) -> Tensor:
-        return to_device(stored, self.device)
-
-    @override
-    def load_copy(self, stored: Tensor) -> Tensor:
         return to_device(stored, self.device)
 
     @override

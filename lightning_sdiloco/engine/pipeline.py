@@ -40,6 +40,7 @@ from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.gossip import UNKNOWN, Gossip, anchor_of
 from lightning_sdiloco.engine.measurements import Span, agreement, diagnosed, distance, lost, on_link
 from lightning_sdiloco.errors import AgreementError, ExchangeError
+from lightning_sdiloco.memory import new_vector
 
 _SEND, _AVERAGE, _STEP = range(3)
 
@@ -154,7 +155,7 @@ class Pipeline:
         for group, payload in enumerate(encoded.payloads):
             # A payload that goes to all groups becomes one message.
             is_new = group == 0 or payload is not encoded.payloads[group - 1]
-            messages.append(torch.cat([head, payload, *tail]) if is_new else messages[-1])
+            messages.append(_joined([head, payload, *tail]) if is_new else messages[-1])
         sizes = None
         if snapshot.leg:
             # Nothing goes to those who are no partners, and nothing comes from them.
@@ -427,3 +428,9 @@ class Pipeline:
         self._topology.stages[_AVERAGE].broadcast(flat)
         parts = zip(snapshot.travelling, flat.split([buffer.numel() for buffer in own]), own, strict=True)
         return {index: part.view_as(buffer) for index, part, buffer in parts}
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Joins bytes, in memory that goes back to the system with the flight."""
+    whole = new_vector(sum(part.numel() for part in parts), parts[0].device, torch.uint8)
+    return torch.cat(list(parts), out=whole)

@@ -94,10 +94,9 @@ class SimulatedGroups:
         """Ends training in all groups; see `StreamingDiLoCo.finish`."""
         for engine in self.engines:
             engine.land_all()
-        for engine in self.engines:
-            engine.launch_final()
-        for engine in self.engines:
-            engine.land_final()
+        # Each launches what another one waits for when its next turn comes.
+        for _ in zip(*(engine.final_exchange() for engine in self.engines), strict=True):
+            pass
 
     def group_mean(self) -> GroupMean:
         """Returns the mean of the groups, which any of the ``engines`` shows; see `StreamingDiLoCo.group_mean`."""

@@ -53,8 +53,11 @@ class World(Protocol):
         """Ends before training is over, and lands what others need for that."""
         ...
 
-    def launch_final(self, step: int, mailbox: Mailbox) -> None:
-        """Launches every fragment for the mean of the local parameters, which `land_all` lands."""
+    def final_exchange(self, step: int, mailbox: Mailbox) -> Iterator[Landing | None]:
+        """Launches every fragment for the mean of the local parameters, a few at a time, and lands it.
+
+        Yields a landing, or None where there is none yet, so that groups in one process can take turns.
+        """
         ...
 
     def close(self) -> None:
@@ -125,10 +128,16 @@ class FixedWorld:
         """Lands nothing: all groups end together, and go on together with what is in flight."""
         return iter(())
 
-    def launch_final(self, step: int, mailbox: Mailbox) -> None:
-        """Launches every fragment; see `World.launch_final`."""
-        for index in range(len(self._rounds.fragments)):
-            self._rounds.launch(index, step, mailbox, self._rounds.purpose_of_mean(step))
+    def final_exchange(self, step: int, mailbox: Mailbox) -> Iterator[Landing | None]:
+        """Launches every fragment, and lands it; see `World.final_exchange`."""
+        purpose, fragments = self._rounds.purpose_of_mean(step), len(self._rounds.fragments)
+        # One flight takes three copies of a fragment: all at once would take those of the whole model.
+        at_once = max(2, fragments // 4)
+        for index in range(fragments):
+            landing = self._rounds.land(step) if len(self._rounds.flights) == at_once else None
+            self._rounds.launch(index, step, mailbox, purpose)
+            yield landing
+        yield from self.land_all(step)
 
     def close(self) -> None:
         """Does nothing: all groups end together."""

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from torch import Tensor
 
+from lightning_sdiloco import memory
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -461,8 +462,10 @@ SCRATCH = {"fp8": 6, "int8": 6, "int4": 8, "fp4": 8, "mxfp4": 17, "int2": 22, "s
 
 
 @pytest.mark.parametrize("name", SCRATCH)
-def test_the_scratch_memory_is_that_of_a_stretch(name: str) -> None:
+def test_the_scratch_memory_is_that_of_a_stretch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The payload, and what a stretch of values needs."""
+    # torch counts what it allocates itself.
+    monkeypatch.setattr(memory, "_LONG", 1 << 60)
     values, out = heavy_tailed(8 * CHUNK), torch.empty(8 * CHUNK)
     payload = resolve(name).encode(values)
     stretch = SCRATCH[name] * CHUNK

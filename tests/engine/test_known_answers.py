@@ -84,6 +84,19 @@ def test_the_final_sync_is_the_plain_mean_of_the_local_parameters() -> None:
         torch.testing.assert_close(values, mean, rtol=1e-6, atol=1e-7)
 
 
+def test_the_final_exchange_has_a_quarter_of_the_fragments_in_flight_and_gradients_are_gone() -> None:
+    models = [nn.Sequential(*(nn.Linear(5, 5) for _ in range(12))) for _ in range(2)]
+    engine = SimulatedGroups(models, compression="fp32", sync_every=100, layers_per_fragment=1)
+    for model in models:
+        model(torch.ones(5)).sum().backward()
+    for one in engine.engines:
+        one.land_all()
+    turns = zip(*(one.final_exchange() for one in engine.engines), strict=True)
+    assert [len(engine.engines[0].in_flight) for _ in turns] == [1, 2, *[3] * 10, 2, 1, 0]
+    assert all(one.is_finished for one in engine.engines)
+    assert all(parameter.grad is None for model in models for parameter in model.parameters())
+
+
 def test_without_final_sync_the_outer_parameters_are_those_of_the_last_landing() -> None:
     models = [mlp() for _ in range(2)]
     engine = SimulatedGroups(models, compression="fp32", sync_every=100, layers_per_fragment=1, final_sync=False)

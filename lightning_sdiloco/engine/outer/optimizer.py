@@ -13,15 +13,17 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.compression import new_vector
 from lightning_sdiloco.engine.offload import OnDevice, OuterStorage
 from lightning_sdiloco.engine.outer.rates import Make as MakeSchedule
 from lightning_sdiloco.engine.outer.rates import Rates
+from lightning_sdiloco.memory import new_vector
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
 
-# Values that are stepped at once. Stretches begin where a vector unit would begin too.
-_STRETCH = 1 << 19
+# Values that are stepped at once: few, so that they stay in the cache and the allocator holds little of what an
+# optimizer makes meanwhile; so many that the calls cost nothing. Stretches begin where a vector unit would begin too.
+_STRETCH = 1 << 16
+_STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
 
 
@@ -116,17 +118,18 @@ class ShardOptimizer:
             gradient: Mean outer gradient of the shard, float32, shape ``(numel,)``. It is overwritten.
         """
         group = self._rates.of(before.rounds)[self._group_of[fragment]]
-        stepped: dict[str, Any] = {}
+        state, scratch = _NextState(before.state, values, self._storage), values.new_empty(0)
         for where in stretches(values.numel(), values.device):
-            state = {
-                key: self._storage.load_copy(kept[where]) if is_elementwise(kept, values) else copy.deepcopy(kept)
-                for key, kept in before.state.items()
-            }
-            parameter, state = self._stepped(group, values[where].clone(), gradient[where], state)
-            stepped = _joined(stepped, state, where, values)
+            given = state.copied(where)
+            # One copy serves all stretches: the allocator of the host would hold many of those that come and go.
+            if scratch.numel() < where.stop - where.start:
+                scratch = new_vector(where.stop - where.start, values.device)
+            copied = scratch[: where.stop - where.start].copy_(values[where])
+            parameter, kept = self._stepped(group, copied, gradient[where], dict(given))
+            state.take(where, given, kept)
             # Only now: the state may be the gradient itself.
             gradient[where] = parameter
-        return OuterState(gradient, stepped, before.rounds + 1, float(group.get("lr", nan)))
+        return OuterState(gradient, state.whole, before.rounds + 1, float(group.get("lr", nan)))
 
     def _stepped(
         self, group: dict[str, Any], values: Tensor, gradient: Tensor, state: dict[str, Any]
@@ -252,21 +255,46 @@ def is_elementwise(kept: Any, values: Tensor) -> bool:
     return isinstance(kept, Tensor) and kept.shape == values.shape
 
 
-def _joined(whole: dict[str, Any], state: dict[str, Any], where: slice, values: Tensor) -> dict[str, Any]:
-    """Writes what an optimizer keeps of a stretch into what it keeps of the whole shard.
+class _NextState:
+    """What an optimizer keeps of a shard after a step. Each stretch is copied to where it stays, and stepped there.
 
     Args:
-        whole: What there is already; nothing before the first stretch.
-        state: What the optimizer keeps of the stretch.
-        where: The stretch.
+        before: What it keeps before the step, stored.
         values: The values of the shard.
+        storage: Where it is stored.
+
+    Attributes:
+        whole: What it keeps of the whole shard.
     """
-    joined = dict(state)
-    for key, kept in state.items():
-        if is_elementwise(kept, values[where]):
-            joined[key] = whole[key] if key in whole else new_vector(len(values), kept.device, kept.dtype)
-            joined[key][where] = kept
-    return joined
+
+    def __init__(self, before: Mapping[str, Any], values: Tensor, storage: OuterStorage) -> None:
+        self._before, self._values, self._storage = before, values, storage
+        self._vectors: dict[str, Tensor] = {}
+        self.whole: dict[str, Any] = {}
+
+    def copied(self, where: slice) -> dict[str, Any]:
+        """Returns what was kept of a stretch, to be stepped."""
+        return {
+            key: self._place(key, kept.dtype, where).copy_(self._storage.load(kept[where]))
+            if is_elementwise(kept, self._values)
+            else copy.deepcopy(kept)
+            for key, kept in self._before.items()
+        }
+
+    def take(self, where: slice, given: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+        """Takes what is kept of a stretch after its step, of what was ``given``."""
+        self.whole = dict(kept)
+        for key in [key for key, value in kept.items() if is_elementwise(value, self._values[where])]:
+            place = self._place(key, kept[key].dtype, where)
+            # Most optimizers write to what they are given.
+            if kept[key] is not given.get(key):
+                place.copy_(kept[key])
+            self.whole[key] = self._vectors[key]
+
+    def _place(self, key: str, dtype: torch.dtype, where: slice) -> Tensor:
+        if key not in self._vectors:
+            self._vectors[key] = new_vector(len(self._values), self._values.device, dtype)
+        return self._vectors[key][where]
 
 
 def stretches(numel: int, device: torch.device) -> list[slice]:
@@ -278,7 +306,7 @@ def stretches(numel: int, device: torch.device) -> list[slice]:
     """
     # On a CPU they stay in the cache; elsewhere they are long enough to hide the launch of kernels. They are of about
     # the same length, so that none is so short that a state of it could be taken for one of the whole.
-    longest = _STRETCH if device.type == "cpu" else 16 * _STRETCH
+    longest = _STRETCH if device.type == "cpu" else _STRETCH_ON_DEVICE
     count = -(-numel // longest)
     length = max(1, -(-numel // max(1, count) // _ALIGNED)) * _ALIGNED
     return [slice(start, min(start + length, numel)) for start in range(0, numel, length)]

@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from lightning_sdiloco.algorithm import Fragment, LandingRule
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.compression import new_vector
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import (
     OuterParameter,
@@ -28,6 +27,7 @@ from lightning_sdiloco.engine.parameters.sharding import (
     local_gradient,
     shard_specs,
 )
+from lightning_sdiloco.memory import new_vector
 
 
 class FragmentLayout(ABC):

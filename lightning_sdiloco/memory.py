@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 # Shorter ones stay in memory that the allocator keeps for what comes next.
-_LONG = 1 << 20
+_LONG = 1 << 18
+# Huge pages take less time, and reach beyond the ends of a vector: for one of some huge pages that is much memory.
+_HUGE = 1 << 25
 
 
 def new_vector(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -26,7 +28,8 @@ def new_vector(numel: int, device: torch.device, dtype: torch.dtype = torch.floa
         return torch.empty(numel, dtype=dtype, device=device)
     # Private: a process that is forked gets a copy, as it does of all other memory.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Some kernels have pages of one size only.
-    with suppress(OSError):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    if size >= _HUGE:
+        # Some kernels have pages of one size only.
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype)
