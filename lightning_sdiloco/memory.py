@@ -8,8 +8,8 @@ from torch import Tensor
 
 # Shorter ones stay in memory that the allocator keeps for what comes next.
 _LONG = 1 << 18
-# Huge pages take less time, and reach beyond the ends of a vector: for one of some huge pages that is much memory.
-_HUGE = 1 << 25
+# Huge pages halve the time of the first write. They have 2 MiB.
+_HUGE = 1 << 22
 
 
 def new_vector(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
