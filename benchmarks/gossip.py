@@ -15,20 +15,18 @@ With --json every run is kept at once, and runs that the file has are not made a
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from benchmarks import report, runs
 from benchmarks.models import TINY
 from benchmarks.picture import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, figure, save
 from benchmarks.runs import Runs
-from benchmarks.training import Simulated, Training, parameters
-from lightning_sdiloco import FastestPairs, RandomPairs, Ring, SimulatedGroups
+from benchmarks.training import NamedTraining, parameters
+from lightning_sdiloco import FastestPairs, RandomPairs, Ring
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.planning import Groups, Link, Model, Streaming, play
 
@@ -64,19 +62,12 @@ def choices(method: str, groups: int, gbit_s: Sequence[Any] = ()) -> dict[str, A
 
 
 @dataclass(frozen=True)
-class GossipTraining(Training):
-    """A training with a method.
-
-    Attributes:
-        method: One of `COLORS`.
-    """
-
-    method: str = field(default=ALL, kw_only=True)
+class GossipTraining(NamedTraining):
+    """A training with one of `COLORS`."""
 
     @override
-    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> Simulated:
-        given = {**(self.choices or {}), **choices(self.method, self.groups)}
-        return SimulatedGroups(models, optimizers, offload=False, **given)
+    def given(self) -> dict[str, Any]:
+        return choices(self.method, self.groups)
 
 
 def training(method: str, groups: int, seed: int, steps: int = STEPS) -> GossipTraining:

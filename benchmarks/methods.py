@@ -13,13 +13,11 @@ With --json every run is kept at once, and runs that the file has are not made a
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from benchmarks import report, runs
@@ -28,8 +26,8 @@ from benchmarks.models import TINY
 from benchmarks.picture import BLUE, GREY, RED, figure, save
 from benchmarks.quality import HELD_OUT, MUON_RATES, pair
 from benchmarks.runs import Runs
-from benchmarks.training import Run, Simulated, Training
-from lightning_sdiloco import ByMedian, ByNorm, Carry, DelayedNesterov, Selective, SimulatedGroups, ZScore
+from benchmarks.training import NamedTraining, Run
+from lightning_sdiloco import ByMedian, ByNorm, Carry, DelayedNesterov, Selective, ZScore
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold, TopK
 from lightning_sdiloco.tools.simulate.seeds import half_width
@@ -59,19 +57,12 @@ BY_GROUPS: Mapping[int, Sequence[str]] = {2: [DEFAULTS, "Selective(0.3, most=4)"
 
 
 @dataclass(frozen=True)
-class MethodTraining(Training):
-    """A training with a method.
-
-    Attributes:
-        method: One of `METHODS`.
-    """
-
-    method: str = field(default=DEFAULTS, kw_only=True)
+class MethodTraining(NamedTraining):
+    """A training with one of `METHODS`."""
 
     @override
-    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> Simulated:
-        given = {**(self.choices or {}), **METHODS[self.method]()}
-        return SimulatedGroups(models, optimizers, offload=False, **given)
+    def given(self) -> dict[str, Any]:
+        return METHODS[self.method]()
 
 
 def training(method: str, groups: int, seed: int) -> MethodTraining:

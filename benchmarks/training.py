@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from benchmarks.models import Size, adamw, lr_factor, next_byte_loss
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
@@ -106,6 +107,25 @@ class Training:
     def lr_factor(self, step: int) -> float:
         """Returns the share of ``lr`` that holds at a step."""
         return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))
+
+
+@dataclass(frozen=True)
+class NamedTraining(Training):
+    """A training with a method that has a name, under which its runs are kept.
+
+    Attributes:
+        method: The name.
+    """
+
+    method: str = field(kw_only=True)
+
+    def given(self) -> Mapping[str, Any]:
+        """Returns what the method sets, beside the choices."""
+        raise NotImplementedError
+
+    @override
+    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> "Simulated":
+        return SimulatedGroups(models, optimizers, offload=False, **{**(self.choices or {}), **self.given()})
 
 
 class Simulated(Protocol):

@@ -31,7 +31,7 @@ if __name__ == "__main__":
         method = Streaming(
             Model.of_size(300_000_000, layers=12), Settings(compression=compression, exchange="gather"), groups
         )
-        times = play(method, Link(1.0), STEPS, [1.0] * len(lines), lines=lines)
+        times = play(method, Link(1.0), STEPS, [1.0] * len(lines), links=lines)
         sent = [
             method.message_bytes(0, line.up.gbit_s * 1e9 / 8 / groups.others) * groups.others / 1e6
             for line in (fast, slow)

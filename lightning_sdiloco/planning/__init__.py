@@ -7,9 +7,9 @@ cannot contradict a run; only time is a model. Nothing here makes a module, open
 """
 
 from lightning_sdiloco.planning import paper, planner
-from lightning_sdiloco.planning.clock import Absence, Line, Times, play, step_end
+from lightning_sdiloco.planning.clock import Absence, Times, play, step_end
 from lightning_sdiloco.planning.hub import Enough, HubLoad, through_hub
-from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.link import Line, Link
 from lightning_sdiloco.planning.links import SharedOut, shared_out
 from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
 from lightning_sdiloco.planning.paper import TARGETS, Entry, PaperModel

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from lightning_sdiloco.planning.link import Link, require
+from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.methods import Costs, Streaming
 
 
@@ -21,18 +21,6 @@ class Absence(NamedTuple):
     group: int
     start: float
     end: float
-
-
-class Line(NamedTuple):
-    """The link of one group, where it is slower in one direction.
-
-    Attributes:
-        up: For what it sends.
-        down: For what it receives.
-    """
-
-    up: Link
-    down: Link
 
 
 class Times(NamedTuple):
@@ -58,8 +46,7 @@ def play(
     speeds: Sequence[float],
     absences: Iterable[Absence] = (),
     idle: Sequence[Collection[int]] = (),
-    links: Sequence[Link] = (),
-    lines: Sequence[Line] = (),
+    links: Sequence[Link | Line] = (),
     launches: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Times]:
     """Plays training thread and background of every group, as `Streaming.utilisation` does where all are alike.
@@ -74,8 +61,8 @@ def play(
         speeds: How fast each group trains: 0.5 takes twice the step time of the groups.
         absences: When which group is away.
         idle: The inner steps, from 1, in which each group does not train, by group: they take no time.
-        links: The link of each group, in place of one that is the same for all; its connections are at speed.
-        lines: The same where a direction is slower; the round trip is that of ``link``. With one shot.
+        links: The link of each group, in place of one that is the same for all; its connections are at speed. Where the
+            compression chooses by the link of its sender, it knows that link from the third flight on.
         launches: The fragments that are launched after each inner step, where that is not what the schedule says.
 
     Returns:
@@ -96,12 +83,9 @@ def play(
         >>> round(fast.waited), round(fast.end)
         (0, 20)
     """
-    if lines:
-        over = _PlayOverLines(method, link, lines, speeds, list(absences), idle or [()] * len(speeds))
-        return over.times(steps, launches)
-    kind = _PlayLegs if not method.settings.shares else _PlayOverLinks if links else _Play
-    played = kind(method, links or [link] * len(speeds), speeds, list(absences), idle or [()] * len(speeds))
-    return played.times(steps, launches)
+    kind = _PlayLegs if not method.settings.shares else _PlayLines if links else _Play
+    each = [Line.of(one) for one in links or [link] * len(speeds)]
+    return kind(method, each, speeds, list(absences), idle or [()] * len(speeds)).times(steps, launches)
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
@@ -146,13 +130,13 @@ class _Play:
     def __init__(
         self,
         method: Streaming,
-        links: Sequence[Link],
+        lines: Sequence[Line],
         speeds: Sequence[float],
         absences: list[Absence],
         idle: Sequence[Collection[int]],
     ) -> None:
         groups = method.groups
-        for name, each in (("speeds", speeds), ("lists of idle steps", idle), ("links", links)):
+        for name, each in (("speeds", speeds), ("lists of idle steps", idle), ("links", lines)):
             if len(each) != groups.groups:
                 raise ValueError(
                     f"There are {len(each)} {name} for {groups.groups} worker groups. Give one for each group."
@@ -163,7 +147,7 @@ class _Play:
             require(0 <= absence.group < groups.groups, "group", absence.group, "the number of a group, from 0")
             require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
         self._method = method
-        self._links, self._link = links, min(links, key=lambda link: link.gbit_s)
+        self._lines, self._link = lines, _slowest(lines)
         self._link_free = 0.0
         self._groups = [
             _Group(groups.step_time / speed, [absence for absence in absences if absence.group == group], idle[group])
@@ -230,17 +214,20 @@ class _Play:
             group.clock = max(group.clock, arrived) + cost.land
 
 
-class _PlayOverLinks(_Play):
+class _PlayLines(_Play):
     """Plays groups whose links differ: both directions of each are busy with what it carries, and all wait for all."""
 
-    def __init__(self, method: Streaming, links: Sequence[Link], *given: Any) -> None:
-        super().__init__(method, links, *given)
-        self._up, self._down = [0.0] * len(links), [0.0] * len(links)
-        self._busy = {fragment: method.busy(fragment, links) for fragment in range(len(method.numels))}
+    def __init__(self, method: Streaming, lines: Sequence[Line], *given: Any) -> None:
+        super().__init__(method, lines, *given)
+        self._up, self._down = [0.0] * len(lines), [0.0] * len(lines)
+        self._flights, fragments = 0, range(len(method.numels))
+        self._busy = [[method.busy(fragment, lines, known) for known in (False, True)] for fragment in fragments]
 
     @override
     def _travelled(self, fragment: int, cost: Costs) -> list[float]:
-        busy, round_trip = self._busy[fragment], max(link.round_trip for link in self._links)
+        self._flights += 1
+        # What its first message took, a group is told with the second one.
+        busy, round_trip = self._busy[fragment][self._flights > 2], max(line.round_trip for line in self._lines)
         posted = max(group.encoded for group in self._groups)
         for index, one in enumerate(busy):
             self._up[index] = max(posted, self._up[index]) + one.up
@@ -264,9 +251,9 @@ class _PlayLegs(_Play):
     The word that a group has launched comes from all. The final exchange is played as one more round.
     """
 
-    def __init__(self, method: Streaming, links: Sequence[Link], *given: Any) -> None:
-        super().__init__(method, links, *given)
-        self._busy_until = [0.0] * len(links)
+    def __init__(self, method: Streaming, lines: Sequence[Line], *given: Any) -> None:
+        super().__init__(method, lines, *given)
+        self._busy_until = [0.0] * len(lines)
         self._rounds = [0] * len(method.numels)
 
     @override
@@ -274,7 +261,7 @@ class _PlayLegs(_Play):
         number, self._rounds[fragment] = self._rounds[fragment], self._rounds[fragment] + 1
         launched, arrived = max(group.encoded for group in self._groups), [0.0] * len(self._groups)
         for leg in self._method.settings.routing.legs(number, len(self._groups)):
-            slowest = min((self._links[group] for group in leg), key=lambda link: link.gbit_s)
+            slowest = _slowest(self._lines[group] for group in leg)
             own, round_trip = self._method.costs(fragment, slowest), slowest.round_trip
             posted = max(self._groups[group].encoded for group in leg)
             before = max(self._busy_until[group] for group in leg)
@@ -287,28 +274,6 @@ class _PlayLegs(_Play):
         return arrived
 
 
-class _PlayOverLines(_Play):
-    """Plays groups of which each sends in the code that its own link carries, once it knows what that is."""
-
-    def __init__(self, method: Streaming, link: Link, lines: Sequence[Line], *given: Any) -> None:
-        super().__init__(method, [link] * len(lines), *given)
-        connections = method.groups.connections
-        self._rates = [[one.gbit_s_of(connections) * 1e9 / 8 for one in line] for line in lines]
-        self._flights = 0
-
-    @override
-    def _travelled(self, fragment: int, cost: Costs) -> list[float]:
-        connections, self._flights = self._method.groups.connections, self._flights + 1
-        # What its first message took, a group is told with the second one.
-        is_known = self._flights > 2
-        sent = [self._method.message_bytes(fragment, is_known * up / connections) for up, _ in self._rates]
-        seconds = [
-            max(connections * own / up, (sum(sent) - own) / down)
-            for own, (up, down) in zip(sent, self._rates, strict=True)
-        ]
-        posted = max(group.encoded for group in self._groups)
-        self._link_free = max(posted, self._link_free) + max(seconds)
-        arrived = self._link_free + self._link.round_trip
-        for group in self._groups:
-            group.averaged = max(group.averaged, arrived) + cost.average
-        return [arrived] * len(self._groups)
+def _slowest(lines: Iterable[Line]) -> Link:
+    """Returns the direction with the least bandwidth."""
+    return min((line.slower for line in lines), key=lambda link: link.gbit_s)

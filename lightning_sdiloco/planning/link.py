@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # TCP: bytes in a segment, and those that a connection sends before it has heard of the other side (RFC 6928).
 _SEGMENT = 1448
@@ -73,6 +74,33 @@ class Link:
     def is_warm_after(self, silence: float) -> bool:
         """Tells whether connections are still at speed after some seconds without traffic."""
         return silence <= _LEAST_TIMEOUT + self.round_trip
+
+
+class Line(NamedTuple):
+    """The link of one group, which may be slower in one direction.
+
+    Attributes:
+        up: For what it sends.
+        down: For what it receives.
+    """
+
+    up: Link
+    down: Link
+
+    @classmethod
+    def of(cls, link: "Link | Line") -> "Line":
+        """Returns a link as a line, the same in both directions; a line as it is."""
+        return link if isinstance(link, Line) else cls(link, link)
+
+    @property
+    def slower(self) -> Link:
+        """The direction with less bandwidth."""
+        return min(self, key=lambda link: link.gbit_s)
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds to another group and back."""
+        return max(self.up.round_trip, self.down.round_trip)
 
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:

@@ -23,7 +23,7 @@ from lightning_sdiloco.algorithm import (
     final_all_reduce_for,
 )
 from lightning_sdiloco.compression import resolve
-from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.link import Line, Link
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 
 # Bytes of memory that are read and written for each value: reading a fragment, compressing it, decoding the message of
@@ -249,32 +249,38 @@ class Streaming(Method):
         most = self._messages[fragment] - codec.wire_bytes(shard)
         return most + codec.choice_bytes(shard, choice)
 
-    def busy(self, fragment: int, links: Sequence[Link]) -> "list[Busy]":
+    def busy(self, fragment: int, lines: Sequence[Line], are_known: bool = True) -> "list[Busy]":
         """Returns how long each group's link is busy with a flight of a fragment, in both hops and directions.
 
         Args:
             fragment: The fragment.
-            links: The way from each group to the others.
+            lines: The way from each group to the others.
+            are_known: Whether senders know them, where the compression may choose by the link of its sender.
         """
-        settings, groups, shard = self.settings, range(self.groups.groups), self._shards[fragment]
-        all_reduce = all_reduce_for(settings.exchange, len(groups), settings.codec, 0.0).at(0)
-        to = [CONTROL_BYTES + all_reduce.payload_bytes(shard, group) for group in groups]
-        again = [all_reduce.second_hop_bytes(shard, group) for group in groups]
-        others, ranks = self.groups.others, self.groups.group_size
+        groups, shard, ranks = self.groups, self._shards[fragment], self.groups.group_size
+        all_reduce = all_reduce_for(self.settings.exchange, groups.groups, self.settings.codec, 0.0).at(0)
+        to = [CONTROL_BYTES + all_reduce.payload_bytes(shard, group) for group in range(groups.groups)]
+        again = [all_reduce.second_hop_bytes(shard, group) for group in range(groups.groups)]
+        spared = [self._spared_bytes(fragment, line.up, are_known) for line in lines]
 
-        def seconds(group: int, nbytes: int) -> float:
-            link, connections = links[group], self.groups.connections
-            return link.seconds(ranks * nbytes, connections) - link.round_trip if nbytes else 0.0
+        def seconds(link: Link, nbytes: int) -> float:
+            return link.seconds(ranks * nbytes, groups.connections) - link.round_trip if nbytes else 0.0
 
         return [
             Busy(
-                up=seconds(group, sum(to) - to[group]),
-                down=seconds(group, others * to[group]),
-                up_again=seconds(group, others * again[group]),
-                down_again=seconds(group, sum(again) - again[group]),
+                up=seconds(line.up, sum(to) - to[group] - groups.others * spared[group]),
+                down=seconds(line.down, groups.others * to[group] - (sum(spared) - spared[group])),
+                up_again=seconds(line.up, groups.others * again[group]),
+                down_again=seconds(line.down, sum(again) - again[group]),
             )
-            for group in groups
+            for group, line in enumerate(lines)
         ]
+
+    def _spared_bytes(self, fragment: int, up: Link, is_known: bool) -> int:
+        """Returns by how much a message over a link is shorter than the longest one."""
+        connections = self.groups.connections
+        rate = up.gbit_s_of(connections) * 1e9 / 8 / connections
+        return self._messages[fragment] - self.message_bytes(fragment, is_known * rate)
 
     def background_seconds(self, fragment: int) -> float:
         """Returns how long a flight of a fragment keeps the background busy, without the time on the link."""

@@ -1,12 +1,14 @@
 """Virtual time: the same as the planner where groups are alike, and waiting where they are not."""
 
+from typing import Any
+
 import pytest
 
 from lightning_sdiloco import Paced
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.compression import ByLink
-from lightning_sdiloco.planning.clock import Absence, Line, play
-from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.clock import Absence, play
+from lightning_sdiloco.planning.link import Line, Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
 
@@ -54,7 +56,7 @@ def test_a_slow_uplink_delays_nobody_where_each_sends_in_the_code_that_its_link_
         own = Settings(compression=compression, exchange="gather")  # type: ignore[arg-type]
         groups = Groups(step_time=2.0, groups=len(lines))
         method = Streaming(Model.of_size(300_000_000, layers=12), own, groups)
-        return play(method, Link(1.0), 20_000, [1.0] * len(lines), lines=lines)[0].steps[-1] / 20_000
+        return play(method, Link(1.0), 20_000, [1.0] * len(lines), links=lines)[0].steps[-1] / 20_000
 
     without = step_time("fp4", [fast] * 3)
     assert without < step_time(ByLink(), [fast] * 3 + [slow]) < 1.02 * without
@@ -66,6 +68,23 @@ def test_a_slow_uplink_delays_nobody_where_each_sends_in_the_code_that_its_link_
     assert sends.message_bytes(0, 0.125e9 / 3) - 8 == Streaming(
         Model.of_size(300_000_000, layers=12), Settings(exchange="gather"), Groups(step_time=2.0, groups=4)
     ).message_bytes(0, 0.125e9 / 3)
+
+
+@pytest.mark.parametrize("compression", ["fp4", ByLink()])
+def test_a_line_that_of_one_speed_is_its_link_however_many_ranks_share_it(compression: object) -> None:
+    links = [Link(1.0, round_trip=0.01), Link(0.05), Link(1.0)]
+
+    def ends(links: list[Any], size: int) -> list[float]:
+        own = Settings(sync_every=10, overlap_steps=2, compression=compression, exchange="gather")  # type: ignore[arg-type]
+        groups = Groups(step_time=0.5, groups=3, group_size=size)
+        played = play(Streaming(Model.of_size(2**24, layers=12), own, groups), links[0], 100, [1.0] * 3, links=links)
+        return [times.end for times in played]
+
+    assert ends(links, 1) == ends([Line.of(link) for link in links], 1)
+    # A rank carries its shard, so that all together carry what one carries; but for the heads of their messages.
+    slow_down = [Line(links[0], Link(0.01)), *links[1:]]
+    assert ends(slow_down, 4) == pytest.approx(ends(slow_down, 1), rel=1e-3)
+    assert ends(slow_down, 1)[0] > 1.5 * ends(links, 1)[0]
 
 
 def test_what_is_launched_more_seldom_is_waited_for_more_seldom() -> None:

@@ -16,7 +16,6 @@ from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine import trainable
 from lightning_sdiloco.planning import (
     Groups,
-    HubLoad,
     Link,
     Method,
     Model,
@@ -27,8 +26,9 @@ from lightning_sdiloco.planning import (
     shared_out,
     through_hub,
 )
+from lightning_sdiloco.tools.plan.answer import Answer
 from lightning_sdiloco.tools.plan.picture import draw
-from lightning_sdiloco.tools.plan.text import hub_as_text, links_as_text, plan_as_text, table_4_as_text
+from lightning_sdiloco.tools.plan.text import table_4_as_text
 
 MakeModel = Callable[[], nn.Module]
 
@@ -90,41 +90,29 @@ def plan(
     """
     if paper_table_4:
         return _paper(picture, format)
-    settings = Settings(
-        sync_every=sync_every,
-        overlap_steps=overlap_steps,
-        layers_per_fragment=layers_per_fragment,
-        compression=compression,
-    )
-    if steps < 1:
-        raise ValueError(f"steps={steps} is out of range: it must be at least 1. Give the inner steps of the run.")
-    of_links = None if links is None else _links(links, bandwidth)
-    if of_links is not None:
+    of_links = {} if links is None else _links(links, bandwidth)
+    if of_links:
         bandwidth, groups = min(of_links.values()), len(of_links)
-    size = {"--params": params, "--layers": layers}
-    _require_options({**({} if model else size), "--step-time": step_time, "--bandwidth": bandwidth})
+    _require_options({} if model else {"--params": params, "--layers": layers}, step_time, bandwidth, steps)
     assert step_time is not None
     assert bandwidth is not None
     planned = planner.plan(
         _described(model, params, layers),
-        settings,
+        Settings(sync_every, overlap_steps, layers_per_fragment=layers_per_fragment, compression=compression),
         Groups(step_time, groups, group_size, memory_rate * 1e9),
         Link(bandwidth, round_trip, loss),
         steps,
     )
-    hub = None
-    if hub_bandwidth is not None:
-        hub = through_hub(planned.model, settings, planned.groups, planned.link, hub_bandwidth)
-    shared = None
-    if of_links is not None:
-        shared = shared_out(planned.model, settings, planned.groups, list(of_links.values()))
-    if picture is not None:
-        _draw_plan(picture, planned)
-    if format == "json":
-        more = {**({"hub": _hub_as_json(hub)} if hub else {}), **({"links": shared._asdict()} if shared else {})}
-        return json.dumps({**_as_json(planned), **more}, indent=2)
-    parts = [plan_as_text(planned), *([hub_as_text(hub, settings)] if hub else [])]
-    return "\n\n".join([*parts, *([links_as_text(shared, list(of_links), settings)] if of_links and shared else [])])
+    _draw_plan(picture, planned)
+    answer = _answered(planned, hub_bandwidth, of_links)
+    return answer.as_json() if format == "json" else answer.as_text()
+
+
+def _answered(planned: Plan, hub_bandwidth: float | None, of_links: dict[str, float]) -> Answer:
+    asked = planned.model, planned.settings, planned.groups
+    hub = None if hub_bandwidth is None else through_hub(*asked, planned.link, hub_bandwidth)
+    shared = shared_out(*asked, list(of_links.values())) if of_links else None
+    return Answer(planned, hub, shared, of_links)
 
 
 def _links(path: str, bandwidth: float | None) -> dict[str, float]:
@@ -149,7 +137,10 @@ def _links(path: str, bandwidth: float | None) -> dict[str, float]:
     return {f"group {name}" if isinstance(name, int) else str(name): link for name, link in links.items()}
 
 
-def _require_options(given: dict[str, Any]) -> None:
+def _require_options(of_model: dict[str, Any], step_time: float | None, bandwidth: float | None, steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"steps={steps} is out of range: it must be at least 1. Give the inner steps of the run.")
+    given = {**of_model, "--step-time": step_time, "--bandwidth": bandwidth}
     missing = [name for name, value in given.items() if value is None]
     if missing:
         raise ValueError(
@@ -194,38 +185,10 @@ def _configured(module: nn.Module) -> nn.Module:
     return module
 
 
-def _as_json(planned: Plan) -> dict[str, Any]:
-    chosen = planned.recommendation
-    return {
-        "parameters": planned.model.numel,
-        "gradient_bytes": planned.model.nbytes,
-        **vars(planned.groups),
-        "link": vars(planned.link),
-        "steps": planned.steps,
-        "settings": _settings(planned.settings, planned.fragments, planned.groups),
-        "methods": {name: one._asdict() for name, one in planned.methods.items()},
-        "compressions": {name: one._asdict() for name, one in planned.compressions.items()},
-        "memory": planned.memory._asdict(),
-        "recommendation": {
-            **_settings(chosen.settings, chosen.fragments, planned.groups),
-            **chosen.prediction._asdict(),
-            "utilisation_with_margin": chosen.utilisation_with_margin,
-            "memory": chosen.memory._asdict(),
-        },
-    }
+def _draw_plan(path: str | None, planned: Plan) -> None:
+    if path is None:
+        return
 
-
-def _hub_as_json(hub: HubLoad) -> dict[str, Any]:
-    return {**hub._asdict(), "enough": hub.enough and hub.enough._asdict()}
-
-
-def _settings(settings: Settings, fragments: tuple[int, ...], groups: Groups) -> dict[str, Any]:
-    names = ("sync_every", "overlap_steps", "layers_per_fragment", "compression")
-    told = {name: getattr(settings, name) for name in names}
-    return {**told, **settings.chosen_for(groups.groups).numbers, "fragments": len(fragments)}
-
-
-def _draw_plan(path: str, planned: Plan) -> None:
     def curve(method: Method) -> Callable[[float], float]:
         return lambda gbit_s: method.utilisation(replace(planned.link, gbit_s=gbit_s))
 

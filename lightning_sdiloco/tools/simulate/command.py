@@ -87,20 +87,29 @@ def simulate(
     classes = [_class_at(name, path) for name, path in (("cli", cli), ("model", model), ("data", data))]
     configuration = Configuration(tuple(config), tuple(set), *classes)
     if sites is not None:
-        if sweep or methods or seeds:
-            raise ValueError(
-                "--sweep, --methods and --seeds do not go with --sites. Give one run of a federation at a time."
-            )
+        _refuse_beside_sites(sweep, methods, seeds)
         link = None if bandwidth is None else Link(bandwidth, round_trip, loss)
         return _federation(configuration, _places(sites, step_time, link, speeds, delays, absence), picture, json)
     if delays is not None:
         raise ValueError("--delays is about the sites of a federation. Give --sites too.")
     where = _circumstances(bandwidth, round_trip, loss, step_time, speeds, absence, memory_rate)
+    planned, names = _varied(groups, sweep, methods, seeds)
+    return _worker_groups(configuration, planned, names, where, picture, json)
+
+
+def _refuse_beside_sites(sweep: list[str], methods: str | None, seeds: str | None) -> None:
+    if sweep or methods or seeds:
+        raise ValueError(
+            "--sweep, --methods and --seeds do not go with --sites. Give one run of a federation at a time."
+        )
+
+
+def _varied(groups: int, sweep: list[str], methods: str | None, seeds: str | None) -> tuple[list[Planned], list[str]]:
+    """Returns the runs, and the names of what differs between them."""
     if sweep and methods is not None:
         raise ValueError("--sweep and --methods both say what varies. Give one of them.")
     planned = combinations(sweep, groups) if methods is None else named_runs(methods, groups)
-    names = names_of(sweep) if methods is None else [METHOD]
-    return _worker_groups(configuration, each_with(planned, parsed(seeds)), names, where, picture, json)
+    return each_with(planned, parsed(seeds)), names_of(sweep) if methods is None else [METHOD]
 
 
 def _worker_groups(
