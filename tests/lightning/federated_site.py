@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdiloco import (
+    DropCompute,
     Federation,
     StreamingDiLoCoFabricStrategy,
     StreamingDiLoCoModelParallelStrategy,
@@ -169,6 +170,40 @@ def train(place: Place, steps: int, seconds: float, sharded: bool = False, valid
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     outer = {} if "terminated" in ended else {name: float(v.sum()) for name, v in strategy.outer_state_dict().items()}
     notes.write(**ended, report=strategy.report(), metrics=metrics, outer=outer)
+
+
+class Jittery(Net):
+    """The last rank of a site takes longer for a micro-batch in every second inner step."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        if self.trainer.local_rank == self.trainer.num_devices - 1 and self.trainer.global_step % 2:
+            time.sleep(self.seconds)
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+
+def train_dropping(place: Place, steps: int, seconds: float, budget: Any) -> None:
+    """Trains a site whose ranks leave out micro-batches, of two samples each and four in an inner step."""
+    place.settle()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=place.ranks,
+        strategy=StreamingDiLoCoStrategy(federation=place.federation, **CHOICES),
+        accumulate_grad_batches=4,
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    net = Jittery(seconds)
+    loader = DropCompute(4, budget, most_dropped=0.3)(DataLoader(place.data(), batch_size=2))
+    trainer.fit(net, loader)
+    trained = steps * 4 - loader.dropped
+    same = [float(parameter.detach().double().sum()) for parameter in net.parameters()]
+    Notes(place.folder / f"{place.name}.jsonl").write(
+        ended=True, trained=2 * trained, dropped=loader.dropped, budget=loader.budget, same=same
+    )
 
 
 def train_in_fabric(place: Place, steps: int, size: int) -> None:

@@ -20,7 +20,7 @@ from lightning_sdiloco.hub import HubService
 from lightning_sdiloco.lightning import read_run
 from lightning_sdiloco.lightning.monitor.timeline import changes
 from tests.comm.mailbox.hubs import require_extra
-from tests.lightning.federated_site import Place, train, train_in_fabric
+from tests.lightning.federated_site import Place, train, train_dropping, train_in_fabric
 
 SITES = ("a", "b", "c")
 STEP = 0.02
@@ -170,6 +170,29 @@ def test_loops_of_fabric_are_sites_that_count_by_what_goes_through_their_model(f
     federation.until_ended("a", "b")
     assert federation.trained("a") == 40 * 12
     assert federation.trained("b") == 40 * 4
+    assert any(len(record.counted) == 2 for record in federation.records())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("budget", [0.06, "auto"])
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_what_all_have_trained(
+    federation: Federation, budget: float | str
+) -> None:
+    federation.late = "carry"
+    federation.start("a", 80, 0.05, budget, ranks=2, does=train_dropping)
+    federation.start("b", 80, 0.05, 60.0, does=train_dropping)
+    federation.until_ended("a", "a1", "b")
+    first, second, other = (federation.notes(name)[-1] for name in ("a", "a1", "b"))
+    # Ranks that have trained unequal numbers agree on budget and model, and the site counts as much as both trained.
+    assert (first["budget"], first["same"]) == (second["budget"], second["same"])
+    assert first["budget"] < 0.2
+    assert second["dropped"] > first["dropped"]
+    assert other["dropped"] == 0
+    for fragment in range(2):
+        assert federation.trained("a", fragment) == first["trained"] + second["trained"]
+        assert federation.trained("b", fragment) == other["trained"]
     assert any(len(record.counted) == 2 for record in federation.records())
 
 
