@@ -8,7 +8,7 @@ cannot contradict a run; only time is a model. Nothing here makes a module, open
 
 from lightning_sdiloco.planning import paper, planner
 from lightning_sdiloco.planning.clock import Absence, Times, play, step_end
-from lightning_sdiloco.planning.hub import Enough, HubLoad, through_hub
+from lightning_sdiloco.planning.hub import Enough, HubLoad, hub_link, largest_payload, through_hub
 from lightning_sdiloco.planning.link import Line, Link
 from lightning_sdiloco.planning.links import SharedOut, shared_out
 from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
@@ -22,6 +22,7 @@ from lightning_sdiloco.planning.planner import (
     candidates,
     recommend,
 )
+from lightning_sdiloco.planning.quorum import Round, Waits, Way, waits
 from lightning_sdiloco.planning.units import readable, short
 from lightning_sdiloco.planning.workload import Groups, Model
 
@@ -42,12 +43,17 @@ __all__ = [
     "PaperModel",
     "Plan",
     "Prediction",
+    "Round",
     "SharedOut",
     "Streaming",
     "TARGET",
     "TARGETS",
     "Times",
+    "Waits",
+    "Way",
     "candidates",
+    "hub_link",
+    "largest_payload",
     "paper",
     "planner",
     "play",
@@ -57,4 +63,5 @@ __all__ = [
     "short",
     "step_end",
     "through_hub",
+    "waits",
 ]

@@ -71,10 +71,7 @@ def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gb
         (8000000000, 24000000000, 1.92, Enough(sync_every=300, overlap_steps=32))
     """
     require(0 < gbit_s < math.inf, "hub_bandwidth", gbit_s, "a positive number of Gbit/s")
-    sites = groups.groups
-    mixing = settings.chosen_for(sites).landing.kept
-    all_reduce = all_reduce_for("gather", sites, settings.codec, mixing).at(0)
-    payloads = [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
+    sites, payloads = groups.groups, _payloads(model, settings, groups)
     bytes_in = sites * sum(payloads)
     bytes_out = groups.others * bytes_in
     # What a round keeps the hub busy for, however often there is one.
@@ -94,12 +91,32 @@ def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gb
     )
 
 
+def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
+    """Returns the way between a site and its hub while all sites use the hub at the same time; without loss.
+
+    Args:
+        link: The link of the site.
+        sites: How many sites there are.
+        gbit_s: Gbit/s of the hub, in each direction.
+    """
+    return Link(min(link.gbit_s_of(_CHANNELS), gbit_s / sites), link.round_trip)
+
+
+def largest_payload(model: Model, settings: Settings, groups: Groups) -> int:
+    """Returns the bytes that a site sends of the largest fragment."""
+    return max(_payloads(model, settings, groups))
+
+
+def _payloads(model: Model, settings: Settings, groups: Groups) -> list[int]:
+    mixing = settings.chosen_for(groups.groups).landing.kept
+    all_reduce = all_reduce_for("gather", groups.groups, settings.codec, mixing).at(0)
+    return [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
+
+
 def _flight(payload: int, groups: Groups, link: Link, gbit_s: float) -> float:
     """Returns the seconds from when all sites launch until each has the payloads of all."""
-    own, sites = link.gbit_s_of(_CHANNELS), groups.groups
-    up = _seconds(payload, min(own, gbit_s / sites))
-    down = _seconds(groups.others * payload, min(own, gbit_s / sites))
-    return up + down + _ROUND_TRIPS * link.round_trip
+    rate = hub_link(link, groups.groups, gbit_s).gbit_s
+    return _seconds(payload, rate) + _seconds(groups.others * payload, rate) + _ROUND_TRIPS * link.round_trip
 
 
 def _seconds(nbytes: float, gbit_s: float) -> float:

@@ -219,6 +219,42 @@ def test_a_hub_carries_a_payload_of_each_site_to_each_other(capsys: pytest.Captu
     assert "hub_bandwidth=0.0 is out of range" in refused(capsys, *ASKED, "--hub-bandwidth=0")
 
 
+def test_a_quorum_says_whom_a_round_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*ASKED, "--groups=4", "--compression=bf16", "--hub-bandwidth=1"]
+    told = json.loads(run(capsys, *asked, "--quorum=4", "--format=json"))
+    # Where nobody is late it is the flight through the hub, however many are needed.
+    assert told["waits"]["usual"] == told["waits"]["all"] == told["waits"]["longest"]
+    assert told["waits"]["usual"]["seconds"] == pytest.approx(told["hub"]["flight_seconds"])
+    late = [*asked, "--delays=0,0,0,60", "--grace=5"]
+    grace = json.loads(run(capsys, *late, "--quorum=3", "--format=json"))["waits"]
+    first, *_, last = grace["arrives"].values()
+    assert (last - first, grace["usual"]["closes"] - first) == (pytest.approx(60), pytest.approx(5))
+    assert grace["usual"]["counted"] == ["site 0", "site 1", "site 2"]
+    assert grace["all"]["closes"] == last
+    # With all four a round can only wait.
+    assert json.loads(run(capsys, *late, "--quorum=4", "--format=json"))["waits"]["usual"] == grace["all"]
+    dynamic = json.loads(run(capsys, *late, "--quorum=DynamicBackup", "--quorum.least=0.5", "--format=json"))["waits"]
+    # It waits for nobody who is late, but for its grace in every eighth round.
+    assert (dynamic["usual"]["closes"], dynamic["longest"]) == (pytest.approx(first), grace["usual"])
+    assert "site 3" in (text := run(capsys, *late, "--quorum=3"))
+    assert text.count("late") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--quorum=3"], "--quorum 3 is about the sites of a federation"),
+        (["--grace=3"], "--grace is about rounds that close by a quorum"),
+        (["--hub-bandwidth=1", "--quorum=0"], "quorum=0 is out of range"),
+        (["--hub-bandwidth=1", "--quorum=9"], "there are 2: none would ever close"),
+        (["--hub-bandwidth=1", "--quorum=1", "--delays=0,1,2"], "are no 2 numbers of seconds"),
+        (["--hub-bandwidth=1", "--quorum=1", "--grace=-1"], "grace=-1.0 is out of range"),
+    ],
+)
+def test_a_quorum_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], options: list[str], words: str) -> None:
+    assert words in " ".join(refused(capsys, *ASKED, *options).split())
+
+
 # The picture
 
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.planning import Groups, HubLoad, Plan, SharedOut
-from lightning_sdiloco.tools.plan.text import hub_as_text, links_as_text, plan_as_text
+from lightning_sdiloco.planning import Groups, HubLoad, Plan, SharedOut, Waits
+from lightning_sdiloco.tools.plan.text import hub_as_text, links_as_text, plan_as_text, waits_as_text
 
 
 class Answer(NamedTuple):
@@ -15,12 +15,14 @@ class Answer(NamedTuple):
     Attributes:
         plan: The plan.
         hub: What goes through the hub of a federation.
+        waits: Whom its rounds wait for.
         shared: What two shots bring whose parts suit the links.
         links: The Gbit/s of those links, by the name of their group.
     """
 
     plan: Plan
     hub: HubLoad | None = None
+    waits: Waits | None = None
     shared: SharedOut | None = None
     links: Mapping[str, float] = {}
 
@@ -29,6 +31,8 @@ class Answer(NamedTuple):
         parts = [plan_as_text(self.plan)]
         if self.hub is not None:
             parts.append(hub_as_text(self.hub, self.plan.settings))
+        if self.waits is not None:
+            parts.append(waits_as_text(self.waits, self.plan.groups.step_time))
         if self.shared is not None:
             parts.append(links_as_text(self.shared, list(self.links), self.plan.settings))
         return "\n\n".join(parts)
@@ -38,6 +42,9 @@ class Answer(NamedTuple):
         told = _plan_as_json(self.plan)
         if self.hub is not None:
             told["hub"] = {**self.hub._asdict(), "enough": self.hub.enough and self.hub.enough._asdict()}
+        if self.waits is not None:
+            rounds = {name: getattr(self.waits, name)._asdict() for name in ("usual", "longest", "all")}
+            told["waits"] = {"arrives": self.waits.arrives, **rounds}
         if self.shared is not None:
             told["links"] = self.shared._asdict()
         return json.dumps(told, indent=2)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import yaml
@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine import trainable
+from lightning_sdiloco.federation import Quorum
 from lightning_sdiloco.planning import (
     Groups,
     Link,
@@ -21,6 +22,7 @@ from lightning_sdiloco.planning import (
     Model,
     PaperModel,
     Plan,
+    Waits,
     paper,
     planner,
     shared_out,
@@ -29,6 +31,7 @@ from lightning_sdiloco.planning import (
 from lightning_sdiloco.tools.plan.answer import Answer
 from lightning_sdiloco.tools.plan.picture import draw
 from lightning_sdiloco.tools.plan.text import table_4_as_text
+from lightning_sdiloco.tools.plan.waiting import asked_waits
 
 MakeModel = Callable[[], nn.Module]
 
@@ -42,6 +45,9 @@ def plan(
     group_size: int = 1,
     bandwidth: float | None = None,
     hub_bandwidth: float | None = None,
+    quorum: int | Quorum | None = None,
+    grace: float | None = None,
+    delays: str | None = None,
     links: str | None = None,
     round_trip: float = 0.0,
     loss: float = 0.0,
@@ -66,6 +72,10 @@ def plan(
         group_size: Ranks in a worker group.
         bandwidth: Gbit/s between a group and all others, in each direction.
         hub_bandwidth: Gbit/s of the hub of a federation, in each direction: the groups are its sites then.
+        quorum: The quorum of that federation: a number of sites, or a class such as DynamicBackup, with
+            --quorum.least=0.5 for its arguments. Says whom a round waits for.
+        grace: Seconds for which its rounds stay open after the first contribution; by default 10, with --quorum.
+        delays: Seconds by which what each site sends comes later, as 0,0,12; with --quorum.
         links: YAML file with the Gbit/s of each group's link, a list or a mapping from names, in place of --bandwidth
             and --groups: plans with the slowest one, and says what two shots with parts that suit the links bring.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
@@ -90,12 +100,8 @@ def plan(
     """
     if paper_table_4:
         return _paper(picture, format)
-    of_links = {} if links is None else _links(links, bandwidth)
-    if of_links:
-        bandwidth, groups = min(of_links.values()), len(of_links)
-    _require_options({} if model else {"--params": params, "--layers": layers}, step_time, bandwidth, steps)
-    assert step_time is not None
-    assert bandwidth is not None
+    of_links, bandwidth, groups = _links(links, bandwidth, groups)
+    step_time, bandwidth = _required(model, params, layers, step_time, bandwidth, steps)
     planned = planner.plan(
         _described(model, params, layers),
         Settings(sync_every, overlap_steps, layers_per_fragment=layers_per_fragment, compression=compression),
@@ -104,19 +110,22 @@ def plan(
         steps,
     )
     _draw_plan(picture, planned)
-    answer = _answered(planned, hub_bandwidth, of_links)
+    waits = asked_waits(planned, hub_bandwidth, quorum, grace, delays, of_links)
+    answer = _answered(planned, hub_bandwidth, waits, of_links)
     return answer.as_json() if format == "json" else answer.as_text()
 
 
-def _answered(planned: Plan, hub_bandwidth: float | None, of_links: dict[str, float]) -> Answer:
+def _answered(planned: Plan, hub_bandwidth: float | None, waits: Waits | None, of_links: dict[str, float]) -> Answer:
     asked = planned.model, planned.settings, planned.groups
     hub = None if hub_bandwidth is None else through_hub(*asked, planned.link, hub_bandwidth)
     shared = shared_out(*asked, list(of_links.values())) if of_links else None
-    return Answer(planned, hub, shared, of_links)
+    return Answer(planned, hub, waits, shared, of_links)
 
 
-def _links(path: str, bandwidth: float | None) -> dict[str, float]:
-    """Reads the links of all groups: Gbit/s by name, in their order."""
+def _links(path: str | None, bandwidth: float | None, groups: int) -> tuple[dict[str, float], float | None, int]:
+    """Reads the links of all groups, Gbit/s by name in their order; returns them with the slowest and their number."""
+    if path is None:
+        return {}, bandwidth, groups
     if bandwidth is not None:
         raise ValueError(
             f"--bandwidth {bandwidth:g} was given together with --links, which says it. Leave one of them out."
@@ -134,20 +143,30 @@ def _links(path: str, bandwidth: float | None) -> dict[str, float]:
             f"--links {path} holds {told!r}. Give a list of at least two numbers, the Gbit/s of each group's link, or a"
             " mapping from names to them."
         )
-    return {f"group {name}" if isinstance(name, int) else str(name): link for name, link in links.items()}
+    named = {f"group {name}" if isinstance(name, int) else str(name): link for name, link in links.items()}
+    return named, min(named.values()), len(named)
 
 
-def _require_options(of_model: dict[str, Any], step_time: float | None, bandwidth: float | None, steps: int) -> None:
+def _required(
+    model: MakeModel | None,
+    params: float | None,
+    layers: int | None,
+    step_time: float | None,
+    bandwidth: float | None,
+    steps: int,
+) -> tuple[float, float]:
     if steps < 1:
         raise ValueError(f"steps={steps} is out of range: it must be at least 1. Give the inner steps of the run.")
-    given = {**of_model, "--step-time": step_time, "--bandwidth": bandwidth}
-    missing = [name for name, value in given.items() if value is None]
-    if missing:
+    size = {} if model else {"--params": params, "--layers": layers}
+    missing = [name for name, value in size.items() if value is None]
+    if missing or step_time is None or bandwidth is None:
+        missing += [name for name, value in (("--step-time", step_time), ("--bandwidth", bandwidth)) if value is None]
         raise ValueError(
             f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time"
             " of an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
             " --bandwidth 1"
         )
+    return step_time, bandwidth
 
 
 def _described(model: MakeModel | None, params: float | None, layers: int | None) -> Model:

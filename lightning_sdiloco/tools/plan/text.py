@@ -18,7 +18,9 @@ from lightning_sdiloco.planning import (
     Memory,
     Plan,
     Prediction,
+    Round,
     SharedOut,
+    Waits,
     readable,
     short,
 )
@@ -91,6 +93,34 @@ def hub_as_text(hub: HubLoad, settings: Settings) -> str:
         else "  No sync_every up to 500 is enough: give the hub more bandwidth, or compress more",
     ]
     return "\n".join(lines)
+
+
+def waits_as_text(waits: Waits, step_time: float) -> str:
+    """Formats whom the rounds of a federation wait for.
+
+    Args:
+        waits: What its quorum costs and saves.
+        step_time: Seconds of an inner step.
+    """
+
+    def told(round: Round) -> str:
+        steps = max(1, math.ceil(round.seconds / step_time))
+        return f"closes after {round.closes:.3g} s, is there after {round.seconds:.3g} s, {steps} inner steps"
+
+    table = new_table(["site", "at the hub\nafter, s", "counts"], left=1)
+    for site, seconds in waits.arrives.items():
+        table.add_row(site, f"{seconds:.3g}", "yes" if site in waits.usual.counted else "late")
+    more = [f"  at times it {told(waits.longest)}"] if waits.longest != waits.usual else []
+    return "\n".join(
+        [
+            "With that quorum a round of the largest fragment",
+            f"  {told(waits.usual)}",
+            *more,
+            f"  if it waited for all: {told(waits.all)}",
+            "",
+            rendered(table),
+        ]
+    )
 
 
 def links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> str:
