@@ -17,7 +17,7 @@ from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
-from lightning_sdiloco import StreamingDiLoCoStrategy
+from lightning_sdiloco import FastestPairs, RandomPairs, Ring, StreamingDiLoCoStrategy
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
 from lightning_sdiloco.comm.layout import GroupLayout
 from lightning_sdiloco.comm.topology import Topology
@@ -35,6 +35,14 @@ pytestmark = [
 ]
 
 Seen = list[list[Tensor]]
+
+PAIRS: dict[str, Any] = {"route": RandomPairs(), "outer_lr": 0.7, "outer_momentum": 0.5}
+OF_ROUTES: dict[str, dict[str, Any]] = {
+    "pairs": {**PAIRS, "compression": "int8"},
+    "fastest pairs, offloaded": {**PAIRS, "route": FastestPairs(speeds=(1, 2, 1, 2)), "compression": "fp32"},
+    "ring": {"route": Ring(), "compression": "fp32"},
+}
+OF_ROUTES["fastest pairs, offloaded"]["offload"] = True
 
 
 def joined(world_size: int, groups: int, device: str) -> Topology:
@@ -68,10 +76,10 @@ def both(
     """A run over gloo from the CPU and one from device to device, compared."""
 
     def run(rank: int, world_size: int) -> tuple[bool, bool, int, bool]:
-        seen = []
+        seen, choices = [], (CHOICES | OF_ROUTES)[name]
         for device in ("cpu", "pretend"):
             topology = joined(world_size, groups, device)
-            training = Training(device, topology.group_index, lane=lane, topology=topology, **CHOICES[name])
+            training = Training(device, topology.group_index, lane=lane, topology=topology, **choices)
             training.engine.diagnose()
             seen.append(run_of(training))
         ways = [type(way) for way in (topology.control, topology.exchange, topology.second_hop)]
@@ -92,6 +100,10 @@ def both(
         (3, 3, "random, two shots", ThreadBackground),
         (2, 4, "fp4", ThreadBackground),
         (2, 4, "fp32, two shots", ThreadBackground),
+        (3, 3, "pairs", LateLane),
+        (4, 4, "pairs", ThreadBackground),
+        (4, 4, "fastest pairs, offloaded", LateLane),
+        (4, 4, "ring", ThreadBackground),
     ],
 )
 def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo(
