@@ -38,16 +38,17 @@ _FROM, _TO = slice(22, 26), slice(26, 30)  # the addresses in a packet of IPv4, 
 
 @dataclass
 class Site:
-    """A site: its link to the star, alike in both directions but for what is cut.
+    """A site: its link to the star, alike in both directions but for `up_rate` and for what is cut.
 
-    `up` and `down` are the times at which the link is free again. `rate` is in bytes per second (0: unlimited), `loss`
-    the share that is lost. `cut_out` and `cut_in` say whether all is, `nat` whether only what answers gets in. The NAT
-    knows the `flows` that began inside.
+    `up` and `down` are the times at which the link is free again. `rate` is in bytes per second (0: unlimited), and
+    `up_rate` that of what the site sends, where it is another one. `loss` is the share that is lost. `cut_out` and
+    `cut_in` say whether all is, `nat` whether only what answers gets in. The NAT knows the `flows` that began inside.
     """
 
     device: int
     rate: float
     loss: float
+    up_rate: float | None = None
     cut_out: bool = False
     cut_in: bool = False
     nat: bool = False
@@ -55,6 +56,11 @@ class Site:
     down: float = 0.0
     arrived: dict[int, float] = field(default_factory=dict)
     flows: set[bytes] = field(default_factory=set)
+
+    @property
+    def sends(self) -> float:
+        """How many bytes it sends in a second; 0: unlimited."""
+        return self.rate if self.up_rate is None else self.up_rate
 
     def change(self, **fields: Any) -> None:
         """Changes the link. A NAT that is told of forgets what it knew."""
@@ -171,10 +177,10 @@ class Star:
             count = -(-(length - header) // size)
             wire = length - header + count * (header + _ETHERNET)
         at, link = time.monotonic(), self._link
-        if site.rate:
+        if site.sends:
             if site.up - at > link.queue:
                 return
-            at = site.up = max(at, site.up) + wire / site.rate
+            at = site.up = max(at, site.up) + wire / site.sends
         loss = max(site.loss, to.loss)
         if loss and random.random() < 1 - (1 - loss) ** count:
             return
@@ -195,7 +201,7 @@ class Star:
                 if to.down - at > self._link.queue:
                     continue
                 # What came through a link as fast as this one waits only behind others.
-                came = at - wire / site.rate if site.rate else at
+                came = at - wire / site.sends if site.sends else at
                 to.down = max(max(came, to.down) + wire / to.rate, at)
                 if to.down > at:
                     self._wait(to.down, True, site, to, wire, packet)

@@ -145,8 +145,9 @@ class Links:
 
         Args:
             site: The site.
-            **link: ``rate`` in bytes per second, ``loss``, ``cut_out`` and ``cut_in``: nothing gets out or in, without
-                a word; ``nat``: only answers get in. Whenever this is said, the NAT forgets what it knew.
+            **link: ``rate`` in bytes per second, ``up_rate``: that of what the site sends alone, ``loss``, ``cut_out``
+                and ``cut_in``: nothing gets out or in, without a word; ``nat``: only answers get in. Whenever this is
+                said, the NAT forgets what it knew.
         """
         assert self._emulator is not None, "the links are open"
         assert self._emulator.stdin is not None, "the emulator was started with a pipe"

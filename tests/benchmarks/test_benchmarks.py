@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import drop_compute, finetuning, loss_over_time, slow_links, training, wire_bytes
+from benchmarks import drop_compute, finetuning, loss_over_time, slow_links, slow_uplink, training, wire_bytes
 from benchmarks.links import missing
 from benchmarks.models import TINY
 from benchmarks.picture import for_dark_pages
@@ -50,6 +50,19 @@ def test_ranks_that_leave_late_micro_batches_out_leave_out_less_than_the_bound()
     found = drop_compute.measure(drop_compute.Case(ranks=4, micro_batches=6, sigma=0.4, seconds=0.005, steps=20))
     assert 0 <= found["dropped"] < 0.25
     assert found["budget"] > 0
+
+
+@pytest.mark.network
+@NETWORK
+def test_a_slow_uplink_delays_nobody_where_each_group_sends_in_its_own_code(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    slow_uplink.main(["--quick", "--json", str(path)])
+    without, fp4, by_link = json.loads(path.read_text())["found"].values()
+    assert fp4["seconds"] > 1.3 * without["seconds"]
+    # Nearer to what it is without the slow uplink, however busy this machine is.
+    assert by_link["seconds"] < without["seconds"] + 0.35 * (fp4["seconds"] - without["seconds"])
+    assert by_link["bytes"][:-1] == pytest.approx(without["bytes"][:-1], rel=0.01)
+    assert by_link["bytes"][-1] < 0.1 * without["bytes"][-1]
 
 
 @pytest.mark.network
