@@ -40,6 +40,7 @@ from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_para
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
+from lightning_sdiloco.engine.site.alone import NOTHING, Alone, Trained, Undecided
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
 from lightning_sdiloco.engine.start import (
@@ -139,7 +140,7 @@ class StreamingDiLoCo:
         route: Route | None = None,
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
-        federation: Federation | None = None,
+        federation: Federation | Undecided | None = None,
     ) -> None:
         self._given = Settings.among(locals())
         self.topology = topology or default_topology(1 if federation else worker_groups, timeout)
@@ -165,15 +166,20 @@ class StreamingDiLoCo:
         self._divide(partition)
         align_ranks(self._model, self._rounds.fragments, self.topology)
         require_same_settings({**self._rounds.described(), "kernels": kernels.name}, self.topology.world)
-        if federation is not None:
-            self._renewed = refuse_other_rounds
-            self._world = join(federation, self._model, self._rounds, self.settings, self.topology, self._means)
+        if isinstance(federation, Undecided):
+            self._renewed, self._world = Alone, Alone(self._rounds)
+        elif federation is not None:
+            self._join(federation)
 
     def _divide(self, fragments: tuple[Fragment, ...]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self._rounds = Rounds(self._model, fragments, self.settings, self.topology, self._means, self._diagnoses)
         self._view = OuterView(self._model, self._rounds.fragments, self.topology.in_group, self._means.storage)
         self._world, self._warmup = self._renewed(self._rounds), Warmup(self._rounds)
+
+    def _join(self, federation: Federation, trained: Trained = NOTHING) -> None:
+        self._renewed = refuse_other_rounds
+        self._world = join(federation, self._model, self._rounds, self.settings, self.topology, self._means, trained)
 
     def diagnose(self, diagnoses: bool = True) -> None:
         """Sets whether landings tell how far the groups agree. All ranks must call it alike, before the first step."""
@@ -486,6 +492,21 @@ class StreamingDiLoCo:
     def choose(self, settings: Settings) -> None:
         """Goes on as if these had been the settings from the start. All ranks must call it, before a launch was due."""
         self._rounds.require_no_launch(self.inner_steps, settings)
+        self._go_on_with(settings)
+
+    def enter(self, federation: Federation, settings: Settings) -> None:
+        """Enters the federation of an `Undecided` site, with the settings of its run; see [Note: alone at first].
+
+        As after the making of an engine that is a site, `join` then waits for the run.
+        """
+        trained = Trained(self.inner_steps, self._rounds.fragments[0].weight)
+        self._go_on_with(settings)
+        for fragment in self._rounds.fragments:
+            fragment.weight = 0
+        self._join(federation, trained)
+
+    @torch.no_grad()
+    def _go_on_with(self, settings: Settings) -> None:
         before, outer = self._rounds, named_outer(self._rounds.fragments, self.topology.in_group)
         self._given, self.settings = settings, settings.chosen_for(self.topology.num_groups)
         self._divide(cut(self._model, settings).fragments)

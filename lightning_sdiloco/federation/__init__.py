@@ -12,10 +12,11 @@ from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.founding import Founding
 from lightning_sdiloco.federation.ledger import Answer, Ledger, Member, OpenRound
 from lightning_sdiloco.federation.messages import Beat, Call, Hello, StateHeader, Welcome
-from lightning_sdiloco.federation.parsing import CLASS_PATH, KEY, LIFE, NAME
+from lightning_sdiloco.federation.parsing import CLASS_PATH, KEY, LIFE, NAME, words
 from lightning_sdiloco.federation.progress import Flight, Landing, Progress
 from lightning_sdiloco.federation.quorum import All, DynamicBackup, Quorum, built_in, chosen, quorum_of
 from lightning_sdiloco.federation.records import Contribution, LeftOut, Payload, Position, Record, Timing
+from lightning_sdiloco.federation.settling import Known, Measurement, Settling
 from lightning_sdiloco.federation.terms import (
     ANCHOR_EVERY,
     LONGEST_GRACE,
@@ -42,12 +43,14 @@ __all__ = [
     "Founding",
     "Hello",
     "KEY",
+    "Known",
     "LIFE",
     "LONGEST_GRACE",
     "LeftOut",
     "Landing",
     "Ledger",
     "Malformed",
+    "Measurement",
     "Member",
     "NAME",
     "OpenRound",
@@ -58,6 +61,7 @@ __all__ = [
     "RETENTION",
     "Record",
     "Refused",
+    "Settling",
     "StateHeader",
     "Terms",
     "Timing",
@@ -66,4 +70,5 @@ __all__ = [
     "built_in",
     "chosen",
     "quorum_of",
+    "words",
 ]

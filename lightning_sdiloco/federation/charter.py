@@ -8,6 +8,7 @@ from typing import Any
 from lightning_sdiloco.errors import Malformed
 from lightning_sdiloco.federation.parsing import (
     CLASS_PATH,
+    LONGEST_WORD,
     MOST_FRAGMENTS,
     NAME,
     decoded,
@@ -20,12 +21,13 @@ from lightning_sdiloco.federation.parsing import (
     sealed,
     text,
     whole,
+    word,
+    words,
 )
 from lightning_sdiloco.federation.terms import ChosenQuorum, Terms
 
 MOST_BYTES = 1 << 26
 """How long the text of a charter may be: it names every parameter."""
-_LONGEST_WORD = 1 << 12
 _SHOWN = 5
 
 
@@ -101,11 +103,11 @@ class Charter:
             "charter",
             run=text(NAME),
             terms=_terms,
-            settings=_words,
+            settings=words,
             fragments=listed(_parameters, MOST_FRAGMENTS),
             shards=listed(listed(whole(), MOST_FRAGMENTS), MOST_FRAGMENTS),
-            versions=_words,
-            self_test=_word,
+            versions=words,
+            self_test=word,
         )
         charter = Charter(**read)
         require_sealed(data, charter.described())
@@ -150,20 +152,8 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, str(value)
 
 
-def _word(value: Any, name: str) -> Any:
-    if not isinstance(value, str) or len(value) > _LONGEST_WORD:
-        raise Malformed(f"{name} is no text of at most {_LONGEST_WORD} characters")
-    return value
-
-
-def _words(value: Any, name: str) -> Any:
-    if not isinstance(value, dict):
-        raise Malformed(f"{name} is no object")
-    return {_word(key, name): _word(own, f"{name}.{key[:64]}") for key, own in value.items()}
-
-
 def _parameters(value: Any, name: str) -> Any:
-    entries = listed(listed(_word, 2), 1 << 20)(value, name)
+    entries = listed(listed(word, 2), 1 << 20)(value, name)
     if any(len(entry) != 2 for entry in entries) or len({key for key, _ in entries}) < len(entries):
         raise Malformed(f"{name} does not name its parameters once each, with their shapes")
     return dict(entries)
@@ -190,8 +180,8 @@ def _terms(value: Any, name: str) -> Any:
 def _quorum(value: Any, name: str) -> Any:
     if not isinstance(value, dict):
         return whole(1)(value, name)
-    if len(encoded(value)) > _LONGEST_WORD:
-        raise Malformed(f"{name} is longer than {_LONGEST_WORD} characters")
+    if len(encoded(value)) > LONGEST_WORD:
+        raise Malformed(f"{name} is longer than {LONGEST_WORD} characters")
     return ChosenQuorum(**fields(value, name, class_path=text(CLASS_PATH), init_args=_object))
 
 

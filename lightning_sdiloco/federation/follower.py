@@ -144,14 +144,15 @@ class Follower:
 
     # Training
 
-    def trained(self, samples: int) -> None:
-        """Counts an inner step.
+    def trained(self, samples: int, steps: int = 1) -> None:
+        """Counts an inner step, or those that were made before the site joined.
 
         Args:
             samples: How many samples it took, over all ranks of the site.
+            steps: How many inner steps.
         """
         for own in self.fragments:
-            own.steps += 1
+            own.steps += steps
             own.samples += samples
 
     def finish(self) -> None:

@@ -23,6 +23,7 @@ LIFE = re.compile(r"[0-9a-f]{16}")
 KEY = re.compile(r"[0-9a-f]{64}")
 MOST_SITES = 1024
 MOST_FRAGMENTS = 65_536
+LONGEST_WORD = 1 << 12
 
 
 def encoded(value: Any) -> bytes:
@@ -115,6 +116,20 @@ def text(pattern: re.Pattern[str]) -> Check:
         return value
 
     return check
+
+
+def word(value: Any, name: str) -> Any:
+    """Checks a text that is not long."""
+    if not isinstance(value, str) or len(value) > LONGEST_WORD:
+        raise Malformed(f"{name} is no text of at most {LONGEST_WORD} characters")
+    return value
+
+
+def words(value: Any, name: str) -> Any:
+    """Checks an object of such texts."""
+    if not isinstance(value, dict):
+        raise Malformed(f"{name} is no object")
+    return {word(key, name): word(own, f"{name}.{key[:64]}") for key, own in value.items()}
 
 
 def listed(check: Check, most: int) -> Check:

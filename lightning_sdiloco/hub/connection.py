@@ -31,7 +31,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Record, StateHeader, Welcome
+from lightning_sdiloco.federation import (
+    Call,
+    Charter,
+    Contribution,
+    Follower,
+    Known,
+    Measurement,
+    Record,
+    StateHeader,
+    Welcome,
+)
 
 Bytes = bytes | bytearray | memoryview
 
@@ -141,8 +151,8 @@ Told = Waiting | Welcomed | Called | Recorded | StateWanted | StateArrived | Los
 class Connection(Protocol):
     """Connects one site with the hub of its run; see [Note: how a site uses its connection].
 
-    No method but `agree`, `wait` and `close` waits for anything. What is said while the hub is gone is said when it is
-    back, unless it has been overtaken.
+    No method but those before training, `wait` and `close` waits for anything. What is said while the hub is gone is
+    said when it is back, unless it has been overtaken.
 
     Attributes:
         site: The name of the site.
@@ -153,6 +163,27 @@ class Connection(Protocol):
     site: str
     life: str
     sends_bytes_per_s: float
+
+    def settle(self, own: Measurement | None = None, chosen: Mapping[str, str] | None = None) -> Known:
+        """Tells what a site has measured that has left settings open, or chosen; see [Note: settled once].
+
+        Args:
+            own: What it has measured; None: it only asks.
+            chosen: What it has chosen, as text; taken if all is known and nobody was first.
+
+        Returns:
+            What is known now.
+
+        Raises:
+            ExchangeError: If the hub cannot be reached in time.
+            Refused: If the hub does not take this site.
+        """
+
+    def round_trip(self) -> float:
+        """Returns how many seconds a small call to the hub takes, before training."""
+
+    def bandwidth(self, up: bool) -> float:
+        """Returns the bits per second that get through to the hub, or from it, before training."""
 
     def agree(self, charter: Charter) -> Charter:
         """Brings the charter of this site; waits for the hub.

@@ -14,6 +14,8 @@ from lightning_sdiloco.federation import (
     Contribution,
     Follower,
     Hello,
+    Known,
+    Measurement,
     Payload,
     Record,
     StateHeader,
@@ -34,6 +36,8 @@ from lightning_sdiloco.hub.history import Bytes, History
 from lightning_sdiloco.hub.outbox import Outbox
 from lightning_sdiloco.hub.quorums import imported
 from lightning_sdiloco.hub.shards import Fetched, Wanted, all_payloads
+
+_MEMORY_BITS_PER_S = 8e10
 
 
 class InMemoryJournal:
@@ -192,6 +196,18 @@ class InProcessConnection:
         self._beat: Beat | None = None
         self._asked_at = -1.0
         self.sends_bytes_per_s = 0.0
+
+    def settle(self, own: Measurement | None = None, chosen: Mapping[str, str] | None = None) -> Known:
+        """See `Connection`."""
+        return self._hub.coordinator.settle(self.site, own, chosen)
+
+    def round_trip(self) -> float:
+        """See `Connection`: no time passes."""
+        return 0.0
+
+    def bandwidth(self, up: bool) -> float:
+        """See `Connection`: nothing is on the way."""
+        return _MEMORY_BITS_PER_S
 
     def agree(self, charter: Charter) -> Charter:
         """See `Connection`."""

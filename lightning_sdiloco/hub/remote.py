@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_sdiloco.comm import MAX_BLOB, Busy, HubMailbox, HubUnreachable, MailboxError, key_of
 from lightning_sdiloco.errors import ExchangeError, Refused
-from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, StateHeader
+from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Known, Measurement, StateHeader
 from lightning_sdiloco.hub.connection import (
     Called,
     Lost,
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 _LONGEST_LEASE = 12.0  # seconds after which a name that is in use is not that of a process that died
 _THREADS = 8
+_MEASURED_FOR = 2.0  # seconds in each direction, in which founders that begin some moments apart share the hub's link
+
+Answer = TypeVar("Answer")
 
 
 class HubConnection:
@@ -92,14 +96,35 @@ class HubConnection:
 
     # Before training
 
+    def settle(self, own: Measurement | None = None, chosen: Mapping[str, str] | None = None) -> Known:
+        """See `Connection`."""
+        about = {**self._about, "measured": own and asdict(own), "chosen": chosen and dict(chosen)}
+        return Known.from_bytes(self._reached(lambda: self._mailbox.call("settle", about)[1]))
+
+    def round_trip(self) -> float:
+        """See `Connection`."""
+        return self._reached(self._mailbox.round_trip)
+
+    def bandwidth(self, up: bool) -> float:
+        """See `Connection`."""
+        return self._reached(lambda: self._mailbox.bandwidth(up, _MEASURED_FOR))
+
     def agree(self, charter: Charter) -> Charter:
         """See `Connection`."""
+
+        def brought() -> Charter:
+            answer = self._mailbox.send(charter.to_bytes(), {**self._about, "kind": "charter"})
+            key = str(answer.get("charter"))
+            return charter if key == charter.key else Charter.from_bytes(bytes(self._mailbox.get(key)))
+
+        return self._reached(brought)
+
+    def _reached(self, ask: Callable[[], Answer]) -> Answer:
+        """Asks the hub until it answers, or patience is over."""
         until = time.monotonic() + self._patience
         while True:
             try:
-                answer = self._mailbox.send(charter.to_bytes(), {**self._about, "kind": "charter"})
-                key = str(answer.get("charter"))
-                return charter if key == charter.key else Charter.from_bytes(bytes(self._mailbox.get(key)))
+                return ask()
             except MailboxError as error:
                 if isinstance(error, Busy) and time.monotonic() > until - self._patience + _LONGEST_LEASE:
                     raise Refused(str(error)) from error

@@ -22,7 +22,7 @@ from lightning_sdiloco.comm import (
     Push,
 )
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, StateHeader
+from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, Measurement, StateHeader, words
 from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.events import parts_of, text_of
 from lightning_sdiloco.hub.history import History
@@ -125,6 +125,15 @@ class CoordinatorHandler:
     def _on_hello(self, peer: Peer, about: Header, body: bytes) -> None:
         for event in self._events(peer, about):
             self._push(event, [peer.name])
+
+    def _on_settle(self, peer: Peer, about: Header, body: bytes) -> bytes:
+        own, chosen = about.get("measured"), about.get("chosen")
+        known = self._coordinator.settle(
+            peer.name,
+            None if own is None else Measurement.read(own),
+            None if chosen is None else words(chosen, "chosen"),
+        )
+        return known.to_bytes()
 
     def _on_contribute(self, peer: Peer, about: Header, body: bytes) -> Header:
         own = Contribution.from_bytes(body)

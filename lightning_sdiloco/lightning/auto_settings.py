@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_sdiloco.algorithm import AUTO, Settings, TwoShot
 from lightning_sdiloco.comm import Exchange, Topology
@@ -57,6 +58,13 @@ class Measured(NamedTuple):
     step_time: float
     link: Link
 
+    @override
+    def __str__(self) -> str:
+        return (
+            f"an inner step takes {self.step_time:.3g} s, the link carries {self.link.gbit_s:.3g} Gbit/s with a round"
+            f" trip of {1000 * self.link.round_trip:.3g} ms, as measured"
+        )
+
 
 @dataclass
 class AutoSettings:
@@ -69,11 +77,13 @@ class AutoSettings:
     Attributes:
         measured: What the choice was based on; None until then, and in a fit that takes it from a checkpoint.
         planned: Whether the planner has chosen something.
+        why: Why it is that, for people.
     """
 
     names: tuple[str, ...] = ()
     measured: Measured | None = None
     planned: bool = False
+    why: str = "there is one worker group, to which they are all the same"
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
@@ -177,7 +187,7 @@ class AutoSettings:
         Returns:
             The settings of the run from now on.
         """
-        step_time, timeout = max(topology.world.all_gather_object(self._step_time())), settings.timeout.total_seconds()
+        step_time, timeout = max(topology.world.all_gather_object(self.step_time())), settings.timeout.total_seconds()
         names = tuple(name for name in self.names if name != "exchange")
         if "exchange" in self.names:
             settings = replace(settings, exchange=TwoShot().over(measure_links(topology, timeout)))
@@ -186,11 +196,13 @@ class AutoSettings:
         self.planned = bool(names)
         if names and topology.num_groups > 1:
             self.measured = Measured(step_time, measure_link(topology, timeout))
+            self.why = str(self.measured)
         chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
         self.names = ()
         return replace(settings, **chosen)
 
-    def _step_time(self) -> float:
+    def step_time(self) -> float:
+        """Returns the seconds of an inner step on this rank."""
         times = self._times[_FIRST:] if len(self._times) > STEPS else self._times
         return max(1e-6, median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
 
@@ -209,15 +221,18 @@ def choice(
     """
     if not names:
         return {}
-    among = _candidates(names, settings)
+    among = candidates_among(names, settings)
     if measured is None:
         own = next(among)
     else:
-        device = next(model.parameters()).device.type
-        rate = _MEMORY_RATES.get(device, _MEMORY_RATE)
-        groups = Groups(measured.step_time, topology.num_groups, topology.group_size, rate)
+        groups = Groups(measured.step_time, topology.num_groups, topology.group_size, memory_rate(model))
         own = recommend(Model.of_parameters(trainable(model)), groups, measured.link, among).settings
     return {name: getattr(own, name) for name in _taken(names)}
+
+
+def memory_rate(model: nn.Module) -> float:
+    """Returns the bytes per second that the device of a model reads and writes in its memory."""
+    return _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
 
 
 def _taken(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -225,8 +240,13 @@ def _taken(names: tuple[str, ...]) -> tuple[str, ...]:
     return (*names, *(("layers_per_fragment",) if "fragments" in names else ()))
 
 
-def _candidates(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
-    """Yields the given settings with what each of the planner's candidates would choose, in order, each once."""
+def candidates_among(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
+    """Yields the given settings with what each of the planner's candidates would choose, in order, each once.
+
+    Args:
+        names: The arguments that are open.
+        settings: The settings, with placeholders for those.
+    """
     taken, seen = _taken(names), set()
     for candidate in candidates():
         chosen = tuple(getattr(candidate, name) for name in taken)
@@ -306,16 +326,24 @@ def _asked(name: str) -> str:
 
 
 def _read(name: str, text: str) -> Any:
-    return TwoShot.read(text) if name == "exchange" else ast.literal_eval(text)
+    if name == "exchange":
+        return TwoShot.read(text)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ValueError(
+            f"{name}='auto' was given, and the run has {name}={text}, which cannot be made of its text. Give the same"
+            f" {name} as then."
+        ) from None
 
 
-def tell(settings: Settings, fragments: int, measured: Measured | None, loggers: Iterable[Any], step: int) -> None:
+def tell(settings: Settings, fragments: int, auto: AutoSettings, loggers: Iterable[Any], step: int) -> None:
     """Announces what was chosen, in the log and to the loggers of a trainer.
 
     Args:
         settings: The settings that were chosen.
         fragments: Number of fragments.
-        measured: What the choice was based on; None if there is one group.
+        auto: What the choice was based on.
         loggers: The loggers.
         step: The step under which metrics are logged.
     """
@@ -324,18 +352,12 @@ def tell(settings: Settings, fragments: int, measured: Measured | None, loggers:
         "sdiloco/overlap_steps": settings.overlap_steps,
         "sdiloco/fragments": fragments,
     }
-    reason = "there is one worker group, to which they are all the same"
-    if measured is not None:
-        link = measured.link
+    if auto.measured is not None:
         numbers |= {
-            "sdiloco/step_time": measured.step_time,
-            "sdiloco/link_gbit_s": link.gbit_s,
-            "sdiloco/link_round_trip": link.round_trip,
+            "sdiloco/step_time": auto.measured.step_time,
+            "sdiloco/link_gbit_s": auto.measured.link.gbit_s,
+            "sdiloco/link_round_trip": auto.measured.link.round_trip,
         }
-        reason = (
-            f"an inner step takes {measured.step_time:.3g} s, the link carries {link.gbit_s:.3g} Gbit/s with a round"
-            f" trip of {1000 * link.round_trip:.3g} ms, as measured"
-        )
     _log.warning(
         "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r, layers_per_fragment=%d (number of fragments: %d),"
         " compression=%r, because %s. A resumed fit takes these settings from its checkpoint.",
@@ -345,7 +367,7 @@ def tell(settings: Settings, fragments: int, measured: Measured | None, loggers:
         settings.layers_per_fragment,
         fragments,
         settings.compression,
-        reason,
+        auto.why,
     )
     for logger in loggers:
         logger.log_metrics(numbers, step=step)

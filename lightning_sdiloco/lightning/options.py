@@ -117,11 +117,6 @@ class Options:
         ):
             if is_refused:
                 raise ValueError(f"{name}={getattr(self, name)!r} does not go with a federation: {instead}.")
-        if self.auto.names:
-            raise ValueError(
-                f"{self.auto.names[0]}='auto' does not go with a federation: it would be measured by each site for"
-                " itself, and all must be the same. Give a number; `sdiloco plan` says which suits a link."
-            )
 
     def after(self, fit: "Options") -> "Options":
         """Returns the options for another fit: what the planner chose in the last one stays.

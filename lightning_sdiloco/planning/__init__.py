@@ -8,7 +8,14 @@ cannot contradict a run; only time is a model. Nothing here makes a module, open
 
 from lightning_sdiloco.planning import paper, planner
 from lightning_sdiloco.planning.clock import Absence, Times, play, step_end
-from lightning_sdiloco.planning.hub import Enough, HubLoad, hub_link, largest_payload, through_hub
+from lightning_sdiloco.planning.hub import (
+    Enough,
+    HubLoad,
+    hub_link,
+    largest_payload,
+    through_hub,
+    way_through_hub,
+)
 from lightning_sdiloco.planning.link import Line, Link
 from lightning_sdiloco.planning.links import SharedOut, shared_out
 from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
@@ -21,6 +28,7 @@ from lightning_sdiloco.planning.planner import (
     Prediction,
     candidates,
     recommend,
+    recommend_for_all,
 )
 from lightning_sdiloco.planning.quorum import Round, Waits, Way, waits
 from lightning_sdiloco.planning.units import readable, short
@@ -59,9 +67,11 @@ __all__ = [
     "play",
     "readable",
     "recommend",
+    "recommend_for_all",
     "shared_out",
     "short",
     "step_end",
     "through_hub",
     "waits",
+    "way_through_hub",
 ]

@@ -113,6 +113,25 @@ def _payloads(model: Model, settings: Settings, groups: Groups) -> list[int]:
     return [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
 
 
+def way_through_hub(sites: int, to_hub: float, from_hub: float, round_trip: float) -> Link:
+    """Returns the way from a site to the others through their hub, as a link between worker groups.
+
+    On the way a payload goes up and those of all others come down, and two round trips pass.
+
+    Args:
+        sites: How many sites there are.
+        to_hub: Gbit/s to the hub while all sites send.
+        from_hub: Gbit/s from the hub while it sends to all.
+        round_trip: Seconds from the site to the hub and back.
+
+    Examples:
+        >>> way_through_hub(3, to_hub=0.1, from_hub=0.2, round_trip=0.01)
+        Link(gbit_s=0.1, round_trip=0.02, loss=0.0)
+    """
+    others = max(1, sites - 1)
+    return Link(others / (1 / to_hub + others / from_hub), round_trip=min(_ROUND_TRIPS * round_trip, 9.9))
+
+
 def _flight(payload: int, groups: Groups, link: Link, gbit_s: float) -> float:
     """Returns the seconds from when all sites launch until each has the payloads of all."""
     rate = hub_link(link, groups.groups, gbit_s).gbit_s

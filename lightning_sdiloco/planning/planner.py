@@ -1,6 +1,6 @@
 """Predicts what each method needs and gets on a link, and recommends settings that suit model and link."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -125,17 +125,44 @@ def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings
         link: The way from a group to the others.
         among: The candidates, those that change training least first; by default `candidates`.
     """
-    slower = with_margin(link)
-    best, reached = None, 0.0
+    return recommend_for_all(model, [(groups, link)], among)[0]
+
+
+def recommend_for_all(
+    model: Model, sites: Sequence[tuple[Groups, Link]], among: Iterable[Settings] | None = None
+) -> tuple[Streaming, int]:
+    """Recommends, as `recommend` does, what keeps all sites busy, each with a step time and a way of its own.
+
+    Args:
+        model: The model.
+        sites: Of each site the groups as it sees them, and its way to the others.
+        among: The candidates.
+
+    Returns:
+        What is recommended, as the site sees it that is busy for the least of its time, and which one that is.
+    """
+    best: tuple[Streaming, int] | None = None
+    reached = 0.0
     for settings in candidates() if among is None else among:
-        method = Streaming(model, settings, groups)
-        utilisation = method.utilisation(slower)
-        if utilisation > 1.01 * reached or utilisation >= TARGET:
-            best, reached = method, utilisation
+        methods = [Streaming(model, settings, groups) for groups, _ in sites]
+        busy = [own.utilisation(with_margin(link)) for own, (_, link) in zip(methods, sites, strict=True)]
+        if min(busy) > 1.01 * reached or min(busy) >= TARGET:
+            hardest = _hardest(busy, sites)
+            best, reached = (methods[hardest], hardest), min(busy)
         if reached >= TARGET:
             break
     assert best is not None, "there are candidates, and each trains for some of the time"
     return best
+
+
+def _hardest(busy: Sequence[float], sites: Sequence[tuple[Groups, Link]]) -> int:
+    """Returns the site that is least busy; of several, the one whose way carries least in one of its inner steps."""
+
+    def key(site: int) -> tuple[float, float]:
+        groups, link = sites[site]
+        return round(busy[site], 3), link.gbit_s * groups.step_time
+
+    return min(range(len(sites)), key=key)
 
 
 def with_margin(link: Link) -> Link:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from lightning_sdiloco import Federation, StreamingDiLoCo
+from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import InlineBackground
+from lightning_sdiloco.engine import InlineBackground, Undecided
 from lightning_sdiloco.engine.site.world import FederatedWorld
 from lightning_sdiloco.federation import Record
 from lightning_sdiloco.hub import Connection, InProcessConnection, InProcessHub
@@ -60,6 +61,7 @@ class Site:
         inner: str = "adamw",
         connection: Any = None,
         late: Literal["drop", "carry"] = "carry",
+        joins: bool = True,
         **choices: Any,
     ) -> None:
         self.hub, self.index = hub, index
@@ -67,16 +69,24 @@ class Site:
         self.optimizer = inner_optimizer(inner, self.model)
         self.connection = connection or hub.connect(f"s{index}")
         self.step = 0
+        self.federation = here(self.connection, late)
         self.engine = StreamingDiLoCo(
             self.model,
             topology=replace(Topology(), background=InlineBackground.connect(1)[0]),
             inner_optimizers=[self.optimizer],
             layers_per_fragment=1,
-            federation=here(self.connection, late),
+            federation=self.federation if joins else Undecided(self.federation),
             **choices,
         )
+
+    @property
+    def world(self) -> FederatedWorld:
         assert isinstance(self.engine._world, FederatedWorld)
-        self.world = self.engine._world
+        return self.engine._world
+
+    def enter(self, **choices: Any) -> None:
+        """Enters the federation of a site that did not join."""
+        self.engine.enter(self.federation, Settings(**choices))
 
     def train(self) -> None:
         self.step += 1

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_sdiloco import DelayedNesterov, Federation, SimulatedGroups
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Int2, RandomK, Threshold
-from lightning_sdiloco.federation import Charter, Welcome
+from lightning_sdiloco.federation import Charter, Record, Welcome
 from lightning_sdiloco.hub import Called, Recorded, Told, Welcomed
 from tests.engine.ranked_sites import Rank, whole
 from tests.engine.ranked_sites import train as train_ranked
@@ -55,6 +55,47 @@ def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(choices: dic
     assert equal(sites[0].outer(), outer)
     assert agree(sites)
     assert equal(list(sites[0].model.parameters()), local)
+
+
+@pytest.mark.parametrize("alone", [0, 3, 6])
+def test_sites_that_train_their_first_steps_alone_have_the_bits_of_those_that_knew_their_settings(alone: int) -> None:
+    hub = VirtualHub(2)
+    placeholders = {"sync_every": 1000, "overlap_steps": 0, "compression": "fp4"}
+    sites = [Site(hub, index, joins=False, **placeholders) for index in range(2)]
+    train(sites, alone)
+    for site in sites:
+        site.enter(layers_per_fragment=1, compression="bf16", **CHOICES)
+    for site in (*sites, *sites):
+        site.world.hear()
+    knowing = founded(2, compression="bf16", **CHOICES)
+    train(knowing, alone)
+    for both in (sites, knowing):
+        train(both, 30 - alone)
+    weights, expected = ([weighed(own) for own in both[0].hub.records()] for both in (sites, knowing))
+    assert len(expected) > 10
+    assert weights == expected
+    for one, other in zip(sites, knowing, strict=True):
+        assert equal(one.held(), other.held())
+
+
+def weighed(record: Record) -> tuple[int, int, list[tuple[str, int]]]:
+    """What counts in a round, and how much."""
+    return record.fragment, record.round, [(own.site, own.weight) for own in record.counted]
+
+
+def test_what_a_site_trained_alone_on_other_parameters_than_the_founders_is_dropped() -> None:
+    hub = VirtualHub(2)
+    sites = [Site(hub, index, seed=index, joins=False, sync_every=1000) for index in range(2)]
+    train(sites, 5)
+    for site in sites:
+        site.enter(layers_per_fragment=1, **CHOICES)
+    for _ in range(4):
+        for site in sites:
+            site.world.hear()
+            site.world._look_after()
+    assert [site.world.follower.fragments[0].samples for site in sites] == [5, 0]
+    assert equal(sites[0].outer(), sites[1].outer())
+    assert equal(sites[1].outer()[:1], [sites[1].engine._rounds.fragments[0].layout.read()])
 
 
 def test_a_site_weighs_by_what_it_trained() -> None:

@@ -28,6 +28,7 @@ from lightning_sdiloco import (
 from tests.large.models import FEATURES, TARGETS, wide
 
 CHOICES: dict[str, Any] = {"sync_every": 20, "overlap_steps": 2, "layers_per_fragment": 2}
+AUTO: dict[str, Any] = {"sync_every": "auto", "overlap_steps": "auto", "fragments": "auto", "compression": "auto"}
 
 
 @dataclass(frozen=True)
@@ -111,11 +112,13 @@ class Notes(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         now = time.monotonic()
         engine = trainer.strategy.engine
-        follower = engine._world.follower
-        rounds = [own.applied.round for own in follower.fragments]
+        # A site that leaves its settings open has none in its first steps.
+        follower = getattr(engine._world, "follower", None)
+        rounds = [own.applied.round for own in follower.fragments] if follower else [0]
+        lag = follower.lag if follower else 0
         began, ended = engine.step_span
         took, stalled = now - self.began, ended - began
-        self.write(step=engine.inner_steps, took=took, stalled=stalled, at=now, rounds=rounds, lag=follower.lag)
+        self.write(step=engine.inner_steps, took=took, stalled=stalled, at=now, rounds=rounds, lag=lag)
         self.began = time.monotonic()
 
     def write(self, **what: object) -> None:
@@ -123,7 +126,14 @@ class Notes(Callback):
         self.file.flush()
 
 
-def train(place: Place, steps: int, seconds: float, sharded: bool = False, validates: int = 0) -> None:
+def train(
+    place: Place,
+    steps: int,
+    seconds: float,
+    sharded: bool = False,
+    validates: int = 0,
+    choices: dict[str, Any] = CHOICES,
+) -> None:
     """Trains a site until it has made so many inner steps, each of which takes some seconds at least.
 
     Args:
@@ -132,15 +142,16 @@ def train(place: Place, steps: int, seconds: float, sharded: bool = False, valid
         seconds: How long a step takes.
         sharded: Whether its ranks share one model.
         validates: After how many steps it validates, and saves the best model; 0: it saves every 25 steps.
+        choices: The settings.
     """
     place.settle()
     folder = place.folder / place.site
     last = folder / "last.ckpt"
     if sharded:
         sizes = {"data_parallel_size": place.ranks}
-        strategy = StreamingDiLoCoModelParallelStrategy(federation=place.federation, **sizes, **CHOICES)
+        strategy = StreamingDiLoCoModelParallelStrategy(federation=place.federation, **sizes, **choices)
     else:
-        strategy = StreamingDiLoCoStrategy(federation=place.federation, **CHOICES)
+        strategy = StreamingDiLoCoStrategy(federation=place.federation, **choices)
     saves: dict[str, Any] = {"monitor": "seen"} if validates else {"every_n_train_steps": 25, "save_top_k": 0}
     notes = Notes(place.folder / f"{place.name}.jsonl")
     trainer = pl.Trainer(
@@ -169,7 +180,8 @@ def train(place: Place, steps: int, seconds: float, sharded: bool = False, valid
         ended = {"ended": True, "terminated": True}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     outer = {} if "terminated" in ended else {name: float(v.sum()) for name, v in strategy.outer_state_dict().items()}
-    notes.write(**ended, report=strategy.report(), metrics=metrics, outer=outer)
+    settings = {name: str(getattr(strategy.engine.settings, name)) for name in AUTO}
+    notes.write(**ended, settings=settings, report=strategy.report(), metrics=metrics, outer=outer)
 
 
 class Jittery(Net):

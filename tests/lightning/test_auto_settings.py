@@ -50,7 +50,7 @@ def chosen_by_planner(trained: Trained) -> dict[str, Any]:
 def on_a_slow_link(monkeypatch: pytest.MonkeyPatch, step_time: float = 0.05) -> None:
     """The measured numbers, which would be others in every run: the forked ranks inherit it."""
     monkeypatch.setattr(auto_settings, "measure_link", lambda topology, timeout: SLOW)
-    monkeypatch.setattr(AutoSettings, "_step_time", lambda self: step_time)
+    monkeypatch.setattr(AutoSettings, "step_time", lambda self: step_time)
 
 
 # What is chosen
@@ -71,7 +71,7 @@ def test_a_slow_link_gets_another_choice_which_is_the_planners(monkeypatch: pyte
     on_a_slow_link(monkeypatch)
     fast = choice(tuple(AUTO), Settings(), mlp(), Topology.simulated(2)[0], Measured(0.05, Link(10.0)))
     slow = choice(tuple(AUTO), Settings(), mlp(), Topology.simulated(2)[0], Measured(0.05, SLOW))
-    own = auto_settings._candidates(tuple(AUTO), Settings())
+    own = auto_settings.candidates_among(tuple(AUTO), Settings())
     expected = recommend(Model.of_parameters(trainable(mlp())), Groups(0.05, memory_rate=1e10), SLOW, own).settings
     assert slow == {name: getattr(expected, name) for name in slow}
     assert slow != fast
@@ -239,7 +239,8 @@ def test_the_choice_is_announced_and_logged(caplog: pytest.LogCaptureFixture) ->
             written.append((metrics, step))
 
     with caplog.at_level(logging.WARNING):
-        auto_settings.tell(Settings(sync_every=50), 4, Measured(0.25, SLOW), [Logger()], 8)
+        auto = AutoSettings(measured=Measured(0.25, SLOW), why=str(Measured(0.25, SLOW)))
+        auto_settings.tell(Settings(sync_every=50), 4, auto, [Logger()], 8)
     assert "Chosen: sync_every=50, overlap_steps=5, fragments='strided'" in caplog.text
     assert "an inner step takes 0.25 s, the link carries 5e-06 Gbit/s with a round trip of 50 ms" in caplog.text
     (metrics, step) = written[0]

@@ -20,7 +20,7 @@ from lightning_sdiloco.hub import HubService
 from lightning_sdiloco.lightning import read_run
 from lightning_sdiloco.lightning.monitor.timeline import changes
 from tests.comm.mailbox.hubs import require_extra
-from tests.lightning.federated_site import Place, train, train_dropping, train_in_fabric
+from tests.lightning.federated_site import AUTO, Place, train, train_dropping, train_in_fabric
 
 SITES = ("a", "b", "c")
 STEP = 0.02
@@ -194,6 +194,35 @@ def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_what_all_have_tra
         assert federation.trained("a", fragment) == first["trained"] + second["trained"]
         assert federation.trained("b", fragment) == other["trained"]
     assert any(len(record.counted) == 2 for record in federation.records())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_what_sites_leave_open_is_chosen_at_the_founding_and_taken_by_who_returns_or_joins(
+    federation: Federation,
+) -> None:
+    last = federation.folder / "b" / "last.ckpt"
+    federation.start("a", 2 * STEPS, STEP, ranks=2, choices=AUTO)
+    federation.start("b", 2 * STEPS, STEP, choices=AUTO)
+    federation.until("both have landed a round", lambda: min(map(federation.round, "ab")) >= 1 and last.exists())
+    charter = federation.hub.coordinator.charter
+    # It returns with its checkpoint, which holds the numbers; then as one that never was there.
+    for begins_anew in (False, True):
+        killed = federation.processes.pop("b")
+        killed.kill()
+        killed.join()
+        if begins_anew:
+            shutil.rmtree(last.parent)
+        there = federation.round("b")
+        federation.start("b", 2 * STEPS, STEP, choices=AUTO)
+        federation.until("it follows", lambda there=there: federation.round("b") > there)  # type: ignore[misc]
+    federation.until_ended("a", "a1", "b")
+    assert federation.hub.coordinator.charter == charter
+    own, *others = (federation.notes(site)[-1]["settings"] for site in ("a", "a1", "b"))
+    assert others == [own, own]
+    assert all(charter.settings[name].strip("'") == value for name, value in own.items())
+    assert sum(len(record.counted) == 2 for record in federation.records()) > 3
 
 
 @pytest.mark.large

@@ -90,7 +90,6 @@ def test_sites_behind_a_nat_are_cut_off_and_return_by_themselves(tmp_path: Path)
         ({"exchange_backend": "nccl"}, "exchange_backend='nccl' does not go with a federation"),
         ({"evaluate": "mean"}, "evaluate='mean' does not go with a federation"),
         ({"on_resume": "restart"}, "on_resume='restart' does not go with a federation"),
-        ({"sync_every": "auto"}, "sync_every='auto' does not go with a federation"),
         ({"worker_groups": 2}, "worker_groups=2 does not go with a federation"),
     ],
 )

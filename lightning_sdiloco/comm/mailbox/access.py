@@ -16,6 +16,7 @@ MAY: Mapping[str, frozenset[str]] = {
     "status": EVERY_ROLE,
     "put": frozenset({"site", "hub"}),
     "get": frozenset({"site", "hub"}),
+    "settle": frozenset({"site"}),
     "hello": frozenset({"site"}),
     "contribute": frozenset({"site"}),
     "skip": frozenset({"site"}),

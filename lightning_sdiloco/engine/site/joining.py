@@ -8,6 +8,7 @@ from torch import nn
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.rounds import Means, Rounds
+from lightning_sdiloco.engine.site.alone import NOTHING, Trained
 from lightning_sdiloco.engine.site.arithmetic import SiteArithmetic
 from lightning_sdiloco.engine.site.charter import charter_of
 from lightning_sdiloco.engine.site.federation import Federation
@@ -17,7 +18,13 @@ from lightning_sdiloco.federation import Follower
 
 
 def join(
-    federation: Federation, model: nn.Module, rounds: Rounds, settings: Settings, topology: Topology, means: Means
+    federation: Federation,
+    model: nn.Module,
+    rounds: Rounds,
+    settings: Settings,
+    topology: Topology,
+    means: Means,
+    trained: Trained = NOTHING,
 ) -> FederatedWorld:
     """Joins a federation.
 
@@ -28,6 +35,7 @@ def join(
         settings: The settings.
         topology: The ranks of this site.
         means: What the engine has for all rounds.
+        trained: What this site has trained so far, alone.
 
     Raises:
         ValueError: If the run was founded on another charter, or the hub refuses this site.
@@ -51,6 +59,7 @@ def join(
         raise
     site, life, late = connection.site, connection.life, federation.landing_of_late
     follower = Follower(charter.terms, charter.key, site, life, federation.patience, late=late)
+    follower.trained(sum(topology.in_site.all_gather_object(trained.samples)), trained.steps)
     arithmetic = SiteArithmetic(rounds.fragments, topology, settings, rounds.schedule, means.kernels)
     return FederatedWorld(model, rounds, topology, means, connection, follower, arithmetic, federation.waits)
 

@@ -8,7 +8,7 @@ every rank has what it needs of its payloads.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.background import Pending
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
@@ -35,6 +35,27 @@ class Heard(NamedTuple):
 
 
 _ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
+
+
+def all_say(ranks: Communicator, ask: Callable[[], Any]) -> list[Any]:
+    """Returns what all ranks of a site say. An error of one is raised on all, of which none may wait for the others.
+
+    Args:
+        ranks: The ranks of the site.
+        ask: Returns what this one says.
+    """
+    own: Exception | None = None
+    try:
+        said = ask(), "", ""
+    except Exception as error:
+        own = error
+        kinds = [name for name, kind in _ERRORS.items() if isinstance(own, kind)]
+        said = None, kinds[0] if kinds else "RuntimeError", str(own)
+    every = ranks.all_gather_object(said)
+    for rank, (_, kind, text) in enumerate(every):
+        if kind:
+            raise own if own and rank == ranks.rank else _ERRORS.get(kind, RuntimeError)(text)
+    return [value for value, *_ in every]
 
 
 class SharedConnection:
@@ -72,19 +93,7 @@ class SharedConnection:
         self._together(connect_shards)
 
     def _of_all(self, ask: Callable[[], Any]) -> list[Any]:
-        """Returns what all ranks say. An error of one is raised on all, of which none may wait for the others."""
-        own: Exception | None = None
-        try:
-            said = ask(), "", ""
-        except Exception as error:
-            own = error
-            kinds = [name for name, kind in _ERRORS.items() if isinstance(own, kind)]
-            said = None, kinds[0] if kinds else "RuntimeError", str(own)
-        every = self._ranks.all_gather_object(said)
-        for rank, (_, kind, text) in enumerate(every):
-            if kind:
-                raise own if own and rank == self._ranks.rank else _ERRORS.get(kind, RuntimeError)(text)
-        return [value for value, *_ in every]
+        return all_say(self._ranks, ask)
 
     def _together(self, act: Callable[[], None]) -> None:
         try:
