@@ -155,7 +155,9 @@ class HubConnection:
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
         """See `Connection`."""
         self._outbox.put(own, dict(blobs))
-        self._in_background(lambda: self._send(own), self._senders)
+        # Before the hub has let this site in it refuses what it sends. Then all goes that is outstanding.
+        if self._let_in:
+            self._in_background(lambda: self._send(own), self._senders)
 
     def skip(self, call: Call) -> None:
         """See `Connection`."""

@@ -146,3 +146,33 @@ def test_a_payload_that_did_not_come_is_fetched_again_while_the_hub_is_there(wor
     assert failed
     assert second.rounds == first.rounds
     assert second.welcomes == 1
+
+
+def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = world.join("a"), world.join("b")
+    until(lambda: (heard(first), heard(second))[1])
+    launched: list[tuple[Any, Any]] = []
+    before = world.open[1]
+    before.contribute = lambda *own: launched.append(own)  # type: ignore[method-assign, assignment]
+    until(lambda: second.step() and launched)
+    before.close(1.0)
+    until(lambda: world.service.status()["sites"]["b"]["state"] == "gone")
+    coordinator, hellos = world.service.coordinator, list[str]()
+    hello = coordinator.hello
+    coordinator.hello = lambda said, brought: (hellos.append(said.site), hello(said, brought))[1]  # type: ignore[method-assign]
+    again = HubConnection(f"127.0.0.1:{world.service.port}", RUN, "b", keys=world.keys, beat=0.2, channels=2)
+    world.open.append(again)
+    second.connection, second.follower.life = again, again.life
+    again.agree(charter(TERMS))
+    for own in launched:
+        again.contribute(*own)
+    time.sleep(0.3)
+    again.hello(second.follower)
+    opened = coordinator.ledger.open
+    until(lambda: heard(second) and 0 in opened and "b" in opened[0].arrived)
+    time.sleep(0.3)
+    # It was not refused, and so said hello once, and has been told what it missed once.
+    assert "was not taken" not in caplog.text
+    assert hellos == ["b"]
