@@ -1,4 +1,4 @@
-"""A site's connection to a hub over gRPC: `Connection` says what it promises, and `HubMailbox` how bytes travel."""
+"""A site's connection to a hub, over whatever carries its messages: `Connection` says what it promises."""
 
 import logging
 import threading
@@ -28,6 +28,7 @@ from lightning_sdiloco.hub.inbox import Inbox
 from lightning_sdiloco.hub.outbox import Outbox
 from lightning_sdiloco.hub.records_to_fetch import RecordsToFetch
 from lightning_sdiloco.hub.shards import Wanted, all_payloads
+from lightning_sdiloco.hub.site_mailbox import SiteMailbox
 
 log = logging.getLogger(__name__)
 
@@ -39,41 +40,30 @@ _MEASURED_FOR = 2.0  # seconds in each direction, in which founders that begin s
 Answer = TypeVar("Answer")
 
 
-class HubConnection:
-    """A site's connection to a hub; see `Connection`. It has threads of its own.
+class MailboxConnection:
+    """A site's connection to its hub; see `Connection`. It has threads of its own.
 
     Args:
-        hub: Address and port of the hub; of several with commas between them, of which one is the active one.
+        mailbox: What carries its messages.
         run: The name of the run.
         site: The name of the site.
-        keys: Its bundle, or the folder of the authority.
-        insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
         patience: Seconds that `agree` waits for the hub.
         wanted: Returns which payloads of a contribution this rank needs.
-        channels: Connections over which a blob travels.
-        beat: Seconds between two signs of life.
-        max_blob: Bytes of the largest blob that it fetches.
-
-    Raises:
-        ValueError: If keys are missing, or of another run or name; or a package is.
+        longest_lease: Seconds after which a name that is in use is not that of a process that died.
     """
 
     def __init__(
         self,
-        hub: str,
+        mailbox: SiteMailbox,
         run: str,
         site: str,
-        keys: str | Path | None = None,
-        insecure: bool = False,
-        patience: float = 60.0,
-        wanted: Wanted = all_payloads,
-        channels: int = 8,
-        beat: float = 1.0,
-        max_blob: int = MAX_BLOB,
+        patience: float,
+        wanted: Wanted,
+        longest_lease: float,
     ) -> None:
-        self._mailbox = HubMailbox(hub, run, site, keys, insecure, channels=channels, beat=beat, max_blob=max_blob)
-        self.site, self.life = site, self._mailbox.life
-        self._run, self._patience, self._wanted = run, patience, wanted
+        self._mailbox = mailbox
+        self.site, self.life = site, mailbox.life
+        self._run, self._patience, self._wanted, self._longest_lease = run, patience, wanted, longest_lease
         self._about = {"site": site}
         self._inbox, self._outbox = Inbox(), Outbox()
         self._fetching, self._fetching_states = Fetching(self._get), Fetching(self._get)
@@ -126,7 +116,7 @@ class HubConnection:
             try:
                 return ask()
             except MailboxError as error:
-                if isinstance(error, Busy) and time.monotonic() > until - self._patience + _LONGEST_LEASE:
+                if isinstance(error, Busy) and time.monotonic() > until - self._patience + self._longest_lease:
                     raise Refused(str(error)) from error
                 if time.monotonic() > until:
                     raise ExchangeError(f"{self.site} has not reached its hub: {error}") from error
@@ -261,7 +251,7 @@ class HubConnection:
         try:
             for key, blob in blobs.items():
                 began = time.monotonic()
-                self._mailbox.send(blob, {**self._about, "kind": "payload"}, key=key)
+                self._mailbox.leave(blob, {**self._about, "kind": "payload"}, key=key)
                 if is_first:
                     self.sends_bytes_per_s = len(blob) / max(time.monotonic() - began, 1e-6)
             answer = self._call("contribute", body=own.to_bytes())
@@ -365,3 +355,39 @@ class HubConnection:
             if now > self._busy_since + self._lease + _AGAIN:
                 raise Refused(said.text)
         self._inbox.put(Lost(said.text))
+
+
+class HubConnection(MailboxConnection):
+    """A site's connection to a hub over gRPC; see `Connection`. It has threads of its own.
+
+    Args:
+        hub: Address and port of the hub; of several with commas between them, of which one is the active one.
+        run: The name of the run.
+        site: The name of the site.
+        keys: Its bundle, or the folder of the authority.
+        insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
+        patience: Seconds that `agree` waits for the hub.
+        wanted: Returns which payloads of a contribution this rank needs.
+        channels: Connections over which a blob travels.
+        beat: Seconds between two signs of life.
+        max_blob: Bytes of the largest blob that it fetches.
+
+    Raises:
+        ValueError: If keys are missing, or of another run or name; or a package is.
+    """
+
+    def __init__(
+        self,
+        hub: str,
+        run: str,
+        site: str,
+        keys: str | Path | None = None,
+        insecure: bool = False,
+        patience: float = 60.0,
+        wanted: Wanted = all_payloads,
+        channels: int = 8,
+        beat: float = 1.0,
+        max_blob: int = MAX_BLOB,
+    ) -> None:
+        mailbox = HubMailbox(hub, run, site, keys, insecure, channels=channels, beat=beat, max_blob=max_blob)
+        super().__init__(mailbox, run, site, patience, wanted, _LONGEST_LEASE)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 from lightning_sdiloco.comm import (
     MAX_BLOB,
@@ -25,7 +26,7 @@ from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, Measurement, StateHeader, words
 from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.events import parts_of, text_of
-from lightning_sdiloco.hub.history import History
+from lightning_sdiloco.hub.history import History, Store
 from lightning_sdiloco.hub.quorums import Quorums
 from lightning_sdiloco.hub.seat import Kept, checked_store, seat_at
 from lightning_sdiloco.hub.status import Status
@@ -38,6 +39,13 @@ MAX_CHARTER = 64 << 20
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 
 
+class Blobs(Store, Protocol):
+    """The store of a hub, where it may leave a blob itself."""
+
+    def put(self, blob: bytes) -> str:
+        """Stores a blob and returns its key."""
+
+
 class CoordinatorHandler:
     """Hands what arrives over gRPC to a coordinator; see `Handler`. Who may call what has been looked at before.
 
@@ -46,7 +54,7 @@ class CoordinatorHandler:
         store: Where blobs arrive.
     """
 
-    def __init__(self, coordinator: Callable[[], Coordinator], store: BlobStore) -> None:
+    def __init__(self, coordinator: Callable[[], Coordinator], store: Blobs) -> None:
         self._active, self._store = coordinator, store
 
     @property

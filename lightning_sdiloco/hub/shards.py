@@ -21,6 +21,7 @@ from lightning_sdiloco.federation import Contribution, Payload, Record
 from lightning_sdiloco.hub.fetching import Fetching, each_once
 from lightning_sdiloco.hub.history import Bytes
 from lightning_sdiloco.hub.outbox import Outbox
+from lightning_sdiloco.hub.site_mailbox import SiteMailbox
 
 log = logging.getLogger(__name__)
 
@@ -89,37 +90,18 @@ class Shards(Protocol):
         """Ends it."""
 
 
-class HubShards:
-    """Moves payloads to and from a hub over gRPC; see `Shards`. It has threads of its own.
+class MailboxShards:
+    """Moves payloads to and from a hub; see `Shards`. It has threads of its own.
 
     Args:
-        hub: Address and port of the hub.
-        run: The name of the run.
+        mailbox: What carries them.
         site: The name of the site.
-        life: The life that the first rank of the site has.
-        keys: The bundle of the site, or the folder of the authority.
-        insecure: Speak without TLS, instead of ``keys``.
         wanted: Returns which payloads of a contribution this rank fetches.
         patience: Seconds for which this rank goes on without the hub.
-        channels: Connections over which a payload travels.
-
-    Raises:
-        ValueError: If keys are missing, or of another run or name.
     """
 
-    def __init__(
-        self,
-        hub: str,
-        run: str,
-        site: str,
-        life: str,
-        keys: str | Path | None = None,
-        insecure: bool = False,
-        wanted: Wanted = all_payloads,
-        patience: float = 3600.0,
-        channels: int = 8,
-    ) -> None:
-        self._mailbox = HubMailbox(hub, run, site, keys, insecure, channels=channels, life=life)
+    def __init__(self, mailbox: SiteMailbox, site: str, wanted: Wanted, patience: float) -> None:
+        self._mailbox = mailbox
         self._site, self._wanted, self._patience = site, wanted, patience
         self._outbox, self._fetching = Outbox(), Fetching(self._get)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="hub-shards")
@@ -232,3 +214,37 @@ class HubShards:
             self._away_since = time.monotonic()
         log.info("%s: %s", self._site, error)
         self._closed.wait(_AGAIN)
+
+
+class HubShards(MailboxShards):
+    """Moves payloads to and from a hub over gRPC; see `Shards`.
+
+    Args:
+        hub: Address and port of the hub.
+        run: The name of the run.
+        site: The name of the site.
+        life: The life that the first rank of the site has.
+        keys: The bundle of the site, or the folder of the authority.
+        insecure: Speak without TLS, instead of ``keys``.
+        wanted: Returns which payloads of a contribution this rank fetches.
+        patience: Seconds for which this rank goes on without the hub.
+        channels: Connections over which a payload travels.
+
+    Raises:
+        ValueError: If keys are missing, or of another run or name.
+    """
+
+    def __init__(
+        self,
+        hub: str,
+        run: str,
+        site: str,
+        life: str,
+        keys: str | Path | None = None,
+        insecure: bool = False,
+        wanted: Wanted = all_payloads,
+        patience: float = 3600.0,
+        channels: int = 8,
+    ) -> None:
+        mailbox = HubMailbox(hub, run, site, keys, insecure, channels=channels, life=life)
+        super().__init__(mailbox, site, wanted, patience)

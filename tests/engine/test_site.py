@@ -1,6 +1,7 @@
 """An engine as a site of a federation: with the right answers of the fixed world, and through deaths and returns."""
 
 import copy
+import re
 from functools import partial
 from typing import Any
 
@@ -487,3 +488,18 @@ def test_what_a_federation_cannot_do_is_refused_by_name(choice: dict[str, Any], 
 def test_a_federation_refuses_what_is_out_of_range() -> None:
     with pytest.raises(ValueError, match=r"lease=0 is out of range: it must be above 0"):
         Federation("hub:1", "run", "a", lease=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"hub": "/mnt/run"}, "hub='/mnt/run' is a folder, and nobody says how many sites found the run"),
+        ({"hub": "s3://bucket/run", "sites": 0}, "sites=0 is out of range"),
+        ({"hub": "s3://bucket/run", "sites": 2, "keys": "keys"}, "keys='keys' does not go with hub='s3://bucket/run'"),
+        ({"hub": "/mnt/run", "sites": 2, "insecure": True}, "insecure=True does not go with hub='/mnt/run'"),
+        ({"hub": "hub:1", "sites": 2, "insecure": True}, "sites=2 does not go with hub='hub:1'"),
+    ],
+)
+def test_what_does_not_go_with_a_folder_or_only_with_one_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Federation(**given, run="run", site="a")

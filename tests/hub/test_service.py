@@ -230,9 +230,9 @@ def test_a_name_in_use_is_refused_and_the_one_who_has_it_goes_on(world: World, m
     world.start(sites=1)
     world.join("a")
     world.run(world.rounds(1))
-    second = world.connect("a")
     # It waits for as long as a process that died could be in its way.
     monkeypatch.setattr("lightning_sdiloco.hub.remote._LONGEST_LEASE", 0.5)
+    second = world.connect("a")
     with pytest.raises(Refused, match="in use by a living process"):
         second.agree(charter())
     second.hello(Follower(TERMS, charter().key, "a", second.life))

@@ -43,6 +43,7 @@ class Place:
     rank: int = 0
     ranks: int = 1
     late: Literal["carry", "drop"] = "drop"
+    sites: int | None = None
 
     @property
     def name(self) -> str:
@@ -50,7 +51,10 @@ class Place:
 
     @cached_property
     def federation(self) -> Federation:
-        return Federation(hub=self.hub, run="run", site=self.site, keys=self.keys, lease=2.0, late=self.late)
+        keys = None if self.sites else self.keys
+        return Federation(
+            hub=self.hub, run="run", site=self.site, keys=keys, lease=2.0, late=self.late, sites=self.sites
+        )
 
     def settle(self) -> None:
         """Prepares this process."""

@@ -25,6 +25,10 @@ from lightning_sdiloco.comm.mailbox.blobs import BlobStore
 from lightning_sdiloco.comm.mailbox.channels import Event, record_event, record_of
 from lightning_sdiloco.comm.mailbox.etcd_ledger import EtcdLedger, EtcdSeat
 from lightning_sdiloco.comm.mailbox.folder import FolderMailbox
+from lightning_sdiloco.comm.mailbox.folder_client import FolderHubMailbox
+from lightning_sdiloco.comm.mailbox.folder_hub import FolderHub
+from lightning_sdiloco.comm.mailbox.folder_ledger import FolderLedger, FolderSeat
+from lightning_sdiloco.comm.mailbox.folder_log import read_log
 from lightning_sdiloco.comm.mailbox.frames import Header
 from lightning_sdiloco.comm.mailbox.hub_client import HubMailbox
 from lightning_sdiloco.comm.mailbox.hub_server import Handler, Hub, Push
@@ -32,6 +36,15 @@ from lightning_sdiloco.comm.mailbox.in_process import InProcessMailbox
 from lightning_sdiloco.comm.mailbox.keys import ROLES, Role, add_keys, identity_of, init_keys, revoke_keys, valid_until
 from lightning_sdiloco.comm.mailbox.ledger import LedgerError, SQLiteLedger
 from lightning_sdiloco.comm.mailbox.ledger_handler import LedgerHandler
+from lightning_sdiloco.comm.mailbox.pulse import Pulses
+from lightning_sdiloco.comm.mailbox.shared_files import (
+    SharedBlobs,
+    SharedFiles,
+    Sweeper,
+    is_bucket,
+    is_folder,
+    shared_files,
+)
 from lightning_sdiloco.errors import Malformed, Refused
 
 __all__ = [
@@ -47,7 +60,11 @@ __all__ = [
     "EtcdLedger",
     "EtcdSeat",
     "Event",
+    "FolderHub",
+    "FolderHubMailbox",
+    "FolderLedger",
     "FolderMailbox",
+    "FolderSeat",
     "Handler",
     "Header",
     "Hub",
@@ -63,16 +80,24 @@ __all__ = [
     "NoSpace",
     "NotActive",
     "Peer",
+    "Pulses",
     "Push",
     "Refused",
     "Role",
     "SQLiteLedger",
+    "SharedBlobs",
+    "SharedFiles",
+    "Sweeper",
     "add_keys",
     "identity_of",
     "init_keys",
+    "is_bucket",
+    "is_folder",
     "key_of",
+    "read_log",
     "record_event",
     "record_of",
     "revoke_keys",
+    "shared_files",
     "valid_until",
 ]

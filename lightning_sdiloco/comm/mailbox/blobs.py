@@ -33,15 +33,16 @@ class BlobStore:
 
     Args:
         url: The folder, or a URL such as ``s3://bucket/run``.
-        max_blob: Bytes of the largest blob that it takes.
+        max_blob: Bytes of the largest blob that it takes, and reads.
+        files: The files there, if they have been opened already.
 
     Raises:
         ValueError: If it cannot be opened.
     """
 
-    def __init__(self, url: str | Path, max_blob: int = MAX_BLOB) -> None:
+    def __init__(self, url: str | Path, max_blob: int = MAX_BLOB, files: Files | None = None) -> None:
         self.url, self.max_blob = str(url), max_blob
-        self._files: Files = files_at(self.url)
+        self._files: Files = files or files_at(self.url)
         self._stored: dict[str, float] = {}  # when this process stored a blob, on the clock of time.monotonic()
 
     def put(self, blob: Bytes) -> str:
@@ -66,7 +67,8 @@ class BlobStore:
 
     def get(self, key: str) -> bytes:
         """Returns a blob, verified, as `Mailbox.get` does."""
-        return checked_blob(key, self.read(key, 0, self.size(key)), f"the store {self.url}")
+        size = checked_size(self.size(key), self.max_blob, "blob")
+        return checked_blob(key, self.read(key, 0, size), f"the store {self.url}")
 
     def size(self, key: str) -> int:
         """Returns the size of a blob.

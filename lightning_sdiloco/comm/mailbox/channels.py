@@ -106,7 +106,9 @@ CODES: Mapping[type[Exception], str] = {
 }
 """The status code of each error, and with it the error on the other side."""
 
-_ERRORS: Mapping[str, Any] = {code: error for error, code in CODES.items()}
+ERRORS: Mapping[str, Any] = {code: error for error, code in CODES.items()}
+"""The error of each status code."""
+
 _AWAY = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"}
 
 
@@ -127,4 +129,4 @@ def error_of(error: Any, hub: str) -> Failure:
         if "andshake" in details or "erification" in details or "SSL" in details:
             details += " (does the hub have keys of the same authority and run, and is TLS on at both ends?)"
         return HubUnreachable(f"hub {hub} does not answer: {code.lower()}, {details[:400]}")
-    return _ERRORS.get(code, MailboxError)(f"hub {hub}: {details[:1000]}")
+    return ERRORS.get(code, MailboxError)(f"hub {hub}: {details[:1000]}")

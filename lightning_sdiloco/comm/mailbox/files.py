@@ -165,6 +165,13 @@ class LocalFiles:
             raise Missing(f"{self._folder / name} is not there.") from None
 
 
+def _is_there_already(error: OSError) -> bool:
+    """Tells whether a service has refused to write an object because there is one: s3fs says so in the cause only."""
+    answer = getattr(error.__cause__, "response", None)
+    code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
+    return isinstance(error, FileExistsError) or code in ("PreconditionFailed", "412")
+
+
 class RemoteFiles:
     """Objects behind fsspec, of a kind that appear whole, such as those of S3.
 
@@ -208,7 +215,9 @@ class RemoteFiles:
         """See `Files`."""
         try:
             self._filesystem.pipe_file(self._path(name), bytes(data), mode="create")
-        except FileExistsError:
+        except OSError as error:
+            if not _is_there_already(error):
+                raise
             return False
         return True
 

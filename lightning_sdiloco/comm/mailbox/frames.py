@@ -50,15 +50,23 @@ def unpack(message: bytes) -> tuple[Header, bytes]:
     end = _LENGTH.size + length
     if length > MAX_HEADER or end > len(message):
         raise Malformed(f"a header of {length:,} bytes does not fit.")
+    header = strict_json(message[_LENGTH.size : end])
+    return header, message[end:]
+
+
+def strict_json(text: bytes) -> Header:
+    """Reads a JSON object in which no name comes twice, and every number is one.
+
+    Raises:
+        Malformed: If it is something else.
+    """
     try:
-        header = json.loads(
-            message[_LENGTH.size : end].decode(), parse_constant=_no_constant, object_pairs_hook=_without_duplicates
-        )
+        header = json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise Malformed("the header of a message is no strict JSON.") from error
     if not isinstance(header, dict):
         raise Malformed("the header of a message is no JSON object.")
-    return header, message[end:]
+    return header
 
 
 def pack_chunk(index: int, data: Bytes) -> bytes:

@@ -123,6 +123,10 @@ class HubMailbox:
         header = self._header(about) | {"key": key or key_of(view), "size": len(view)}
         return self._from_any(lambda: upload(self._link, header, view, timeout))
 
+    def leave(self, blob: Bytes, about: Header | None = None, *, key: str | None = None) -> None:
+        """Leaves a blob ahead of a call that names it, as `send` does."""
+        self.send(blob, about, key=key)
+
     def get(self, key: str, timeout: float | None = None) -> bytearray:
         """See `Mailbox.get`; ``timeout`` is as in `send`."""
         checked_key(key)

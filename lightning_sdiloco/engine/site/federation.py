@@ -1,4 +1,4 @@
-"""What a user says of a federation: where its hub is, and the terms on which it is founded."""
+"""What a user says of a federation: where its hub is, or the folder in place of one, and the terms of its founding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,8 +6,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_sdiloco.algorithm import LandingRule, Settings, TwoShot
+from lightning_sdiloco.comm import is_folder
 from lightning_sdiloco.federation import LONGEST_GRACE, NAME, ChosenQuorum, Landing, Quorum, chosen
-from lightning_sdiloco.hub import Connection, HubConnection, HubShards, Shards, payloads_of
+from lightning_sdiloco.hub import (
+    Connection,
+    FolderConnection,
+    HubConnection,
+    HubShards,
+    MailboxShards,
+    Shards,
+    Wanted,
+    folder_shards,
+    payloads_of,
+)
 
 _CHANNELS = 8
 """Connections of a site over which payloads travel; its ranks share them."""
@@ -18,7 +29,8 @@ class Federation:
     """The federation in which this site trains: jobs that are launched on their own, and joined through a hub.
 
     Args:
-        hub: Address and port of the hub; of two hubs with a comma between them, "a:29400,b:29400".
+        hub: Address and port of the hub; of two hubs with a comma between them, "a:29400,b:29400". Or, without a hub,
+            the folder or bucket in which sites meet: "/mnt/shared/run", "s3://bucket/run".
         run: The run.
         site: The name of this site.
         keys: Its bundle of keys, or the folder of ``sdiloco keys init``.
@@ -33,6 +45,7 @@ class Federation:
             ``"carry"``: it stays in the local parameters, and counts in a later round. Each site chooses for itself.
         patience: Seconds for which the site trains without the hub before it gives up.
         rounds: The rounds of every fragment after which the run ends; None: it ends when its sites do.
+        sites: How many sites found the run, where they meet in a folder or bucket; of a hub its operator says it.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -55,6 +68,7 @@ class Federation:
     late: Literal["drop", "carry"] = "drop"
     patience: float = 3600.0
     rounds: int | None = None
+    sites: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("run", "site"):
@@ -74,6 +88,30 @@ class Federation:
         self._require("late", self.late in ("drop", "carry"), "'drop' or 'carry'", "'drop' is the default")
         self._require("patience", self.patience >= 0, "at least 0", "3600.0 is the default")
         self._require("rounds", self.rounds is None or self.rounds >= 1, "at least 1, or None", "None is the default")
+        self._require("sites", self.sites is None or self.sites >= 1, "at least 1, or None", "None is the default")
+        self._check_place()
+
+    def _check_place(self) -> None:
+        """Refuses what does not go with where sites meet."""
+        if not is_folder(self.hub):
+            if self.sites is not None:
+                raise ValueError(
+                    f"sites={self.sites} does not go with hub={self.hub!r}: the hub says how many sites found the run"
+                    " (sdiloco hub --sites). Leave it out."
+                )
+            return
+        if self.sites is None:
+            raise ValueError(
+                f"hub={self.hub!r} is a folder, and nobody says how many sites found the run: there is no hub to do so."
+                " Give sites, the same at all of them."
+            )
+        for name, is_given in (("keys", self.keys is not None), ("insecure", self.insecure)):
+            if is_given:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} does not go with hub={self.hub!r}: a folder has neither TLS nor"
+                    f" certificates, and who can write there can be any site. Leave {name} out, and give the folder the"
+                    " permissions that you want; or start a hub (sdiloco hub)."
+                )
 
     def _require(self, name: str, holds: bool, rule: str, advice: str) -> None:
         if not holds:
@@ -103,6 +141,17 @@ class Federation:
 
     def connect(self, ranks: int = 1) -> Connection:
         """Connects the first rank of a site of so many ranks to the hub."""
+        if self.sites is not None:
+            quorum = self.quorum_of_terms
+            return FolderConnection(
+                self.hub,
+                self.run,
+                self.site,
+                self.sites,
+                self.lease,
+                None if isinstance(quorum, int) else quorum.class_path,
+                wanted=payloads_of(0, ranks),
+            )
         return HubConnection(
             self.hub,
             self.run,
@@ -124,23 +173,20 @@ class Federation:
         Raises:
             ExchangeError: If this rank cannot reach the hub.
         """
-        shards = HubShards(
-            self.hub,
-            self.run,
-            self.site,
-            life,
-            self.keys,
-            self.insecure,
-            wanted=payloads_of(rank, ranks),
-            patience=self.patience,
-            channels=max(1, _CHANNELS // ranks),
-        )
+        shards = self._shards(payloads_of(rank, ranks), ranks, life)
         try:
             shards.reach()
         except Exception:
             shards.close()
             raise
         return shards
+
+    def _shards(self, wanted: Wanted, ranks: int, life: str) -> MailboxShards:
+        if self.sites is not None:
+            return folder_shards(self.hub, self.run, self.site, life, self.lease, wanted, self.patience)
+        channels = max(1, _CHANNELS // ranks)
+        own = self.hub, self.run, self.site, life, self.keys, self.insecure
+        return HubShards(*own, wanted=wanted, patience=self.patience, channels=channels)
 
     def check(self, settings: Settings) -> None:
         """Refuses settings of a training that a federation cannot have.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lightning_sdiloco.comm import HubMailbox, HubUnreachable, MailboxError, identity_of, valid_until
+from lightning_sdiloco.comm import HubMailbox, HubUnreachable, MailboxError, identity_of, is_folder, valid_until
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import ChosenQuorum
 from lightning_sdiloco.launch import reason, try_to_connect
@@ -30,6 +30,11 @@ def examine(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[st
     Raises:
         ValueError: If the hub is no address, or there are neither keys nor ``--insecure``.
     """
+    if is_folder(str(options.hub)):
+        raise ValueError(
+            f"--hub {options.hub} is a folder, and the doctor looks at a hub. A site tries its folder when it starts;"
+            " sdiloco status says who is there."
+        )
     host, port = _address(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError("Give the keys of a site, or of anybody else of the run: --keys FILE; or --insecure.")

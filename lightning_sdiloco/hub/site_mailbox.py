@@ -1,0 +1,35 @@
+"""What carries the messages of a site to its hub and back: gRPC, or files in a folder."""
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from lightning_sdiloco.comm import Event, Header
+from lightning_sdiloco.hub.history import Bytes
+
+
+class SiteMailbox(Protocol):
+    """What carries the messages of a site to its hub and back, such as `HubMailbox`, and `FolderHubMailbox`.
+
+    Attributes:
+        life: The life of the site.
+    """
+
+    life: str
+
+    def send(self, blob: Bytes, about: Header | None = None, *, key: str | None = None) -> Header:
+        """Leaves a blob, and returns the hub's answer."""
+
+    def leave(self, blob: Bytes, about: Header | None = None, *, key: str | None = None) -> None:
+        """Leaves a blob ahead of a call that names it."""
+
+    def get(self, key: str) -> Bytes:
+        """Returns a blob, verified."""
+
+    def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]:
+        """Asks the hub something."""
+
+    def events(self, hello: Callable[[], Header], beat: Callable[[], Header]) -> Iterator[Event]:
+        """Yields what the hub tells, for as long as the mailbox is not closed; see `HubMailbox.events`."""
+
+    def close(self) -> None:
+        """Ends it."""

@@ -1,0 +1,125 @@
+"""Sites as real processes with the Trainer that meet in a folder: the one that keeps the run is killed."""
+
+import json
+import multiprocessing
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_sdiloco.comm import shared_files
+from lightning_sdiloco.comm.mailbox.pulse import Pulse, PulseWatch
+from lightning_sdiloco.federation import Record
+from tests.hub.folders import all_records
+from tests.lightning.federated_site import Place, train
+
+SITES = ("a", "b", "c")
+STEP = 0.02
+STEPS = 400
+
+
+class Sites:
+    """Processes of sites, and what they have written down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.meeting = folder, folder / "meeting"
+        self.processes: dict[str, Any] = {}
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["tests.lightning.federated_site"])
+
+    def start(self, site: str, ranks: int = 1, steps: int = STEPS, of: int = len(SITES)) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            port = listening.getsockname()[1]
+        for rank in range(ranks):
+            place = Place(site, self.meeting.as_uri(), self.folder, self.folder, port, rank, ranks, "drop", of)
+            self.processes[place.name] = self.context.Process(target=train, args=(place, steps, STEP))
+            self.processes[place.name].start()
+
+    def notes(self, site: str) -> list[dict[str, Any]]:
+        path = self.folder / f"{site}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def round(self, site: str) -> int:
+        stepped = [note for note in self.notes(site) if "rounds" in note]
+        return min(stepped[-1]["rounds"]) if stepped else 0
+
+    def keeper(self) -> Pulse:
+        pulse = PulseWatch(shared_files(str(self.meeting)), time.monotonic).look()
+        assert pulse is not None
+        return pulse
+
+    def records(self) -> list[Record]:
+        return [Record.from_bytes(text) for text in all_records(shared_files(str(self.meeting)))]
+
+    def until(self, what: str, holds: Callable[[], bool], timeout: float = 240.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not holds():
+            dead = [site for site, process in self.processes.items() if process.exitcode]
+            told = {site: (self.folder / f"{site}.log").read_text()[-3000:] for site in dead}
+            assert not dead, f"{what}: {told}"
+            assert time.monotonic() < deadline, what
+            time.sleep(0.05)
+
+    def has_ended(self, site: str) -> bool:
+        return bool(notes := self.notes(site)) and "ended" in notes[-1]
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def sites(tmp_path: Path) -> Iterator[Sites]:
+    made = Sites(tmp_path)
+    made.meeting.mkdir()
+    yield made
+    made.close()
+
+
+@pytest.mark.timeout(500)
+def test_the_keeper_is_killed_the_others_go_on_at_their_pace_and_it_returns(sites: Sites) -> None:
+    for site in SITES:
+        sites.start(site)
+    sites.until("all have landed two rounds", lambda: min(map(sites.round, SITES)) >= 2)
+    first = sites.keeper()
+    known = sites.records()
+    sites.processes.pop(first.name).kill()
+    killed = time.monotonic()
+    others = [site for site in SITES if site != first.name]
+    there = sites.round(others[0])
+    sites.until("the others have landed three more", lambda: min(map(sites.round, others)) >= there + 3)
+    second = sites.keeper()
+    assert second.turn > first.turn
+    assert second.name in others
+    sites.start(first.name)
+    sites.until("all have ended", lambda: all(map(sites.has_ended, SITES)))
+    for site in others:
+        stepped = [note for note in sites.notes(site) if "took" in note]
+        after = [note["stalled"] for note in stepped if killed < note["at"] < killed + 10]
+        one_step = statistics.median(note["took"] for note in stepped)
+        assert max(after) < 0.25 + one_step, (sorted(after)[-5:], one_step)
+    records = sites.records()
+    assert records[: len(known)] == known
+    # It counts again after its return, and nothing of it twice.
+    own = [one for record in records if (one := record.of(first.name))]
+    assert len({one.life for one in own}) == 2
+    assert len({(one.life, one.fragment, one.round) for one in own}) == len(own)
+    # All have ended with the same outer parameters, as far as they have the same rounds.
+    ends = {tuple(own["rounds"]): sites.notes(site)[-1]["outer"] for site in SITES for own in [sites.notes(site)[-2]]}
+    assert all(ends.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_site_of_two_ranks_meets_one_of_one_rank_in_a_folder(sites: Sites) -> None:
+    sites.start("a", ranks=2, steps=120, of=2)
+    sites.start("b", steps=120, of=2)
+    sites.until("all have ended", lambda: all(map(sites.has_ended, ("a", "a1", "b"))))
+    assert any(len(record.counted) == 2 for record in sites.records())
+    reports = [sites.notes(site)[-1]["report"] for site in ("a", "a1")]
+    assert reports[0]["bytes_sent"] == pytest.approx(reports[1]["bytes_sent"], rel=0.02)
