@@ -106,6 +106,11 @@ class Options:
                 " group. Leave it out, and start the others as sites of their own."
             )
         federation.check(self.settings)
+        if self.auto.names and federation.sites is not None:
+            raise ValueError(
+                f"{self.auto.names[0]}='auto' does not go with hub={federation.hub!r}: in a folder nobody measures what"
+                " the way to the others carries. Give a number, the same at all sites, or start a hub."
+            )
         for name, is_refused, instead in (
             ("exchange_backend", self.exchange_backend == "nccl", "a site reaches its hub over gRPC: leave it out"),
             ("on_resume", self.on_resume == "restart", "a site takes up its own checkpoint, or a state: leave it out"),

@@ -98,6 +98,12 @@ def test_a_strategy_refuses_by_name_what_a_federation_cannot_do(choice: dict[str
         StreamingDiLoCoStrategy(federation=lightning_sdiloco.Federation("hub:1", "run", "a", keys="keys"), **choice)
 
 
+def test_a_folder_measures_nothing_so_settings_must_be_given(tmp_path: Path) -> None:
+    federation = lightning_sdiloco.Federation(str(tmp_path), "run", "a", sites=2)
+    with pytest.raises(ValueError, match=r"sync_every='auto' does not go with hub=.* Give a number"):
+        StreamingDiLoCoStrategy(federation=federation, sync_every="auto")
+
+
 @pytest.mark.parametrize(
     ("quorum", "made"),
     [
