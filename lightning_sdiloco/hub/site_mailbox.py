@@ -31,5 +31,11 @@ class SiteMailbox(Protocol):
     def events(self, hello: Callable[[], Header], beat: Callable[[], Header]) -> Iterator[Event]:
         """Yields what the hub tells, for as long as the mailbox is not closed; see `HubMailbox.events`."""
 
+    def round_trip(self) -> float:
+        """Returns how many seconds a small call takes. `Refused` where nobody measures it."""
+
+    def bandwidth(self, up: bool, seconds: float) -> float:
+        """Returns the bits per second that get through to the hub, or from it. `Refused` where nobody measures it."""
+
     def close(self) -> None:
         """Ends it."""

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 _PAUSE = 0.2  # seconds before another hello
 _IDLE = 0.5  # seconds after which one who only asks now and then begins anew
 
+_UNMEASURED = "In a folder nobody measures what the way to the others carries."
+
 
 class FolderHubMailbox:
     """Speaks with the site that keeps a run in a folder, and moves blobs to and from the folder.
@@ -307,6 +309,14 @@ class FolderHubMailbox:
         for answer in list(self._answers.values()):
             with contextlib.suppress(InvalidStateError):
                 answer.set_exception(error)
+
+    def round_trip(self) -> float:
+        """Refuses: in a folder nobody measures the way to the others."""
+        raise Refused(_UNMEASURED)
+
+    def bandwidth(self, up: bool, seconds: float) -> float:
+        """Refuses: in a folder nobody measures the way to the others."""
+        raise Refused(_UNMEASURED)
 
     def close(self) -> None:
         """Says that nobody is to be heard here any more."""
