@@ -168,9 +168,11 @@ def draw(rows: Sequence[Compared], options: argparse.Namespace) -> None:
         bytes_axes.barh(-position, 100 * one.bytes_sent, height=0.6, color=BLUE)
     axes.axvline(0, color=GREY, linewidth=1)
     axes.set_yticks([-position for position in range(len(drawn))], [one.name for one in drawn], fontsize=8)
-    axes.set_xlabel("loss above that of the defaults, %, with its 95 % interval")
+    axes.set_xlabel("loss minus that of the defaults, %")
     bytes_axes.set_yticks([])
-    bytes_axes.set_xlabel("bytes sent, in % of the defaults'")
+    bytes_axes.set_xlabel("bytes, % of the defaults'")
+    for one in (axes, bytes_axes):
+        one.set_ylim(0.6 - len(drawn), 0.6)
     save(picture, options.picture)
 
 
