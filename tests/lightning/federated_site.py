@@ -185,7 +185,9 @@ def train(
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     outer = {} if "terminated" in ended else {name: float(v.sum()) for name, v in strategy.outer_state_dict().items()}
     settings = {name: str(getattr(strategy.engine.settings, name)) for name in AUTO}
-    notes.write(**ended, settings=settings, report=strategy.report(), metrics=metrics, outer=outer)
+    applied = [list(own.applied) for own in strategy.engine._world.follower.fragments]
+    about = {"settings": settings, "report": strategy.report(), "metrics": metrics}
+    notes.write(**ended, **about, outer=outer, applied=applied)
 
 
 class Jittery(Net):
