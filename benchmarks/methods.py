@@ -27,7 +27,7 @@ from benchmarks.picture import BLUE, GREY, RED, figure, save
 from benchmarks.quality import HELD_OUT, MUON_RATES, pair
 from benchmarks.runs import Runs
 from benchmarks.training import NamedTraining, Run
-from lightning_sdiloco import ByMedian, ByNorm, Carry, DelayedNesterov, Selective, ZScore
+from lightning_sdiloco import ByMedian, ByNorm, Carry, DelayedNesterov, Eager, Selective, ZScore
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold, TopK
 from lightning_sdiloco.tools.simulate.seeds import half_width
@@ -38,6 +38,9 @@ METHODS: Mapping[str, Callable[[], dict[str, Any]]] = {
     DEFAULTS: dict,
     "Selective(0.3, most=4)": lambda: {"schedule": Selective(0.3, 4)},
     "Carry": lambda: {"mixing": Carry()},
+    "defaults, tau=19": lambda: {"overlap_steps": 19},
+    "Carry, tau=19": lambda: {"overlap_steps": 19, "mixing": Carry()},
+    "Eager, tau=19": lambda: {"overlap_steps": 19, "mixing": Eager()},
     "ByNorm(1.0)": lambda: {"weighing": ByNorm(1.0)},
     "ZScore(warmup=20)": lambda: {"weighing": ZScore(warmup=20)},
     "ByMedian": lambda: {"weighing": ByMedian()},
@@ -68,11 +71,11 @@ class MethodTraining(NamedTraining):
 def training(method: str, groups: int, seed: int) -> MethodTraining:
     """Makes a training with the rates and the settings of the verdict of `benchmarks.quality`."""
     given = METHODS[method]()
-    settings = Settings(sync_every=SYNC_EVERY, overlap_steps=OVERLAP_STEPS, **given).chosen_for(groups)
+    settings = Settings(**{"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, **given}).chosen_for(groups)
     numbers = {name: value for name, value in settings.numbers.items() if name not in given}
     inner, rates = ("muon", MUON_RATES) if method == "Muon" else ("adamw", None)
     like, _ = pair(SIZE, groups, seed, rates, inner)
-    choices = {"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, **numbers}
+    choices = {"sync_every": SYNC_EVERY, "overlap_steps": settings.overlap_steps, **numbers}
     return MethodTraining(**{**vars(like), "choices": choices, "method": method})
 
 

@@ -7,7 +7,7 @@ from lightning_sdiloco.algorithm.aggregation import Count, Weighing
 from lightning_sdiloco.algorithm.control import Control
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.parts import TwoShot
-from lightning_sdiloco.algorithm.policies.landing import Carry, LandingRule, Mix
+from lightning_sdiloco.algorithm.policies.landing import Carry, Eager, LandingRule, Mix
 from lightning_sdiloco.algorithm.policies.pace import Heard, Pace, Selective
 from lightning_sdiloco.algorithm.policies.route import FastestPairs, RandomPairs, Ring, Route
 from lightning_sdiloco.algorithm.policies.weighing import ByMedian, ByNorm, ZScore
@@ -39,6 +39,7 @@ __all__ = [
     "Count",
     "DelayedNesterov",
     "DynamicBackup",
+    "Eager",
     "ExchangeError",
     "FastestPairs",
     "Federation",

@@ -11,7 +11,7 @@ from lightning_sdiloco.algorithm.dropping import Drop, best_drop
 from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
 from lightning_sdiloco.algorithm.parts import TwoShot, least_seconds
-from lightning_sdiloco.algorithm.policies.landing import Carry, LandingRule, Mix, mix
+from lightning_sdiloco.algorithm.policies.landing import Carry, Eager, LandingRule, Mix, mix
 from lightning_sdiloco.algorithm.policies.pace import Every, Heard, Pace, Selective
 from lightning_sdiloco.algorithm.policies.route import Everyone, FastestPairs, Leg, RandomPairs, Ring, Route, check_legs
 from lightning_sdiloco.algorithm.policies.weighing import ByMedian, ByNorm, ZScore
@@ -40,6 +40,7 @@ __all__ = [
     "Count",
     "DEFAULT_TIMEOUT",
     "Drop",
+    "Eager",
     "Every",
     "Everyone",
     "FastestPairs",

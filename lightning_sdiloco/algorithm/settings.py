@@ -224,6 +224,12 @@ class Settings:
                 f"exchange={self.exchange!r} does not go with route={self.route!r}: in a leg each group sends its"
                 " partners whole fragments, once. Leave exchange out."
             )
+        if isinstance(self.mixing, LandingRule) and self.mixing.ahead(2):
+            raise ValueError(
+                f"mixing={self.mixing!r} does not go with route={self.route!r}: inner steps begin from the outer"
+                " parameters that all groups share plus a part of the own group, and on this route none are shared."
+                " Leave mixing out, or route."
+            )
         check_compression(self.compression)
 
     @property

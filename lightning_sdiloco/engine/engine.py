@@ -71,7 +71,7 @@ class StreamingDiLoCo:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), or ``"auto"``; or a
-            `LandingRule`, such as `Carry`.
+            `LandingRule`, such as `Carry` and `Eager`.
         fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns of names.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
@@ -534,6 +534,7 @@ class StreamingDiLoCo:
             )
         fragments = cut_again(self._model, before, self.settings, self.topology)
         landed = self._counted(self._world.land_all(self._counts.inner_steps))
+        self._rounds.rejoin()
         outer = named_outer(before, self.topology.in_group)
         take_over(self._model, before, outer, self.topology)
         self._divide(fragments)

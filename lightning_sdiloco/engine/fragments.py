@@ -25,6 +25,9 @@ anchor             (length,)    storage     On a route that does not share (see 
                                             with which the rounds began, bitwise equal in all groups. There
                                             ``outer.values`` are each group's own.
 twin               (length,)    storage     The second vector of a route's momentum; None while it is ``outer.values``.
+ahead              (length,)    device      Where a landing rule makes own steps (see [Note: ahead of the mean]): the
+                                            values from which the inner steps of this group began, and the state of
+                                            its own steps; None while it began from ``outer.values``.
 prefetched         (length,)    device      ``outer.values`` on their way to the device, for the next launch.
 gathered           (held,)      device      Outer parameters after the outer step, as far as this rank holds the
                                             fragment: the shards of its group. Made by the background, mixed into the
@@ -33,11 +36,11 @@ gradient           (length,)    device      Outer gradient: outer parameters min
                                             flight keeps it until it lands.
 =================  ===========  ==========  ============================================================================
 
-Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched`` and ``weight``: at
-a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``, ``memory``,
-``tuning``, ``residual``, ``anchor`` or ``twin``. So the background reads records without a lock, and a checkpoint that
-is written during a flight holds the values before the outer step. The background returns new tensors, in a
-`SyncResult`, and writes to none of the record.
+Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched``, ``weight`` and
+``ahead``: at a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``,
+``memory``, ``tuning``, ``residual``, ``anchor`` or ``twin``. So the background reads records without a lock, and a
+checkpoint that is written during a flight holds the values before the outer step. The background returns new tensors,
+in a `SyncResult`, and writes to none of the record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,6 +78,7 @@ class FragmentState:
         residual: What the second rounding of the mean lost.
         anchor: The outer parameters with which the rounds began, if groups hold some of their own.
         twin: The second vector of a route's momentum.
+        ahead: Where the inner steps of this group began, if not from the outer parameters.
         weighing: What the weighing of the groups remembers.
         weight: Micro-batches that this rank has trained since its group's last launch of the fragment.
     """
@@ -100,7 +104,8 @@ class FragmentState:
         self.shares = shares
         self.anchor: Tensor | None = None
         self.twin: Tensor | None = None
-        self._drop_anchor()
+        self.ahead: OuterState | None = None
+        self._begin_from_outer()
         self.weighing = weighing
         self.weight = 0
         self.optimizer = optimizer
@@ -127,11 +132,12 @@ class FragmentState:
     def snapshot(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> LaunchSnapshot:
         """Reads all that a flight takes along, and changes nothing; the arguments are those of `launch`."""
         outer = self._zeros() if purpose.is_exact else self.load_outer()
+        began = outer if self.ahead is None or purpose.is_exact else self.ahead.values
         return LaunchSnapshot(
             fragment=self.index,
             step=step,
             outer=outer,
-            gradient=self.layout.outer_gradient(outer),
+            gradient=self.layout.outer_gradient(began),
             buffers=self.buffers.snapshot(),
             # What changed elsewhere, groups that hold outer buffers of their own do not know.
             travelling=self.buffers.travelling(purpose is not Purpose.ROUND or not self.shares),
@@ -172,11 +178,17 @@ class FragmentState:
         self._prefetched = None
         self.outer = self.outer._replace(values=self.storage.store(self.layout.read()))
         self.buffers.take_local()
-        self._drop_anchor()
+        self._begin_from_outer()
 
-    def _drop_anchor(self) -> None:
-        """Makes the outer parameters, which all groups share now, the anchor."""
-        self.anchor, self.twin = None if self.shares else self.outer.values, None
+    def _begin_from_outer(self) -> None:
+        """Forgets all that made this group differ from the outer parameters, which all groups share now."""
+        self.anchor, self.twin, self.ahead = None if self.shares else self.outer.values, None, None
+
+    def rejoin(self, group: Communicator) -> None:
+        """Moves the local values to where inner steps from the outer parameters of now had led. In-group collective."""
+        if self.ahead is not None:
+            self.layout.shift(self.layout.all_gather(self.load_outer() - self.ahead.values, group))
+            self.ahead = None
 
     def load_outer(self) -> Tensor:
         """Returns the outer parameters of the shard on the device, by way of what was prefetched."""
@@ -195,7 +207,7 @@ class FragmentState:
         """
         self.outer = result.outer
         if final:
-            self._drop_anchor()
+            self._begin_from_outer()
         else:
             self.twin = result.twin
             self.weighing = result.weighing
@@ -203,6 +215,9 @@ class FragmentState:
                 self.memory, self.tuning = result.memory, result.tuning
             if result.counted.factors:
                 self.residual = result.residual
+            # Where the local values become the outer ones, inner steps begin from these.
+            if result.gathered and rule.kept == 0:
+                self.ahead = None
         self.layout.land(rule, result.gathered, steps)
         self.buffers.commit(result.buffers, result.changed)
         self.buffers.mix(rule.kept, result.buffers)
@@ -262,7 +277,7 @@ class FragmentState:
         self._prefetched = None
         self.outer = self.optimizer.load(self.index, outer)
         self.buffers.start_from(buffers)
-        self._drop_anchor()
+        self._begin_from_outer()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values, and tensors on the host. On a CPU these are the record's own: do not write to them."""
@@ -274,6 +289,7 @@ class FragmentState:
             **({} if self.tuning is None else {"tuning": _on_host(self.tuning)}),
             "residual": _on_host(self.residual),
             **({} if self.shares else {"anchor": _on_host(self.anchor), "twin": _on_host(self.twin)}),
+            **({} if self.ahead is None else {"ahead": self.ahead.state_dict()}),
             # That of the default is the last norms of all groups; other weighings came later.
             "norms": self.weighing,
             "trained": self.weight,

@@ -37,6 +37,7 @@ def recover(
             fragment.buffers.write()
         elif not is_finite:
             fragment.write_outer(in_group)
+            fragment.ahead = None
         else:
             continue
         parameters = fragment.layout.parameters

@@ -62,9 +62,9 @@ class WorkerGroupStrategy(_Base):
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
             ``sync_every``; or ``"auto"``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1; or a
-            ``LandingRule``, such as ``Carry()``. Here, in ``outer_lr`` and in ``outer_momentum``, ``"auto"`` is what
-            suits the number of groups, ``sync_every`` and the compression; a fit that is resumed takes the numbers of
-            its checkpoint.
+            ``LandingRule``, as ``Carry()`` or ``Eager()``. Here, in ``outer_lr`` and in ``outer_momentum``, ``"auto"``
+            is what suits the number of groups, ``sync_every`` and the compression; a fit that is resumed takes the
+            numbers of its checkpoint.
         fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
             shell-style patterns matched against parameter names, one list for each fragment; or ``"auto"``, which
             chooses ``layers_per_fragment`` too.

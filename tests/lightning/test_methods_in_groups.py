@@ -15,6 +15,7 @@ from lightning_sdiloco import (
     ByMedian,
     ByNorm,
     Carry,
+    Eager,
     FastestPairs,
     RandomPairs,
     Ring,
@@ -47,6 +48,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "selective, z-score, carry": {"schedule": Selective(0.4), "weighing": ZScore(warmup=1), "mixing": Carry()},
     "by norm": {"weighing": ByNorm(0.5)},
     "by median": {"weighing": ByMedian()},
+    "eager": {"mixing": Eager()},
 }
 METHODS = ROUTES | POLICIES
 

@@ -14,6 +14,7 @@ from lightning_sdiloco import (
     ByNorm,
     Carry,
     DropCompute,
+    Eager,
     Paced,
     Selective,
     SimulatedGroups,
@@ -33,6 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "z_score": {"weighing": ZScore(warmup=1)},
     "by_median": {"weighing": ByMedian()},
     "carry": {"mixing": Carry()},
+    "eager": {"mixing": Eager()},
     "threshold": {"compression": ErrorFeedback(Threshold(1 / 16, Int2(), every=2))},
     "senders": {"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders"))},
     # On this machine every link carries the first code in time.
