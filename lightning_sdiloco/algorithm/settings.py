@@ -301,7 +301,8 @@ class Settings:
         if self.routing.momentum(num_groups) is not None:
             return self._with_momentum_of_route(num_groups)
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
-        suits = recommended(num_groups, self.sync_every, is_sparse, self.codec.counts_senders())
+        is_ahead = isinstance(self.mixing, LandingRule) and self.mixing.ahead(num_groups) > 0
+        suits = recommended(num_groups, self.sync_every, is_sparse, self.codec.counts_senders(), is_ahead)
         return replace(self, **{name: getattr(suits, name) for name in self._left_open})
 
     def _with_momentum_of_route(self, num_groups: int) -> "Settings":
