@@ -13,13 +13,14 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import drop_compute, finetuning, loss_over_time, slow_links, slow_uplink, training, wire_bytes
+from benchmarks import drop_compute, finetuning, flights, loss_over_time, slow_links, slow_uplink, training, wire_bytes
 from benchmarks.links import missing
 from benchmarks.models import TINY
 from benchmarks.picture import for_dark_pages
 from benchmarks.sampler import peak
 from benchmarks.sites import Job
 from lightning_sdiloco import SimulatedGroups
+from lightning_sdiloco.algorithm import CONTROL_BYTES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
@@ -63,6 +64,33 @@ def test_over_a_slow_uplink_a_group_sends_in_a_smaller_code_and_the_others_as_be
     assert by_link["bytes"][:-1] == pytest.approx(without["bytes"][:-1], rel=0.01)
     # At least two bits a value in place of four, or far fewer where the steps are as short as they should be.
     assert by_link["bytes"][-1] < 0.6 * without["bytes"][-1]
+
+
+@pytest.mark.network
+@NETWORK
+def test_a_flight_takes_longer_than_its_bytes_and_parts_and_at_least_a_round_trip_for_each_hop(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    flights.main(["--quick", "--json", str(path)])
+    (found,) = json.loads(path.read_text())["found"].values()
+    case = flights.Case(**found["case"])
+    # Two shots among three groups: four thirds of a payload, and a control vector to each of the two others.
+    padded = 3 * -(-case.values // 3)
+    sent = 4 / 3 * 4 * padded + 2 * CONTROL_BYTES
+    assert found["bytes_alone"] == pytest.approx(case.on_link(sent))
+    # Emulated links delay a packet by no less than they should, and machines that are busy by more.
+    assert min(found["flights"]) > found["bytes_alone"] + case.round_trip
+    assert found["flight"] > found["parts"]["transfer"]
+    assert found["ratio"] == pytest.approx(found["flight"] / (found["bytes_alone"] + 2 * case.round_trip))
+    assert found["step"] > case.step_seconds
+    assert found["kept"] == pytest.approx(found["unshaped_step"] / found["step"])
+
+
+@pytest.mark.parametrize("sites", [2, 4, 8])
+def test_a_flight_may_take_the_steps_that_its_bound_fills_and_one_round_at_a_time_is_in_flight(sites: int) -> None:
+    case = flights.Case(sites)
+    bound = 1.1 * 2 * (sites - 1) / sites * 4 * case.values * 8 / 30e6 + 2 * 0.05
+    assert bound <= case.overlap_steps * case.step_seconds < bound + case.step_seconds
+    assert case.sync_every > case.overlap_steps
 
 
 @pytest.mark.network

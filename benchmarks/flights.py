@@ -1,0 +1,215 @@
+"""Measures flights over links of 30 Mbit/s: how long they take beside what they send, and what that costs training.
+
+Run it with ``python -m benchmarks.flights [--quick] [--json FILE]``. Every site is a network namespace with one rank,
+so this needs root. Computation is asleep, and payloads are float32, so that two cores are enough for eight sites. A
+flight may take as many inner steps as the bound on its time fills: where it holds, training never waits.
+"""
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import report
+from benchmarks.links import Links, missing
+from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco.compression import resolve
+from tests.ranks import run_processes
+
+BOUND = 1.1
+"""How many times as long as its bytes alone a flight may take, without two round trips."""
+
+_PARTS = ("encode", "transfer", "decode", "relay", "outer_step")
+
+
+class Case(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        sites: Worker groups, of one rank each.
+        values: Values of the fragment, the only one.
+        compression: How they are encoded.
+        flights: Flights that count; one comes before them.
+        step_seconds: Seconds of an inner step.
+        mbit_s: What the link of every site carries in each direction.
+        round_trip: Seconds to another site and back.
+    """
+
+    sites: int
+    values: int = 1_250_000
+    compression: str = "fp32"
+    flights: int = 8
+    step_seconds: float = 0.1
+    mbit_s: float = 30.0
+    round_trip: float = 0.05
+
+    def on_link(self, nbytes: float) -> float:
+        """Seconds that so many bytes take alone."""
+        return nbytes * 8e-6 / self.mbit_s
+
+    @property
+    def overlap_steps(self) -> int:
+        """As many inner steps as the bound on a flight takes."""
+        sent = 2 * (self.sites - 1) / self.sites * resolve(self.compression).wire_bytes(self.values)
+        return math.ceil((BOUND * self.on_link(sent) + 2 * self.round_trip) / self.step_seconds)
+
+    @property
+    def sync_every(self) -> int:
+        """A flight has landed some steps before the next one is launched."""
+        return self.overlap_steps + 5
+
+
+class Ran(NamedTuple):
+    """What one rank saw.
+
+    Attributes:
+        seconds: Seconds of the steps that count.
+        spans: From when to when what happened, for each flight.
+        sent: The bytes that it sent in each flight.
+    """
+
+    seconds: float
+    spans: list[Mapping[str, tuple[float, float]]]
+    sent: list[int]
+
+
+class Found(NamedTuple):
+    """What was measured; of flights the medians, from the last launch until the last group has the result.
+
+    Attributes:
+        flight: Seconds of a flight.
+        bytes_alone: Seconds that what a site sends takes alone.
+        ratio: Seconds of a flight over those of its bytes and of two round trips.
+        without_round_trips: Seconds of a flight less two round trips, over those of its bytes.
+        parts: Seconds of each part of a flight, of the slowest rank.
+        flights: Seconds of all flights.
+        step: Seconds of a step.
+        unshaped_step: The same where links carry what they can.
+        kept: The share of the speed that is kept.
+    """
+
+    flight: float
+    bytes_alone: float
+    ratio: float
+    without_round_trips: float
+    parts: dict[str, float]
+    flights: list[float]
+    step: float
+    unshaped_step: float
+    kept: float
+
+
+def measure(case: Case) -> Found:
+    """Trains over slow links, and over links that carry what they can."""
+    shaped, unshaped = (_ranks(case, is_shaped) for is_shaped in (True, False))
+    seconds, parts = list[float](), list[dict[str, float]]()
+    for flights in zip(*(rank.spans for rank in shaped), strict=True):
+        launched, ended = (max(spans["flight"][end] for spans in flights) for end in (0, 1))
+        seconds.append(ended - launched)
+        lengths = [{name: spans[name][1] - spans[name][0] for name in _PARTS if name in spans} for spans in flights]
+        parts.append({name: max(one[name] for one in lengths) for name in lengths[0]})
+    flight, trips = median(seconds), 2 * case.round_trip
+    alone = case.on_link(median(sent for rank in shaped for sent in rank.sent))
+    step, free = (max(rank.seconds for rank in ranks) / case.flights / case.sync_every for ranks in (shaped, unshaped))
+    return Found(
+        flight=flight,
+        bytes_alone=alone,
+        ratio=flight / (alone + trips),
+        without_round_trips=(flight - trips) / alone,
+        parts={name: median(one[name] for one in parts) for name in parts[0]},
+        flights=seconds,
+        step=step,
+        unshaped_step=free,
+        kept=free / step,
+    )
+
+
+def _ranks(case: Case, is_shaped: bool) -> list[Ran]:
+    """Trains in a process for each site."""
+    rate, delay = (case.mbit_s * 1e6, case.round_trip / 2) if is_shaped else (None, 0.0)
+    with Links(case.sites, rate, delay, congestion_control="bbr") as links:
+        return list(run_processes(partial(_rank, case, links), case.sites, ranks_per_node=1, timeout=300.0))
+
+
+def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
+    links.enter(rank)
+    os.environ.update(links.environment(rank))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    model = nn.Linear(case.values, 1, bias=False)
+    engine = StreamingDiLoCo(
+        model,
+        worker_groups=world_size,
+        sync_every=case.sync_every,
+        overlap_steps=case.overlap_steps,
+        compression=case.compression,
+        final_sync=False,
+    )
+    landings, began = [], 0.0
+    # The first flight finds connections that have never sent. It is over when the steps begin that count.
+    first = 2 * case.sync_every - 1
+    for step in range(first + case.flights * case.sync_every):
+        if step == first:
+            began = time.perf_counter()
+            landings.clear()
+        ready = time.perf_counter() + case.step_seconds
+        if step % case.sync_every == case.sync_every - 1:
+            with torch.no_grad():
+                model.weight[0, rank] += 1e-3
+        time.sleep(max(0.0, ready - time.perf_counter()))
+        landings += engine.step()
+    seconds = time.perf_counter() - began
+    engine.finish()
+    return Ran(seconds, [dict(one.spans) for one in landings], [one.bytes_sent for one in landings])
+
+
+def cases(quick: bool) -> dict[str, Case]:
+    """What to measure."""
+    if quick:
+        return {"3 sites": Case(3, values=50_000, flights=2, step_seconds=0.02)}
+    return {f"{sites} sites": Case(sites) for sites in (2, 4, 8)}
+
+
+def show(found: Mapping[str, Found]) -> None:
+    """Prints what flights took, and what that cost."""
+    numbers = ["flight, s", "bytes alone, s", "ratio", "without round trips", "ms a step", "unshaped", "kept"]
+    rows = [
+        [
+            name,
+            *(f"{value:.3f}" for value in (one.flight, one.bytes_alone, one.ratio, one.without_round_trips)),
+            *(f"{1e3 * value:.1f}" for value in (one.step, one.unshaped_step)),
+            f"{one.kept:.3f}",
+        ]
+        for name, one in found.items()
+    ]
+    report.show("Flights", ["", *numbers], rows)
+    parts = [[name, *(f"{one.parts[p]:.3f}" if p in one.parts else "-" for p in _PARTS)] for name, one in found.items()]
+    report.show("Parts of a flight in the slowest rank, s", ["", *_PARTS], parts)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    options = report.options(__doc__, arguments)
+    if (lacks := missing()) is not None:
+        raise SystemExit(lacks)
+    found, told = dict[str, Found](), dict[str, dict[str, Any]]()
+    for name, case in cases(options.quick).items():
+        found[name] = measure(case)
+        about = report.measured("flights", options.quick)
+        told[name] = {"case": case._asdict(), "load": about["load"], **found[name]._asdict()}
+        report.said(f"{name}: {found[name].flight:.2f} s, load {about['load'][0]}")
+    show(found)
+    named = ("ratio", "without_round_trips", "kept")
+    headline = {f"{name}: {what}": getattr(one, what) for name, one in found.items() for what in named}
+    report.write(options.json, headline, about, found=told)
+
+
+if __name__ == "__main__":
+    main()
