@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_sdiloco.comm.gloo import SHARED
 from lightning_sdiloco.comm.plain_values import decode, encode
 from lightning_sdiloco.comm.staging import to_device, to_host
 
@@ -29,7 +30,7 @@ class Communicator:
         self.process_group = process_group
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.is_on_host = process_group is not None and dist.get_backend(process_group) == "gloo"
+        self.is_on_host = process_group is not None and dist.get_backend(process_group) in ("gloo", SHARED)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks, in the order of the ranks. All must have the same shape and dtype."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Exchange, InProcessExchange
+from lightning_sdiloco.comm.gloo import SharedGloo
 from lightning_sdiloco.comm.layout import GroupLayout
 
 STAGES = 3
@@ -124,12 +125,15 @@ class Topology:
         in_group = in_site = Communicator(_own(rank, layout.worker_group_ranks(), None, timeout))
         if layout.worker_groups == 1 and not in_group.is_on_host:
             in_site = Communicator(_own(rank, layout.worker_group_ranks(), "gloo", timeout))
-        stages = tuple(
-            Communicator(_own(rank, layout.worker_group_ranks(), "gloo", 2 * timeout)) for _ in range(STAGES)
-        )
+        # A single rank needs no process group, and peers that are all ranks need none of their own.
+        stages, peers = (Communicator(),) * STAGES, world()
+        if layout.group_size > 1:
+            gloo, ranks = SharedGloo(), layout.worker_group_ranks()
+            stages = tuple(Communicator(_own(rank, ranks, gloo, 2 * timeout)) for _ in range(STAGES))
         with joining():
             control, progress, exchange, second_hop = _exchanges(rank, layout, timeout, on_device)
-            peers = Communicator(_own(rank, layout.shard_groups(), None, timeout))
+            if layout.group_size > 1:
+                peers = Communicator(_own(rank, layout.shard_groups(), None, timeout))
         return Topology(
             num_groups=layout.worker_groups,
             group_index=layout.group_of(rank),
@@ -213,16 +217,17 @@ def _exchanges(
 ) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any], Exchange[Any]]:
     """Makes the exchanges for control vectors, progress, outer gradients, and the means of the second hop."""
 
-    def process_group(backend: str) -> dist.ProcessGroup:
+    def process_group(backend: str | SharedGloo) -> dist.ProcessGroup:
         return _own(rank, layout.shard_groups(), backend, 2 * timeout)
 
     if layout.worker_groups == 1:
         alone, *others = (InProcessExchange.connect(1)[0] for _ in range(4))
         return alone, others[0], others[1], others[2]
-    both = process_group("gloo")
+    gloo = SharedGloo()
+    both = process_group(gloo)
     control, progress = DirectExchange(both, both), DirectExchange(both, both, tag=1)
     if on_device is None:
-        up, down = process_group("gloo"), process_group("gloo")
+        up, down = process_group(gloo), process_group(gloo)
         # The second hop uses the connections of the first: a connection is fastest just after it has carried something.
         return control, progress, DirectExchange(up, down), DirectExchange(up, down, tag=1)
     # One for each hop: two threads post outer gradients and means, in an order that may differ between ranks.
@@ -232,7 +237,14 @@ def _exchanges(
     return control, progress, on_devices[0], on_devices[1]
 
 
-def _own(rank: int, all_ranks: list[list[int]], backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
+def _own(
+    rank: int, all_ranks: list[list[int]], backend: str | SharedGloo | None, timeout: timedelta
+) -> dist.ProcessGroup:
     """Makes a process group of every list of ranks, as all ranks must, and returns the one of this rank."""
-    made = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in all_ranks]
-    return next(group for group, ranks in zip(made, all_ranks, strict=True) if rank in ranks)
+
+    def made(ranks: list[int]) -> Any:
+        if isinstance(backend, SharedGloo):
+            return backend.process_group(ranks, timeout)
+        return dist.new_group(ranks, timeout=timeout, backend=backend)
+
+    return next(group for group, ranks in zip(list(map(made, all_ranks)), all_ranks, strict=True) if rank in ranks)
