@@ -1,9 +1,17 @@
-"""A number that stands for the bits of a tensor, by which ranks see whether they hold the same values."""
+"""A number that stands for the bits of a tensor, by which ranks see whether they hold the same values.
+
+On a CPU, ``digest.c`` adds up words of 32 bits in one pass where it could be compiled; see [Note: compiled in the
+background].
+"""
+
+import ctypes
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_sdiloco.memory import new_vector
+from lightning_sdiloco.native import NativeLibrary
 
 # How many words are weighed at once: limits the scratch memory to a few megabytes, which stay in the cache of a CPU. An
 # accelerator takes more, or it would spend its time with the launches of kernels.
@@ -32,6 +40,13 @@ def digest(values: Tensor, start: int = 0) -> int:
         False
     """
     words = _words(values.detach())
+    is_plain = type(words) is Tensor and words.device.type == "cpu" and words.dtype == torch.int32
+    native = NATIVE.get() if is_plain else None
+    return _added_up(words, start) if native is None else _in_one_pass(native, words, start)
+
+
+def _added_up(words: Tensor, start: int) -> int:
+    """Returns the digest of words by operations of torch."""
     length = _CHUNK if words.device.type == "cpu" else _CHUNK_ON_DEVICE
     scratch = new_vector(min(length, words.numel()), words.device, torch.int64)
     # Added up on the device, modulo 2**64, so that the host waits for it once.
@@ -40,6 +55,12 @@ def digest(values: Tensor, start: int = 0) -> int:
         chunk = words[first : first + length]
         _weigh(scratch[: chunk.numel()].copy_(chunk), start + first, total)
     return int(total)
+
+
+def _in_one_pass(native: ctypes.CDLL, words: Tensor, start: int) -> int:
+    total = ctypes.c_int64()
+    native.digest_words(words.data_ptr(), words.numel(), start, ctypes.byref(total))
+    return total.value
 
 
 def _weigh(words: Tensor, start: int, total: Tensor) -> None:
@@ -70,3 +91,19 @@ def _words(values: Tensor) -> Tensor:
 
 def _wrapped(total: int) -> int:
     return (total + 2**63) % 2**64 - 2**63
+
+
+def _is_proven(native: ctypes.CDLL) -> bool:
+    """Tells whether a library gives the digests of the operations of torch, for words of all kinds."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31, (70_001,), generator=generator, device="cpu", dtype=torch.int32)
+    words[::7] = -1
+    return all(_in_one_pass(native, words, start) == _added_up(words, start) for start in (0, 2**40 + 3))
+
+
+NATIVE = NativeLibrary(
+    Path(__file__).with_suffix(".c"),
+    {"digest_words": (ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p)},
+    _is_proven,
+)
+"""The same in C, for tensors on a CPU."""

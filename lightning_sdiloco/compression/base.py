@@ -1,11 +1,13 @@
 """The interface of a compression: how an outer gradient is written as bytes for the wire."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_sdiloco.memory import new_vector
 
 
 class BlockCodec(Protocol):
@@ -79,6 +81,28 @@ class Compression(ABC):
             numel: Number of values.
         """
         yield slice(0, numel), payload
+
+    def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+        """Takes the mean of what several payloads decode to, each times its factor, added up in their order.
+
+        By default this happens one stretch after the other, and what is decoded takes the memory of a stretch.
+
+        Args:
+            sent: The payloads and their factors; nothing has a mean of zero.
+            out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
+        """
+        out.zero_()
+        scratch = out.new_empty(0)
+        for payload, factor in sent:
+            for where, part in self.parts(payload, out.numel()):
+                of_total = out[where]
+                if scratch.numel() < of_total.numel():
+                    scratch = new_vector(of_total.numel(), out.device)
+                values = scratch[: of_total.numel()]
+                self.decode(part, values)
+                # Two roundings, one after the other: whether there is a fused multiply-add depends on the processor.
+                of_total += values if factor == 1 else values.mul_(factor)
+        divide(out, len(sent))
 
     def blocks(self) -> BlockCodec | None:
         """Returns this compression as functions of whole blocks, which are compiled on CUDA.
@@ -207,3 +231,11 @@ class Compression(ABC):
             A new float32 tensor of the shape of the gradient, or None.
         """
         return None
+
+
+def divide(total: Tensor, groups: int) -> Tensor:
+    """Divides a sum by how many groups are in it, if there are any, and returns it.
+
+    The divisor is on the device: an accelerator would multiply by the reciprocal of a divisor on the host.
+    """
+    return total.div_(total.new_full((), groups)) if groups else total

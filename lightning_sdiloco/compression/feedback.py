@@ -1,6 +1,6 @@
 """Error feedback: remembers what a compression loses and adds it to the next outer gradient."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -143,6 +143,11 @@ class ErrorFeedback(Compression):
     def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
         """Yields what the wrapped compression yields."""
         return self.compression.parts(payload, numel)
+
+    @override
+    def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+        """Takes the mean as the wrapped compression does."""
+        self.compression.mean(sent, out)
 
     @override
     def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:

@@ -98,3 +98,29 @@ void fp4_decode(const uint8_t *payload, int64_t numel, const uint64_t *levels, f
         }
     }
 }
+
+// The mean of what the payloads of groups decode to, each times its factor, added up in their order.
+FOR_EVERY_PROCESSOR
+void fp4_mean(const uint8_t *const *payloads, const float *factors, int64_t groups, int64_t numel,
+              const uint64_t *levels, float *out) {
+    int64_t blocks = (numel + BLOCK - 1) / BLOCK;
+    float count = (float)groups;
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t left = numel - block * BLOCK;
+        int64_t length = left < BLOCK ? left : BLOCK;
+        float total[BLOCK] = {0};
+        for (int64_t group = 0; group < groups; group++) {
+            const uint8_t *payload = payloads[group];
+            uint8_t padded[PAIRS] = {0};
+            const uint8_t *packed = payload + 2 * blocks + block * PAIRS;
+            if (length < BLOCK) packed = memcpy(padded, packed, (length + 1) / 2);
+            uint16_t top;
+            memcpy(&top, payload + 2 * block, sizeof top);
+            float values[BLOCK], factor = factors[group];
+            decode_block(levels, packed, top, values);
+            for (int i = 0; i < BLOCK; i++) total[i] += values[i] * factor;
+        }
+        for (int i = 0; i < BLOCK; i++) total[i] /= count;
+        memcpy(out + block * BLOCK, total, length * sizeof *out);
+    }
+}

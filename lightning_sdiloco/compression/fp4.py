@@ -6,6 +6,7 @@ the same in one pass where it could be compiled; see [Note: compiled in the back
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,9 +25,9 @@ from lightning_sdiloco.compression.blockwise import (
     pack_pairs,
     sign_bits,
 )
-from lightning_sdiloco.compression.native import NativeLibrary
 from lightning_sdiloco.compression.sample import same_bits, sample
 from lightning_sdiloco.memory import new_vector
+from lightning_sdiloco.native import NativeLibrary
 
 BLOCK = 128
 """Values under one scale."""
@@ -79,6 +80,15 @@ class FP4(Blockwise):
             _decode(native, payload, out)
 
     @override
+    def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+        """Takes the mean of several payloads; see `Compression.mean`."""
+        native = _native_for(out, *(payload for payload, _ in sent))
+        if native is None or not sent:
+            super().mean(sent, out)
+        else:
+            _mean(native, sent, out)
+
+    @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and codes, two to a byte."""
         codes = sign_bits(values, 3, scratch)
@@ -126,14 +136,32 @@ def _decode(native: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
     native.fp4_decode(payload.data_ptr(), out.numel(), _pairs(out.device).data_ptr(), out.data_ptr())
 
 
+def _mean(native: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+    for payload, _ in sent:
+        assert payload.numel() == FP4().wire_bytes(out.numel()), "the payload belongs to a vector of another size"
+        assert (payload.dtype, out.dtype) == (torch.uint8, torch.float32), "bytes are decoded to float32"
+    payloads = (ctypes.c_void_p * len(sent))(*(payload.data_ptr() for payload, _ in sent))
+    factors = (ctypes.c_float * len(sent))(*(factor for _, factor in sent))
+    native.fp4_mean(payloads, factors, len(sent), out.numel(), _pairs(out.device).data_ptr(), out.data_ptr())
+
+
+class _Eager(FP4):
+    """Encodes and decodes by operations of torch alone."""
+
+    encode, decode, mean = Blockwise.encode, Blockwise.decode, Blockwise.mean
+
+
 def _is_proven(native: ctypes.CDLL) -> bool:
     """Tells whether a library gives the bits of the operations of torch, a block that is not whole included."""
-    values = sample(torch.empty(20_001, device="cpu", dtype=torch.float32))
-    payload = _encode(native, values)
-    decoded, expected = torch.empty_like(values), torch.empty_like(values)
-    _decode(native, payload, decoded)
-    Blockwise.decode(FP4(), payload, expected)
-    return same_bits((payload, decoded), (Blockwise.encode(FP4(), values), expected))
+    eager, values = _Eager(), sample(torch.empty(20_001, device="cpu", dtype=torch.float32))
+    payload, other = _encode(native, values), eager.encode(values.flip(0))
+    sent = [(payload, 1.0), (other, 0.3), (payload, 1.7)]
+    found, expected = ([torch.empty_like(values) for _ in range(2)] for _ in range(2))
+    _decode(native, payload, found[0])
+    eager.decode(payload, expected[0])
+    _mean(native, sent, found[1])
+    eager.mean(sent, expected[1])
+    return same_bits((payload, *found), (eager.encode(values), *expected))
 
 
 NATIVE = NativeLibrary(
@@ -141,6 +169,7 @@ NATIVE = NativeLibrary(
     {
         "fp4_encode": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
         "fp4_decode": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
+        "fp4_mean": (*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2),
     },
     _is_proven,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import BlockCodec, Compression
+from lightning_sdiloco.compression.base import BlockCodec, Compression, divide
 from lightning_sdiloco.compression.sample import same_bits, sample
 from lightning_sdiloco.memory import new_vector
 
@@ -75,7 +75,7 @@ def weighted_mean(parts: Iterable[tuple[Tensor, float]], like: Tensor) -> Tensor
         # Two roundings, one after the other: whether there is a fused multiply-add depends on the processor.
         total += values if factor == 1 else values.mul_(factor)
         count += 1
-    return _divided(total, count)
+    return divide(total, count)
 
 
 def mean_over_senders(parts: Iterable[tuple[Tensor, Tensor, float]], like: Tensor) -> Tensor:
@@ -107,9 +107,9 @@ class EagerKernels(Kernels):
         self, payloads: Sequence[Tensor], factors: Mapping[int, float], compression: Compression, like: Tensor
     ) -> Tensor:
         if not compression.counts_senders():
-            return _mean_in_stretches(
-                [(payloads[group], factor) for group, factor in factors.items()], compression, like
-            )
+            mean = new_vector(like.numel(), like.device)
+            compression.mean([(payloads[group], factor) for group, factor in factors.items()], mean)
+            return mean
         values, places = torch.empty_like(like), torch.empty_like(like)
 
         def placed() -> Iterator[tuple[Tensor, Tensor, float]]:
@@ -119,20 +119,6 @@ class EagerKernels(Kernels):
                 yield values, places, factor
 
         return mean_over_senders(placed(), like)
-
-
-def _mean_in_stretches(sent: Sequence[tuple[Tensor, float]], compression: Compression, like: Tensor) -> Tensor:
-    """Does what `weighted_mean` does; what is decoded takes the memory of a stretch."""
-    total, scratch = new_vector(like.numel(), like.device).zero_(), like.new_empty(0)
-    for payload, factor in sent:
-        for where, part in compression.parts(payload, like.numel()):
-            of_total = total[where]
-            if scratch.numel() < of_total.numel():
-                scratch = new_vector(of_total.numel(), like.device)
-            values = scratch[: of_total.numel()]
-            compression.decode(part, values)
-            of_total += values if factor == 1 else values.mul_(factor)
-    return _divided(total, len(sent))
 
 
 EAGER = EagerKernels()
@@ -171,7 +157,7 @@ class CompiledKernels(Kernels):
         # change the sign of a zero.
         weights = like.new_tensor([0.0, *(factors.get(group, 0.0) for group in range(len(payloads)))])
         parts = [blocks.split(payload, like.numel()) for payload in payloads]
-        return _divided(program(parts, weights)[: like.numel()], len(factors))
+        return divide(program(parts, weights)[: like.numel()], len(factors))
 
 
 class _Programs:
@@ -268,8 +254,3 @@ def _weighted_sum(blocks: BlockCodec, parts: Sequence[tuple[Tensor, Tensor]], we
     for (scales, codes), factor in zip(parts, factors, strict=True):
         total = total + blocks.decode_padded(scales, codes) * factor
     return total.view(-1)
-
-
-def _divided(total: Tensor, groups: int) -> Tensor:
-    # The divisor is on the device: an accelerator would multiply by the reciprocal of a divisor on the host.
-    return total.div_(total.new_full((), groups)) if groups else total

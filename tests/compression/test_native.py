@@ -2,45 +2,26 @@
 
 import logging
 import os
-import shutil
-import time
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given, settings
-from torch import Tensor
 
-from lightning_sdiloco.compression import FP4, ErrorFeedback, TopK, fp4, native
+from lightning_sdiloco import native
+from lightning_sdiloco.compression import FP4, ErrorFeedback, TopK, fp4
+from lightning_sdiloco.compression.base import Compression
 from lightning_sdiloco.compression.blockwise import Blockwise
-from lightning_sdiloco.compression.native import NativeLibrary
+from lightning_sdiloco.native import NativeLibrary
+from tests.compiled import BIG, INF, NAN, needs_compiler, same_bits, vector, wait_for
 
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="needs a C compiler")
-
-INF, NAN = float("inf"), float("nan")
-BIG = torch.finfo(torch.float32).max
 lists = st.lists(st.floats(width=32), min_size=1, max_size=40)
 
 
 def library_of(folder: Path, is_proven: bool = True) -> NativeLibrary:
     made = fp4.NATIVE
     return NativeLibrary(made._source, made._functions, lambda library: is_proven, folder)
-
-
-def wait_for(library: NativeLibrary) -> None:
-    until = time.monotonic() + 60
-    while library.get() is None and not library._is_missing:
-        assert time.monotonic() < until, "the compiler takes long"
-        time.sleep(0.02)
-
-
-def vector(values: list[float], numel: int) -> Tensor:
-    return torch.tensor(values).repeat(-(-numel // len(values)))[:numel].contiguous()
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 @needs_compiler
@@ -75,14 +56,41 @@ def test_whatever_arrives_is_decoded_to_the_same_bits(data: bytes, numel: int) -
 
 
 @needs_compiler
+@given(
+    values=lists,
+    numel=st.integers(1, 700),
+    offset=st.integers(0, 3),
+    factors=st.lists(st.sampled_from([1.0, 0.0, 1 / 3, 0.3, 2.0, 1e-38, 1e38]), max_size=5),
+)
+@example(values=[0.0, -0.0, 1e-45, -1e-39, BIG, -BIG], numel=129, offset=1, factors=[1.0, 1.0])
+@example(values=[-0.0], numel=128, offset=0, factors=[0.3])
+@settings(max_examples=150, deadline=None)
+def test_the_mean_has_the_same_bits(values: list[float], numel: int, offset: int, factors: list[float]) -> None:
+    wait_for(fp4.NATIVE)
+    vectors = [vector(values, numel + shift)[shift:] for shift in range(len(factors))]
+    payloads = [Blockwise.encode(FP4(), one) for one in vectors]
+    payloads = [torch.cat((one[:offset], one))[offset:] for one in payloads]  # of messages, at any address
+    sent = list(zip(payloads, factors, strict=True))
+    one, other = torch.empty(numel + 1)[1:], torch.empty(numel)
+    FP4().mean(sent, one)
+    Compression.mean(FP4(), sent, other)
+    assert torch.equal(one.isnan(), other.isnan())
+    assert same_bits(one.nan_to_num(), other.nan_to_num())
+
+
+@needs_compiler
 @pytest.mark.parametrize("codec", [TopK(1 / 32, FP4()), ErrorFeedback(FP4())], ids=["TopK", "ErrorFeedback"])
 def test_what_wraps_it_has_the_same_bits_too(codec: ErrorFeedback | TopK, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for(fp4.NATIVE)
     values = torch.randn(100_001) * torch.randn(100_001).exp()
     payload, residual = codec.encode(values), codec.residual(values, None, codec.encode(values), 0.0)
+    mean, again = torch.empty_like(values), torch.empty_like(values)
+    codec.mean([(payload, 1.0), (payload, 0.3)], mean)
     monkeypatch.setattr(NativeLibrary, "get", lambda self: None)
     assert torch.equal(codec.encode(values), payload)
     assert same_bits(codec.residual(values, None, payload, 0.0), residual)
+    codec.mean([(payload, 1.0), (payload, 0.3)], again)
+    assert same_bits(mean, again)
 
 
 @needs_compiler

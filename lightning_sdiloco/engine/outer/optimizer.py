@@ -14,11 +14,13 @@ from torch.optim import SGD, Optimizer
 
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine.offload import OnDevice, OuterStorage
+from lightning_sdiloco.engine.outer import nesterov
 from lightning_sdiloco.engine.outer.rates import Make as MakeSchedule
 from lightning_sdiloco.engine.outer.rates import Rates
 from lightning_sdiloco.memory import new_vector
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
+OnePass = Callable[[Mapping[str, Any], Tensor, Tensor, Mapping[str, Any]], dict[str, Any] | None]
 
 # Values that are stepped at once: few, so that they stay in the cache and the allocator holds little of what an
 # optimizer makes meanwhile; so many that the calls cost nothing. Stretches begin where a vector unit would begin too.
@@ -73,6 +75,7 @@ class ShardOptimizer:
         make: From the shards to a torch optimizer that works elementwise. It is called with the shards once.
         make_schedule: From that optimizer to a torch scheduler that counts the rounds of a fragment, if there is one.
         storage: Where outer parameters and optimizer state rest; by default on their device.
+        one_pass: Makes a step of that optimizer in one pass where it can, with the same bits; see `nesterov.stepped`.
 
     Raises:
         ValueError: If ``make`` returns something that is not an optimizer over all shards, or one that does not work
@@ -85,9 +88,11 @@ class ShardOptimizer:
         make: Make,
         make_schedule: MakeSchedule | None = None,
         storage: OuterStorage | None = None,
+        one_pass: OnePass | None = None,
     ) -> None:
         _check_elementwise(make, len(shards))
         self._storage = storage or OnDevice(shards[0].device)
+        self._one_pass = one_pass
         parameters = [Parameter(shard) for shard in shards]
         self._optimizer = make(parameters)
         self._group_of = _groups_of(self._optimizer, parameters)
@@ -118,7 +123,16 @@ class ShardOptimizer:
             gradient: Mean outer gradient of the shard, float32, shape ``(numel,)``. It is overwritten.
         """
         group = self._rates.of(before.rounds)[self._group_of[fragment]]
-        state, scratch = _NextState(before.state, values, self._storage), values.new_empty(0)
+        state = self._one_pass(group, values, gradient, before.state) if self._one_pass is not None else None
+        if state is None:
+            state = self._step_in_stretches(group, values, gradient, before.state)
+        return OuterState(gradient, state, before.rounds + 1, float(group.get("lr", nan)))
+
+    def _step_in_stretches(
+        self, group: dict[str, Any], values: Tensor, gradient: Tensor, before: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Steps one stretch after the other, overwrites the gradient, and returns the new state."""
+        state, scratch = _NextState(before, values, self._storage), values.new_empty(0)
         for where in stretches(values.numel(), values.device):
             given = state.copied(where)
             # One copy serves all stretches: the allocator of the host would hold many of those that come and go.
@@ -129,7 +143,7 @@ class ShardOptimizer:
             state.take(where, given, kept)
             # Only now: the state may be the gradient itself.
             gradient[where] = parameter
-        return OuterState(gradient, state.whole, before.rounds + 1, float(group.get("lr", nan)))
+        return state.whole
 
     def _stepped(
         self, group: dict[str, Any], values: Tensor, gradient: Tensor, state: dict[str, Any]
@@ -185,7 +199,9 @@ def outer_optimizer_for(
     settings: Settings, shards: Sequence[Tensor], storage: OuterStorage | None = None
 ) -> ShardOptimizer:
     """Makes the outer optimizer that the settings ask for; see `ShardOptimizer` for arguments and errors."""
-    return ShardOptimizer(shards, settings.outer_optimizer or _nesterov(settings), settings.outer_lr_schedule, storage)
+    if settings.outer_optimizer is not None:
+        return ShardOptimizer(shards, settings.outer_optimizer, settings.outer_lr_schedule, storage)
+    return ShardOptimizer(shards, _nesterov(settings), settings.outer_lr_schedule, storage, nesterov.stepped)
 
 
 def _nesterov(settings: Settings) -> Make:
