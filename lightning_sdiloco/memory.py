@@ -1,7 +1,16 @@
-"""Memory of long vectors that lives as long as a flight, and then goes back to the system at once."""
+"""Memory of long vectors that lives as long as a flight, and then serves the next one or goes back to the system.
+
+[Note: spare pages] The system zeroes a page before it gives it, which takes longer than most passes over what is then
+written there. So the pages that a flight leaves wait for the next one, as far as somebody asks for that with
+`SparePages`. Where the next flight needs other sizes, spare pages are given back as it takes new ones: all pages, spare
+ones included, are at no time more than were in use at another.
+"""
 
 import mmap
-from contextlib import suppress
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -26,10 +35,106 @@ def new_vector(numel: int, device: torch.device, dtype: torch.dtype = torch.floa
     size = numel * dtype.itemsize
     if device.type != "cpu" or size < _LONG or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(numel, dtype=dtype, device=device)
+    return torch.frombuffer(_SPARES.lend(size), dtype=dtype, count=numel)
+
+
+class SparePages:
+    """Asks to keep pages that are no longer used for the vectors that come next, as long as this object lives.
+
+    Args:
+        size: So many bytes, at most.
+    """
+
+    def __init__(self, size: int) -> None:
+        _SPARES.ask(id(self), size)
+        weakref.finalize(self, _SPARES.ask, id(self), 0).atexit = False
+
+
+class _Spares:
+    """Lends pages, and keeps those that come back while somebody asks for it.
+
+    Pages come back in whatever thread, even in the middle of a call of this object. So nobody ever waits for the lock:
+    without it, pages are made and given back as if there were no spare ones.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[int, int] = {}
+        self._lent: dict[int, int] = {}
+        self._most = 0
+        self._pages: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def ask(self, who: int, size: int) -> None:
+        """Notes how many bytes somebody asks to keep."""
+        self._asked[who] = size
+        if not size:
+            del self._asked[who]
+        with self._unless_locked() as is_free:
+            if is_free:
+                self._trim()
+
+    def lend(self, size: int) -> memoryview:
+        """Returns pages of at least so many bytes; they come back when nobody refers to them any more."""
+        with self._unless_locked() as is_free:
+            spare = self._fitting(size) if is_free else None
+        pages = _new_pages(size) if spare is None else spare
+        lent = memoryview(pages)
+        self._lent[id(lent)] = len(pages)
+        weakref.finalize(lent, self._take_back, id(lent), pages).atexit = False
+        self._most = max(self._most, self._in_use)
+        with self._unless_locked() as is_free:
+            if is_free:
+                self._trim()
+        return lent
+
+    @property
+    def _in_use(self) -> int:
+        return sum(list(self._lent.values()))
+
+    def _take_back(self, lent: int, pages: mmap.mmap) -> None:
+        del self._lent[lent]
+        with self._unless_locked() as is_free:
+            if is_free:
+                self._pages.append(pages)
+                self._trim()
+
+    def _fitting(self, size: int) -> mmap.mmap | None:
+        """Takes the smallest spare pages that are hardly larger, if there are any."""
+        fitting = [pages for pages in self._pages if size <= len(pages) <= size + size // 16]
+        if not fitting:
+            return None
+        best = min(fitting, key=len)
+        self._pages = [pages for pages in self._pages if pages is not best]
+        return best
+
+    def _trim(self) -> None:
+        """Drops what nobody asks for, and what would make all pages more than were ever in use."""
+        spare = sum(map(len, self._pages))
+        self._drop(spare - min(sum(list(self._asked.values())), self._most - self._in_use))
+
+    def _drop(self, size: int) -> None:
+        """Gives the oldest pages back to the system, at least so many bytes if there are as many."""
+        while size > 0 and self._pages:
+            size -= len(self._pages.pop(0))
+
+    @contextmanager
+    def _unless_locked(self) -> Iterator[bool]:
+        is_free = self._lock.acquire(blocking=False)
+        try:
+            yield is_free
+        finally:
+            if is_free:
+                self._lock.release()
+
+
+_SPARES = _Spares()
+
+
+def _new_pages(size: int) -> mmap.mmap:
     # Private: a process that is forked gets a copy, as it does of all other memory.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE:
         # Some kernels have pages of one size only.
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)
+    return pages

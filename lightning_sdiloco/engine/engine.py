@@ -319,6 +319,7 @@ class StreamingDiLoCo:
         self._closed = True
         self._world.close()
         self._means.background.close()
+        self._rounds.close()
 
     def request(self, bits: int) -> None:
         """Asks something of all groups, by up to 16 bits: the `Landing` of the next launch shows them to all."""

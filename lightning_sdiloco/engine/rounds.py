@@ -33,6 +33,10 @@ from lightning_sdiloco.engine.pipeline import Pipeline
 from lightning_sdiloco.engine.recovery import recover
 from lightning_sdiloco.engine.recut import NamedOuter, require_same_fragments, start_from
 from lightning_sdiloco.engine.requests import Mailbox
+from lightning_sdiloco.memory import SparePages
+
+# For each value: outer gradient, outer parameters and momentum, as much as a flight has that waits to land.
+_KEPT_BYTES = 12
 
 
 class Means(NamedTuple):
@@ -94,8 +98,16 @@ class Rounds:
         self._model = model
         self._topology = topology
         self._means = means
+        # The outer gradient of a flight and the state that it replaces serve the next one.
+        on_host = means.storage.device.type == "cpu"
+        longest = max(fragment.layout.length for fragment in self.fragments)
+        self._spare = SparePages(_KEPT_BYTES * longest) if on_host else None
         self._parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
         self.diagnose(diagnoses)
+
+    def close(self) -> None:
+        """Lets the memory go that waits for the next flight: there is none."""
+        self._spare = None
 
     def require_coverage(self) -> None:
         """Refuses to go on with a parameter that is trained and in no fragment; see `naming.require_coverage`."""

@@ -1,0 +1,172 @@
+"""Pages that are no longer used serve the next vectors, no more of them than asked for, and never while in use."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+from lightning_sdiloco import StreamingDiLoCo, memory
+from lightning_sdiloco.memory import SparePages, new_vector
+
+pytestmark = pytest.mark.skipif(not hasattr(memory.mmap, "MADV_HUGEPAGE"), reason="needs pages of one's own")
+
+CPU = torch.device("cpu")
+LONG = 300_000
+
+
+@pytest.fixture(autouse=True)
+def spares(monkeypatch: pytest.MonkeyPatch) -> Iterator[memory._Spares]:
+    gc.collect()
+    spares = memory._Spares()
+    monkeypatch.setattr(memory, "_SPARES", spares)
+    yield spares
+    gc.collect()
+
+
+def spare_bytes(spares: memory._Spares) -> int:
+    return sum(map(len, spares._pages))
+
+
+def test_what_is_freed_serves_the_next_vector() -> None:
+    asking = SparePages(8 * LONG)
+    first = new_vector(LONG, CPU)
+    address = first.data_ptr()
+    del first
+    assert new_vector(LONG, CPU).data_ptr() == address
+    # Of another type, or a little shorter.
+    assert new_vector(2 * LONG, CPU, torch.int16).data_ptr() == address
+    assert new_vector(LONG - 1000, CPU).data_ptr() == address
+    assert new_vector(LONG // 2, CPU).numel() == LONG // 2
+    del asking
+
+
+def test_nothing_serves_another_while_any_view_of_it_lives() -> None:
+    asking = SparePages(100 * LONG)
+    first = new_vector(LONG, CPU).fill_(1.0)
+    view = first[5:].view(-1, 5).detach()
+    del first
+    gc.collect()
+    second = new_vector(LONG, CPU).fill_(2.0)
+    assert bool((view == 1).all())
+    assert second.data_ptr() != view.data_ptr() - 20
+    del asking
+
+
+def test_without_anybody_who_asks_nothing_is_kept(spares: memory._Spares) -> None:
+    new_vector(LONG, CPU)
+    assert spare_bytes(spares) == 0
+    asking = SparePages(4 * LONG)
+    new_vector(LONG, CPU)
+    assert spare_bytes(spares) == 4 * LONG
+    del asking
+    assert spare_bytes(spares) == 0
+
+
+def test_no_more_is_kept_than_asked_for(spares: memory._Spares) -> None:
+    asking = [SparePages(8 * LONG), SparePages(4 * LONG)]
+    several = [new_vector(LONG, CPU) for _ in range(5)]
+    several.clear()
+    assert spares._in_use == 0
+    assert spare_bytes(spares) == 12 * LONG
+    asking.pop()
+    assert spare_bytes(spares) == 8 * LONG
+
+
+@given(st.lists(st.tuples(st.integers(70_000, 200_000), st.integers(0, 6)), max_size=40))
+@settings(max_examples=30, deadline=None)
+def test_all_pages_are_never_more_than_were_in_use_at_once(taken: list[tuple[int, int]]) -> None:
+    spares = memory._Spares()
+    memory._SPARES = spares
+    asking = SparePages(1 << 30)
+    live: list[Tensor] = []
+    most = 0
+    for numel, freed in taken:
+        del live[:freed]
+        live.append(new_vector(numel, CPU))
+        # What a vector has in place of what it asked for is a sixteenth larger at most.
+        assert spares._in_use <= sum(4 * each.numel() for each in live) * 17 / 16
+        most = max(most, spares._in_use)
+        assert spares._in_use + spare_bytes(spares) <= most
+    del asking
+
+
+def test_a_vector_of_another_size_drops_nothing_while_less_is_in_use_than_before(spares: memory._Spares) -> None:
+    asking = SparePages(100 * LONG)
+    several = [new_vector(LONG, CPU) for _ in range(4)]
+    addresses = {vector.data_ptr() for vector in several}
+    del several[1:]
+    message = new_vector(LONG // 3, CPU)
+    assert spare_bytes(spares) == 8 * LONG  # one went for the message
+    several += [new_vector(LONG, CPU) for _ in range(2)]
+    assert {vector.data_ptr() for vector in several} <= addresses
+    del message, asking
+
+
+def test_threads_that_take_and_free_at_once_never_share_pages() -> None:
+    asking = SparePages(40 * LONG)
+    wrong = []
+
+    def work(number: int) -> None:
+        for turn in range(200):
+            vector = new_vector(LONG // (1 + turn % 2), CPU).fill_(float(number))
+            if not bool((vector == number).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    del asking
+
+
+def test_flights_take_what_those_before_left_and_nothing_that_anybody_still_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    new_pages = memory._new_pages
+    monkeypatch.setattr(memory, "_new_pages", lambda size: made.append(size) or new_pages(size))  # type: ignore[func-returns-value]
+    model = nn.Sequential(nn.Linear(550, 550), nn.Linear(550, 550))
+    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, fragments=[["0.*"], ["1.*"]], final_sync=False)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+            engine.step()
+
+    train(17)
+    read = [fragment.outer for fragment in engine._rounds.fragments]
+    copies = [(outer.values.clone(), outer.state["momentum_buffer"].clone()) for outer in read]
+    train(12)
+    assert all(
+        torch.equal(outer.values, values) and torch.equal(outer.state["momentum_buffer"], momentum)
+        for outer, (values, momentum) in zip(read, copies, strict=True)
+    )
+    del read
+    train(8)
+    made.clear()
+    train(40)
+    assert made == []
+    assert spare_bytes(memory._SPARES) > 0
+    engine.close()
+    assert spare_bytes(memory._SPARES) == 0
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_what_is_not_kept_goes_back_to_the_system() -> None:
+    vector = new_vector(20_000_000, CPU).fill_(1.0)
+    before = resident()
+    del vector
+    assert before - resident() > 70_000_000
