@@ -48,6 +48,7 @@ class Place:
     ranks: int = 1
     late: Literal["carry", "drop"] = "drop"
     sites: int | None = None
+    lease: float = 2.0
 
     @property
     def name(self) -> str:
@@ -57,7 +58,7 @@ class Place:
     def federation(self) -> Federation:
         keys = None if self.sites else self.keys
         return Federation(
-            hub=self.hub, run="run", site=self.site, keys=keys, lease=2.0, late=self.late, sites=self.sites
+            hub=self.hub, run="run", site=self.site, keys=keys, lease=self.lease, late=self.late, sites=self.sites
         )
 
     def settle(self) -> None:
