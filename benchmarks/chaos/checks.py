@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.chaos.faults import ALL, FORMS, HUB, KILLS, STAGE, Kind
+from benchmarks.chaos.lost import losses
 from benchmarks.chaos.notes import Note, read
 
 LONGEST_STALL = 0.1
@@ -227,7 +228,9 @@ def examined(told: Told, batch: int) -> Found:
         for span in spans
         for site in ((span.victim,) if span.victim in told.sites else told.sites)
     ]
+    lost = {site: losses(site, notes, told.hub, batch) for site, notes in told.sites.items()}
     problems = disagreements(told) + differing_ends(told) + counted_twice(told, batch)
+    problems += [one.problem for own in lost.values() for one in own if one.problem]
     problems += [
         f"{site} stood still for {one['stalled']:.3f} s ({one['stalled'] - _stall(one):.3f} s of it without"
         f" a processor) at step {one['step']}, and a step takes {own['step']:.3f} s"
@@ -247,6 +250,7 @@ def examined(told: Told, batch: int) -> Found:
         "faults": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         "records": len({(n["fragment"], n["round"]) for n in told.hub if n["what"] == "append"}),
         "steps": sum(len(told.steps(site)) for site in told.sites),
+        "lost": {site: own and max(own)._asdict() for site, own in lost.items()},
         "stalls": sites,
         "returns": [one for one in returns if "interrupted" not in one],
         "interrupted": sum("interrupted" in one for one in returns),

@@ -29,7 +29,7 @@ def record(at: float, weight: int) -> Note:
 
 
 def told(a: list[Note], b: list[Note], weight: int = 8, faults: tuple[Note, ...] = ()) -> Told:
-    hub = [record(5.0, weight), {"what": "hello", "at": 7.5, "site": "b"}]
+    hub = [record(5.0, weight), {"what": "hello", "at": 7.5, "site": "b", "life": "life"}]
     return Told({"a": [{"what": "up", "at": 0.0}, *a], "b": [{"what": "up", "at": 0.0}, *b]}, hub, faults)
 
 
@@ -61,6 +61,37 @@ def test_who_was_stopped_may_stand_still_and_is_back_when_it_has_applied_all() -
     assert problems(stopped) == []
     [found] = examined(stopped, batch=8)["returns"]
     assert (found["site"], found["hello"], found["seconds"], found["state"]) == ("b", 0.5, 0.5, False)
+
+
+def trained(first: int, last: int, at: float, lands: tuple[tuple[int, int], ...]) -> list[Note]:
+    """The inner steps of a life, of 0.1 s each, and after which of them rounds land."""
+    notes: list[Note] = [{"what": "up", "at": at}, {"what": "training", "at": at, "step": first}]
+    for number in range(first + 1, last + 1):
+        at += 0.1
+        notes += [{**land(at, 1), "round": round, "key": f"k{round}"} for round, after in lands if after == number]
+        notes.append({**step(at), "step": number})
+    return notes
+
+
+def with_a_kill(*weighs: int) -> Told:
+    """A site that is killed after step 50 and goes on from its checkpoint of step 45; its launches weigh so much."""
+    notes = [*trained(0, 50, 0.0, ((1, 22), (2, 42))), *trained(45, 90, 10.0, ((3, 62), (4, 82)))]
+    hub = [{"what": "hello", "at": at + 0.05, "site": "a", "life": life} for at, life in ((0.0, "one"), (10.0, "two"))]
+    made = ((2.1, "one"), (4.1, "one"), (11.6, "two"), (13.6, "two"))
+    for round, ((at, life), steps) in enumerate(zip(made, weighs, strict=True), 1):
+        counted = [["a", life, 8 * steps]] if steps else []
+        hub.append({**record(at, 0), "round": round, "key": f"k{round}", "counted": counted})
+    return Told({"a": notes}, hub, ())
+
+
+def test_what_a_kill_may_not_cost_is_found() -> None:
+    # What was trained after the checkpoint of step 45 is lost.
+    assert problems(with_a_kill(20, 20, 20, 20)) == []
+    assert examined(with_a_kill(20, 20, 20, 20), batch=8)["lost"]["a"]["most"] == 5
+    # What the checkpoint held does not count, and some of what was trained since.
+    assert problems(with_a_kill(20, 20, 5, 5)) == ["a has lost 16 steps of fragment 0 by round 4, and may lose 5"]
+    # A launch that landed does not count.
+    assert problems(with_a_kill(20, 0, 20, 3)) == ["a has lost 10 steps of fragment 0 by round 3, and may lose 5"]
 
 
 def test_a_seed_is_a_sequence_of_faults() -> None:

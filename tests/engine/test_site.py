@@ -170,6 +170,20 @@ def test_a_site_that_dies_in_flight_leaves_the_others_in_agreement_and_its_last_
     assert sites[0].hub.counted()[:2] == [["s0", "s1", "s2"], ["s0", "s1"]]
 
 
+def test_the_last_site_goes_on_alone_and_who_comes_back_counts_with_it() -> None:
+    sites = founded(3, **CHOICES)
+    train(sites, 12)
+    state = saved(sites[1])
+    for dies in sites[1:]:
+        dies.die()
+    train(sites[:1], 30)
+    assert sites[0].hub.counted()[-3:] == [["s0"]] * 3
+    sites = [sites[0], started_again(sites[1], state, 12)]
+    train(sites, 20)
+    assert agree(sites)
+    assert sites[0].hub.counted()[-1] == ["s0", "s1"]
+
+
 def test_who_joins_from_nothing_has_the_state_of_a_donor_and_counts_in_the_next_round() -> None:
     sites = founded(2, **CHOICES)
     train(sites, 20)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning_sdiloco.comm import FolderHubMailbox, HubUnreachable, SharedFiles
 from lightning_sdiloco.comm.mailbox.folder_log import read_log
 from lightning_sdiloco.federation import Record
 from lightning_sdiloco.hub import FolderConnection
-from tests.hub.scripted import RUN, ScriptedSite, charter
+from tests.hub.scripted import RUN, TERMS, ScriptedSite, charter
 
 LEASE = 2.0
 
@@ -60,10 +61,10 @@ class Faulty(SharedFiles):
 
 
 class Folder:
-    """Sites in this thread that meet in a folder, each with a keeper."""
+    """Sites in this thread that meet in a folder, each with a keeper; with another lease all takes so much longer."""
 
-    def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.url = url
+    def __init__(self, url: str, monkeypatch: pytest.MonkeyPatch, lease: float = LEASE) -> None:
+        self.url, self.lease = url, lease
         self.files: dict[str, Faulty] = {}
         self.sites: dict[str, ScriptedSite] = {}
         self.connections: dict[str, FolderConnection] = {}
@@ -79,13 +80,14 @@ class Folder:
 
     def connect(self, name: str, sites: int = 2, run: str = RUN, **choices: Any) -> FolderConnection:
         self._next = name
-        self.connections[name] = FolderConnection(self.url, run, name, sites, LEASE, **choices)
+        self.connections[name] = FolderConnection(self.url, run, name, sites, self.lease, **choices)
         self.open.append(self.connections[name])
         return self.connections[name]
 
     def join(self, *names: str, seed: int = 0, sites: int = 2) -> None:
         for name in names:
-            self.sites[name] = ScriptedSite(self.connect(name, sites), charter(), seed)
+            own = charter(replace(TERMS, lease=self.lease))
+            self.sites[name] = ScriptedSite(self.connect(name, sites), own, seed)
 
     def keeper(self) -> str:
         """Who keeps the run, once somebody does."""
@@ -102,7 +104,7 @@ class Folder:
 
     def run(self, true: Callable[[], object], seconds: float = 40.0) -> None:
         """Trains until something is true, and notes the longest time that a step took."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + seconds * self.lease / LEASE
         while not true():
             assert time.monotonic() < end, {name: (site.rounds, site.told[-3:]) for name, site in self.sites.items()}
             for name, site in self.sites.items():

@@ -18,12 +18,16 @@ from lightning_sdiloco.tools.hub.status import status as ask_for_status
 from tests.hub.folders import LEASE, Folder
 from tests.hub.scripted import RUN, TERMS, ScriptedSite, charter
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", "bucket", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])])
 def anywhere(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
-    yield from opened(str(tmp_path) if request.param == "folder" else f"memory://{uuid.uuid4().hex}", monkeypatch)
+    if request.param == "s3":
+        # Every look is a request, and takes its time.
+        yield from in_world(Folder(request.getfixturevalue("s3").bucket(), monkeypatch, lease=3 * LEASE))
+    else:
+        yield from opened(str(tmp_path) if request.param == "folder" else f"memory://{uuid.uuid4().hex}", monkeypatch)
 
 
 @pytest.fixture
@@ -34,7 +38,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
 def opened(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
     # A bucket in memory costs nothing to look at.
     monkeypatch.setattr("lightning_sdiloco.hub.kept.is_bucket", lambda url: False)
-    world = Folder(url, monkeypatch)
+    yield from in_world(Folder(url, monkeypatch))
+
+
+def in_world(world: Folder) -> Iterator[Folder]:
     yield world
     world.close()
 
@@ -85,7 +92,7 @@ def test_the_keeper_is_killed_the_others_go_on_with_all_that_was_told_and_it_ret
     world.run(lambda: all(site.at > at[name] + 4 * TERMS.sync_every for name, site in world.sites.items()))
     assert not any(world.connections[other].keeper.coordinator for other in world.sites)
     for seat in seats:
-        seat.ttl = LEASE
+        seat.ttl = world.lease
     assert world.keeper() != name
     world.run(world.more(3))
     assert max(world.gaps.values()) < 1.0  # no call of a site waits for files

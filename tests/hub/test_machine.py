@@ -124,6 +124,26 @@ def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(tmp_path: Path
     assert (tmp_path / "store" / "blobs" / key).stat().st_size == size
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_payload_of_a_gigabyte_takes_little_memory_and_the_next_one_none(tmp_path: Path, keys: Path) -> None:
+    size = 1 << 30
+    blob = bytearray(os.urandom(1 << 20)) * (size >> 20)
+    with serving(tmp_path, keys) as served:
+        served.store.max_blob = size
+        site = served.mailbox("a", channels=4, max_blob=size)
+        site.put(os.urandom(4 << 20))
+        peak_of_the_process()
+        peaks = [peak_of_the_process()]
+        for number in range(2):
+            blob[0] = number
+            site.put(blob)
+            peaks.append(peak_of_the_process())
+    # Of both ends, which are in this process.
+    assert peaks[1] - peaks[0] < size / 12
+    assert peaks[2] - peaks[1] < size / 60
+
+
 class Rounds:
     """A coordinator whose two sites contribute without end, in virtual time."""
 

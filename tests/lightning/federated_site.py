@@ -1,7 +1,9 @@
 """Ranks of sites as processes of their own, for tests: they train a small model and write down when they stepped."""
 
+import hashlib
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +12,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed.run
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,6 +30,7 @@ from lightning_sdiloco import (
 )
 from tests.large.models import FEATURES, TARGETS, wide
 
+BATCH = 8
 CHOICES: dict[str, Any] = {"sync_every": 20, "overlap_steps": 2, "layers_per_fragment": 2}
 AUTO: dict[str, Any] = {"sync_every": "auto", "overlap_steps": "auto", "fragments": "auto", "compression": "auto"}
 
@@ -44,6 +48,7 @@ class Place:
     ranks: int = 1
     late: Literal["carry", "drop"] = "drop"
     sites: int | None = None
+    lease: float = 2.0
 
     @property
     def name(self) -> str:
@@ -53,7 +58,7 @@ class Place:
     def federation(self) -> Federation:
         keys = None if self.sites else self.keys
         return Federation(
-            hub=self.hub, run="run", site=self.site, keys=keys, lease=2.0, late=self.late, sites=self.sites
+            hub=self.hub, run="run", site=self.site, keys=keys, lease=self.lease, late=self.late, sites=self.sites
         )
 
     def settle(self) -> None:
@@ -175,7 +180,7 @@ def train(
             ModelCheckpoint(dirpath=folder, save_last=True, **saves),
         ],
     )
-    loader = DataLoader(place.data(), batch_size=8)
+    loader = DataLoader(place.data(), batch_size=BATCH)
     net = (ShardedNet if sharded else Net)(seconds)
     try:
         trainer.fit(net, loader, loader, ckpt_path=str(last) if last.exists() else None)
@@ -183,11 +188,33 @@ def train(
     except SIGTERMException:
         ended = {"ended": True, "terminated": True}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    outer = {} if "terminated" in ended else {name: float(v.sum()) for name, v in strategy.outer_state_dict().items()}
+    state = {} if "terminated" in ended else strategy.outer_state_dict()
+    outer, digest = {name: float(values.sum()) for name, values in state.items()}, hashlib.sha256()
+    for values in state.values():
+        digest.update(values.numpy().tobytes())
     settings = {name: str(getattr(strategy.engine.settings, name)) for name in AUTO}
     applied = [list(own.applied) for own in strategy.engine._world.follower.fragments]
     about = {"settings": settings, "report": strategy.report(), "metrics": metrics}
-    notes.write(**ended, **about, outer=outer, applied=applied)
+    notes.write(**ended, **about, outer=outer, digest=digest.hexdigest(), applied=applied)
+
+
+def train_under_torchrun(place: Place, ranks: int, *arguments: float) -> None:
+    """Launches a site as a user does on its machine: torchrun starts the ranks, and starts them again when one dies."""
+    place.settle()
+    # Its own port and names are for one rank.
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "NODE_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    # Otherwise ranks that are started again read where those before them listened.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    meets = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{place.port}"]
+    about = [place.site, place.hub, place.keys, place.folder, place.late, *arguments]
+    torch.distributed.run.main([*meets, "--local-addr=127.0.0.1", "--max-restarts=1", "-m", __name__, *map(str, about)])
+
+
+def rank_of_torchrun(site: str, hub: str, keys: str, folder: str, late: Any, steps: str, seconds: str) -> None:
+    """Trains a rank that torchrun has started."""
+    port, rank, ranks = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
+    train(Place(site, hub, Path(keys), Path(folder), port, rank, ranks, late), int(steps), float(seconds))
 
 
 class Jittery(Net):
@@ -245,3 +272,7 @@ def train_in_fabric(place: Place, steps: int, size: int) -> None:
                 model(x)
     fabric.strategy.finish()
     Notes(place.folder / f"{place.name}.jsonl").write(ended=True, report=strategy.report())
+
+
+if __name__ == "__main__":
+    rank_of_torchrun(*sys.argv[1:])

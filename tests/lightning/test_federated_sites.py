@@ -9,6 +9,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,15 @@ from lightning_sdiloco.hub import HubService
 from lightning_sdiloco.lightning import read_run
 from lightning_sdiloco.lightning.monitor.timeline import changes
 from tests.comm.mailbox.hubs import require_extra
-from tests.lightning.federated_site import AUTO, Place, train, train_dropping, train_in_fabric
+from tests.lightning.federated_site import (
+    AUTO,
+    BATCH,
+    Place,
+    train,
+    train_dropping,
+    train_in_fabric,
+    train_under_torchrun,
+)
 
 SITES = ("a", "b", "c")
 STEP = 0.02
@@ -69,6 +78,14 @@ class Federation:
 
     def records(self) -> list[Record]:
         return [Record.from_bytes(text) for _, text in self.hub.coordinator.history.journal.read()]
+
+    def together(self) -> list[Record]:
+        """The records of the rounds in which two sites count."""
+        return [record for record in self.records() if len(record.counted) == 2]
+
+    def lives(self, site: str) -> int:
+        """How many starts of a site count."""
+        return len({own.life for record in self.records() if (own := record.of(site))})
 
     def trained(self, site: str, fragment: int = 0) -> int:
         """How many samples of a site count."""
@@ -225,6 +242,77 @@ def test_what_sites_leave_open_is_chosen_at_the_founding_and_taken_by_who_return
     assert sum(len(record.counted) == 2 for record in federation.records()) > 3
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_a_torchrun_of_eight_ranks_sends_as_much_as_a_site_of_one_and_counts_by_its_samples(
+    federation: Federation,
+) -> None:
+    federation.late = "carry"
+    federation.start("b", 100_000, STEP)
+    with under_torchrun(federation, "a", 8):
+        federation.until("both count in five rounds", lambda: len(federation.together()) >= 5, timeout=600.0)
+        federation.hub.coordinator.end()
+        names = ["a", *(f"a{rank}" for rank in range(1, 8)), "b"]
+        federation.until_ended(*names)
+    ends = [federation.notes(name)[-1] for name in names]
+    # All have applied the same records, and hold the same bits.
+    assert len({str(end["applied"]) for end in ends}) == 1
+    assert len({end["digest"] for end in ends}) == 1
+    for record in federation.records():
+        assert not record.left_out
+        for own, ranks in ((record.of("a"), 8), (record.of("b"), 1)):
+            if own is not None:
+                assert (own.weight, len(own.payloads)) == (own.steps * BATCH * ranks, ranks)
+    # Eight ranks send the bytes of one, an eighth each.
+    for record in federation.together():
+        first, second = (sum(payload.size for payload in own.payloads) for own in record.counted)
+        assert first == pytest.approx(second, rel=0.02)
+    *sent, _ = (end["report"]["bytes_sent"] for end in ends)
+    assert sent == pytest.approx([sent[0]] * 8, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_a_site_of_which_a_rank_is_killed_is_started_again_by_torchrun_and_returns(federation: Federation) -> None:
+    federation.start("b", 100_000, STEP)
+    with under_torchrun(federation, "a", 2) as agent:
+        federation.until("both have landed some rounds", lambda: min(map(federation.round, "ab")) >= 2, timeout=400.0)
+        # It has a checkpoint of step 25, and has trained on.
+        federation.until("a trains on", lambda: federation.notes("a")[-1]["step"] > 45)
+        there = federation.round("b")
+        os.kill(max(children(agent)), signal.SIGKILL)
+        federation.until("the other one goes on", lambda: federation.round("b") >= there + 3)
+        federation.until("it counts again", lambda: federation.lives("a") == 2, timeout=400.0)
+        federation.hub.coordinator.end()
+        federation.until_ended("a", "a1", "b")
+    for site in ("a", "a1"):
+        steps = [note["step"] for note in federation.notes(site) if "step" in note]
+        # It went on from its checkpoint.
+        (began,) = [after for before, after in zip(steps, steps[1:], strict=False) if after <= before]
+        assert began % 25 == 1
+        assert began > 1
+    assert len({federation.notes(site)[-1]["digest"] for site in ("a", "a1", "b")}) == 1
+
+
+def children(process: int) -> list[int]:
+    """The processes that one has started."""
+    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+
+
+@contextmanager
+def under_torchrun(federation: Federation, site: str, ranks: int) -> Iterator[int]:
+    """Starts a site of several ranks by torchrun, whose process this is; it ends them."""
+    federation.start(site, ranks, 100_000, STEP, does=train_under_torchrun)
+    process = federation.processes[site]
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        process.join(60)
+
+
 @pytest.mark.large
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("federation", ["ab"], indirect=True)
@@ -237,6 +325,32 @@ def test_sites_whose_ranks_share_a_sharded_model_train_together(federation: Fede
     assert ends[0]["outer"] == ends[1]["outer"]
     sent = [end["report"]["bytes_sent"] for end in ends]
     assert sent[0] == pytest.approx(sent[1], rel=0.02)
+
+
+@pytest.mark.large
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_sites_with_sharded_models_leave_their_settings_open_and_one_returns(federation: Federation) -> None:
+    ranks = ("a", "a1", "b", "b1")
+    for site in "ab":
+        federation.start(site, 100_000, STEP, ranks=2, sharded=True, choices=AUTO)
+    last = federation.folder / "b" / "last.ckpt"
+    federation.until("a checkpoint is there", lambda: bool(federation.together()) and last.exists(), timeout=400.0)
+    charter = federation.hub.coordinator.charter
+    for name in ("b", "b1"):
+        killed = federation.processes.pop(name)
+        killed.kill()
+        killed.join()
+    federation.start("b", 100_000, STEP, ranks=2, sharded=True, choices=AUTO)
+    federation.until("it counts again", lambda: federation.lives("b") == 2, timeout=400.0)
+    federation.hub.coordinator.end()
+    federation.until_ended(*ranks)
+    assert federation.hub.coordinator.charter == charter
+    assert all(len(shards) == 2 for shards in charter.shards)
+    ends = [federation.notes(name)[-1] for name in ranks]
+    assert all(charter.settings[name].strip("'") == value for end in ends for name, value in end["settings"].items())
+    assert len({(end["digest"], str(end["applied"])) for end in ends}) == 1
+    assert federation.lives("b") == 2
 
 
 @pytest.mark.slow

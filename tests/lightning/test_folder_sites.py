@@ -17,6 +17,7 @@ from lightning_sdiloco.comm.mailbox.pulse import Pulse, PulseWatch
 from lightning_sdiloco.federation import Record
 from tests.hub.folders import all_records
 from tests.lightning.federated_site import Place, train
+from tests.s3 import s3_at
 
 SITES = ("a", "b", "c")
 STEP = 0.02
@@ -26,18 +27,21 @@ STEPS = 400
 class Sites:
     """Processes of sites, and what they have written down."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.meeting = folder, folder / "meeting"
+    def __init__(
+        self, folder: Path, meeting: str, lease: float = 2.0, steps: int = STEPS, method: str = "forkserver"
+    ) -> None:
+        self.folder, self.meeting, self.lease, self.steps = folder, meeting, lease, steps
         self.processes: dict[str, Any] = {}
-        self.context = multiprocessing.get_context("forkserver")
+        self.context: Any = multiprocessing.get_context(method)
         self.context.set_forkserver_preload(["tests.lightning.federated_site"])
 
-    def start(self, site: str, ranks: int = 1, steps: int = STEPS, of: int = len(SITES)) -> None:
+    def start(self, site: str, ranks: int = 1, of: int = len(SITES)) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             port = listening.getsockname()[1]
         for rank in range(ranks):
-            place = Place(site, self.meeting.as_uri(), self.folder, self.folder, port, rank, ranks, "drop", of)
-            self.processes[place.name] = self.context.Process(target=train, args=(place, steps, STEP))
+            about = {"rank": rank, "ranks": ranks, "sites": of, "lease": self.lease}
+            place = Place(site, self.meeting, self.folder, self.folder, port, **about)
+            self.processes[place.name] = self.context.Process(target=train, args=(place, self.steps, STEP))
             self.processes[place.name].start()
 
     def notes(self, site: str) -> list[dict[str, Any]]:
@@ -49,12 +53,12 @@ class Sites:
         return min(stepped[-1]["rounds"]) if stepped else 0
 
     def keeper(self) -> Pulse:
-        pulse = PulseWatch(shared_files(str(self.meeting)), time.monotonic).look()
+        pulse = PulseWatch(shared_files(self.meeting), time.monotonic).look()
         assert pulse is not None
         return pulse
 
     def records(self) -> list[Record]:
-        return [Record.from_bytes(text) for text in all_records(shared_files(str(self.meeting)))]
+        return [Record.from_bytes(text) for text in all_records(shared_files(self.meeting))]
 
     def until(self, what: str, holds: Callable[[], bool], timeout: float = 240.0) -> None:
         deadline = time.monotonic() + timeout
@@ -75,14 +79,24 @@ class Sites:
 
 
 @pytest.fixture
-def sites(tmp_path: Path) -> Iterator[Sites]:
-    made = Sites(tmp_path)
-    made.meeting.mkdir()
+def sites(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Sites]:
+    if getattr(request, "param", "folder") == "s3":
+        with s3_at(tmp_path) as server:
+            # Processes that are spawned know where the server is. Every look is a request to it.
+            made = Sites(tmp_path, server.bucket(), 6.0, 5 * STEPS, "spawn")
+            yield made
+            made.close()
+        return
+    (tmp_path / "meeting").mkdir()
+    made = Sites(tmp_path, (tmp_path / "meeting").as_uri())
     yield made
     made.close()
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "sites", ["folder", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])], indirect=True
+)
 def test_the_keeper_is_killed_the_others_go_on_at_their_pace_and_it_returns(sites: Sites) -> None:
     for site in SITES:
         sites.start(site)
@@ -119,8 +133,9 @@ def test_the_keeper_is_killed_the_others_go_on_at_their_pace_and_it_returns(site
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_site_of_two_ranks_meets_one_of_one_rank_in_a_folder(sites: Sites) -> None:
-    sites.start("a", ranks=2, steps=120, of=2)
-    sites.start("b", steps=120, of=2)
+    sites.steps = 120
+    sites.start("a", ranks=2, of=2)
+    sites.start("b", of=2)
     sites.until("all have ended", lambda: all(map(sites.has_ended, ("a", "a1", "b"))))
     assert any(len(record.counted) == 2 for record in sites.records())
     reports = [sites.notes(site)[-1]["report"] for site in ("a", "a1")]

@@ -37,11 +37,13 @@ class Now:
         return self.time
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", "bucket", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])])
 def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedFiles:
     monkeypatch.setattr(folder_ledger, "PAGE", 6)
     # In the thread that writes, so that every operation has its place in the order of all.
     monkeypatch.setattr(Sweeper, "delete", delete_at_once)
+    if request.param == "s3":
+        return shared_files(request.getfixturevalue("s3").bucket())
     return shared_files(str(tmp_path) if request.param == "folder" else f"memory://{uuid.uuid4().hex}")
 
 
@@ -105,7 +107,7 @@ class Written:
 def test_what_was_said_is_there_wherever_the_keeper_is_killed(files: SharedFiles) -> None:
     said = Written()
     killed = 0
-    every = 1 if files.url.startswith("memory") else 11  # a disk takes its time
+    every = {"memory": 1, "s3": 37}.get(files.url.partition(":")[0], 11)  # a disk takes its time, a service more
     for operations in range(0, 400, every):
         mine = Faulty(files)
         ledger = after(mine)

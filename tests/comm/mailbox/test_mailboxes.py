@@ -1,4 +1,4 @@
-"""What every mailbox does: in memory, in a folder, in a bucket, and behind a hub with TLS."""
+"""What every mailbox does: in memory, in a folder, in a bucket (in memory and of S3), and behind a hub with TLS."""
 
 import threading
 import uuid
@@ -35,7 +35,7 @@ def behind_a_hub(folder: Path) -> Iterator[Any]:
         yield served.mailbox("second", max_blob=LARGEST)
 
 
-@pytest.fixture(params=["in_process", "folder", "bucket", "hub"])
+@pytest.fixture(params=["in_process", "folder", "bucket", "hub", pytest.param("s3", marks=pytest.mark.s3)])
 def mailbox(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     if request.param == "hub":
         with behind_a_hub(tmp_path) as mailbox:
@@ -44,7 +44,9 @@ def mailbox(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     if request.param == "in_process":
         mailbox = InProcessMailbox(LARGEST)
     else:
-        url = tmp_path if request.param == "folder" else f"memory://{uuid.uuid4().hex}"
+        url: Any = tmp_path if request.param == "folder" else f"memory://{uuid.uuid4().hex}"
+        if request.param == "s3":
+            url = request.getfixturevalue("s3").bucket()
         mailbox = FolderMailbox(url, LARGEST, poll=0.02)
     yield mailbox
     mailbox.close()
