@@ -120,6 +120,11 @@ class Progress:
         return self.digest is not None and (self.next_round >= self.kept or self.applied.round >= self.closed)
 
     @property
+    def has_heard(self) -> bool:
+        """Whether the records of all rounds that are known to be closed are here, with their payloads if needed."""
+        return all(round in self.records for round in range(self.next_round, self.closed + 1))
+
+    @property
     def called(self) -> Call | None:
         """The call of the round that lands next, if it was heard."""
         return self.call if self.call and self.call.round == self.next_round else None

@@ -242,6 +242,48 @@ def test_a_site_that_returns_with_an_old_checkpoint_replays_what_it_missed() -> 
     assert sites[0].hub.counted()[-1] == ["s0", "s1", "s2"]
 
 
+class Slow:
+    """A connection over which payloads take so many waits."""
+
+    def __init__(self, connection: Any, waits: int) -> None:
+        self._connection, self._left, self._held = connection, waits, list[Told]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def wait(self, timeout: float) -> bool:
+        self._left -= 1
+        return bool(self._connection.wait(timeout))
+
+    def events(self) -> list[Told]:
+        told = self._connection.events()
+        self._held += [event for event in told if isinstance(event, Recorded)]
+        told = [event for event in told if not isinstance(event, Recorded)]
+        if self._left <= 0:
+            told, self._held = [*told, *self._held], []
+        return told
+
+
+def test_who_returns_with_a_flight_trains_once_what_closed_meanwhile_is_here() -> None:
+    """Cut off before, it would train on alone, and drop all that where its earlier life counts."""
+    choices = {**CHOICES, "fragments": [["*"]]}
+    sites = founded(2, **choices)
+    train(sites, 9)
+    state = saved(sites[0])
+    train(sites, 9)
+    sites[0].die()
+    train(sites[1:], 3)
+    again = Site(sites[0].hub, 0, seed=5, connection=Slow(sites[0].hub.connect("s0"), waits=3), **choices)
+    again.engine.load_state_dict(state["engine"])
+    again.optimizer.load_state_dict(state["optimizer"])
+    again.step = 9
+    assert again.engine.in_flight
+    again.engine.join()
+    again.cut_off()
+    train([again], 3)
+    assert all(own.applied.round == own.closed > 0 for own in again.world.follower.fragments)
+
+
 def test_a_site_that_is_told_to_end_has_all_counted_and_nothing_twice() -> None:
     sites = founded(2, **CHOICES)
     train(sites, 21)

@@ -117,8 +117,9 @@ class FederatedWorld:
 
     def _has_joined(self) -> bool:
         follower = self.follower
-        # A flight lands in its time.
-        landed = all(own.flight or own.applied.round >= own.closed for own in follower.fragments)
+        # A flight lands in its time. But who is cut off before the payloads of closed rounds came would train in vain
+        # where an earlier life counts in one of them.
+        landed = all(own.has_heard if own.flight else own.applied.round >= own.closed for own in follower.fragments)
         return follower.reachable and follower.follows and landed
 
     def trained(self, micro_batches: int, samples: int) -> None:
