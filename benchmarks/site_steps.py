@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from benchmarks import report
-from benchmarks.chaos.site import BATCH, FEATURES, SYNC_EVERY, TARGETS, Net
+from benchmarks.chaos.net import BATCH, FEATURES, SYNC_EVERY, TARGETS
+from benchmarks.chaos.site import Net
 from benchmarks.fits import fit
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 from lightning_sdiloco.comm import add_keys, init_keys

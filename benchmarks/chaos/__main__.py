@@ -24,8 +24,8 @@ from typing import Any
 from benchmarks import report
 from benchmarks.chaos.checks import Found, Told, examined
 from benchmarks.chaos.faults import FORMS, Kind, sequence
+from benchmarks.chaos.net import BATCH
 from benchmarks.chaos.running import Halted, Play
-from benchmarks.chaos.site import BATCH
 from benchmarks.chaos.timeline import draw, timeline
 from benchmarks.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 from benchmarks.links import Links, missing
@@ -58,7 +58,7 @@ def run(
     """
     links = Links(1 + len(SITES), MBIT_S, ONE_WAY_DELAY) if namespaces else nullcontext(None)
     began, problems = time.monotonic(), []
-    with links as opened, World(folder, SITES, seconds, links=opened) as world:
+    with links as opened, World.federated(folder, SITES, seconds, links=opened) as world:
         try:
             Play(world, sequence(seed, SITES, namespaces, only)).run(faults, 60 * minutes)
         except Halted as halted:

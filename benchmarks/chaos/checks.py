@@ -63,7 +63,7 @@ class Told(NamedTuple):
         """Returns the faults, in the order in which they ended."""
         began: dict[tuple[Kind, str], float] = {}
         spans = []
-        for note in self.faults:
+        for note in (note for note in self.faults if note["what"] in ("begin", "end")):
             key = note["kind"], note["victim"]
             if note["what"] == "begin":
                 began[key] = note["at"]

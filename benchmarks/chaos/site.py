@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.chaos.net import BATCH, OVERLAP_STEPS, SYNC_EVERY, network, samples
 from benchmarks.chaos.notes import Notebook, stolen, waited_for_processor
 from benchmarks.links import enter
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
@@ -25,9 +26,6 @@ from lightning_sdiloco.federation import Follower, Record, Welcome
 from lightning_sdiloco.hub import HubConnection
 
 RUN = "run"
-BATCH = 8
-SYNC_EVERY = 20
-FEATURES, TARGETS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,7 @@ class Net(pl.LightningModule):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
-        widths = (FEATURES, 256, 512, 160, TARGETS)
-        layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)]
-        self.net = nn.Sequential(*layers)
+        self.net = network()
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         """Returns the loss of a batch, late."""
@@ -218,13 +214,11 @@ def train(name: str, place: Place) -> None:
     _noted(notebook)
     _dies_at_stages(name, place.folder)
     pl.seed_everything(0)
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    x, y = torch.randn(512, FEATURES, generator=generator), torch.randn(512, TARGETS, generator=generator)
     last = place.folder / name / "last.ckpt"
     keys = place.folder / "keys"
     strategy = StreamingDiLoCoStrategy(
         sync_every=SYNC_EVERY,
-        overlap_steps=2,
+        overlap_steps=OVERLAP_STEPS,
         layers_per_fragment=2,
         federation=Federation(hub=place.hub, run=RUN, site=name, keys=keys, lease=place.lease),
     )
@@ -240,7 +234,7 @@ def train(name: str, place: Place) -> None:
         enable_model_summary=False,
         callbacks=[Notes(notebook), checkpoint],
     )
-    loader = DataLoader(TensorDataset(x, y), batch_size=BATCH)
+    loader = DataLoader(TensorDataset(*samples(name)), batch_size=BATCH)
     warnings.filterwarnings("ignore", ".*num_workers.*")
     module = Net(place.seconds)
     trainer.fit(module, loader, ckpt_path=str(last) if last.exists() else None)

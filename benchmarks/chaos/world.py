@@ -1,22 +1,17 @@
 """A hub and sites as processes on this machine, some of which are stopped, killed, started again or cut off."""
 
-import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from benchmarks.chaos.cast import Cast, Federated, Process
 from benchmarks.chaos.faults import ALL, HUB, KILLS, STAGE, Fault
-from benchmarks.chaos.hub import serve
 from benchmarks.chaos.notes import Note, Notebook, Reader, read
-from benchmarks.chaos.site import RUN, Place, train
 from benchmarks.links import Links
-from lightning_sdiloco.comm import add_keys, init_keys
 
 MBIT_S, ONE_WAY_DELAY = 100e6, 0.025
 _FLIGHT = 25.0  # seconds within which a site comes to every stage of a flight
@@ -28,10 +23,8 @@ class World:
     Args:
         folder: Where they write.
         sites: The names of the sites.
-        seconds: That an inner step takes at least.
-        steps: After which sites end; -1: when the run does.
+        cast: Starts them.
         links: The slow links, open, with the hub as number 0 and the sites behind a NAT each; None: the loopback.
-        lease: That of the charter.
 
     Attributes:
         sites: The names of the sites.
@@ -39,36 +32,20 @@ class World:
         faults: Writes down what is done to them.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        sites: Sequence[str],
-        seconds: float,
-        steps: int = -1,
-        links: Links | None = None,
-        lease: float = 2.0,
-    ) -> None:
-        self.folder, self.sites, self._links = folder, tuple(sites), links
-        init_keys(folder / "keys", RUN)
-        for site in sites:
-            add_keys(folder / "keys", site)
-        *ports, other = _free_ports(2 + len(sites))
-        # Where the hub is, and where it may be moved to, with the same ledger and store.
-        address, own = ("127.0.0.1", (ports[0], other)) if links is None else (links.address(0), (29400, 29401))
-        self._hubs = [f"{address}:{port}" for port in own]
-        of_all = Place(folder, ",".join(self._hubs), 0, seconds, steps, lease=lease)
+    def __init__(self, folder: Path, sites: Sequence[str], cast: Cast, links: Links | None = None) -> None:
+        self.folder, self.sites, self._cast, self._links = folder, tuple(sites), cast, links
         names = (HUB, *sites)
         self._number = {name: number for number, name in enumerate(names)}
-        self._places = {
-            name: replace(of_all, port=port, namespace=links and links.names[self._number[name]])
-            for name, port in zip(names, ports, strict=True)
-        }
-        self.processes: dict[str, Any] = {}
+        self.processes: dict[str, Process] = {}
         self.faults = Notebook(folder / "faults.jsonl")
         self._readers = {name: Reader(folder / f"{name}.jsonl") for name in names}
-        # They begin with what they import, and with no thread of gRPC.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.chaos.hub"])
+
+    @staticmethod
+    def federated(
+        folder: Path, sites: Sequence[str], seconds: float, steps: int = -1, links: Links | None = None
+    ) -> "World":
+        """Makes one of a federation; the arguments are those of `Federated`."""
+        return World(folder, sites, Federated(folder, sites, seconds, steps, links), links)
 
     def __enter__(self) -> "World":
         if self._links is not None:
@@ -86,14 +63,7 @@ class World:
     def start(self, *names: str) -> None:
         """Starts the hub or sites."""
         for name in names:
-            place = self._places[name]
-            if name == HUB:
-                target, arguments = serve, (len(self.sites), replace(place, hub=self._hubs[0]))
-            else:
-                target, arguments = train, (name, place)
-            process = self._context.Process(target=target, args=arguments)
-            process.start()
-            self.processes[name] = process
+            self.processes[name] = self._cast.start(name)
 
     def begin(self, fault: Fault) -> None:
         """Lets a fault happen. One at a stage of a flight does when the site comes to it."""
@@ -128,7 +98,7 @@ class World:
         """Mends what a fault has done."""
         self.faults.write("end", kind=fault.kind, victim=fault.victim)
         if fault.kind == "move":
-            self._hubs.reverse()
+            self._cast.move()
         match fault.kind:
             case kind if kind in KILLS or kind.startswith(STAGE):
                 self.start(*self._victims(fault))
@@ -156,7 +126,9 @@ class World:
 
     def signal(self, name: str, number: int) -> None:
         """Sends a signal to a process."""
-        os.kill(self.processes[name].pid, number)
+        pid = self.processes[name].pid
+        assert pid is not None, "it has been started"
+        os.kill(pid, number)
 
     def _change(self, site: str, **link: Any) -> None:
         assert self._links is not None, "only links can be cut"
@@ -178,12 +150,3 @@ class World:
     def news(self, name: str) -> list[Note]:
         """Returns what it has written down since the last time."""
         return self._readers[name].new()
-
-
-def _free_ports(number: int) -> list[int]:
-    """Those who look for a port at the same time may find the same one."""
-    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [int(one.getsockname()[1]) for one in listening]
-    for one in listening:
-        one.close()
-    return ports

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the peers of benchmarks.slow_links, wire_bytes and memory, one virtual environment each: their
+# Installs the peers of benchmarks.slow_links, wire_bytes, memory and chaos.peers, one virtual environment each: their
 # dependencies need not agree with ours. PEERS_DIR (default .peers) is where, and where the benchmarks look.
 #     benchmarks/peers/install.sh
 set -euo pipefail

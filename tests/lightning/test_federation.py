@@ -10,8 +10,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_sdiloco
 from benchmarks.chaos.checks import Found, Span, Told, examined, returned
 from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.net import BATCH
 from benchmarks.chaos.running import Play
-from benchmarks.chaos.site import BATCH
 from benchmarks.chaos.world import World
 from benchmarks.links import Links, missing
 from lightning_sdiloco import DynamicBackup, StreamingDiLoCoStrategy
@@ -42,7 +42,7 @@ def counted_without(told: Told, span: Span) -> set[str]:
 @pytest.mark.timeout(400)
 def test_sites_and_the_hub_fail_the_others_go_on_at_their_pace_and_all_return(tmp_path: Path) -> None:
     require_extra()
-    with World(tmp_path, "abc", seconds=0.02) as world:
+    with World.federated(tmp_path, "abc", seconds=0.02) as world:
         told, found = played(world, Fault("stop", "c", 4.0), Fault("stop", "hub", 7.0), Fault("kill", "b", 1.0))
     # No stall, other digest, or sample that counts twice, and one model at the end.
     assert found["problems"] == []
@@ -70,7 +70,7 @@ def test_sites_and_the_hub_fail_the_others_go_on_at_their_pace_and_all_return(tm
 def test_sites_behind_a_nat_are_cut_off_and_return_by_themselves(tmp_path: Path) -> None:
     require_extra()
     faults = [Fault("cut", "b", 15.0), Fault("cut_in", "b", 6.0), Fault("cut_out", "b", 6.0), Fault("nat", "b", 0.0)]
-    with Links(3, 100e6, 0.025) as links, World(tmp_path, "ab", seconds=0.05, links=links) as world:
+    with Links(3, 100e6, 0.025) as links, World.federated(tmp_path, "ab", seconds=0.05, links=links) as world:
         told, found = played(world, *faults)
     assert found["problems"] == []
     cut, *_ = spans = told.spans()
