@@ -1,0 +1,86 @@
+"""What happens to the sites that are left, as processes with the Trainer: the last one, and those that wait."""
+
+import math
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from benchmarks.chaos.checks import Told, examined
+from benchmarks.chaos.faults import HUB, Fault
+from benchmarks.chaos.net import BATCH, SYNC_EVERY
+from benchmarks.chaos.notes import Note
+from benchmarks.chaos.running import Play
+from benchmarks.chaos.world import World
+from tests.comm.mailbox.hubs import require_extra
+from tests.lightning.chosen_sites import Chosen
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def appended(told: Told) -> list[Note]:
+    """The records, as they closed."""
+    return [note for note in told.hub if note["what"] == "append"]
+
+
+def counted(record: Note) -> str:
+    """The names of the sites that count."""
+    return "".join(sorted(site for site, *_ in record["counted"]))
+
+
+def test_two_of_three_sites_are_killed_for_good_and_the_last_one_goes_on_alone_to_its_end(tmp_path: Path) -> None:
+    require_extra()
+    steps = 500
+
+    def count_alone(left: str) -> bool:
+        return [counted(note) for note in appended(Told.of(tmp_path, "abc"))[-2:]] == [left, left]
+
+    with World.federated(tmp_path, "abc", seconds=0.03, steps=steps) as world:
+        play = Play(world)
+        play.begin()
+        for victim, left in (("c", "ab"), ("b", "a")):
+            fault = Fault("kill", victim, math.inf)
+            world.begin(fault)
+            play.going_on.append((math.inf, fault))
+            play.until(f"{left} count alone", partial(count_alone, left), 60)
+        play.until("its end", lambda: play.seen["a"].ended, 120)
+    told = Told.of(tmp_path, world.sites)
+    # It has not stood still, no sample counts twice, and there is one history.
+    assert examined(told, BATCH)["problems"] == []
+    killed = [note["at"] for note in told.faults if note["what"] == "begin"]
+    there = max(note["step"] for note in told.steps("a") if note["at"] < killed[-1])
+    assert told.steps("a")[-1]["step"] == steps
+    for fragment in {note["fragment"] for note in appended(told)}:
+        own = [note for note in appended(told) if note["fragment"] == fragment]
+        assert [note["round"] for note in own] == list(range(1, len(own) + 1))
+        alone = list(takewhile(lambda note: counted(note) == "a", reversed(own)))
+        # All that it has trained counts, but for the rounds that were open when it was left alone.
+        assert sum(weight for note in alone for *_, weight in note["counted"]) >= BATCH * (steps - there - SYNC_EVERY)
+
+
+@pytest.mark.parametrize("victim", ["b", HUB])
+def test_a_grace_of_ones_own_may_hold_training_up_for_as_long_and_a_second(tmp_path: Path, victim: str) -> None:
+    require_extra()
+    grace = 2.0
+    cast = Chosen(tmp_path, "ab", seconds=0.02, lease=10.0, grace=grace)
+    with World(tmp_path, "ab", cast) as world:
+        play = Play(world)
+        play.begin()
+        play.suffer(Fault("stop", victim, 7.0))
+        play.finish()
+    told = Told.of(tmp_path, "ab")
+    (stopped,) = told.spans()
+    steps = told.steps("a")
+    one = median(note["took"] for note in steps)
+    # The grace is longer than a flight may take until training waits for it.
+    assert one * (SYNC_EVERY - 1) < grace
+    # Without the time for which the machine did not let it run.
+    stalls = [note["stalled"] - note["delayed"] - note["stolen"] for note in steps if note["at"] > stopped.began]
+    assert max(stalls) <= grace + 1.0 + one
+    # It has waited, and then trained on, though the other one did not come.
+    assert max(note["stalled"] for note in steps if note["at"] < stopped.ended) > 0.25
+    assert sum(stopped.began < note["at"] < stopped.ended for note in steps) > SYNC_EVERY
+    found = examined(told, BATCH)
+    assert [problem for problem in found["problems"] if "stood still" not in problem] == []
