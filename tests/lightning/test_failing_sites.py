@@ -64,7 +64,8 @@ def test_two_of_three_sites_are_killed_for_good_and_the_last_one_goes_on_alone_t
 def test_a_grace_of_ones_own_may_hold_training_up_for_as_long_and_a_second(tmp_path: Path, victim: str) -> None:
     require_extra()
     grace = 2.0
-    cast = Chosen(tmp_path, "ab", seconds=0.02, lease=10.0, grace=grace)
+    # An inner step is longer than the slice in which a site that waits listens.
+    cast = Chosen(tmp_path, "ab", seconds=0.07, lease=10.0, grace=grace)
     with World(tmp_path, "ab", cast) as world:
         play = Play(world)
         play.begin()
