@@ -16,7 +16,7 @@ With --json every run is kept at once, and runs that the file has are not made a
 """
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any, Literal, NamedTuple
@@ -179,8 +179,9 @@ class Sites:
     def average_gradients(self) -> None:
         """Does nothing: a federation has no warm-up."""
 
-    def step(self) -> None:
-        """Counts an inner step of every site."""
+    def step(self, *, trained: Sequence[int] = (), idle: Collection[int] = ()) -> None:
+        """Counts an inner step of every site: all train whole batches."""
+        del trained, idle
         self._hub.passes(1.0)
         for engine in self.engines:
             engine.launch_due(samples=self._samples)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import islice
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
@@ -45,7 +45,7 @@ class Training:
         budget: Tokens to train on, per parameter.
         batch: Windows that one group sees in a step.
         lr: Learning rate of the inner optimizer after its warm-up.
-        inner: The inner optimizer: ``"adamw"``, or ``"muon"`` for the matrices of the blocks.
+        inner: The inner optimizer: ``"adamw"``, ``"sgd"``, or ``"muon"`` for the matrices of the blocks.
         seed: Of the initial weights and of the order of the windows.
         warmup: Share of the steps in which the learning rate rises.
         clip: The largest norm of a gradient.
@@ -100,6 +100,15 @@ class Training:
         """Makes what joins the worker groups. There is room for everything, so nothing is offloaded."""
         return SimulatedGroups(models, optimizers, offload=False, **(self.choices or {}))
 
+    def group(self) -> "Group":
+        """Makes a group of the training."""
+        return Group(self)
+
+    def trained(self, group: int, step: int) -> int:
+        """Returns how many windows of its batch a group trains in an inner step, counted from 0; with 0 it is idle."""
+        del group, step
+        return self.batch
+
     def text(self) -> "Text":
         """Returns what to train on and to judge by."""
         return _text(self.size, self.validation_windows, self.device)
@@ -141,8 +150,8 @@ class Simulated(Protocol):
         """Takes the mean of the gradients where the warm-up asks for it."""
         ...
 
-    def step(self) -> object:
-        """Counts an inner step of every group."""
+    def step(self, *, trained: Sequence[int] = (), idle: Collection[int] = ()) -> object:
+        """Counts an inner step of every group; see `SimulatedGroups.step`."""
         ...
 
     def finish(self) -> None:
@@ -207,10 +216,17 @@ class Group:
         self._schedule = LambdaLR(self.optimizer, training.lr_factor)
         self._clip = training.clip
 
-    def backward(self, tokens: Tensor, targets: Tensor) -> None:
-        """Makes the gradients of one inner step."""
+    def backward(self, tokens: Tensor, targets: Tensor, trained: int | None = None) -> None:
+        """Makes the gradients of one inner step.
+
+        Args:
+            tokens: A batch of windows.
+            targets: What comes after each byte of them.
+            trained: How many of the windows are trained, if not all; the others count as gradients of zero.
+        """
         self.optimizer.zero_grad()
-        next_byte_loss(self.model, tokens, targets).backward()
+        loss = next_byte_loss(self.model, tokens[:trained], targets[:trained])
+        (loss if trained in (None, len(tokens)) else loss * (trained / len(tokens))).backward()
 
     def step(self) -> None:
         """Makes the inner step."""
@@ -234,6 +250,8 @@ class Group:
 
 def inner_optimizer(training: Training, model: nn.Module) -> Optimizer:
     """Makes the inner optimizer."""
+    if training.inner == "sgd":
+        return SGD(model.parameters(), training.lr)
     if training.inner == "muon":
         return muon_and_adamw(model, training.lr, weight_decay=training.weight_decay)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -245,7 +263,7 @@ class Loop:
 
     def __init__(self, training: Training, text: Text) -> None:
         self._training, self._text = training, text
-        self._groups = [Group(training) for _ in range(1 if training.choices is None else training.groups)]
+        self._groups = [training.group() for _ in range(1 if training.choices is None else training.groups)]
         self._streaming: Simulated | None = None
         self.step = 0
         if training.choices is not None:
@@ -268,15 +286,20 @@ class Loop:
         return True
 
     def _train(self, tokens: Tensor, targets: Tensor) -> None:
-        count = len(self._groups)
-        for group, *part in zip(self._groups, tokens.chunk(count), targets.chunk(count), strict=True):
-            group.backward(*part)
-        if self._streaming is not None:
-            self._streaming.average_gradients()
-        for group in self._groups:
+        if self._streaming is None:
+            self._groups[0].backward(tokens, targets)
+            self._groups[0].step()
+            return
+        trained = [self._training.trained(group, self.step) for group in range(len(self._groups))]
+        parts = zip(*(whole.chunk(len(self._groups)) for whole in (tokens, targets)), strict=True)
+        busy = [(*one, windows) for *one, windows in zip(self._groups, parts, trained, strict=True) if windows]
+        for group, part, windows in busy:
+            group.backward(*part, windows)
+        self._streaming.average_gradients()
+        for group, *_ in busy:
             group.step()
-        if self._streaming is not None:
-            self._streaming.step()
+        idle = [group for group, windows in enumerate(trained) if not windows]
+        self._streaming.step(trained=trained, idle=idle)
 
     def finish(self) -> nn.Module:
         """Ends the training; returns the model that one would keep."""
@@ -290,9 +313,10 @@ class Loop:
 
     @property
     def traffic(self) -> Run:
-        """What a group has sent so far: bytes and launches; nothing with DDP."""
-        counted = [engine.report() for engine in self._engines[:1]]
-        return {name: int(report[name]) for report in counted for name in ("bytes_sent", "launches")}
+        """What a group has sent so far, in the mean of all: bytes and launches; nothing with DDP."""
+        counted = [engine.report() for engine in self._engines]
+        names = ("bytes_sent", "launches") if counted else ()
+        return {name: round(mean(report[name] for report in counted)) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that it needs to go on bit for bit."""

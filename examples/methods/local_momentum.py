@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""From a model, inputs and targets to the loss."""
+
+
+def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Returns the mean squared error."""
+    return nn.functional.mse_loss(model(x), y)
 
 
 class LocalMomentum:
@@ -13,10 +22,11 @@ class LocalMomentum:
 
     Args:
         model: The model; it is trained in place.
+        loss: What is made small.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self._start, self._before = model, deepcopy(model), deepcopy(model)
+    def __init__(self, model: nn.Module, loss: Loss = squared_error) -> None:
+        self.model, self._loss, self._start, self._before = model, loss, deepcopy(model), deepcopy(model)
         self._momentum: tuple[Tensor, ...] | None = None
 
     def step(self, x: Tensor, y: Tensor, lr: float) -> None:
@@ -36,6 +46,5 @@ class LocalMomentum:
         for parameter, start, end in parts:
             parameter.add_(start - end, alpha=share)
 
-    @staticmethod
-    def _gradient(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(nn.functional.mse_loss(model(x), y), list(model.parameters()))
+    def _gradient(self, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self._loss(model, x, y), list(model.parameters()))

@@ -1,0 +1,148 @@
+"""The methods that are compared, by the name that their runs are kept under."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from typing_extensions import override
+
+from benchmarks import gossip
+from benchmarks.methods.trained import Dropping, FedGLOMO, HalfSpeed, SlowUplink
+from benchmarks.models import EXAMPLES, TINY
+from benchmarks.quality import DILOCO, HELD_OUT, MUON_RATES, TUNING, Rates, pair
+from benchmarks.training import NamedTraining
+from lightning_sdiloco import ByMedian, ByNorm, Carry, DelayedNesterov, Eager, Selective, TwoShot, ZScore
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold, TopK
+
+import sys  # isort: skip
+
+sys.path.append(str(EXAMPLES / "methods"))
+
+from snoo import LOOKAHEAD, SNOO  # isort: skip
+
+DEFAULTS, ALONE, LARGER, AVERAGED = "defaults", "AdamW alone", "defaults, 8 windows a step", "FedAvg, SGD inside"
+
+SIZE, SYNC_EVERY, OVERLAP_STEPS = "0.1M", 20, 5
+
+
+@dataclass(frozen=True)
+class MethodTraining(NamedTraining):
+    """A training with a method that arguments of the engine make."""
+
+    @override
+    def given(self) -> Mapping[str, Any]:
+        return METHODS[self.method].sets()
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method.
+
+    Attributes:
+        sets: Makes the arguments of the engine.
+        beside: The method that it is compared with, with as many groups; None: it is there to be compared with.
+        groups: With how many worker groups; one trains without the engine if `beside` is None.
+        changes: What is different in its trainings.
+        training: What trains it.
+    """
+
+    sets: Callable[[], dict[str, Any]] = dict
+    beside: str | None = DEFAULTS
+    groups: Sequence[int] = (4,)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    training: type[NamedTraining] = MethodTraining
+
+
+def _route(name: str) -> Method:
+    return Method(lambda: gossip.choices(name, 4))
+
+
+_SGD = {"inner": "sgd", "lr": 0.3}
+
+METHODS: Mapping[str, Method] = {
+    DEFAULTS: Method(beside=None, groups=(2, 4)),
+    "Selective(0.3, most=4)": Method(lambda: {"schedule": Selective(0.3, 4)}, groups=(2, 4)),
+    "Carry": Method(lambda: {"mixing": Carry()}),
+    "defaults, tau=19": Method(lambda: {"overlap_steps": 19}),
+    "Carry, tau=19": Method(lambda: {"overlap_steps": 19, "mixing": Carry()}),
+    "Eager, tau=19": Method(lambda: {"overlap_steps": 19, "mixing": Eager()}),
+    "ByNorm(1.0)": Method(lambda: {"weighing": ByNorm(1.0)}),
+    "ZScore(warmup=20)": Method(lambda: {"weighing": ZScore(warmup=20)}),
+    "ByMedian": Method(lambda: {"weighing": ByMedian()}),
+    "DelayedNesterov(every=4)": Method(
+        lambda: {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=4)}
+    ),
+    "top_k+memory": Method(lambda: {"compression": "top_k+memory"}),
+    "random_k+memory, outer_lr=1": Method(
+        lambda: {"compression": "random_k+memory", "outer_lr": 1.0, "outer_momentum": 0.0}
+    ),
+    "sparse, over senders": Method(
+        lambda: {"compression": ErrorFeedback(TopK(1 / 64, Int2(), over="senders"), decay=0.95)}
+    ),
+    "Threshold(every=10)": Method(
+        lambda: {"compression": ErrorFeedback(Threshold(1 / 64, Int2(), every=10), decay=0.95)}
+    ),
+    "ByLink, one slow uplink": Method(training=SlowUplink),
+    "Paced, one at half speed": Method(training=HalfSpeed),
+    "TwoShot([0.4, 0.2, 0.2, 0.2])": Method(lambda: {"exchange": TwoShot([0.4, 0.2, 0.2, 0.2])}),
+    gossip.RANDOM: _route(gossip.RANDOM),
+    gossip.FASTEST: _route(gossip.FASTEST),
+    gossip.RING: _route(gossip.RING),
+    "Muon": Method(changes={"inner": "muon", "lr": MUON_RATES.ours}),
+    LARGER: Method(beside=None, changes={"batch": 8}),
+    "DropCompute": Method(beside=LARGER, changes={"batch": 8}, training=Dropping),
+    AVERAGED: Method(lambda: {**DILOCO, "outer_lr": 1.0, "outer_momentum": 0.0}, changes=_SGD),
+    "FedGLOMO": Method(beside=AVERAGED, changes=_SGD, training=FedGLOMO),
+    ALONE: Method(beside=None, groups=(1,), changes={"lr": 3e-3}),
+    "Lookahead": Method(lambda: dict(LOOKAHEAD), beside=ALONE, groups=(1,), changes={"lr": 3e-3}),
+    "SNOO": Method(lambda: dict(SNOO), beside=ALONE, groups=(1,), changes={"lr": 3e-3}),
+}
+"""The methods by name."""
+
+TRIED: Mapping[str, Sequence[float]] = {
+    ALONE: (1.5e-3, 3e-3, 6e-3),
+    "Lookahead": (1.5e-3, 3e-3, 6e-3),
+    "SNOO": (1.5e-3, 3e-3, 6e-3),
+    AVERAGED: (0.1, 0.3, 1.0, 3.0),
+    "FedGLOMO": (0.1, 0.3, 1.0, 3.0),
+}
+"""Inner learning rates of those that have their own."""
+
+
+def training(method: str, groups: int, seed: int) -> NamedTraining:
+    """Makes a training with the rates and the settings of the verdict of `benchmarks.quality`."""
+    how = METHODS[method]
+    rate = how.changes.get("lr")
+    like, _ = pair(SIZE, groups, seed, None if rate is None else Rates(rate, rate))
+    one = how.training(**{**vars(like), **how.changes, "method": method})
+    if groups == 1 and how.beside is None:
+        return replace(one, choices=None)
+    given = one.given()
+    settings = Settings(**{"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, **given}).chosen_for(groups)
+    numbers = {name: value for name, value in settings.numbers.items() if name not in given}
+    choices = {"sync_every": settings.sync_every, "overlap_steps": settings.overlap_steps, **numbers}
+    return replace(one, choices=choices)
+
+
+def wanted() -> Iterator[NamedTraining]:
+    """Yields all trainings: seed by seed, so that what is made is paired."""
+    for groups in (2, 4, 1):
+        for seed in HELD_OUT:
+            yield from (training(name, groups, seed) for name, how in METHODS.items() if groups in how.groups)
+
+
+def rates() -> Iterator[NamedTraining]:
+    """Yields each rate of those that have their own, with a quarter of the tokens."""
+    for name, tried in TRIED.items():
+        for rate in tried:
+            yield replace(training(name, METHODS[name].groups[0], TUNING[0]), lr=rate, budget=4.0)
+
+
+def quick() -> Iterator[NamedTraining]:
+    """Yields trainings that show that the benchmark runs: all that is trained in another way, and what is beside it."""
+    special = {name: how for name, how in METHODS.items() if how.training is not MethodTraining or how.groups == (1,)}
+    for name in dict.fromkeys(one for name, how in special.items() for one in (how.beside or name, name)):
+        how = METHODS[name]
+        yield replace(training(name, how.groups[-1], 0), size=TINY, budget=0.05, validation_windows=32)

@@ -1,0 +1,143 @@
+"""Trainings in which a method changes more than the arguments of the engine: who trains how much, and how."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from typing_extensions import override
+
+from benchmarks.drop_compute import Case, times
+from benchmarks.models import EXAMPLES, next_byte_loss
+from benchmarks.quality import DILOCO
+from benchmarks.training import Group, NamedTraining, Simulated
+from lightning_sdiloco.algorithm import best_drop
+from lightning_sdiloco.compression import ByLink
+from lightning_sdiloco.engine import StepClock
+
+import sys  # isort: skip
+
+sys.path.append(str(EXAMPLES / "methods"))
+
+from local_momentum import LocalMomentum  # isort: skip
+
+
+@dataclass(frozen=True)
+class HalfSpeed(NamedTraining):
+    """The last group is half as fast, and trains every other inner step, as `Paced` makes it."""
+
+    @override
+    def given(self) -> Mapping[str, Any]:
+        return {}
+
+    @override
+    def trained(self, group: int, step: int) -> int:
+        return self.batch if group < self.groups - 1 or step % 2 else 0
+
+
+RANKS, MICRO_BATCHES, SIGMA, MOST_DROPPED = 2, 4, 0.5, 0.1
+"""A group of `Dropping`: ranks, micro-batches of a step of each, and by how much their times vary."""
+
+
+@dataclass(frozen=True)
+class Dropping(NamedTraining):
+    """Ranks of a group leave out micro-batches for which they are late, as with `DropCompute`.
+
+    A window is a micro-batch. Their times are lognormal, and the budget is that of the rule, which knows them.
+    """
+
+    @override
+    def given(self) -> Mapping[str, Any]:
+        return {}
+
+    @override
+    def trained(self, group: int, step: int) -> int:
+        ends = _times(1, 10**6 * self.seed + 10**5 * group + step).cumsum(-1)[:, 0]
+        # The first and the last of a step are always trained.
+        late = (ends[:, : MICRO_BATCHES - 2] > _budget()).sum()
+        return RANKS * MICRO_BATCHES - int(late)
+
+
+def _times(steps: int, seed: int) -> Tensor:
+    return times(Case(RANKS, MICRO_BATCHES, SIGMA), steps, seed)
+
+
+@cache
+def _budget() -> float:
+    return best_drop(_times(4000, seed=-1).tolist(), rest=0.0, most_dropped=MOST_DROPPED).budget
+
+
+@dataclass(frozen=True)
+class SlowUplink(NamedTraining):
+    """The last group sends by a link that carries the smallest code of `ByLink` alone, the others by fast ones."""
+
+    @override
+    def given(self) -> Mapping[str, Any]:
+        return {"compression": ByLink(("fp4", "int2", "sparse"))}
+
+    @override
+    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> Simulated:
+        groups = super().simulated(models, optimizers)
+        for number, engine in enumerate(groups.engines):
+            # An inner step takes a second. In the fifth of a round that a fragment is in flight a byte a second is
+            # nothing, so it is the code with the fewest bytes.
+            engine.link.fixed, engine.step_clock = 1e9 if number < self.groups - 1 else 1.0, StepClock(1.0)
+        return groups
+
+
+@dataclass(frozen=True)
+class FedGLOMO(NamedTraining):
+    """Momentum at the server and in the groups with their variance reduced, as in `examples/methods/fedglomo.py`.
+
+    Attributes:
+        beta: How much the new outer gradient counts; 1 is federated averaging with the momentum in the groups.
+    """
+
+    beta: float = 0.5
+
+    @property
+    @override
+    def can_go_on(self) -> bool:
+        return False  # the models of the round before are not kept
+
+    @override
+    def given(self) -> Mapping[str, Any]:
+        return {**DILOCO, "outer_optimizer": partial(SGD, lr=1.0, momentum=1 - self.beta)}
+
+    @override
+    def group(self) -> Group:
+        return _GlomoGroup(self)
+
+
+class _GlomoGroup(Group):
+    """A group that trains from the outer parameters, and on the same batches from those of the round before."""
+
+    def __init__(self, training: FedGLOMO) -> None:
+        super().__init__(training)
+        assert training.choices is not None
+        self._training, self._every = training, int(training.choices["sync_every"])
+        self._made = 0
+        self._previous: nn.Module | None = None
+        self._before: LocalMomentum | None = None
+
+    @override
+    def backward(self, tokens: Tensor, targets: Tensor, trained: int | None = None) -> None:
+        if self._made % self._every == 0:
+            start = deepcopy(self.model)
+            self._now = LocalMomentum(self.model, next_byte_loss)
+            self._before = None if self._previous is None else LocalMomentum(self._previous, next_byte_loss)
+            self._previous = start
+        self._batch = tokens, targets
+
+    @override
+    def step(self) -> None:
+        rate = self._training.lr * self._training.lr_factor(self._made)
+        self._made += 1
+        self._now.step(*self._batch, rate)
+        if self._before is not None:
+            self._before.step(*self._batch, rate)
+            if self._made % self._every == 0:
+                self._before.add_to(self.model, 1 - self._training.beta)
