@@ -49,8 +49,8 @@ CARRY, MIX, DISCOUNT, ONCE = RULES = ("carry", "mix", "discount", "once")
 WEIGHT = 0.5
 """What is left of the weight of what counts a round later, with ``discount``."""
 
-SHARES = (0.5, 0.25)
-"""How many contributions are late."""
+SHARES: Mapping[float, Sequence[str]] = {0.5: RULES, 0.25: RULES, 0.02: (CARRY, ONCE), 0.0: (ONCE,)}
+"""How many contributions are late, and the rules that are compared there: where nobody is, all are the same."""
 
 GRACE = 2.0
 """For how many inner steps a round waits for those who are late: fewer than a flight takes."""
@@ -237,9 +237,9 @@ def late(rule: str, share: float, seed: int, rhythm: Rhythm) -> LateTraining:
 
 def wanted(rhythm: Rhythm) -> Iterator[LateTraining]:
     """Yields all trainings: seed by seed, so that what is made is paired."""
-    for share in SHARES:
+    for share, rules in SHARES.items():
         for seed in HELD_OUT:
-            yield from (late(rule, share, seed, rhythm) for rule in RULES)
+            yield from (late(rule, share, seed, rhythm) for rule in rules)
 
 
 def quick() -> Iterator[LateTraining]:
@@ -258,6 +258,16 @@ def differences(kept: Runs, trainings: Sequence[LateTraining]) -> dict[str, list
     return found
 
 
+def costs(kept: Runs, trainings: Sequence[LateTraining]) -> dict[str, list[float]]:
+    """Returns by how many percent each ends with a higher loss than where nobody is late, seed by seed."""
+    found: dict[str, list[float]] = {}
+    for one in trainings:
+        own, in_time = kept.get(one), kept.get(replace(one, late=0.0, rule=ONCE))
+        if one.late and own is not None and in_time is not None:
+            found.setdefault(_name(one), []).append(100 * (own["loss"] / in_time["loss"] - 1))
+    return found
+
+
 def _name(training: LateTraining) -> str:
     sync_every = (training.choices or {})["sync_every"]
     return f"{training.rule}, {training.late:.0%} late, H={sync_every}"
@@ -273,15 +283,23 @@ def _losses(kept: Runs, trainings: Sequence[LateTraining]) -> dict[str, list[flo
 
 def show(kept: Runs, trainings: Sequence[LateTraining]) -> dict[str, float]:
     """Prints a row for each rule and share; returns the mean differences."""
-    losses, minus = _losses(kept, trainings), differences(kept, trainings)
+    losses, minus, cost = _losses(kept, trainings), differences(kept, trainings), costs(kept, trainings)
     rows = [
-        [name, str(len(own)), f"{mean(own):.3f}", interval(minus[name]) if name in minus else "", _verdict(minus, name)]
+        [
+            name,
+            str(len(own)),
+            f"{mean(own):.3f}",
+            interval(minus[name]) if name in minus else "",
+            _verdict(minus, name),
+            interval(cost[name], digits=1) if name in cost else "",
+        ]
         for name, own in losses.items()
     ]
-    columns = ["what is late", "seeds", "loss", "minus carry", ""]
+    columns = ["what is late", "seeds", "loss", "minus carry", "", "minus nobody late, %"]
     caption = "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
     report.show("late_sites: 110,832 parameters, 16 tokens per parameter, four sites", columns, rows, caption)
-    return {f"{name}, minus carry": mean(own) for name, own in minus.items()}
+    found = {f"{name}, minus carry": mean(own) for name, own in minus.items()}
+    return found | {f"{name}, minus nobody late, %": mean(own) for name, own in cost.items()}
 
 
 def _verdict(minus: Mapping[str, Sequence[float]], name: str) -> str:
