@@ -6,7 +6,7 @@ for everybody who measures something here.
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-sys.path.append(str(EXAMPLES))
+sys.path += [str(EXAMPLES), str(EXAMPLES / "methods")]
 
 from gpt import GPT  # noqa: E402
 
@@ -54,12 +54,14 @@ def next_byte_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def adamw(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float) -> AdamW:
-    """The inner optimizer of all trainings whose loss is compared; norms have no weight decay."""
+def adamw(
+    parameters: Iterable[nn.Parameter], lr: float, weight_decay: float, kind: Callable[..., AdamW] = AdamW
+) -> AdamW:
+    """The inner optimizer of all trainings whose loss is compared, or one like it; norms have no weight decay."""
     every = list(parameters)
     matrices, vectors = [p for p in every if p.dim() > 1], [p for p in every if p.dim() <= 1]
     parts = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return AdamW(parts, lr=lr, betas=(0.9, 0.95), fused=True)
+    return kind(parts, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 def lr_factor(step: int, steps: int, warmup: int) -> float:

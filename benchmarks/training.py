@@ -20,14 +20,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from benchmarks.models import Size, adamw, lr_factor, next_byte_loss
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 
-from muon import muon_and_adamw  # isort: skip  (on the path since benchmarks.models)
+from gpa import GPA  # isort: skip  (on the path since benchmarks.models)
+from muon import muon_and_adamw  # isort: skip
 from text_data import VALIDATION_SHARE, Windows, build_corpus  # isort: skip
 
 Run = dict[str, Any]
@@ -45,7 +46,7 @@ class Training:
         budget: Tokens to train on, per parameter.
         batch: Windows that one group sees in a step.
         lr: Learning rate of the inner optimizer after its warm-up.
-        inner: The inner optimizer: ``"adamw"``, ``"sgd"``, or ``"muon"`` for the matrices of the blocks.
+        inner: The inner optimizer: ``"adamw"``, ``"gpa"``, ``"sgd"``, or ``"muon"`` for the matrices of the blocks.
         seed: Of the initial weights and of the order of the windows.
         warmup: Share of the steps in which the learning rate rises.
         clip: The largest norm of a gradient.
@@ -255,7 +256,8 @@ def inner_optimizer(training: Training, model: nn.Module) -> Optimizer:
     if training.inner == "muon":
         return muon_and_adamw(model, training.lr, weight_decay=training.weight_decay)
     trainable = [p for p in model.parameters() if p.requires_grad]
-    return adamw(trainable, training.lr, training.weight_decay)
+    kind = GPA if training.inner == "gpa" else AdamW
+    return adamw(trainable, training.lr, training.weight_decay, kind)
 
 
 class Loop:
@@ -305,7 +307,10 @@ class Loop:
         """Ends the training; returns the model that one would keep."""
         if self._streaming is not None:
             self._streaming.finish()
-        return self._groups[0].model
+        first = self._groups[0]
+        if hasattr(first.optimizer, "eval"):  # it shows the mean of its steps
+            first.optimizer.eval()
+        return first.model
 
     @property
     def _engines(self) -> Sequence[StreamingDiLoCo]:

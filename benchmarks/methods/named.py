@@ -9,18 +9,14 @@ from typing_extensions import override
 
 from benchmarks import gossip
 from benchmarks.methods.trained import Dropping, FedGLOMO, HalfSpeed, SlowUplink
-from benchmarks.models import EXAMPLES, TINY
+from benchmarks.models import TINY
 from benchmarks.quality import DILOCO, HELD_OUT, MUON_RATES, TUNING, Rates, pair
 from benchmarks.training import NamedTraining
 from lightning_sdiloco import ByMedian, ByNorm, Carry, DelayedNesterov, Eager, Selective, TwoShot, ZScore
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold, TopK
 
-import sys  # isort: skip
-
-sys.path.append(str(EXAMPLES / "methods"))
-
-from snoo import LOOKAHEAD, SNOO  # isort: skip
+from snoo import LOOKAHEAD, SNOO  # isort: skip  (on the path since benchmarks.models)
 
 DEFAULTS, ALONE, LARGER, AVERAGED = "defaults", "AdamW alone", "defaults, 8 windows a step", "FedAvg, SGD inside"
 
@@ -59,6 +55,7 @@ def _route(name: str) -> Method:
     return Method(lambda: gossip.choices(name, 4))
 
 
+_GPA = {"inner": "gpa", "lr": 6e-3}
 _SGD = {"inner": "sgd", "lr": 0.3}
 
 METHODS: Mapping[str, Method] = {
@@ -91,6 +88,8 @@ METHODS: Mapping[str, Method] = {
     gossip.FASTEST: _route(gossip.FASTEST),
     gossip.RING: _route(gossip.RING),
     "Muon": Method(changes={"inner": "muon", "lr": MUON_RATES.ours}),
+    "GPA inside, outer momentum": Method(changes=_GPA),
+    "GPA inside, none outside": Method(lambda: {"outer_lr": 1.0, "outer_momentum": 0.0}, changes=_GPA),
     LARGER: Method(beside=None, changes={"batch": 8}),
     "DropCompute": Method(beside=LARGER, changes={"batch": 8}, training=Dropping),
     AVERAGED: Method(lambda: {**DILOCO, "outer_lr": 1.0, "outer_momentum": 0.0}, changes=_SGD),
@@ -102,6 +101,8 @@ METHODS: Mapping[str, Method] = {
 """The methods by name."""
 
 TRIED: Mapping[str, Sequence[float]] = {
+    "GPA inside, outer momentum": (3e-3, 6e-3, 1.2e-2),
+    "GPA inside, none outside": (3e-3, 6e-3, 1.2e-2),
     ALONE: (7.5e-4, 1.5e-3, 3e-3, 6e-3),
     "Lookahead": (1.5e-3, 3e-3, 6e-3),
     "SNOO": (7.5e-4, 1.5e-3, 3e-3, 6e-3),

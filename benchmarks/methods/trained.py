@@ -11,18 +11,14 @@ from torch.optim import SGD, Optimizer
 from typing_extensions import override
 
 from benchmarks.drop_compute import Case, times
-from benchmarks.models import EXAMPLES, next_byte_loss
+from benchmarks.models import next_byte_loss
 from benchmarks.quality import DILOCO
 from benchmarks.training import Group, NamedTraining, Simulated
 from lightning_sdiloco.algorithm import best_drop
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.engine import StepClock
 
-import sys  # isort: skip
-
-sys.path.append(str(EXAMPLES / "methods"))
-
-from local_momentum import LocalMomentum  # isort: skip
+from local_momentum import LocalMomentum  # isort: skip  (on the path since benchmarks.models)
 
 
 @dataclass(frozen=True)

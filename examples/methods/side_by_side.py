@@ -42,7 +42,7 @@ def train(groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOp
     held_out = [windows[order.pop()] for _ in range(128)]
     models = [GPT(layers=2, width=32, heads=2, context=CONTEXT) for _ in range(groups)]
     optimizers = [optimizer(model, lr=6e-3) for model in models]
-    simulated = SimulatedGroups(models, **choices)
+    simulated = SimulatedGroups(models, [[inner] for inner in optimizers], **choices)
     for _ in range(steps):
         for model, inner in zip(models, optimizers, strict=True):
             inner.zero_grad()
@@ -50,6 +50,8 @@ def train(groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOp
             inner.step()
         simulated.step()
     simulated.finish()
+    if hasattr(optimizers[0], "eval"):  # it shows the mean of its steps
+        optimizers[0].eval()
     report = simulated.engines[0].report()
     with torch.no_grad():
         return float(loss_of(models[0], held_out)), report["bytes_sent"] / 1e6, int(report["launches"])

@@ -62,7 +62,7 @@ def test_one_sender_takes_the_code_with_the_fewest_bytes() -> None:
 def test_fedglomo_without_momentum_and_with_rounds_of_a_step_is_the_mean_of_gradients() -> None:
     choices = {"sync_every": 1, "overlap_steps": 0}
     ours = trained(tiny("FedGLOMO", choices=choices, beta=1.0), 6).finish()
-    plain = tiny(AVERAGED, choices={**choices, "outer_lr": 1.0, "outer_momentum": 0.0}, clip=inf)
+    plain = tiny(AVERAGED, lr=0.1, choices={**choices, "outer_lr": 1.0, "outer_momentum": 0.0}, clip=inf)
     theirs = trained(plain, 6).finish()
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

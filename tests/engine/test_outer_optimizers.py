@@ -1,6 +1,7 @@
 """Outer optimizers and methods that rest on them, against plain loops."""
 
 import logging
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,31 @@ def test_fedglomo_is_its_equations(beta: float, monkeypatch: pytest.MonkeyPatch)
     names = [name for name, _ in mlp().named_parameters()]
     for model in models:
         assert_same(dict(zip(names, model.parameters(), strict=True)), dict(zip(names, w, strict=True)), 50)
+
+
+@given(mx=st.floats(0, 0.999), my=st.floats(0.3, 1), gradients=st.lists(st.floats(-3, 3), min_size=1, max_size=8))
+def test_gpa_is_its_equations(mx: float, my: float, gradients: list[float]) -> None:
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    from gpa import GPA  # type: ignore[import-not-found]
+
+    value = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    optimizer = GPA([value], lr=0.1, mx=mx, my=my, betas=(0.9, 0.95), weight_decay=0.2)
+    x = y = z = 1.0
+    first = second = 0.0
+    for number, gradient in enumerate(gradients, 1):
+        value.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
+        update = (first / (1 - 0.9**number)) / ((second / (1 - 0.95**number)) ** 0.5 + 1e-8)
+        z = z * (1 - 0.1 * 0.2) - 0.1 * update
+        x = mx * x + (1 - mx) * z
+        y = my * x + (1 - my) * z
+        assert value.item() == pytest.approx(y, rel=1e-9, abs=1e-9)
+    optimizer.eval()
+    assert value.item() == pytest.approx(x, rel=1e-8, abs=1e-8)
+    optimizer.train()
+    assert value.item() == pytest.approx(y, rel=1e-8, abs=1e-8)
 
 
 class Averaging(torch.optim.SGD):

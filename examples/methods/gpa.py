@@ -1,0 +1,63 @@
+"""GPA inside groups (generalized primal averaging, arXiv 2512.17131): an inner optimizer that averages its own steps.
+
+    python examples/methods/gpa.py
+
+It smooths once, so an outer step with momentum smooths twice; a warning says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from side_by_side import adamw, compare
+from torch import nn
+from torch.optim import AdamW
+from typing_extensions import override
+
+
+class GPA(AdamW):
+    """AdamW on z, with gradients at y = my x + (1 - my) z, of which x = mx x + (1 - mx) z is the mean.
+
+    The parameters are y in training; between `eval` and `train` they are x. ``mx ** 32`` is about 0.9.
+    """
+
+    def __init__(self, params: Any, lr: float, mx: float = 0.9967, my: float = 0.7, **choices: Any) -> None:
+        super().__init__(params, lr, **choices)
+        self.mx, self.my = mx, my
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Steps z, and moves y by what that makes of it."""
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        y = [p.clone() for p in every]
+        z = [self.state[p].get("z", own) for p, own in zip(every, y, strict=True)]
+        torch._foreach_copy_(every, z)
+        super().step(closure)
+        for p, own, old in zip(every, y, z, strict=True):
+            self.state[p]["z"] = p.clone()
+            p.copy_(own.lerp(old, 1 - self.mx) + (1 - self.mx * self.my) * (p - old))
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Shows x, for validation and checkpoints."""
+        for p, state in self.state.items():
+            p.lerp_(state["z"], 1 - 1 / self.my)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Goes back to y."""
+        for p, state in self.state.items():
+            p.lerp_(state["z"], 1 - self.my)
+
+
+def gpa(model: nn.Module, lr: float) -> GPA:
+    """Makes the inner optimizer."""
+    return GPA(model.parameters(), lr)
+
+
+if __name__ == "__main__":
+    compare({"AdamW": {}}, optimizer=adamw, sync_every=20)
+    once = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    compare({"GPA, and an outer momentum": {}, "GPA, without it": once}, optimizer=gpa, sync_every=20)
