@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.aggregation import Count
 from lightning_sdiloco.algorithm.parts import TwoShot
 from lightning_sdiloco.compression import EAGER, Compression, Kernels
+from lightning_sdiloco.memory import new_vector
 
 
 class Encoded(NamedTuple):
@@ -182,9 +182,11 @@ class AllReduce(ABC):
         return self.compression.wire_bytes(numel) if numel else 0
 
     def _encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
-        values = gradient if memory is None else gradient + memory
+        values = _sum(gradient, memory)
         tuning = self.compression.tuning(values, tuning)
         payload = self._kernels.encode(values, self.compression.tuned(tuning))
+        # It goes before there is what is remembered, which is as long.
+        del values
         return Encoded([payload], self.compression.remembered(gradient, memory, payload, self._mixing), tuning)
 
 
@@ -262,26 +264,30 @@ class TwoShotAllReduce(AllReduce):
     @override
     def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
         assert not self.compression.varies(), "check_exchange has refused it"
-        numel = gradient.numel()
-        gradients = self._parts(gradient)
-        memories = [None] * self.groups if memory is None else self._parts(memory)
-        parts = zip(gradients, memories, strict=True)
-        encoded = [self._encode(*part) if part[0].numel() else _nothing(gradient) for part in parts]
-        remembered = [part.memory for part in encoded if part.memory is not None]
-        payloads = [payload for part in encoded for payload in part.payloads]
-        return Encoded(payloads, torch.cat(remembered)[:numel] if remembered else None)
+        payloads, start, remembered = list[Tensor](), 0, None
+        for numel in self._part_numels(gradient.numel()):
+            where = slice(start, min(start + numel, gradient.numel()))
+            before = None if memory is None else _padded(memory[where], numel)
+            encoded = self._encode(_padded(gradient[where], numel), before) if numel else _nothing(gradient)
+            payloads += encoded.payloads
+            if encoded.memory is not None:
+                # One for all parts: joined at the end, they would be there twice.
+                remembered = new_vector(gradient.numel(), gradient.device) if remembered is None else remembered
+                remembered[where] = encoded.memory[: where.stop - where.start]
+            start = where.stop
+        return Encoded(payloads, remembered)
 
     @override
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
         if not mean.numel():
             return SecondHop(_nothing(mean).payloads[0], mean)
-        payload = self._kernels.encode(mean if residual is None else mean + residual, self.compression)
+        payload = self._kernels.encode(_sum(mean, residual), self.compression)
         return SecondHop(payload, self.compression.residual(mean, residual, payload, self._mixing))
 
     @override
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
         parts = self._part_numels(like.numel())
-        whole = like.new_empty(sum(parts))
+        whole = new_vector(sum(parts), like.device)
         for payload, values in zip(payloads, whole.split(parts), strict=True):
             if values.numel():
                 self.compression.decode(payload, values)
@@ -299,10 +305,20 @@ class TwoShotAllReduce(AllReduce):
     def second_hops(self, numel: int) -> list[int] | None:
         return None if self._shares is None else [self.payload_bytes(numel, group) for group in range(self.groups)]
 
-    def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Splits a shard into parts, one for each group; equal ones are padded with zeros at the end."""
-        parts = self._part_numels(values.numel())
-        return F.pad(values, (0, sum(parts) - values.numel())).split(parts)
+
+def _sum(values: Tensor, memory: Tensor | None) -> Tensor:
+    """Returns values with what is remembered of earlier ones, in memory that goes back to the system."""
+    return values if memory is None else torch.add(values, memory, out=new_vector(values.numel(), values.device))
+
+
+def _padded(values: Tensor, numel: int) -> Tensor:
+    """Pads a part with zeros at the end, where it is too short."""
+    if len(values) == numel:
+        return values
+    padded = new_vector(numel, values.device)
+    padded[: len(values)] = values
+    padded[len(values) :] = 0
+    return padded
 
 
 def _nothing(like: Tensor) -> Encoded:

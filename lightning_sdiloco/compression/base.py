@@ -82,26 +82,39 @@ class Compression(ABC):
         """
         yield slice(0, numel), payload
 
+    def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Decodes one stretch of the values after the other; the next one takes the place of the one before.
+
+        By default the stretches are those of `parts`.
+
+        Args:
+            payload: What `encode` returned.
+            numel: Number of values.
+
+        Yields:
+            Where a stretch lies, and its values, to which may be written.
+        """
+        scratch = new_vector(0, payload.device)
+        for where, part in self.parts(payload, numel):
+            length = where.stop - where.start
+            scratch = scratch if length <= len(scratch) else new_vector(length, payload.device)
+            self.decode(part, scratch[:length])
+            yield where, scratch[:length]
+
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
         """Takes the mean of what several payloads decode to, each times its factor, added up in their order.
 
-        By default this happens one stretch after the other, and what is decoded takes the memory of a stretch.
+        By default this happens in `stretches`, and what is decoded takes the memory of one.
 
         Args:
             sent: The payloads and their factors; nothing has a mean of zero.
             out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
         out.zero_()
-        scratch = out.new_empty(0)
         for payload, factor in sent:
-            for where, part in self.parts(payload, out.numel()):
-                of_total = out[where]
-                if scratch.numel() < of_total.numel():
-                    scratch = new_vector(of_total.numel(), out.device)
-                values = scratch[: of_total.numel()]
-                self.decode(part, values)
+            for where, values in self.stretches(payload, out.numel()):
                 # Two roundings, one after the other: whether there is a fused multiply-add depends on the processor.
-                of_total += values if factor == 1 else values.mul_(factor)
+                out[where] += values if factor == 1 else values.mul_(factor)
         divide(out, len(sent))
 
     def blocks(self) -> BlockCodec | None:
@@ -211,7 +224,7 @@ class Compression(ABC):
         Returns:
             A new float32 tensor of the shape of ``values``.
         """
-        decoded = torch.empty_like(values)
+        decoded = new_vector(values.numel(), values.device)
         self.decode(payload, decoded)
         lost = torch.sub(values, decoded, out=decoded).mul_(1 - mixing)
         return lost if memory is None else lost.add_(memory)

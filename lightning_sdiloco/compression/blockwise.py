@@ -114,7 +114,7 @@ class Blockwise(Compression):
             The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
         """
         numel = values.numel()
-        payload = values.new_empty(self.wire_bytes(numel), dtype=torch.uint8)
+        payload = new_vector(self.wire_bytes(numel), values.device, torch.uint8)
         scales, codes = payload[: self._scale_bytes(numel)].view(self.scale), payload[self._scale_bytes(numel) :]
         length, scratch = chunk_length(values.device), Scratch(values.device)
         for start in range(0, numel, length):

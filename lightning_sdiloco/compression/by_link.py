@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -147,6 +147,12 @@ class ByLink(Compression):
         """Decodes what the payload says it is; there may be more behind it."""
         code, rest = self._read(payload, out.numel())
         code.decode(rest, out)
+
+    @override
+    def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yields what the code of the payload yields."""
+        code, rest = self._read(payload, numel)
+        return code.stretches(rest, numel)
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:

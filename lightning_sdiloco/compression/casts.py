@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.memory import new_vector
 
 # Values of a stretch, as in `blockwise`.
 _STRETCH = 1 << 20
@@ -52,7 +53,7 @@ class Float32(Compression):
         Returns:
             The payload, a uint8 tensor of shape ``(4 * numel,)`` with memory of its own.
         """
-        return values.view(torch.uint8).clone()
+        return new_vector(self.wire_bytes(values.numel()), values.device, torch.uint8).copy_(values.view(torch.uint8))
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:

@@ -145,6 +145,11 @@ class ErrorFeedback(Compression):
         return self.compression.parts(payload, numel)
 
     @override
+    def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yields what the wrapped compression yields."""
+        return self.compression.stretches(payload, numel)
+
+    @override
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
         """Takes the mean as the wrapped compression does."""
         self.compression.mean(sent, out)

@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.compression.base import Compression
 from lightning_sdiloco.compression.blockwise import chunk_length
+from lightning_sdiloco.memory import new_vector
 
 Self = TypeVar("Self", bound="_Chance")
 
@@ -107,6 +108,13 @@ class _Chance(Compression):
         sent = out.new_empty(-(-out.numel() // self.every))
         self.values.decode(payload, sent)
         self.put(sent, out.zero_())
+
+    @override
+    def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+        """Takes the mean of the values that were picked, and puts it into their places; the others have none but 0."""
+        mean = new_vector(-(-out.numel() // self.every), out.device)
+        self.values.mean(sent, mean)
+        self.put(mean, out.zero_())
 
     @abstractmethod
     def picked(self, values: Tensor) -> Tensor:

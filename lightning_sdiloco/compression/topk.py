@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.compression.base import Compression
 from lightning_sdiloco.compression.blockwise import chunk_length
+from lightning_sdiloco.memory import new_vector
 
 BLOCK = 4096
 """Values among which the largest are chosen: a position in a block takes 12 bits."""
@@ -146,11 +147,27 @@ class TopK(Compression):
             payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
             out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
         """
-        count = self._count(out.numel())
-        assert payload.numel() == self.wire_bytes(out.numel()), "the payload belongs to a vector of another size"
-        chosen = out.new_empty(count)
+        self._put(payload, self._chosen(payload, out.numel()), out)
+
+    @override
+    def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Decodes what was sent at once, and puts it into its places one stretch after the other."""
+        chosen, done = self._chosen(payload, numel), 0
+        scratch = new_vector(min(numel, chunk_length(payload.device)), payload.device)
+        for where in _stretches(numel, payload.device):
+            values = scratch[: where.stop - where.start]
+            count = self._count(len(values))
+            self._put(payload[_packed_bytes(done) :], chosen[done:][:count], values)
+            done += count
+            yield where, values
+
+    def _chosen(self, payload: Tensor, numel: int) -> Tensor:
+        """Decodes the values that were sent."""
+        count = self._count(numel)
+        assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
+        chosen = torch.empty(count, device=payload.device)
         self.values.decode(payload[_packed_bytes(count) :], chosen)
-        self._put(payload, chosen, out)
+        return chosen
 
     def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
         """Returns what is sent of the values that were chosen in each block."""
@@ -320,6 +337,11 @@ class Threshold(TopK):
         out.zero_()[places] = chosen
 
     @override
+    def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Decodes one stretch after the other; all at once, if a threshold is kept."""
+        return Compression.stretches(self, payload, numel) if self.varies() else super().stretches(payload, numel)
+
+    @override
     def places(self, payload: Tensor, out: Tensor) -> None:
         """Tells which values were sent, and not as zero."""
         if self.varies():
@@ -349,11 +371,18 @@ class Threshold(TopK):
 
 def _blocks(values: Tensor) -> Iterator[Tensor]:
     """Yields views of the values, a block to a row: stretches of whole blocks, then the rest as one short block."""
-    whole = values.numel() // BLOCK * BLOCK
-    for start in range(0, whole, chunk_length(values.device)):
-        yield values[start : min(start + chunk_length(values.device), whole)].view(-1, BLOCK)
-    if whole < values.numel():
-        yield values[whole:].view(1, -1)
+    for where in _stretches(values.numel(), values.device):
+        is_whole = (where.stop - where.start) % BLOCK == 0
+        yield values[where].view(-1, BLOCK) if is_whole else values[where].view(1, -1)
+
+
+def _stretches(numel: int, device: torch.device) -> Iterator[slice]:
+    """Yields stretches of whole blocks, then the rest, which is one short block."""
+    whole = numel // BLOCK * BLOCK
+    for start in range(0, whole, chunk_length(device)):
+        yield slice(start, min(start + chunk_length(device), whole))
+    if whole < numel:
+        yield slice(whole, numel)
 
 
 def _largest(magnitudes: Tensor, kept: int) -> Tensor:

@@ -409,10 +409,14 @@ class StreamingDiLoCo:
         All ranks must call it. Until inner step ``schedule.first_round`` it is what to evaluate: the outer model holds
         values there that nobody has trained.
         """
-        return self.launch_mean()()
+        self._require_open("group_mean()")
+        return self._rounds.group_mean(self.inner_steps, self._counts)
 
     def launch_mean(self) -> Callable[[], GroupMean]:
-        """Does the first half of `group_mean`; what it returns does the second, and waits for the other groups."""
+        """Does the first half of `group_mean`; what it returns does the second, and waits for the other groups.
+
+        For groups in one process, which take turns. It has all fragments in flight at once.
+        """
         self._require_open("group_mean()")
         return self._rounds.launch_mean(self.inner_steps, self._counts)
 

@@ -1,4 +1,16 @@
-"""The outer view: the outer model, or a mean of the groups, in the place of the local one."""
+"""The outer view: the outer model, or a mean of the groups, in the place of the local one.
+
+[Note: a copy is put aside] While the outer model is shown, the local values rest in a copy of their own, on the host if
+outer state does. Two ways would need no copy, and neither can be had:
+
+- Exchange the contents: the local values rest in the memory of the outer ones meanwhile. But a tensor of the outer
+  state is never written to. The background reads it for a flight that launched before the validation, a checkpoint
+  that another thread still writes has it, and so has one that is saved while the outer model is shown.
+- Let the parameters refer to the outer values. But whoever holds the memory of a parameter would go on with the local
+  one: flattened and tied weights, a compiled or captured graph, an optimizer that keeps views. And what swaps weights
+  for the time of a validation, such as an average, writes into the model that it finds, and so into the outer state.
+  With sharded or bfloat16 parameters, or with outer state on the host, there is nothing to refer to.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -109,9 +121,11 @@ class OuterView:
         return named
 
     def local_values(self) -> list[Tensor]:
-        """Copies all that differs between groups in the model itself to the host."""
-        tensors = self._tensors() if self._stash is None else self._stash
-        return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+        """Returns all that differs between groups in the model itself, on the host. Write to none of it."""
+        if self._stash is not None:
+            # Nobody writes to what has been put aside.
+            return [tensor.cpu() for tensor in self._stash]
+        return [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
 
     def load_local(self, values: Sequence[Tensor]) -> None:
         """Overwrites the local values with others, in the order of `local_values`."""

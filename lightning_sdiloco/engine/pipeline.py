@@ -79,10 +79,10 @@ class _Sent(NamedTuple):
 
 
 class _Averaged(NamedTuple):
-    """Holds what follows the second stage: the mean of what all groups sent to this one, sent on if it is a part."""
+    """Holds what follows the second stage: the mean of what all groups sent to this one, or a part that is sent on."""
 
     kept: _Kept
-    mean: Tensor
+    mean: Tensor | None
     second_hop: SecondHop | None
     posted: Any
     posted_at: float
@@ -206,7 +206,8 @@ class Pipeline:
         sent.kept.spans["decode"] = span_from(began, device)
         return _Averaged(
             kept=sent.kept,
-            mean=mean,
+            # A part is sent on, and comes back as all groups decode it.
+            mean=mean if second_hop is None else None,
             second_hop=second_hop,
             posted=onward,
             posted_at=posted_at,
@@ -300,10 +301,11 @@ class Pipeline:
             The mean, what the second rounding lost, what a second hop took, and all seconds on the link.
         """
         if averaged.second_hop is None:
+            assert averaged.mean is not None, "what is not sent on is the mean"
             return averaged.mean, None, _Traffic(0, 0), averaged.on_link_s
         began, posted = time.perf_counter(), [(self._topology.second_hop, averaged.posted)]
         (payloads,), onward = self._collect(posted, snapshot, _STEP)
-        averaged.kept.spans["relay"] = span_from(began, averaged.mean.device)
+        averaged.kept.spans["relay"] = span_from(began, snapshot.gradient.device)
         again_s = on_link(averaged.posted_at, began, averaged.posted_at, onward.arrived[0], 0.0)
         gradient = averaged.kept.all_reduce.assemble(payloads, like=snapshot.gradient)
         return gradient, averaged.second_hop.residual, onward, averaged.on_link_s + again_s

@@ -8,6 +8,7 @@ of them is somewhere else.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -215,9 +216,30 @@ class Rounds:
         stages = Stages(partial(send, snapshot), partial(average, snapshot), partial(receive, snapshot))
         return self._means.background.start(stages)
 
+    @property
+    def most_at_once(self) -> int:
+        """How many fragments fly together where all of them fly; as many flights as fragments take as many models."""
+        return max(2, len(self.fragments) // 4)
+
+    @torch.no_grad()
+    def group_mean(self, step: int, counts: Counts) -> GroupMean:
+        """Takes the mean of the local values, a few fragments at a time; see [Note: the mean of the groups].
+
+        Args:
+            step: The inner step.
+            counts: Where the bytes are counted.
+        """
+        purpose, flying, landed = self.purpose_of_mean(step), deque[Pending[SyncResult]](), list[_Mean]()
+        for fragment in self.fragments:
+            if len(flying) == self.most_at_once:
+                landed.append(self._land_mean(flying.popleft(), counts))
+            flying.append(self._fly(fragment.snapshot(step, self._deadline(), purpose)))
+        landed += [self._land_mean(flight, counts) for flight in flying]
+        return _joined(landed)
+
     @torch.no_grad()
     def launch_mean(self, step: int, counts: Counts) -> Callable[[], GroupMean]:
-        """Launches every fragment for the mean of the local values; see [Note: the mean of the groups].
+        """Launches every fragment for what `group_mean` returns, for groups in one process that take turns.
 
         Args:
             step: The inner step.
@@ -228,7 +250,8 @@ class Rounds:
         """
         purpose = self.purpose_of_mean(step)
         snapshots = [fragment.snapshot(step, self._deadline(), purpose) for fragment in self.fragments]
-        return partial(self._land_mean, [self._fly(snapshot) for snapshot in snapshots], counts)
+        flying = [self._fly(snapshot) for snapshot in snapshots]
+        return lambda: _joined([self._land_mean(flight, counts) for flight in flying])
 
     def purpose_of_mean(self, step: int) -> Purpose:
         """Returns what a flight for the mean of the local values is for, after an inner step.
@@ -240,14 +263,12 @@ class Rounds:
             return Purpose.START
         return Purpose.START if 0 < step - self.began_at < self.schedule.warmup_steps else Purpose.MEAN
 
-    def _land_mean(self, flights: Sequence[Pending[SyncResult]], counts: Counts) -> GroupMean:
-        results = [flight.result() for flight in flights]
-        for result in results:
-            _keep_until_done([*result.gathered, *result.buffers.values()])
-            counts.bytes_sent += result.bytes_sent
-            counts.bytes_received += result.bytes_received
-        store = self._means.storage.store
-        return GroupMean([store(result.gathered[0]) for result in results], [result.buffers for result in results])
+    def _land_mean(self, flight: Pending[SyncResult], counts: Counts) -> "_Mean":
+        result = flight.result()
+        _keep_until_done([*result.gathered, *result.buffers.values()])
+        counts.bytes_sent += result.bytes_sent
+        counts.bytes_received += result.bytes_received
+        return self._means.storage.store(result.gathered[0]), result.buffers
 
     def _deadline(self) -> float:
         return time.monotonic() + self._settings.timeout.total_seconds()
@@ -377,6 +398,14 @@ class Rounds:
         for saved in flights:
             began, outer = time.perf_counter(), self.fragments[saved["fragment"]].load_outer()
             self._start(LaunchSnapshot.of(saved, outer, self._deadline()), began)
+
+
+# The mean of one fragment: its parameters, stored, and its buffers by their index.
+_Mean = tuple[Tensor, dict[int, Tensor]]
+
+
+def _joined(landed: Sequence[_Mean]) -> GroupMean:
+    return GroupMean([gathered for gathered, _ in landed], [buffers for _, buffers in landed])
 
 
 def _keep_until_done(tensors: Iterable[Tensor]) -> None:

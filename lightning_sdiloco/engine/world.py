@@ -130,10 +130,8 @@ class FixedWorld:
 
     def final_exchange(self, step: int, mailbox: Mailbox) -> Iterator[Landing | None]:
         """Launches every fragment, and lands it; see `World.final_exchange`."""
-        purpose, fragments = self._rounds.purpose_of_mean(step), len(self._rounds.fragments)
-        # One flight takes three copies of a fragment: all at once would take those of the whole model.
-        at_once = max(2, fragments // 4)
-        for index in range(fragments):
+        purpose, at_once = self._rounds.purpose_of_mean(step), self._rounds.most_at_once
+        for index in range(len(self._rounds.fragments)):
             landing = self._rounds.land(step) if len(self._rounds.flights) == at_once else None
             self._rounds.launch(index, step, mailbox, purpose)
             yield landing

@@ -13,15 +13,31 @@ from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
+    ByLink,
     Compression,
     ErrorFeedback,
     Float32,
+    Int2,
+    Int4,
+    RandomBlock,
+    RandomK,
+    Threshold,
+    TopK,
     blockwise,
     casts,
     kernels,
+    random_k,
+    resolve,
+    topk,
 )
 from lightning_sdiloco.compression.blockwise import Blockwise, Scratch
-from lightning_sdiloco.compression.kernels import CompiledKernels, EagerKernels, kernels_for, missing_for
+from lightning_sdiloco.compression.kernels import (
+    CompiledKernels,
+    EagerKernels,
+    kernels_for,
+    missing_for,
+    weighted_mean,
+)
 from lightning_sdiloco.engine import engine
 from tests.ranks import run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
@@ -146,6 +162,38 @@ def test_the_mean_of_stretches_has_the_bits_of_the_whole(name: str, monkeypatch:
     monkeypatch.setattr(casts, "_STRETCH", 1024)
     found = EagerKernels().mean(payloads, factors, compression, like)
     assert torch.equal(found.view(torch.int32), whole.view(torch.int32))
+
+
+SPARSE = {
+    "sparse": COMPRESSIONS["sparse"],
+    "top-k": TopK(1 / 16, Int2()),
+    "threshold": Threshold(1 / 8, Float32(), least=2.0),
+    "kept threshold": Threshold(1 / 8, Int4(), every=4),
+    "random": RandomK(5, Int4()),
+    "random top-k": RandomK(3, TopK(1 / 16, Int2())),
+    "random block": RandomBlock(3, FP4()),
+    "by link": ByLink(("fp4", TopK(1 / 16, Int2()))).with_names(resolve).chosen(1),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_stretches_and_the_mean_of_few_values_have_the_bits_of_the_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compression, numel = SPARSE[name].at(7), 5 * 4096 + 77
+    values = torch.randn(GROUPS, numel, generator=torch.Generator().manual_seed(0))
+    sent = [(compression.encode(one), factor) for one, factor in zip(values, (1.0, 0.7, 1.0), strict=True)]
+    wholes = [(torch.empty(numel), factor) for _, factor in sent]
+    for (payload, _), (whole, _) in zip(sent, wholes, strict=True):
+        compression.decode(payload, whole)
+    for module in (blockwise, topk, random_k):
+        monkeypatch.setattr(module, "chunk_length", lambda device: 8192)
+    mean, found = torch.empty(numel), torch.full((numel,), torch.nan)
+    compression.mean(sent, mean)
+    for where, stretch in compression.stretches(sent[0][0], numel):
+        found[where] = stretch
+    assert same_bits(found, wholes[0][0])
+    assert same_bits(mean, weighted_mean([(whole, factor) for whole, factor in wholes], like=mean))
 
 
 def test_outer_parameters_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

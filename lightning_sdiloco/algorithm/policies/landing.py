@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_sdiloco.memory import new_vector
+
 
 class LandingRule(ABC):
     """Decides what becomes of the local parameters at a landing, elementwise.
@@ -89,7 +91,8 @@ class Carry(LandingRule):
 
     @override
     def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
-        return (after - (before - gradient),)
+        sent = torch.sub(before, gradient, out=new_vector(before.numel(), before.device))
+        return (torch.sub(after, sent, out=sent),)
 
     @override
     def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
