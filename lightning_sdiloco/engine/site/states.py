@@ -130,9 +130,9 @@ class StateTransfer:
         if not fragments:
             return
         _log.info(
-            "What this site launched before it was started again stands in rounds of %d fragments that are open. It"
-            " trains on from the outer parameters of these.",
-            len(fragments),
+            "What this site launched before it was started again stands in rounds that are open, of fragments %s. It"
+            " trains on from their outer parameters.",
+            ", ".join(map(str, fragments)),
         )
         reshard(self._model)
         for index in fragments:
