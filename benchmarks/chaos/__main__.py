@@ -99,7 +99,6 @@ def summed(runs: list[Found]) -> dict[str, float]:
     if told:
         # Of runs from before it was told nothing is known.
         headline["inner steps that do not count"] = sum(own["steps"] for lost in told for own in lost)
-        headline["of these, while an earlier start was counted"] = sum(own["taken"] for lost in told for own in lost)
     for name, key in (("longest stall, s", "stalls"), ("longest stall of a site that returns, s", "returning")):
         stalls = [stall for one in runs for own in one["stalls"].values() for stall in own[key]]
         headline[name] = max(stalls, default=0.0)

@@ -3,9 +3,9 @@
 [Note: what may be lost] A site's steps are numbered as it made them, over all its lives, those twice that it trained
 again from a checkpoint. When a launch counts, all counts that the site had trained until then, but for spans of steps
 that may be lost: those between the last launch that counted, or the checkpoint from which the next life went on, and a
-kill; those that were dropped because a contribution came too late, which the site has told; and what a life trained
-until it heard that the one before it had been counted. When a launch was made is not written down: it was after the
-landing of the round before, and it was as many steps after the launch before it as it weighs.
+kill; and those that were dropped because a contribution came too late, or values were wrong, which the site has told.
+When a launch was made is not written down: it was after the landing of the round before, and it was as many steps after
+the launch before it as it weighs.
 """
 
 from collections import defaultdict
@@ -60,13 +60,11 @@ class Loss(NamedTuple):
     Attributes:
         steps: Steps that it has made by then and that do not count, at least.
         most: Steps that may be lost.
-        taken: Steps of these that a life had made when it heard that the one before it had been counted.
         problem: What was lost besides; empty if nothing was.
     """
 
     steps: int
     most: int
-    taken: int
     problem: str
 
 
@@ -134,15 +132,14 @@ def _counted(
 
 
 def _loss(site: str, fragment: int, lives: Sequence[_Life], launches: Sequence[Counted]) -> Loss:
-    taken = _taken(fragment, lives, launches)
-    spans = [*_lost_in_kills(lives, launches), *_dropped(fragment, lives, launches), *taken]
+    spans = [*_lost_in_kills(lives, launches), *_dropped(fragment, lives, launches)]
     counted, lost, most, problem = 0, 0, 0, ""
     for own in launches:
         counted += own.steps
         lost, most = max(0, own.made - counted), _length(spans, own.made)
         if lost > most and not problem:
             problem = f"{site} has lost {lost} steps of fragment {fragment} by round {own.round}, and may lose {most}"
-    return Loss(lost, most, _length(taken, launches[-1].made) if launches else 0, problem)
+    return Loss(lost, most, problem)
 
 
 def _lost_in_kills(lives: Sequence[_Life], launches: Sequence[Counted]) -> Lengths:
@@ -165,6 +162,7 @@ def _dropped(fragment: int, lives: Sequence[_Life], launches: Sequence[Counted])
     spans = []
     for number, own in enumerate(lives):
         for how, of, round, at in own.dropped:
+            # What an earlier life has had counted is taken before the first step; nothing comes after the last round.
             if of != fragment or how == "take":
                 continue
             made = max((one.made for one in launches if one.round < round), default=0)
@@ -173,17 +171,6 @@ def _dropped(fragment: int, lives: Sequence[_Life], launches: Sequence[Counted])
             last = min((own.landed.get((fragment, one.round), at + one.steps) - one.steps for one in after), default=at)
             spans.append((made, min(at, last)))
     return spans
-
-
-def _taken(fragment: int, lives: Sequence[_Life], launches: Sequence[Counted]) -> Lengths:
-    """Returns the spans from the start of a life until what the one before it had counted landed, and was taken."""
-    return [
-        (own.began, at)
-        for number, own in enumerate(lives)
-        for how, of, round, at in own.dropped
-        # What its checkpoint held counts. The last round of a run is taken too, and nothing comes after it.
-        if how == "take" and of == fragment and any(one.round == round and one.life < number for one in launches)
-    ]
 
 
 def _length(spans: Iterable[tuple[int, int]], until: int) -> int:

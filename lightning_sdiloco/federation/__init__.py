@@ -11,11 +11,11 @@ from lightning_sdiloco.federation.charter import Charter
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.founding import Founding
 from lightning_sdiloco.federation.ledger import Answer, Ledger, Member, OpenRound
-from lightning_sdiloco.federation.messages import Beat, Call, Hello, StateHeader, Welcome
+from lightning_sdiloco.federation.messages import Beat, Call, Hello, Standing, StateHeader, Welcome
 from lightning_sdiloco.federation.parsing import CLASS_PATH, KEY, LIFE, NAME, words
 from lightning_sdiloco.federation.progress import Flight, Landing, Progress
 from lightning_sdiloco.federation.quorum import All, DynamicBackup, Quorum, built_in, chosen, quorum_of
-from lightning_sdiloco.federation.records import Contribution, LeftOut, Payload, Position, Record, Timing
+from lightning_sdiloco.federation.records import Contribution, Launch, LeftOut, Payload, Position, Record, Timing
 from lightning_sdiloco.federation.settling import Known, Measurement, Settling
 from lightning_sdiloco.federation.terms import (
     ANCHOR_EVERY,
@@ -46,8 +46,9 @@ __all__ = [
     "Known",
     "LIFE",
     "LONGEST_GRACE",
-    "LeftOut",
     "Landing",
+    "Launch",
+    "LeftOut",
     "Ledger",
     "Malformed",
     "Measurement",
@@ -62,6 +63,7 @@ __all__ = [
     "Record",
     "Refused",
     "Settling",
+    "Standing",
     "StateHeader",
     "Terms",
     "Timing",

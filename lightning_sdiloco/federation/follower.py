@@ -11,7 +11,7 @@ from typing import Any
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.messages import Beat, Call, Hello, StateHeader, Welcome
 from lightning_sdiloco.federation.progress import Landing, Progress
-from lightning_sdiloco.federation.records import Contribution, Payload, Position, Record
+from lightning_sdiloco.federation.records import Contribution, Launch, Payload, Position, Record
 from lightning_sdiloco.federation.terms import RETENTION, Terms
 
 
@@ -72,8 +72,12 @@ class Follower:
         """Returns what the site says when it comes. The hub sends all records after those that it has applied."""
         return Hello(run, self.site, self.life, self._charter, tuple(own.applied for own in self.fragments))
 
-    def welcome(self, welcome: Welcome) -> None:
+    def welcome(self, welcome: Welcome) -> list[int]:
         """Hears what the hub has.
+
+        Returns:
+            The fragments of which the local parameters become the outer ones now, and nothing is held any more; see
+            [Note: what an earlier life has launched].
 
         Raises:
             AgreementError: If the hub knows less than this site has applied, or something else.
@@ -90,6 +94,9 @@ class Follower:
             own.closed = max(own.closed, closed.round)
             own.kept = kept
         self.reachable, self._alone_since = True, None
+        lives = dict(welcome.standing)
+        standing = [Launch(at.round + 1, lives[p]) if p in lives else None for p, at in enumerate(welcome.closed)]
+        return [own.fragment for own, launch in zip(self.fragments, standing, strict=True) if own.meet(launch)]
 
     def lose(self, now: float) -> None:
         """Hears that the hub cannot be reached, and again whenever another try has failed. Training goes on.
@@ -321,6 +328,8 @@ class Follower:
             if own.digest is None or position.round > own.applied.round:
                 # Values that are wrong, or none, make nothing that could be carried.
                 landing = Landing.TAKE if own.digest is None else own.passed(position.round, self.site)
+                if own.digest is None:
+                    own.begin_again()
                 own.land(landing, position, digest)
                 landings[own.fragment] = landing
         return landings

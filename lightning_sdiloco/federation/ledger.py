@@ -23,7 +23,7 @@ from enum import Enum
 
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.anchors import Anchors
-from lightning_sdiloco.federation.messages import Beat, Call, Hello, StateHeader, Welcome
+from lightning_sdiloco.federation.messages import Beat, Call, Hello, Standing, StateHeader, Welcome
 from lightning_sdiloco.federation.quorum import Quorum, quorum_of
 from lightning_sdiloco.federation.records import Contribution, LeftOut, Position, Record
 from lightning_sdiloco.federation.terms import RETENTION, Terms
@@ -153,7 +153,12 @@ class Ledger:
         applied = tuple(position.round for position in hello.applied)
         follows = bool(member and member.connected and member.life == hello.life and member.follows)
         self.members[hello.site] = Member(hello.life, now + self.terms.lease, follows, applied)
-        return Welcome(tuple(self.closed), self.kept)
+        return Welcome(tuple(self.closed), self.kept, self._standing(hello.site))
+
+    def _standing(self, site: str) -> tuple[Standing, ...]:
+        """Returns what of a site may count in rounds that are open."""
+        own = [(fragment, round.here[site]) for fragment, round in sorted(self.open.items()) if site in round.here]
+        return tuple(Standing(fragment, one.life) for fragment, one in own if not one.reason)
 
     def beat(self, beat: Beat, now: float) -> None:
         """Renews the lease of a site.

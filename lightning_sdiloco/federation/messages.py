@@ -4,8 +4,9 @@ Each message is a frozen dataclass with one text in JSON. The text is bounded an
 """
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from lightning_sdiloco.errors import Malformed
 from lightning_sdiloco.federation.parsing import (
     KEY,
     LIFE,
@@ -92,6 +93,27 @@ class Call(Message):
     }
 
 
+class Standing(NamedTuple):
+    """Tells which life of a site has contributed to the round of a fragment that is open.
+
+    Attributes:
+        fragment: The fragment.
+        life: The life that trained it.
+    """
+
+    fragment: int
+    life: str
+
+
+def _standing(value: Any, name: str) -> Standing:
+    if not isinstance(value, list) or len(value) != len(Standing._fields):
+        raise Malformed(f"{name} is no list of {', '.join(Standing._fields)}")
+    return Standing(
+        whole(0, MOST_FRAGMENTS - 1)(value[0], f"{name}.fragment"),
+        text(LIFE)(value[1], f"{name}.life"),
+    )
+
+
 @dataclass(frozen=True)
 class Welcome(Message):
     """Says what the hub has. A site that has applied more, or something else, refuses it.
@@ -99,14 +121,17 @@ class Welcome(Message):
     Attributes:
         closed: The last record of every fragment.
         kept: The first round of every fragment whose payloads can be had.
+        standing: What this site has contributed to the rounds after these, and may count there.
     """
 
     closed: tuple[Position, ...]
     kept: tuple[int, ...]
+    standing: tuple[Standing, ...] = ()
 
     _checks: ClassVar[dict[str, Check]] = {
         "closed": listed(position, MOST_FRAGMENTS),
         "kept": listed(whole(1), MOST_FRAGMENTS),
+        "standing": listed(_standing, MOST_FRAGMENTS),
     }
 
 

@@ -4,6 +4,13 @@
 weight. A launch puts all of it into the flight. A landing decides what becomes of the flight, and of what was trained
 since; see `Landing`. So every sample is in exactly one place: held, in flight, counted in one record, or dropped for a
 reason that the landing names. None counts twice, and none is lost that was sent.
+
+[Note: what an earlier life has launched] A life that was killed may have launched what the checkpoint of the next one
+holds, and more. Where that has been counted, it is taken before the first step. Where it *stands* in a round that is
+open, the next life begins again from the outer values, before its first step too. From then on what it holds is
+*apart* from that launch, which therefore lands like what others have contributed: the local parameters move by as much
+as the outer ones, and all that was trained since is kept. A checkpoint says so as well, so that one more life does not
+begin again. No other launch is taken for that round, so none is made.
 """
 
 from collections.abc import Mapping
@@ -13,7 +20,7 @@ from typing import Any
 
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.federation.messages import Call
-from lightning_sdiloco.federation.records import Contribution, Position, Record, contribution
+from lightning_sdiloco.federation.records import Contribution, Launch, Position, Record, contribution
 from lightning_sdiloco.federation.terms import Terms
 
 
@@ -25,8 +32,8 @@ class Landing(Enum):
     ``DROP``: the own flight came too late, and counts nowhere. Local and outer parameters are mixed all the same; what
     was trained since the launch stays held.
 
-    ``CARRY``: nothing of the own counts. The local parameters move by as much as the outer ones, so that the outer
-    gradient stays what it was, and the flight is held again.
+    ``CARRY``: nothing of the own counts, or only what is apart from all that is held. The local parameters move by as
+    much as the outer ones, so that the outer gradient stays what it was, and the flight is held again.
 
     ``TAKE``: the local parameters become the outer ones, and nothing is held any more: an earlier life has counted what
     is in them, or they are not finite, or the run is over.
@@ -90,6 +97,10 @@ class Progress:
         late: What becomes of a flight that came too late: it is dropped, or carried.
         dropped: Whether one was dropped since something of this site counted. It is not done twice in a row, so that a
             site that is always late is heard.
+        is_fresh: Whether nothing is held that was launched before, by whatever life: its values were taken in this one.
+        apart: A launch of an earlier life of which nothing is held, as a checkpoint says; see [Note: what an earlier
+            life has launched].
+        standing: The last launch that a hub has named, in a round that was open.
     """
 
     fragment: int
@@ -108,6 +119,9 @@ class Progress:
     refused: int = 0
     late: Landing = Landing.CARRY
     dropped: bool = False
+    is_fresh: bool = False
+    apart: Launch | None = None
+    standing: Launch | None = None
 
     @property
     def next_round(self) -> int:
@@ -120,14 +134,64 @@ class Progress:
         return self.digest is not None and (self.next_round >= self.kept or self.applied.round >= self.closed)
 
     @property
-    def has_heard(self) -> bool:
-        """Whether the records of all rounds that are known to be closed are here, with their payloads if needed."""
+    def has_joined(self) -> bool:
+        """Whether all that is closed has landed, but for a flight, which lands in its time, and what comes after it.
+
+        Of these the records must be here, with their payloads if needed: who is cut off before would train in vain
+        where an earlier life counts in one of them.
+        """
+        if self.flight is None or self.is_overtaken:
+            return self.applied.round >= self.closed
         return all(round in self.records for round in range(self.next_round, self.closed + 1))
 
     @property
     def called(self) -> Call | None:
         """The call of the round that lands next, if it was heard."""
         return self.call if self.call and self.call.round == self.next_round else None
+
+    @property
+    def stands(self) -> bool:
+        """Whether the round that lands next has a launch of this site already, and takes no other."""
+        return self.standing is not None and self.standing.round == self.next_round
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether a record counts what an earlier life launched after the flight, or in its place.
+
+        Then nothing of what is held can be kept, and the flight lands at once: what was trained until its time would be
+        lost.
+        """
+        if self.flight is None:
+            return False
+        own = self.flight.own
+        counted = [record.of(own.site) for record in self.records.values() if record.round >= own.round]
+        return any(mine and mine != own and not self._is_apart(mine) for mine in counted)
+
+    def _is_apart(self, mine: Contribution) -> bool:
+        """Tells whether nothing is held of what this site has launched, and does not have in flight."""
+        return self.is_fresh or mine.launch == self.apart
+
+    def meet(self, standing: Launch | None) -> bool:
+        """Hears which launch of this site stands in the round that is open at the hub.
+
+        Returns:
+            Whether the site begins again from the outer values: an earlier life has launched what is held. Then nothing
+            is held any more, and nothing is in flight; see [Note: what an earlier life has launched].
+        """
+        self.standing = standing
+        known = self.flight.own.launch if self.flight else None
+        if standing is None or standing in (known, self.apart):
+            return False
+        self.apart = standing
+        if self.digest is None:
+            return False
+        self.begin_again()
+        return True
+
+    def begin_again(self) -> None:
+        """Hears that the local parameters become the outer ones, whatever was launched before."""
+        self.flight, self.is_fresh = None, True
+        self.drop()
 
     def drop(self) -> None:
         """Holds nothing any more."""
@@ -160,7 +224,7 @@ class Progress:
             finishing: Whether the site trains no more.
         """
         # If the round is closed already, a launch would be late.
-        if self.flight or self.ended or self.closed > self.applied.round:
+        if self.flight or self.ended or self.stands or self.closed > self.applied.round:
             return False
         called = self.called
         if called and called.final:
@@ -174,7 +238,7 @@ class Progress:
     def skips(self, terms: Terms) -> Call | None:
         """Returns the call that will not be answered, because the site has trained too little; once."""
         called = self.called
-        if not called or called.final or self.flight or self.skipped == called.round or self.ended:
+        if not called or called.final or self.flight or self.stands or self.skipped == called.round or self.ended:
             return None
         if self.steps >= terms.least_steps:
             return None
@@ -211,7 +275,7 @@ class Progress:
 
     def due(self, step: int, overlap_steps: int) -> Record | None:
         """Returns the record that lands after an inner step, if one does."""
-        early = self.flight is not None and step < self.flight.launched_at + overlap_steps
+        early = self.flight is not None and step < self.flight.launched_at + overlap_steps and not self.is_overtaken
         return None if early or self.digest is None else self.records.get(self.next_round)
 
     def landing(self, record: Record, site: str) -> Landing:
@@ -222,8 +286,11 @@ class Progress:
             return Landing.TAKE
         if mine is None:
             return self.late if flight and not self.dropped else Landing.CARRY
-        # What an earlier life had counted is in the local parameters, and cannot be told from the rest.
-        return Landing.MIX if flight and flight.own == mine else Landing.TAKE
+        if flight and flight.own == mine:
+            return Landing.MIX
+        # Else what an earlier life had counted is in the local parameters, and cannot be told from the rest.
+        holds = self.steps > 0 or self.flight is not None
+        return Landing.CARRY if holds and self._is_apart(mine) else Landing.TAKE
 
     def land(self, landing: Landing, applied: Position, digest: int) -> None:
         """Does to what is held what a landing says, and moves on.
@@ -246,6 +313,8 @@ class Progress:
         self.ended = record is not None and record.final
         self.applied, self.digest = applied, digest
         self.closed = max(self.closed, applied.round)
+        if self.apart and self.apart.round <= applied.round:
+            self.apart = None
         self.records = {round: own for round, own in self.records.items() if round > applied.round}
 
     def passed(self, round: int, site: str) -> Landing:
@@ -272,6 +341,7 @@ class Progress:
             "samples": self.samples,
             "ended": self.ended,
             "dropped": self.dropped,
+            "apart": self.apart and list(self.apart),
             "flight": flight and [flight.own.described(), flight.launched_at, flight.steps],
         }
 
@@ -282,6 +352,8 @@ class Progress:
         applied = Position(*saved["applied"])
         own = Progress(fragment, applied, **numbers, closed=applied.round, late=late)
         own.dropped = saved.get("dropped", False)  # earlier versions dropped nothing
+        if saved.get("apart"):  # nor did they tell launches of earlier lives apart
+            own.apart = Launch(*saved["apart"])
         if saved["flight"]:
             sent, launched_at, steps = saved["flight"]
             own.flight = Flight(contribution(sent), launched_at, steps)

@@ -48,6 +48,18 @@ class Payload(NamedTuple):
     size: int
 
 
+class Launch(NamedTuple):
+    """Names a contribution among those of one site to one fragment: a life launches once for a round.
+
+    Attributes:
+        round: The round.
+        life: The life of the site that trained it.
+    """
+
+    round: int
+    life: str
+
+
 class Position(NamedTuple):
     """Tells how far the records of a fragment go: one entry of an applied vector.
 
@@ -89,6 +101,11 @@ class Contribution:
     finite: bool = True
     norm_squared: float = 0.0
     steps: int = 0
+
+    @property
+    def launch(self) -> Launch:
+        """Names it among those of its site and fragment."""
+        return Launch(self.round, self.life)
 
     @property
     def reason(self) -> str:

@@ -8,7 +8,8 @@
 
     after every inner step:
         for event in connection.events():            # what was heard since
-            Welcomed       follower.welcome(event.welcome); at round 0 perhaps follower.adopt, see `Welcomed`
+            Welcomed       follower.welcome(event.welcome), and take the outer values of the fragments that it returns;
+                           at round 0 perhaps follower.adopt, see `Welcomed`
             Called         follower.hear(event.call)
             Recorded       follower.learn(event.record), and keep event.blobs until it has landed
             StateWanted    connection.give(event.request, follower.header(), parts), between landings

@@ -187,7 +187,9 @@ def train(
     return [[own for own in done if own.site == f"s{site}"] for site in range(len(ranks))]
 
 
-def joined(hub: VirtualHub, site: str, model: nn.Module, topology: Topology, **choices: Any) -> Rank:
+def joined(
+    hub: VirtualHub, site: str, model: nn.Module, topology: Topology, grace: float = 1.0, **choices: Any
+) -> Rank:
     """A rank of a site that has joined."""
     made: list[Weighed] = []
 
@@ -200,6 +202,6 @@ def joined(hub: VirtualHub, site: str, model: nn.Module, topology: Topology, **c
             made.append(Weighed(hub.connect_shards(site, payloads_of(rank, ranks))))
             return made[-1]  # type: ignore[return-value]
 
-    federation = Here("hub", "run", site, insecure=True, lease=2.0, grace=1.0)
+    federation = Here("hub", "run", site, insecure=True, lease=2.0, grace=grace)
     engine = StreamingDiLoCo(model, topology=topology, layers_per_fragment=1, federation=federation, **choices)
     return Rank(site, engine, made[0])

@@ -153,6 +153,8 @@ class SimulatedHub:
         follows = self.beats.get(site, (0, False, ()))[1] and self.lives.get(site) == life
         self.lives[site] = life
         self.beats[site] = (self.world.now, follows, tuple(own.round for own in hello.applied))
+        # Who hears from a hub that does not know all may lose what it trains until it hears from another one.
+        self.world.sites[site].misled |= self is not self.world.hub or not self.disk.is_real
         self.world.tell(site, life, "welcome", welcome)
         missing = [own for p, at in enumerate(hello.applied) for own in self.disk.chains[p][at.round :]]
         self.world.tell(site, life, "records", [(own, self.payloads(own)) for own in missing], reliably=True)

@@ -80,6 +80,25 @@ class Judge:
             mine = record.of(site.name)
             earlier = mine is not None and self.sent[mine].ids != flight
             self.deny(not (earlier or site.is_not_finite[p]), f"{where}: dropped what it holds")
+            if mine is not None and earlier and not site.is_not_finite[p]:
+                self.loses(site, p, mine, where)
+
+    def begins_again(self, site: "SimulatedSite", p: int, life: str) -> None:
+        """Looks at what is dropped because an earlier life has launched it, before it is."""
+        round = site.follower.fragments[p].next_round
+        launches = [own for own in self.sent if (own.fragment, own.site, own.life) == (p, site.name, life)]
+        own = max(launches, key=lambda own: own.round)
+        self.counts["begins again"] += 1
+        self.loses(site, p, own, f"{site.name}, in round {round} of {p}")
+
+    def loses(self, site: "SimulatedSite", p: int, launch: Contribution, where: str) -> None:
+        """Looks whether what is dropped because a launch counts was trained after it: it is not in it, and is lost."""
+        dropped = (*site.held[p], *site.flying.get(p, ()))
+        after = [step for step in dropped if step > max(self.sent[launch].ids, default=0)]
+        self.deny(
+            bool(after) and site.world.sites_join and not site.misled,
+            f"{where}: loses {len(after)} steps that were trained after the launch of an earlier life",
+        )
 
     def adopts(self, site: "SimulatedSite", said: int, came: "Values") -> None:
         self.deny(came.digest() != said, f"{site.name} took over a damaged state")

@@ -42,7 +42,7 @@ class SimulatedSite:
         self.world, self.name, self.speed, self.samples = world, name, speed, samples
         self.alive = self.stopped = self.cut_up = self.cut_down = False
         self.checkpoints: list[dict[str, Any]] = []
-        self.lives = 0
+        self.lives = self.turn = 0
         self.trained = 0
         self.calm_since = 0.0
         self.begins_as_founder = False
@@ -56,7 +56,8 @@ class SimulatedSite:
         world, self.lives = self.world, self.lives + 1
         self.life = f"{int(self.name[1:]):04x}{self.lives:012x}"
         self.alive, self.stopped, self.was_wrong, self.does_wrong = True, False, False, False
-        self.finishing = self.broken = self.waits = False
+        self.finishing = self.broken = self.waits = self.misled = self.forgot = False
+        self.joined = not world.sites_join
         self.heard_at = self.waited_since = world.now
         self.asked: tuple[str, ...] = ()
         self.held_back: list[tuple[Any, ...]] = []
@@ -77,7 +78,7 @@ class SimulatedSite:
             self.follower.found([own.digest() for own in self.values])
             self.begins_as_founder = False
         self.say_hello()
-        world.after(self.speed, self.train, self.life)
+        self.trains_in(self.speed)
         world.after(BEAT, self.beat, self.life)
 
     def die(self) -> None:
@@ -93,7 +94,7 @@ class SimulatedSite:
             waiting, self.held_back = self.held_back, []
             for message in waiting:
                 self.arrive(*message)
-            self.world.after(self.speed, self.train, self.life)
+            self.trains_in(self.speed)
 
     @property
     def is_well(self) -> bool:
@@ -119,6 +120,7 @@ class SimulatedSite:
             "sent": dict(self.sent_payloads),
             "step": self.step,
             "not_finite": list(self.is_not_finite),
+            "forgot": self.forgot,
         }
         self.checkpoints = [*self.checkpoints[-4:], saved]
 
@@ -135,6 +137,7 @@ class SimulatedSite:
         self.values, self.held, self.flying = values, [list(ids) for ids in saved["held"]], dict(saved["flying"])
         self.sent_payloads, self.step = dict(saved["sent"]), saved["step"]
         self.is_not_finite = list(saved["not_finite"])
+        self.misled = saved["forgot"]
         return True
 
     # Messages
@@ -200,7 +203,12 @@ class SimulatedSite:
         self.halt(Refused("evicted"))
 
     def on_welcome(self, welcome: Welcome) -> None:
-        self.follower.welcome(welcome)
+        launches = {standing.fragment: standing.life for standing in welcome.standing}
+        for p in self.follower.welcome(welcome):
+            self.world.judge.begins_again(self, p, launches[p])
+            self.values[p].local = self.values[p].outer.copy()
+            self.held[p] = []
+            self.flying.pop(p, None)
 
     def on_call(self, call: Call) -> None:
         self.follower.hear(call)
@@ -254,6 +262,8 @@ class SimulatedSite:
             Values(outer.copy(), momentum.copy(), lineage)
             for (outer, momentum), lineage in zip(arrays, lineages, strict=True)
         ]
+        # Wrong values: until all has landed again, a checkpoint does not say what was launched before.
+        self.forgot = self.joined
         try:
             landings = self.follower.adopt(header, [own.digest() for own in came])
         except Refused:
@@ -269,11 +279,18 @@ class SimulatedSite:
 
     # Training
 
-    def train(self, life: str) -> None:
-        if not self.alive or self.stopped or life != self.life:
+    def trains_in(self, seconds: float) -> None:
+        # Who was stopped for a moment has its next turn twice, and takes the later one.
+        self.turn += 1
+        self.world.after(seconds, self.train, self.turn)
+
+    def train(self, turn: int) -> None:
+        if not self.alive or self.stopped or turn != self.turn:
             return
         follower, world = self.follower, self.world
-        if not self.waits and not self.finishing:
+        self.forgot = self.forgot and follower.lag > 0
+        self.joined = self.joined or self.has_joined()
+        if self.joined and not self.waits and not self.finishing:
             self.make_step()
         for call in follower.skips():
             world.send(self, "skip", call)
@@ -293,7 +310,11 @@ class SimulatedSite:
         if follower.finished:
             world.left(self)
             return
-        world.after(0.1 if self.waits else self.speed, self.train, life)
+        self.trains_in(0.1 if self.waits else self.speed)
+
+    def has_joined(self) -> bool:
+        follower = self.follower
+        return follower.reachable and follower.follows and all(own.has_joined for own in follower.fragments)
 
     def make_step(self) -> None:
         self.step += 1

@@ -14,6 +14,7 @@ from lightning_sdiloco.federation import (
     Position,
     Record,
     Refused,
+    Standing,
     StateHeader,
     Welcome,
 )
@@ -102,6 +103,74 @@ def test_what_an_earlier_life_had_counted_is_taken_and_not_counted_again() -> No
     trained(made, 3)
     assert made.land(record(1, own("a", born=1)), DIGEST, 8) is Landing.TAKE
     assert held(made) == (0, 0)
+
+
+def welcomed(made: Follower, *standing: Standing) -> list[int]:
+    return made.welcome(Welcome((made.fragments[0].applied,), (1,), standing))
+
+
+def test_what_an_earlier_life_has_launched_for_an_open_round_is_dropped_and_what_comes_after_it_is_kept() -> None:
+    made = follower(born=2)
+    trained(made, 3)
+    assert welcomed(made, Standing(0, life(1))) == [0]
+    assert held(made) == (0, 0)
+    trained(made, 22)
+    made.hear(Call(0, 1))
+    assert made.launches(22) == [], "no other launch is taken for that round"
+    assert made.skips() == []
+    assert welcomed(made, Standing(0, life(1))) == [], "once"
+    # One more life goes on from a checkpoint of this one.
+    again = Follower(TERMS, CHARTER, "a", life(3))
+    again.load_state_dict(made.state_dict(), [DIGEST])
+    assert welcomed(again, Standing(0, life(1))) == []
+    for each in (made, again):
+        assert each.land(record(1, own("a", born=1)), DIGEST, 8) is Landing.CARRY
+        assert held(each) == (22, 110)
+        assert each.launches(22) == [0]
+
+
+def test_a_checkpoint_that_does_not_hold_what_was_launched_after_it_is_dropped() -> None:
+    made = follower(born=2)
+    welcomed(made, Standing(0, life(1)))
+    trained(made, 4)
+    again = Follower(TERMS, CHARTER, "a", life(4))
+    again.load_state_dict(made.state_dict(), [DIGEST])
+    assert welcomed(again, Standing(0, life(3))) == [0]
+    assert held(again) == (0, 0)
+
+
+def test_a_flight_that_stands_is_that_of_the_checkpoint_or_of_this_life() -> None:
+    made = follower()
+    launched(made)
+    assert welcomed(made, Standing(0, life())) == []
+    again = Follower(TERMS, CHARTER, "a", life(2))
+    again.load_state_dict(made.state_dict(), [DIGEST])
+    assert welcomed(again, Standing(0, life())) == []
+    assert welcomed(again, Standing(0, life(3))) == [0]
+    assert not again.outstanding()
+
+
+def test_where_a_launch_no_longer_stands_another_one_is_made() -> None:
+    made = follower(born=2)
+    welcomed(made, Standing(0, life(1)))
+    trained(made, 20)
+    welcomed(made)
+    assert made.launches(20) == [0]
+    assert made.land(record(1, own("b")), DIGEST, 8) is Landing.CARRY
+    assert held(made) == (20, 100)
+
+
+def test_a_flight_lands_at_once_where_an_earlier_life_counts_after_it() -> None:
+    made = follower()
+    sent = launched(made)
+    again = Follower(TERMS, CHARTER, "a", life(3))
+    again.load_state_dict(made.state_dict(), [DIGEST])
+    first, second = chain((sent,), (own("a", 2, born=2),))
+    again.learn(first)
+    assert again.due(20) == []
+    again.learn(second)
+    assert not again.fragments[0].has_joined
+    assert again.due(20) == [first]
 
 
 def test_a_flight_that_is_not_finite_takes_the_outer_values() -> None:

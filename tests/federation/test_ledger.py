@@ -18,6 +18,7 @@ from lightning_sdiloco.federation import (
     Position,
     Record,
     Refused,
+    Standing,
     StateHeader,
 )
 from tests.federation.told import CHARTER, DIGEST, TERMS, beat, chain, close, come, life, own
@@ -187,6 +188,18 @@ def test_a_flight_of_an_earlier_life_is_taken_from_the_next_one() -> None:
     assert made.contribute(own("a", born=1), life(2), 1.0) is Answer.OPEN
     assert made.contribute(own("a", born=2), life(2), 1.0) is Answer.KNOWN
     assert close(made, 1.0)[0].counted == (own("a", born=1),)
+
+
+def test_who_is_welcomed_hears_what_it_has_launched_and_may_count_in_open_rounds() -> None:
+    made = ledger("a", "b")
+    offer(made, own("a"), replace(own("b"), finite=False))
+    again = Ledger(TERMS, CHARTER, 100.0, [], [own("a")])
+    for each in (made, again):
+        each.leave("a", life(1))
+        come_again = Hello("run", "a", life(2), CHARTER, tuple(each.closed))
+        assert each.hello(come_again, 101.0).standing == (Standing(0, life(1)),)
+        come_again = Hello("run", "b", life(1), CHARTER, tuple(each.closed))
+        assert each.hello(come_again, 101.0).standing == (), "it cannot count"
 
 
 def test_a_hub_that_comes_back_goes_on_where_it_was_and_waits_for_those_before() -> None:

@@ -145,6 +145,16 @@ def _(patch: Patch) -> None:
     patch(Progress, "passed", lambda self, round, site: Landing.CARRY)
 
 
+@mutant("rule 5: who is started again does not hear what it has launched")
+def _(patch: Patch) -> None:
+    patch(Progress, "meet", lambda self, standing: False)
+
+
+@mutant("rule 5: what was launched before is taken, though nothing of it is held")
+def _(patch: Patch) -> None:
+    patch(Progress, "_is_apart", lambda self, mine: False)
+
+
 @mutant("rule 6: nobody answers the call of a round")
 def _(patch: Patch) -> None:
     patch(Follower, "hear", lambda self, call: None)
@@ -191,10 +201,11 @@ def _(patch: Patch) -> None:
 
 @mutant("rule 10: a site believes any hub")
 def _(patch: Patch) -> None:
-    def welcome(self: Follower, welcome: Any) -> None:
+    def welcome(self: Follower, welcome: Any) -> list[int]:
         for own, closed, kept in zip(self.fragments, welcome.closed, welcome.kept, strict=True):
             own.closed, own.kept = closed.round, kept
         self.reachable, self._alone_since = True, None
+        return []
 
     def learn(self: Progress, record: Record) -> None:
         self.closed = max(self.closed, record.round)

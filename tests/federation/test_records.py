@@ -19,6 +19,7 @@ from lightning_sdiloco.federation import (
     Payload,
     Position,
     Record,
+    Standing,
     StateHeader,
     Terms,
     Welcome,
@@ -85,7 +86,12 @@ def test_garbage_is_refused(data: bytes) -> None:
 MESSAGES = st.one_of(
     st.builds(Hello, NAMES, NAMES, LIVES, KEYS, st.tuples(POSITIONS)),
     st.builds(Call, st.integers(0, 99), st.integers(1, 2**40), st.booleans()),
-    st.builds(Welcome, st.tuples(POSITIONS, POSITIONS), st.tuples(st.integers(1, 9), st.integers(1, 9))),
+    st.builds(
+        Welcome,
+        st.tuples(POSITIONS, POSITIONS),
+        st.tuples(st.integers(1, 9), st.integers(1, 9)),
+        st.tuples(st.builds(Standing, st.integers(0, 99), LIVES)),
+    ),
     st.builds(Beat, NAMES, LIVES, st.booleans(), st.tuples(WHOLE)),
     st.builds(StateHeader, st.tuples(POSITIONS), st.tuples(DIGESTS)),
 )
@@ -95,6 +101,13 @@ MESSAGES = st.one_of(
 @given(MESSAGES)
 def test_a_message_comes_back_as_it_was(message: Any) -> None:
     assert type(message).from_bytes(message.to_bytes()) == message
+
+
+@pytest.mark.parametrize("standing", [[0], [0, "ab" * 8, 1], [-1, "ab" * 8], [0, "AB" * 8], {}])
+def test_a_welcome_names_a_fragment_and_a_life_for_what_stands(standing: Any) -> None:
+    text = {"closed": [], "kept": [], "standing": [standing]}
+    with pytest.raises(Malformed, match=r"welcome\.standing\[0\]"):
+        Welcome.from_bytes(json.dumps(text).encode())
 
 
 OWN = Contribution(1, 5, "site-a", "ab" * 8, "ef" * 32, 100, -7, (Payload("cd" * 32, 40),))

@@ -58,6 +58,8 @@ class World:
         if self.seed // 4 % 4 == 3:
             quorum = ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": LEAST})
         self.terms = Terms(3, 8, 2, grace, lease=3.0, quorum=quorum)
+        # Sites with a loop of their own may begin to train before the hub has let them in.
+        self.sites_join = self.seed // 2 % 4 != 0
         self.late = Landing.DROP if self.seed // 16 % 2 else Landing.CARRY
         self.charter = key_of(f"charter {self.seed}".encode())
         self.disk = Disk()

@@ -72,7 +72,8 @@ class ScriptedSite:
         for event in self.connection.events():
             if isinstance(event, Welcomed):
                 self.welcomes += 1
-                self.follower.welcome(event.welcome)
+                for p in self.follower.welcome(event.welcome):
+                    self.local[p] = self.outer[p].copy()
                 anchor = event.anchor
                 fresh = self.follower.wants_state and anchor and not any(at.round for at in anchor.applied)
                 if fresh and tuple(self.digests()) == anchor.digests:

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.chaos.checks import Told, examined
 from benchmarks.chaos.faults import HUB, Fault
-from benchmarks.chaos.net import BATCH, SYNC_EVERY
+from benchmarks.chaos.net import BATCH, OVERLAP_STEPS, SYNC_EVERY
 from benchmarks.chaos.notes import Note
 from benchmarks.chaos.running import Play
 from benchmarks.chaos.world import World
@@ -85,3 +85,45 @@ def test_a_grace_of_ones_own_may_hold_training_up_for_as_long_and_a_second(tmp_p
     assert sum(stopped.began < note["at"] < stopped.ended for note in steps) > SYNC_EVERY
     found = examined(told, BATCH)
     assert [problem for problem in found["problems"] if "stood still" not in problem] == []
+
+
+def test_what_a_site_trains_while_a_launch_of_its_earlier_start_stands_in_an_open_round_counts(tmp_path: Path) -> None:
+    require_extra()
+    # The round waits for the site that is stopped.
+    cast = Chosen(tmp_path, "ab", seconds=0.05, lease=60.0, grace=60.0)
+    with World(tmp_path, "ab", cast) as world:
+        play = Play(world)
+        play.begin()
+        stopped, killed = Fault("stop", "a", math.inf), Fault("kill_before_record", "b", math.inf)
+        for fault in (stopped, killed):
+            play.going_on.append((math.inf, fault))
+            world.begin(fault)
+        play.going_on.pop()
+        world.end(killed)
+
+        def trained() -> int:
+            notes = [note["what"] for note in world.notes("b")]
+            return notes[notes.index("up", 1) :].count("step") if notes.count("up") == 2 else 0
+
+        play.until("some steps of the next start", lambda: trained() >= OVERLAP_STEPS + 5, 60)
+        play.going_on.clear()
+        world.end(stopped)
+        play.until_back()
+        play.finish()
+    told = Told.of(tmp_path, "ab")
+    starts = [note["at"] for note in told.sites["b"] if note["what"] == "up"]
+    lives = [note["life"] for note in told.hub if note["what"] == "hello" and note["site"] == "b"]
+    assert len(starts) == 2
+    steps = [note["at"] for note in told.steps("b") if note["at"] > starts[1]]
+    landed = {
+        (n["fragment"], n["round"]): n["how"] for n in told.sites["b"] if n["what"] == "land" and n["at"] > steps[4]
+    }
+    # What its first start has launched, and its next one had no flight of.
+    earlier = [
+        landed.get((n["fragment"], n["round"]))
+        for n in appended(told)
+        if ["b", lives[0]] in [c[:2] for c in n["counted"]]
+    ]
+    assert "carry" in earlier
+    assert "take" not in earlier
+    assert [problem for problem in examined(told, BATCH)["problems"] if "stood still" not in problem] == []

@@ -125,6 +125,26 @@ class StateTransfer:
         self._connection.give(wanted.request, header, parts)
 
     @torch.no_grad()
+    def begin_again(self, fragments: Sequence[int]) -> None:
+        """Begins again from the outer values of fragments; see [Note: what an earlier life has launched]."""
+        if not fragments:
+            return
+        _log.info(
+            "What this site launched before it was started again stands in rounds that are open, of fragments %s. It"
+            " trains on from their outer parameters.",
+            ", ".join(map(str, fragments)),
+        )
+        reshard(self._model)
+        for index in fragments:
+            self._rounds.fragments[index].write_outer(self._topology.in_group)
+            self._forget_memory(index)
+
+    def _forget_memory(self, index: int) -> None:
+        """Forgets what the compression remembers of launches of another life, or of none."""
+        fragment = self._rounds.fragments[index]
+        fragment.memory = fragment.tuning = None
+
+    @torch.no_grad()
     def adopt(self, state: StateArrived) -> list[int]:
         """Takes over a state that came, as far as it is newer than what this site has.
 
@@ -161,4 +181,4 @@ class StateTransfer:
             return
         fragment.layout.land(self._rounds.landing if landing in (Landing.MIX, Landing.DROP) else Mix(0.0), [after], 0)
         fragment.buffers.write()
-        fragment.memory = fragment.tuning = None
+        self._forget_memory(index)

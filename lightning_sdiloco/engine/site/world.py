@@ -117,9 +117,7 @@ class FederatedWorld:
 
     def _has_joined(self) -> bool:
         follower = self.follower
-        # A flight lands in its time. But who is cut off before the payloads of closed rounds came would train in vain
-        # where an earlier life counts in one of them.
-        landed = all(own.has_heard if own.flight else own.applied.round >= own.closed for own in follower.fragments)
+        landed = all(own.has_joined for own in follower.fragments)
         return follower.reachable and follower.follows and landed
 
     def trained(self, micro_batches: int, samples: int) -> None:
@@ -309,7 +307,8 @@ class FederatedWorld:
         for event in told:
             match event:
                 case Welcomed():
-                    self.follower.welcome(event.welcome)
+                    self._states.begin_again(self.follower.welcome(event.welcome))
+                    self._launches.drop_landed()
                     self._states.begin_as_founded(event.anchor)
                 case Called():
                     self.follower.hear(event.call)
