@@ -1,4 +1,4 @@
-"""What happens to the sites that are left, as processes with the Trainer: the last one, and those that wait."""
+"""What happens to sites that fail and to those that are left, as processes with the Trainer."""
 
 import math
 from functools import partial
@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 from benchmarks.chaos.checks import Told, examined
 from benchmarks.chaos.faults import HUB, Fault
@@ -16,6 +17,7 @@ from benchmarks.chaos.running import Play
 from benchmarks.chaos.world import World
 from tests.comm.mailbox.hubs import require_extra
 from tests.lightning.chosen_sites import Chosen
+from tests.small_disk import fill, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -85,3 +87,44 @@ def test_a_grace_of_ones_own_may_hold_training_up_for_as_long_and_a_second(tmp_p
     assert sum(stopped.began < note["at"] < stopped.ended for note in steps) > SYNC_EVERY
     found = examined(told, BATCH)
     assert [problem for problem in found["problems"] if "stood still" not in problem] == []
+
+
+@pytest.mark.parametrize("of", ["rank", "checkpoint"])
+def test_a_site_on_a_full_disk_says_so_and_goes_on_from_its_last_checkpoint_when_there_is_room(
+    tmp_path: Path, of: str
+) -> None:
+    require_extra()
+    last = tmp_path / "b" / "last.ckpt"
+    with small_disk(last.parent, 40) as disk, World.federated(tmp_path, "ab", seconds=0.03) as world:
+        play = Play(world)
+        play.begin()
+        play.until("a checkpoint", last.exists, 60)
+        rank, checkpoint = largest(disk, "rank_*.pt"), largest(disk, "last.ckpt")
+        # The file of the rank does not find room, or the checkpoint after it.
+        filler = fill(disk, rank // 2 if of == "rank" else rank + checkpoint // 2)
+        failed = world.processes["b"]
+        failed.join(60)
+        assert failed.exitcode == 1
+        assert "No space left on device" in world.said("b")
+        assert f"Nothing is left of it. Resume from {last}" in world.said("b")
+        # One whole checkpoint is there, and no part of another.
+        (save,) = (disk / "last.ckpt.sdiloco").iterdir()
+        assert sorted(path.name for path in save.iterdir()) == ["manifest.json", "rank_00000.pt"]
+        assert sorted(path.name for path in disk.iterdir()) == ["filler", "last.ckpt", "last.ckpt.sdiloco"]
+        held = torch.load(last, weights_only=True)
+        assert held["streaming_diloco"]["save"] == save.name
+        filler.unlink()
+        # Its process is gone already; it is started again as one that was killed.
+        play.suffer(Fault("kill", "b", 3.0))
+        play.finish()
+    told = Told.of(tmp_path, "ab")
+    # Nobody stood still, all end with one model, and nothing counts twice.
+    assert examined(told, BATCH)["problems"] == []
+    before, after = (note["step"] for note in told.sites["b"] if note["what"] == "training")
+    assert (before, after) == (0, held["global_step"])
+    assert counted(appended(told)[-1]) == "ab"
+
+
+def largest(disk: Path, name: str) -> int:
+    """The bytes of the largest file with a name."""
+    return max(path.stat().st_size for path in disk.rglob(name))
