@@ -17,6 +17,7 @@ from benchmarks.chaos.running import Play
 from benchmarks.chaos.world import World
 from tests.comm.mailbox.hubs import require_extra
 from tests.lightning.chosen_sites import Chosen
+from tests.lightning.clocked_sites import Clocked
 from tests.small_disk import fill, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -123,6 +124,34 @@ def test_a_site_on_a_full_disk_says_so_and_goes_on_from_its_last_checkpoint_when
     before, after = (note["step"] for note in told.sites["b"] if note["what"] == "training")
     assert (before, after) == (0, held["global_step"])
     assert counted(appended(told)[-1]) == "ab"
+
+
+def test_clocks_of_hub_and_site_that_are_off_by_an_hour_and_jump_back_are_no_fault(tmp_path: Path) -> None:
+    require_extra()
+    wrong = (HUB, "a")
+    cast = Clocked(tmp_path, "ab", 0.03, wrong)
+    cast.set_clocks(3600)
+    with World(tmp_path, "ab", cast) as world:
+        play = Play(world)
+        play.begin()
+        assert [cast.off(name) for name in wrong] == pytest.approx([3600] * 2, abs=60)
+        # To the right time, and then to an hour too early.
+        for seconds in (0, -3600):
+            cast.set_clocks(seconds)
+            # For longer than a lease.
+            play.wait(3.0)
+            play.until_back()
+            assert [cast.off(name) for name in (*wrong, "b")] == pytest.approx([seconds, seconds, 0], abs=60)
+        # Its certificate was made an hour later than its clock shows.
+        play.suffer(Fault("kill", "a", 1.0))
+        play.finish()
+    told = Told.of(tmp_path, "ab")
+    assert examined(told, BATCH)["problems"] == []
+    # Nobody lost its connection, and both counted all the time.
+    assert [note for site in "ab" for note in told.sites[site] if note["what"] == "lose"] == []
+    (killed,) = told.spans()
+    both = [counted(note) == "ab" for note in appended(told) if note["at"] < killed.began]
+    assert sum(both) >= 0.8 * len(both)
 
 
 def largest(disk: Path, name: str) -> int:
