@@ -86,7 +86,9 @@ class Follower:
             if own.digest is not None and closed.round < own.applied.round:
                 raise AgreementError(
                     f"The hub knows {closed.round} rounds of fragment {own.fragment}, and {self.site} has applied"
-                    f" {own.applied.round}. It has lost records, or it is not the hub of this run: restore its ledger."
+                    f" {own.applied.round}. After `sdiloco hub rollback`, start the site again from a checkpoint of"
+                    " before, or without one. Otherwise the hub has lost records, or is not that of this run: restore"
+                    " its ledger."
                 )
             if own.digest is not None and closed.round == own.applied.round and closed != own.applied:
                 raise own.parted(closed.round)

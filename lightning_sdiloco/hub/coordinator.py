@@ -145,7 +145,7 @@ class Coordinator:
                 " of that run"
             )
         self._gathering.hello(hello, charter)
-        log.info("%s is here for the founding; %d more are needed", hello.site, self._gathering.missing)
+        log.info("%s is here for the founding; sites that are missing: %d", hello.site, self._gathering.missing)
         return waiting_event(self._ask_founder())
 
     def _ask_founder(self) -> str:

@@ -118,7 +118,9 @@ def _add_subcommands(parser: ArgumentParser, commands: Mapping[str, Any]) -> Non
         if name == ITSELF:
             continue
         several = isinstance(command, Mapping)
-        summary = " ".join(map(_summary, command.values() if several else [command]))
+        # One that runs without a subcommand lists the others below.
+        parts = command.values() if several and ITSELF not in command else [command[ITSELF] if several else command]
+        summary = " ".join(map(_summary, parts))
         subparser = _Parser(description=summary)
         if not several:
             _add_arguments(subparser, command)

@@ -445,6 +445,29 @@ def test_the_hub_dies_and_comes_back_and_nothing_is_lost() -> None:
     assert sum(one.weight for one in recorded) + own.samples + flying == 41
 
 
+def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    hub = VirtualHub(2)
+    first = Site(hub, 0)
+    for _ in range(3):
+        first.world.hear()
+    (waits,) = caplog.messages
+    assert waits.startswith("Site s0 waits: ")
+    caplog.clear()
+    other = Site(hub, 1)
+    for site in (first, other, first, other):
+        site.world.hear()
+    train([first, other], 5)
+    caplog.clear()
+    for _ in range(2):
+        first.cut_off()
+        train([first, other], 2)
+    first.mended()
+    train([first, other], 2)
+    gone, back = caplog.messages
+    assert "trains on without it" in gone
+    assert back == "The hub is back: site s0 sends what it has trained."
+
+
 def test_a_site_that_ends_has_all_counted_and_the_others_go_on() -> None:
     sites = founded(2, **CHOICES)
     train(sites, 21)

@@ -70,6 +70,20 @@ def test_it_says_who_this_is_how_far_the_hub_is_and_what_the_run_is(
     assert told["status"]["charter"]["settings"] == {"compression": "'none'"}
 
 
+def test_of_two_hubs_it_says_which_one_cannot_be_reached(
+    hub: HubService, keys: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        closed = listening.getsockname()[1]
+    both = ["--hub", f"127.0.0.1:{closed}, 127.0.0.1:{hub.port}", "--keys", str(keys / "a.bundle")]
+    told = examined(capsys, hub.port, *both)
+    assert told["reachability"]["state"] == "slow"
+    assert f"127.0.0.1:{closed}: connection refused" in told["reachability"]["found"]
+    assert "run" in told
+    hub.close()
+    assert examined(capsys, hub.port, *both, code=1)["reachability"]["state"] == "wrong"
+
+
 def test_another_authority_is_said_and_another_run(
     hub: HubService, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

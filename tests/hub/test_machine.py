@@ -3,7 +3,6 @@
 import ast
 import gc
 import os
-import subprocess
 import tracemalloc
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -19,39 +18,27 @@ from lightning_sdiloco.hub.in_process import InMemoryStore
 from tests.comm.mailbox.hubs import serving
 from tests.hub.scripted import RUN, TERMS, charter
 from tests.hub.test_service import World
+from tests.small_disk import fill, small_disk
 from tests.test_rules import MODULES, nodes_of, of_rooms
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 4 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "sdiloco", folder], check=False).returncode
-    ):
-        pytest.skip("to mount a small disk needs root")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with small_disk(tmp_path / "disk", 4) as folder:
+        yield folder
 
 
 def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
-    small_disk: Path, keys: Path, caplog: pytest.LogCaptureFixture
+    disk: Path, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World(small_disk, keys)
+    world = World(disk, keys)
     world.start(sites=2)
     world.join("a", "b")
     world.run(world.rounds(2))
-    filler = small_disk / "filler"
-    with filler.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            pass
+    filler = fill(disk)
     said = lambda: any("no space left" in told for site in world.sites.values() for told in site.told)  # noqa: E731
     world.run(said, 60)
     assert "no space left" in caplog.text

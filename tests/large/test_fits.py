@@ -1,6 +1,5 @@
 """Fits of large models: exact resume with flights in the air, restart with other groups, and sharded groups."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests import fits
 from tests.large.models import Large, batch, same
 from tests.ranks import run_processes
 from tests.sharded import whole
+from tests.small_disk import small_disk
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
 
@@ -144,9 +144,7 @@ def test_sharded_groups_resume_in_flight_to_the_same_bits(kind: str, layers: int
 
 
 def test_a_file_system_without_room_ends_all_ranks_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", tmp_path], capture_output=True).returncode:
-        pytest.skip("mounting a small file system takes root")
-    try:
+    with small_disk(tmp_path, 20):
         saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
 
         def function(rank: int, world_size: int) -> None:
@@ -160,8 +158,6 @@ def test_a_file_system_without_room_ends_all_ranks_and_keeps_the_last_checkpoint
         assert all(told in error and "No space left on device" in error for error in errors.values())
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step=3.ckpt", "step=3.ckpt.sdiloco"]
         assert not list(tmp_path.rglob("*.part"))
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]

@@ -1,4 +1,4 @@
-"""What happens to the sites that are left, as processes with the Trainer: the last one, and those that wait."""
+"""What happens to sites that fail and to those that are left, as processes with the Trainer."""
 
 import math
 from functools import partial
@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 from benchmarks.chaos.checks import Told, examined
 from benchmarks.chaos.faults import HUB, Fault
@@ -16,6 +17,8 @@ from benchmarks.chaos.running import Play
 from benchmarks.chaos.world import World
 from tests.comm.mailbox.hubs import require_extra
 from tests.lightning.chosen_sites import Chosen
+from tests.lightning.clocked_sites import Clocked
+from tests.small_disk import fill, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -127,3 +130,72 @@ def test_what_a_site_trains_while_a_launch_of_its_earlier_start_stands_in_an_ope
     assert "carry" in earlier
     assert "take" not in earlier
     assert [problem for problem in examined(told, BATCH)["problems"] if "stood still" not in problem] == []
+
+
+@pytest.mark.parametrize("of", ["rank", "checkpoint"])
+def test_a_site_on_a_full_disk_says_so_and_goes_on_from_its_last_checkpoint_when_there_is_room(
+    tmp_path: Path, of: str
+) -> None:
+    require_extra()
+    last = tmp_path / "b" / "last.ckpt"
+    with small_disk(last.parent, 40) as disk, World.federated(tmp_path, "ab", seconds=0.03) as world:
+        play = Play(world)
+        play.begin()
+        play.until("a checkpoint", last.exists, 60)
+        rank, checkpoint = largest(disk, "rank_*.pt"), largest(disk, "last.ckpt")
+        # The file of the rank does not find room, or the checkpoint after it.
+        filler = fill(disk, rank // 2 if of == "rank" else rank + checkpoint // 2)
+        failed = world.processes["b"]
+        failed.join(60)
+        assert failed.exitcode == 1
+        assert "No space left on device" in world.said("b")
+        assert f"Nothing is left of it. Resume from {last}" in world.said("b")
+        # One whole checkpoint is there, and no part of another.
+        (save,) = (disk / "last.ckpt.sdiloco").iterdir()
+        assert sorted(path.name for path in save.iterdir()) == ["manifest.json", "rank_00000.pt"]
+        assert sorted(path.name for path in disk.iterdir()) == ["filler", "last.ckpt", "last.ckpt.sdiloco"]
+        held = torch.load(last, weights_only=True)
+        assert held["streaming_diloco"]["save"] == save.name
+        filler.unlink()
+        # Its process is gone already; it is started again as one that was killed.
+        play.suffer(Fault("kill", "b", 3.0))
+        play.finish()
+    told = Told.of(tmp_path, "ab")
+    # Nobody stood still, all end with one model, and nothing counts twice.
+    assert examined(told, BATCH)["problems"] == []
+    before, after = (note["step"] for note in told.sites["b"] if note["what"] == "training")
+    assert (before, after) == (0, held["global_step"])
+    assert counted(appended(told)[-1]) == "ab"
+
+
+def test_clocks_of_hub_and_site_that_are_off_by_an_hour_and_jump_back_are_no_fault(tmp_path: Path) -> None:
+    require_extra()
+    wrong = (HUB, "a")
+    cast = Clocked(tmp_path, "ab", 0.03, wrong)
+    cast.set_clocks(3600)
+    with World(tmp_path, "ab", cast) as world:
+        play = Play(world)
+        play.begin()
+        assert [cast.off(name) for name in wrong] == pytest.approx([3600] * 2, abs=60)
+        # To the right time, and then to an hour too early.
+        for seconds in (0, -3600):
+            cast.set_clocks(seconds)
+            # For longer than a lease.
+            play.wait(3.0)
+            play.until_back()
+            assert [cast.off(name) for name in (*wrong, "b")] == pytest.approx([seconds, seconds, 0], abs=60)
+        # Its certificate was made an hour later than its clock shows.
+        play.suffer(Fault("kill", "a", 1.0))
+        play.finish()
+    told = Told.of(tmp_path, "ab")
+    assert examined(told, BATCH)["problems"] == []
+    # Nobody lost its connection, and both counted all the time.
+    assert [note for site in "ab" for note in told.sites[site] if note["what"] == "lose"] == []
+    (killed,) = told.spans()
+    both = [counted(note) == "ab" for note in appended(told) if note["at"] < killed.began]
+    assert sum(both) >= 0.8 * len(both)
+
+
+def largest(disk: Path, name: str) -> int:
+    """The bytes of the largest file with a name."""
+    return max(path.stat().st_size for path in disk.rglob(name))

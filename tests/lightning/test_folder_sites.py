@@ -18,6 +18,7 @@ from lightning_sdiloco.federation import Record
 from tests.hub.folders import all_records
 from tests.lightning.federated_site import Place, train
 from tests.s3 import s3_at
+from tests.small_disk import fill, small_disk
 
 SITES = ("a", "b", "c")
 STEP = 0.02
@@ -140,3 +141,38 @@ def test_a_site_of_two_ranks_meets_one_of_one_rank_in_a_folder(sites: Sites) -> 
     assert any(len(record.counted) == 2 for record in sites.records())
     reports = [sites.notes(site)[-1]["report"] for site in ("a", "a1")]
     assert reports[0]["bytes_sent"] == pytest.approx(reports[1]["bytes_sent"], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_folder_without_room_closes_no_round_all_train_on_and_the_run_goes_on_with_room(tmp_path: Path) -> None:
+    pair = SITES[:2]
+    with small_disk(tmp_path / "meeting", 16) as disk:
+        sites = Sites(tmp_path, disk.as_uri())
+        try:
+            for site in pair:
+                sites.start(site, of=2)
+            sites.until("both have landed two rounds", lambda: min(map(sites.round, pair)) >= 2)
+            known = sites.records()
+            filler = fill(disk)
+            full = time.monotonic()
+            steps = {site: sites.notes(site)[-1]["step"] for site in pair}
+            # For longer than a lease.
+            sites.until("both train on", lambda: all(sites.notes(s)[-1]["step"] > steps[s] + 200 for s in pair))
+            said = f"no space left in {disk}"
+            assert any(said in (tmp_path / f"{site}.log").read_text() for site in pair)
+            with pytest.raises(ValueError, match=f"{said}.*Make room there"):
+                shared_files(disk.as_uri())
+            stalls = [note["stalled"] for site in pair for note in sites.notes(site) if note.get("at", 0) > full]
+            filler.unlink()
+            there = min(map(sites.round, pair))
+            sites.until("rounds land again", lambda: min(map(sites.round, pair)) >= there + 3)
+            sites.until("both have ended", lambda: all(map(sites.has_ended, pair)))
+            records = sites.records()
+        finally:
+            sites.close()
+    assert records[: len(known)] == known
+    assert max(stalls) < 0.25 + STEP
+    assert any(len(record.counted) == 2 for record in records[len(known) :])
+    one, other = (sites.notes(site)[-1] for site in pair)
+    assert one["applied"] != other["applied"] or one["digest"] == other["digest"]

@@ -6,6 +6,7 @@ import logging
 import math
 import random
 import re
+import resource
 import time
 from datetime import timedelta
 from itertools import pairwise
@@ -139,6 +140,37 @@ def test_a_monitor_changes_no_bit_of_training(tmp_path: Path, compression: str) 
     (plain, _), (watched, _) = run_processes(run, 2, False), run_processes(run, 2, True)
     assert all(torch.equal(values, watched["outer"][name]) for name, values in plain["outer"].items())
     assert plain["report"]["bytes_sent"] == watched["report"]["bytes_sent"], "no traffic between groups either"
+
+
+def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "rank_00001.jsonl"
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Full(pl.callbacks.Callback):
+        """The file of rank 1 has room for a part of a line."""
+
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_rank == 1 and trainer.global_step in (6, 9):
+                room = path.stat().st_size + 20 if trainer.global_step == 6 else unlimited[0]
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
+
+    def run(rank: int, world_size: int, *callbacks: Any) -> Any:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightning_sdiloco").addHandler(handler)
+        choices = {"callbacks": [monitor(folder=str(tmp_path)), *callbacks]}
+        return fit(rank, world_size, 2, 11, SHORT, trainer_choices=choices)["report"]["inner_steps"], said
+
+    (steps, _), (_, said) = run_processes(run, 2, Full())
+    assert steps == 11
+    assert sum(f"{path} cannot be written" in text for text in said) == 1
+    # The next start of the run does not suffer from half a line.
+    run_processes(run, 2)
+    whole, torn = read_run(tmp_path).ranks
+    assert [step.step for step in whole.steps] == [*range(1, 12), *range(1, 12)]
+    assert [step.step for step in torn.steps] == [*range(1, 7), *range(1, 12)]
+    assert len(torn.starts) == len(whole.starts) == 2
 
 
 def test_ranks_that_do_not_all_ask_for_diagnostics_are_refused(tmp_path: Path) -> None:

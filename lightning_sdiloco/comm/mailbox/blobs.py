@@ -130,7 +130,7 @@ class Upload:
         self._unsynced = 0
         self._given_up = self._committed = False
         self._committing = threading.Lock()
-        with telling_full_disks():
+        with telling_full_disks(self._files.spool):
             # Closed with this object and not before: a thread may still be writing while another gives up.
             self._file = open(self._path, "xb+", buffering=0, opener=_for_its_owner)  # noqa: SIM115
             with self.discarded_on_error():
@@ -145,7 +145,7 @@ class Upload:
         Raises:
             NoSpace: If the disk is full.
         """
-        with telling_full_disks():
+        with telling_full_disks(self._files.spool):
             return self.arrivals.take(index, data)
 
     def commit(self) -> None:
@@ -157,7 +157,7 @@ class Upload:
             Altered: If the bytes are not those that were announced. They are gone then.
             NoSpace: If the disk is full.
         """
-        with self._committing, self.discarded_on_error(), telling_full_disks():
+        with self._committing, self.discarded_on_error(), telling_full_disks(self._files.spool):
             if self._committed:
                 return
             if self.arrivals.digest() != self.key:

@@ -67,8 +67,11 @@ def files_at(url: str) -> Files:
 
 
 @contextmanager
-def telling_full_disks() -> Iterator[None]:
+def telling_full_disks(where: object) -> Iterator[None]:
     """Turns the error of a full disk into one of the mailbox.
+
+    Args:
+        where: What is full, for people.
 
     Raises:
         NoSpace: If the disk is full.
@@ -78,7 +81,7 @@ def telling_full_disks() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise NoSpace(f"there is no space left ({error.strerror}): nothing was stored.") from error
+        raise NoSpace(f"there is no space left in {where} ({error.strerror}): nothing was stored.") from error
 
 
 def write_synced(path: Path, data: Bytes) -> None:
@@ -141,15 +144,15 @@ class LocalFiles:
     def create(self, name: str, data: Bytes) -> bool:
         """See `Files`."""
         spooled, target = self.spool / secrets.token_hex(16), self._folder / name
-        target.parent.mkdir(exist_ok=True)
-        with telling_full_disks():
+        with telling_full_disks(self._folder):
+            target.parent.mkdir(exist_ok=True)
             write_synced(spooled, data)
-        try:
-            os.link(spooled, target)
-        except FileExistsError:
-            return False
-        finally:
-            spooled.unlink()
+            try:
+                os.link(spooled, target)
+            except FileExistsError:
+                return False
+            finally:
+                spooled.unlink()
         sync_folder(target.parent)
         return True
 

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_sdiloco.comm.mailbox.base import MAX_BLOB, Bytes, HubUnreachable, MailboxError
+from lightning_sdiloco.comm.mailbox.base import MAX_BLOB, Bytes, HubUnreachable, MailboxError, NoSpace
 from lightning_sdiloco.comm.mailbox.blobs import BlobStore
 from lightning_sdiloco.comm.mailbox.files import Files, files_at
 from lightning_sdiloco.errors import Refused
@@ -60,6 +60,8 @@ def shared_files(url: str) -> "SharedFiles":
     try:
         once, twice = files.create(name, b"first"), files.create(name, b"second")
         files.delete(name)
+    except NoSpace as error:
+        raise ValueError(f"hub={url!r} cannot be used: {error} Make room there.") from error
     except MailboxError as error:
         raise ValueError(
             f"hub={url!r} cannot be where sites meet: a file cannot be created only once there. {error} A folder needs"

@@ -89,7 +89,8 @@ class FederatedWorld:
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
         self._states = StateTransfer(model, rounds, topology, connection, follower)
         self._now = time.monotonic()
-        self._has_said_hello = self._has_left = self._has_told_of_drop = False
+        self._has_said_hello = self._has_left = self._has_told_of_drop = self._is_alone = False
+        self._waits_for = ""
         self.requested = 0
         self._step_time, self._samples, self._has_trained = 0.0, 0, False
 
@@ -309,6 +310,7 @@ class FederatedWorld:
                 case Welcomed():
                     self._states.begin_again(self.follower.welcome(event.welcome))
                     self._launches.drop_landed()
+                    self._tell_of_return()
                     self._states.begin_as_founded(event.anchor)
                 case Called():
                     self.follower.hear(event.call)
@@ -320,13 +322,26 @@ class FederatedWorld:
                     self._adopt(event)
                 case Lost():
                     if self.follower.reachable:
+                        self._is_alone = True
                         _log.warning(
                             "%s The site trains on without it, and sends what it trains when it is back.", event.why
                         )
                     self.follower.lose(self._now)
                 case Waiting():
-                    _log.info("%s", event.why)
+                    self._tell_of_wait(event.why)
         return requests
+
+    def _tell_of_wait(self, why: str) -> None:
+        """Says why training does not begin, once for each reason: nothing else would show."""
+        if why != self._waits_for:
+            self._waits_for = why
+            _log.warning("Site %s waits: %s", self.follower.site, why)
+
+    def _tell_of_return(self) -> None:
+        self._waits_for = ""
+        if self._is_alone:
+            self._is_alone = False
+            _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
 
     def _learn(self, event: Recorded) -> None:
         self.follower.learn(event.record)

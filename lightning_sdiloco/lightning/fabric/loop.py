@@ -116,7 +116,8 @@ class Loop:
             yield
             return
         engine = self._begun()
-        if self._announcement is None:
+        # What a fixed world sends is not what a site does.
+        if self._announcement is None and engine.site is None:
             self._announcement = Announcement(engine, self._trained())
         if engine.is_finished:
             raise RuntimeError(
@@ -126,7 +127,8 @@ class Loop:
         yield
         if optimizer is self._optimizers[-1]:
             self._step(engine, trained=self.trained, samples=max(1, self._samples))
-            self._announcement.step()
+            if self._announcement is not None:
+                self._announcement.step()
 
     def idle_step(self) -> list[Landing]:
         """Makes an inner step in which this group does not train. Returns what landed."""

@@ -6,6 +6,7 @@ import math
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,8 @@ class StreamingDiLoCoMonitorMixin(_Base):
             return
         self._done, self._step = time.perf_counter(), engine.inner_steps
         topology, settings = engine.topology, engine.settings
+        if self._file is not None and self._file.tell():
+            self._append("")  # what was here before may end within a line
         self._write(
             "start",
             format=_FORMAT,
@@ -219,7 +222,21 @@ class StreamingDiLoCoMonitorMixin(_Base):
         if "span" in told:
             told["span"] = self._on_clock(told["span"])
         if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **told}) + "\n")
+            self._append(json.dumps({"kind": kind, **told}))
+
+    def _append(self, line: str) -> None:
+        """Writes a line; a disk without room ends the record, and not the training that it is about."""
+        try:
+            self._file.write(line + "\n")
+        except OSError as error:
+            path = self._file.name
+            self._close()
+            _log.warning(
+                "%s cannot be written: %s. Training goes on, and no more of it is recorded by this rank, until it is"
+                " started again. Make room on the disk.",
+                path,
+                error,
+            )
 
     def _on_clock(self, span: Span) -> Span:
         return self._clock_of(span[0]), self._clock_of(span[1])
@@ -230,7 +247,8 @@ class StreamingDiLoCoMonitorMixin(_Base):
 
     def _close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of a line for which there is no room
+                self._file.close()
             self._file = None
 
 

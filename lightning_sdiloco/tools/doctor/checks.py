@@ -20,7 +20,7 @@ class Finding(NamedTuple):
     """A line of the table.
 
     Attributes:
-        state: ``"ok"``; ``"slow"``: training works, and could be faster; ``"wrong"``: it will not work.
+        state: ``"ok"``; ``"slow"``: training works, and could be faster or safer; ``"wrong"``: it will not work.
         check: What was looked at.
         found: What was seen.
         fix: What to do; empty if nothing.

@@ -3,8 +3,9 @@
 import datetime
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 from lightning_sdiloco.comm import HubMailbox, HubUnreachable, MailboxError, identity_of, is_folder, valid_until
 from lightning_sdiloco.errors import Refused
@@ -35,12 +36,12 @@ def examine(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[st
             f"--hub {options.hub} is a folder, and the doctor looks at a hub. A site tries its folder when it starts;"
             " sdiloco status says who is there."
         )
-    host, port = _address(str(options.hub))
+    places = [_address(one.strip()) for one in str(options.hub).split(",")]
     if (options.keys is None) != options.insecure:
         raise ValueError("Give the keys of a site, or of anybody else of the run: --keys FILE; or --insecure.")
     found: list[Finding] = []
     numbers: dict[str, Any] = {}
-    for finding in _findings(options, host, port, seconds, numbers):
+    for finding in _findings(options, places, seconds, numbers):
         found.append(finding)
         # What comes after it would only say the same.
         if finding.state == "wrong":
@@ -48,17 +49,20 @@ def examine(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[st
     return found, {"hub": options.hub, **numbers}
 
 
-def _findings(options: HubOptions, host: str, port: int, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
+def _findings(
+    options: HubOptions, places: list[tuple[str, int]], seconds: float, numbers: dict[str, Any]
+) -> Iterator[Finding]:
     yield _certificate(options)
-    error = try_to_connect(host, port, _SECONDS)
-    if error is not None:
-        yield Finding(
-            "wrong",
-            "reachability",
-            f"{options.hub}: {reason(error)}",
-            f"Start the hub, on an address that can be reached from here (--listen 0.0.0.0:{port}), and open that port"
-            " of its machine. Sites need no open port.",
-        )
+    yield from _reached(places)
+    # The other one of two may be away, or not active: then it is the next one's turn.
+    for number, (host, port) in enumerate(places, start=1):
+        findings = list(_of_hub(replace(options, hub=f"{host}:{port}"), seconds, numbers))
+        if number == len(places) or findings[-1].state != "wrong":
+            yield from findings
+            return
+
+
+def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
     try:
         mailbox = options.mailbox("reader", _CHANNELS)
     except ValueError as refusal:
@@ -70,6 +74,21 @@ def _findings(options: HubOptions, host: str, port: int, seconds: float, numbers
         yield Finding("wrong", "hub", str(refusal), _what_to_do(refusal, options))
     finally:
         mailbox.close()
+
+
+def _reached(places: list[tuple[str, int]]) -> Iterator[Finding]:
+    """Says which hubs cannot be reached: with one of several a site can train."""
+    errors = [try_to_connect(host, port, _SECONDS) for host, port in places]
+    state: Literal["slow", "wrong"] = "wrong" if all(errors) else "slow"
+    for (host, port), error in zip(places, errors, strict=True):
+        if error is not None:
+            yield Finding(
+                state,
+                "reachability",
+                f"{host}:{port}: {reason(error)}",
+                f"Start the hub, on an address that can be reached from here (--listen 0.0.0.0:{port}), and open that"
+                " port of its machine. Sites need no open port.",
+            )
 
 
 def _address(hub: str) -> tuple[str, int]:

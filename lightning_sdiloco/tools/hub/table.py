@@ -34,8 +34,8 @@ def printed(status: dict[str, Any]) -> str:
 
 def _sites(sites: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="sites", title_justify="left")
-    for name in ("site", "", "last beat", "behind", "share", "late", "lives", "sent", "rate"):
-        table.add_column(name, justify="left" if name in ("site", "") else "right")
+    for name in ("site", "state", "last beat", "behind", "share", "late", "lives", "sent", "rate"):
+        table.add_column(name, justify="left" if name in ("site", "state") else "right")
     for name, own in sites.items():
         table.add_row(
             name,
