@@ -38,6 +38,7 @@ from lightning_sdiloco.lightning.callback import InnerStepHooks
 from lightning_sdiloco.lightning.collectives import stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
 from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers
+from lightning_sdiloco.lightning.host.early_gradients import release_gradients
 from lightning_sdiloco.lightning.host.paced_data import process_wrapped
 from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_divided, refuse_in_notebook
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
@@ -327,6 +328,8 @@ class WorkerGroupStrategy(_Base):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        assert self.lightning_module is not None
+        release_gradients(self.lightning_module.trainer, self.optimizers, batch_idx)
         self._follow_what_is_trainable()
 
     @override

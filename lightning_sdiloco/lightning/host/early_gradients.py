@@ -1,0 +1,43 @@
+"""Lets gradients go before the forward pass, where Lightning would let them go after it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+
+# Whoever overrides one of these may look at gradients of the batch before, or keep them.
+_HOOKS_OF_MODULES = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
+_HOOK_OF_CALLBACKS = "on_before_zero_grad"
+
+
+def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: int) -> None:
+    """Lets the gradients of the batch before go, if nobody can have a use for them.
+
+    Lightning does so when the forward pass has ended, so that activations and gradients are there at the same time: 4
+    bytes for each parameter. Nothing else is changed: it happens in the same batches, after all hooks of the batch
+    before and those of the start of this one, and Lightning's own call then finds nothing to do.
+
+    Args:
+        trainer: The trainer, at the start of a batch.
+        optimizers: Its optimizers.
+        batch_idx: The number of the batch.
+    """
+    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop.automatic_optimization
+    begins = batch_idx % trainer.accumulate_grad_batches == 0 and not loop._skip_backward
+    if module.automatic_optimization and begins and not _is_watched(trainer):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def _is_watched(trainer: Any) -> bool:
+    """Tells whether a hook of the user's may see when gradients go."""
+    module = trainer.lightning_module
+    return any(_is_overridden(module, hook) for hook in _HOOKS_OF_MODULES) or any(
+        _is_overridden(callback, _HOOK_OF_CALLBACKS) for callback in trainer.callbacks
+    )
+
+
+def _is_overridden(owner: Any, hook: str) -> bool:
+    """Tells whether a hook is not that of Lightning, by where it was written, in either distribution."""
+    found = getattr(owner, hook, None)
+    return found is not None and not getattr(found, "__module__", "").startswith(("lightning.", "pytorch_lightning."))
