@@ -307,10 +307,7 @@ class Loop:
         """Ends the training; returns the model that one would keep."""
         if self._streaming is not None:
             self._streaming.finish()
-        first = self._groups[0]
-        if hasattr(first.optimizer, "eval"):  # it shows the mean of its steps
-            first.optimizer.eval()
-        return first.model
+        return self._groups[0].model
 
     @property
     def _engines(self) -> Sequence[StreamingDiLoCo]:

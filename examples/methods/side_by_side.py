@@ -50,8 +50,6 @@ def train(groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOp
             inner.step()
         simulated.step()
     simulated.finish()
-    if hasattr(optimizers[0], "eval"):  # it shows the mean of its steps
-        optimizers[0].eval()
     report = simulated.engines[0].report()
     with torch.no_grad():
         return float(loss_of(models[0], held_out)), report["bytes_sent"] / 1e6, int(report["launches"])
