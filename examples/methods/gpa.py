@@ -2,7 +2,7 @@
 
     python examples/methods/gpa.py
 
-It smooths once, so an outer step with momentum smooths twice; a warning says so.
+It smooths once, so an outer step with momentum smooths twice; a warning says so. Groups share y: that is the model.
 """
 
 from __future__ import annotations
