@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from side_by_side import adamw, compare
-from torch import nn
+from side_by_side import compare
 from torch.optim import AdamW
 from typing_extensions import override
 
@@ -52,12 +51,6 @@ class GPA(AdamW):
             p.lerp_(state["z"], 1 - self.my)
 
 
-def gpa(model: nn.Module, lr: float) -> GPA:
-    """Makes the inner optimizer."""
-    return GPA(model.parameters(), lr)
-
-
 if __name__ == "__main__":
-    compare({"AdamW": {}}, optimizer=adamw, sync_every=20)
-    once = {"outer_lr": 1.0, "outer_momentum": 0.0}
-    compare({"GPA, and an outer momentum": {}, "GPA, without it": once}, optimizer=gpa, sync_every=20)
+    both = {"with outer momentum": {}, "without": {"outer_lr": 1.0, "outer_momentum": 0.0}}
+    compare(both, optimizer=lambda model, lr: GPA(model.parameters(), lr), sync_every=20)
