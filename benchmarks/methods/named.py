@@ -55,7 +55,7 @@ def _route(name: str) -> Method:
     return Method(lambda: gossip.choices(name, 4))
 
 
-_GPA = {"inner": "gpa", "lr": 1.5e-3}
+_GPA = {"inner": "gpa", "lr": 6e-3}
 _SGD = {"inner": "sgd", "lr": 0.3}
 
 METHODS: Mapping[str, Method] = {

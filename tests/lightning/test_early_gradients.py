@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_loops import SHORT
+from tests.ranks import run_processes
 
 pl = importlib.import_module(LIGHTNING)
 
@@ -60,40 +61,53 @@ class Looking(pl.Callback):  # type: ignore[misc, name-defined]
     def on_before_zero_grad(self, *_: Any) -> None: ...
 
 
-def fitted(make: Callable[[], Net], strategy: Any, **choices: Any) -> Net:
-    """Fits on six batches."""
-    model = make()
-    generator = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(6)]
-    loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-    fits.trainer(strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, **choices).fit(model, loader)
-    return model
+class Fitted(NamedTuple):
+    """What a fit did: whether gradients were there at each step, and the parameters at the end."""
+
+    kept: list[bool]
+    parameters: list[torch.Tensor]
 
 
-def alone() -> Any:
-    return fits.strategy(worker_groups=1, **{**SHORT, "outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 1.0})
+def fitted(make: Callable[[], Net], callback: type[Any] | None = None, accumulated: int = 1) -> Fitted:
+    """Fits on six batches, in a process of its own."""
+
+    def fit(rank: int, world_size: int) -> Fitted:
+        del rank
+        model = make()
+        generator = torch.Generator().manual_seed(1)
+        batches = [(torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(6)]
+        loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        fits.trainer(
+            strategy=fits.strategy(worker_groups=1, **SHORT),
+            devices=world_size,
+            max_epochs=1,
+            callbacks=[callback()] if callback else [],
+            accumulate_grad_batches=accumulated,
+        ).fit(model, loader)
+        return Fitted(model.kept, [parameter.detach().clone() for parameter in model.parameters()])
+
+    return run_processes(fit, 1)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("make", "choices", "kept"),
+    ("make", "callback", "accumulated", "kept"),
     [
-        (Net, {}, [False] * 6),
-        (Net, {"accumulate_grad_batches": 2}, [False, True] * 3),
-        (Zeroing, {}, [False] + [True] * 5),
-        (Stepping, {}, [False] + [True] * 5),
-        (Manual, {}, [False] + [True] * 5),
-        (Net, {"callbacks": [Looking()]}, [False] + [True] * 5),
+        (Net, None, 1, [False] * 6),
+        (Net, None, 2, [False, True] * 3),
+        (Zeroing, None, 1, [False] + [True] * 5),
+        (Stepping, None, 1, [False] + [True] * 5),
+        (Manual, None, 1, [False] + [True] * 5),
+        (Net, Looking, 1, [False] + [True] * 5),
     ],
 )
 def test_gradients_go_before_the_forward_pass_where_nobody_can_see_it(
-    make: type[Net], choices: dict[str, Any], kept: list[bool]
+    make: type[Net], callback: type[Any] | None, accumulated: int, kept: list[bool]
 ) -> None:
-    assert fitted(make, alone(), **choices).kept == kept
+    assert fitted(make, callback, accumulated).kept == kept
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_what_is_trained_does_not_depend_on_it(accumulated: int) -> None:
-    ours, late = (fitted(make, alone(), accumulate_grad_batches=accumulated) for make in (Net, Zeroing))
+    ours, late = (fitted(make, accumulated=accumulated) for make in (Net, Zeroing))
     assert ours.kept != late.kept
-    for one, other in zip(ours.parameters(), late.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, ours.parameters, late.parameters))
