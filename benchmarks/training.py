@@ -131,7 +131,7 @@ class NamedTraining(Training):
 
     def given(self) -> Mapping[str, Any]:
         """Returns what the method sets, beside the choices."""
-        raise NotImplementedError
+        return {}
 
     @override
     def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> "Simulated":

@@ -26,10 +26,6 @@ class HalfSpeed(NamedTraining):
     """The last group is half as fast, and trains every other inner step, as `Paced` makes it."""
 
     @override
-    def given(self) -> Mapping[str, Any]:
-        return {}
-
-    @override
     def trained(self, group: int, step: int) -> int:
         return self.batch if group < self.groups - 1 or step % 2 else 0
 
@@ -44,10 +40,6 @@ class Dropping(NamedTraining):
 
     A window is a micro-batch. Their times are lognormal, and the budget is that of the rule, which knows them.
     """
-
-    @override
-    def given(self) -> Mapping[str, Any]:
-        return {}
 
     @override
     def trained(self, group: int, step: int) -> int:

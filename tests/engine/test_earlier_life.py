@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.engine.ranked_sites import Rank, joined, topologies
-from tests.engine.sites import STEP, Site, VirtualHub, agree, equal, founded
+from tests.engine.sites import STEP, Site, VirtualHub, agree, equal, founded, train
 from tests.training import inner_optimizer, mlp, train_step
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2, "fragments": [["*"]], "grace": 1000.0}
@@ -44,15 +44,6 @@ def alone(site: Site, steps: int, *others: Site) -> None:
         site.engine.land_due()
 
 
-def together(sites: list[Site], steps: int) -> None:
-    for _ in range(steps):
-        sites[0].hub.passes(STEP)
-        for site in sites:
-            site.train()
-        for site in sites:
-            site.engine.land_due()
-
-
 def local(site: Site) -> torch.Tensor:
     return torch.cat([own.detach().flatten() for own in site.model.parameters()])
 
@@ -76,7 +67,7 @@ def held(site: Site) -> int:
 def with_a_round_open(**choices: Any) -> tuple[Site, Site, dict[str, Any]]:
     """Two sites, of which the first has contributed to round 1 after 8 steps, and its checkpoint of step 6."""
     first, second = founded(2, **{**CHOICES, **choices})
-    together([first, second], 6)
+    train([first, second], 6)
     state = saved(first)
     alone(first, 3, second)
     assert first.engine.in_flight
@@ -100,14 +91,14 @@ def test_what_a_new_life_trains_while_the_round_is_open_counts_with_its_next_lau
     before, was = local(again), outer(again)
     for _ in range(3):
         # The other one answers, and the round closes.
-        together([second], 1)
+        train([second], 1)
     again.world.hear()
     again.engine.land_due()
     assert counted(again) == [(1, 8)]
     assert again.world.follower.fragments[0].applied.round == 1
     assert torch.allclose(local(again), before + outer(again) - was, atol=1e-6)
     assert held(again) == 10
-    together([again, second], 20)
+    train([again, second], 20)
     assert agree([again, second])
     assert sum(weight for _, weight in counted(again)) + held(again) == 8 + 10 + 20
 
@@ -121,7 +112,7 @@ def test_a_flight_that_the_checkpoint_holds_goes_on() -> None:
     assert again.engine.in_flight
     assert torch.equal(local(again), values)
     alone(again, 2, second)
-    together([again, second], 6)
+    train([again, second], 6)
     assert agree([again, second])
     assert sum(weight for _, weight in counted(again)) + held(again) == 9 + 2 + 6
 
@@ -142,7 +133,7 @@ def test_who_is_killed_again_while_the_round_is_open_keeps_what_its_checkpoint_h
     assert torch.equal(local(third), values)
     assert held(third) == 4
     alone(third, 5, second)
-    together([third, second], 20)
+    train([third, second], 20)
     assert agree([third, second])
     assert counted(third)[0] == (1, 8)
     assert sum(weight for _, weight in counted(third)) + held(third) == 8 + 4 + 5 + 20
@@ -154,7 +145,7 @@ def test_a_checkpoint_of_before_that_round_closes_does_not_count_what_came_after
     again = started_again(first, state)
     alone(again, 4, second)
     state = saved(again)
-    together([again, second], 6)
+    train([again, second], 6)
     assert [round for round, _ in counted(again)] == [1, 2]
     again.die()
     alone(second, 1)
@@ -162,7 +153,7 @@ def test_a_checkpoint_of_before_that_round_closes_does_not_count_what_came_after
     # The first life counts in round 1, and the second one, with all that its checkpoint holds, in round 2.
     assert held(third) == 0
     assert torch.equal(local(third), outer(third))
-    together([third, second], 20)
+    train([third, second], 20)
     assert agree([third, second])
     own = dict(counted(third))
     assert own[1] == 8
@@ -179,7 +170,7 @@ def test_where_the_round_closes_without_it_nothing_counts_twice_and_what_was_tra
     first.hub.coordinator.evict("s0")
     third = started_again(first, state)
     assert held(third) == 4
-    together([third, second], 20)
+    train([third, second], 20)
     assert agree([third, second])
     assert sum(weight for _, weight in counted(third)) + held(third) == 4 + 20
 
@@ -187,13 +178,13 @@ def test_where_the_round_closes_without_it_nothing_counts_twice_and_what_was_tra
 def test_a_flight_lands_before_the_first_step_where_a_later_round_counts_an_earlier_life() -> None:
     first, second, _ = with_a_round_open()
     state = saved(first)
-    together([first, second], 9)
+    train([first, second], 9)
     assert [round for round, _ in counted(first)] == [1, 2]
     first.die()
     again = started_again(first, state)
     assert again.lag == 0
     assert torch.equal(local(again), outer(again))
-    together([again, second], 20)
+    train([again, second], 20)
     own = dict(counted(again))
     assert sum(own.values()) + held(again) == own[1] + own[2] + 20
 
@@ -206,7 +197,7 @@ def test_nothing_is_asked_of_a_site_that_only_lost_its_connection() -> None:
     first.world.hear()
     assert first.engine.in_flight
     assert torch.equal(local(first), values)
-    together([first, second], 10)
+    train([first, second], 10)
     assert equal(first.outer(), second.outer())
     assert sum(weight for _, weight in counted(first)) + held(first) == 9 + 10
 
@@ -239,7 +230,7 @@ def train_ranks(site: list[Rank], models: list[nn.Sequential], steps: range, oth
         on_both(lambda rank, step=step: step_of(rank, step))  # type: ignore[misc]
 
 
-def test_all_ranks_of_a_site_begin_again_together() -> None:
+def test_all_ranks_of_a_site_begin_again_train() -> None:
     hub = VirtualHub(2)
     models: list[nn.Sequential] = [mlp(), mlp()]
     site, other = two_ranks(hub, models), Site(hub, 1, **CHOICES)
@@ -265,7 +256,7 @@ def test_all_ranks_of_a_site_begin_again_together() -> None:
     train_ranks(again, models, range(7, 12), other)
     assert [rank.world.follower.fragments[0].samples for rank in again] == [10, 10]
     for _ in range(3):
-        together([other], 1)
+        train([other], 1)
     for _ in range(3):
         # A record is heard when all ranks have what it names.
         hears(again)
