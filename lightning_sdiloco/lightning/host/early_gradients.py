@@ -15,16 +15,16 @@ def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: 
 
     Lightning does so when the forward pass has ended, so that activations and gradients are there at the same time: 4
     bytes for each parameter. Nothing else is changed: it happens in the same batches, after all hooks of the batch
-    before and those of the start of this one, and Lightning's own call then finds nothing to do.
+    before and those of the start of this one, and Lightning's own call then finds nothing to do. In the pass in which
+    `StochasticWeightAveraging` counts batch norms Lightning keeps them, but steps no optimizer.
 
     Args:
         trainer: The trainer, at the start of a batch.
         optimizers: Its optimizers.
         batch_idx: The number of the batch.
     """
-    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop.automatic_optimization
-    begins = batch_idx % trainer.accumulate_grad_batches == 0 and not loop._skip_backward
-    if module.automatic_optimization and begins and not _is_watched(trainer):
+    begins = batch_idx % trainer.accumulate_grad_batches == 0
+    if trainer.lightning_module.automatic_optimization and begins and not _is_watched(trainer):
         for optimizer in optimizers:
             optimizer.zero_grad()
 
