@@ -199,7 +199,7 @@ class Play:
             self._launch(site)
         for record in follower.due(site.step):
             self._land(site, record)
-        waits = follower.waits(site.step, self.now) or site.idles
+        waits = follower.waits(site.step, self.now) > 0.0 or site.idles
         site.step -= waits
         self._at(0.1 if waits else site.steps.next(), lambda: self._turn(site, not waits))
 

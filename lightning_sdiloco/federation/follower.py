@@ -269,15 +269,15 @@ class Follower:
         overlap = 0 if self._finishing else self.terms.overlap_steps
         return [record for own in self.fragments if (record := own.due(step, overlap))]
 
-    def waits(self, step: int, now: float) -> bool:
-        """Tells whether training waits for a landing now. It never does while the hub cannot be reached.
+    def waits(self, step: int, now: float) -> float:
+        """Returns for how many seconds training waits for a landing now. It never does while the hub cannot be reached.
 
         It waits where a flight has not landed ``sync_every - 1`` steps after its launch, once for every flight, and not
         longer than the grace and a second.
         """
-        flights = [own.flight for own in self.fragments if own.flight]
+        flights = [own.flight for own in self.fragments if own.flight and self.reachable]
         # Every flight is asked, so that all their waits begin together.
-        return self.reachable and sum(flight.waits(step, now, self.terms) for flight in flights) > 0
+        return max((flight.waits(step, now, self.terms) for flight in flights), default=0.0)
 
     def land(self, record: Record, before: int, after: int) -> Landing:
         """Lands a record.

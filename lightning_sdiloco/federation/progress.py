@@ -65,13 +65,13 @@ class Flight:
     steps: int
     waits_since: float | None = None
 
-    def waits(self, step: int, now: float, terms: Terms) -> bool:
-        """Tells whether training waits for it; see `Follower.waits`."""
+    def waits(self, step: int, now: float, terms: Terms) -> float:
+        """Returns for how many seconds more training waits for it; see `Follower.waits`."""
         if step < self.launched_at + terms.sync_every - 1:
-            return False
+            return 0.0
         if self.waits_since is None:
             self.waits_since = now
-        return now < self.waits_since + terms.longest_wait
+        return max(0.0, self.waits_since + terms.longest_wait - now)
 
 
 @dataclass

@@ -284,6 +284,20 @@ def test_who_returns_with_a_flight_trains_once_what_closed_meanwhile_is_here() -
     assert all(own.applied.round == own.closed > 0 for own in again.world.follower.fragments)
 
 
+def test_training_waits_for_the_grace_and_a_second_and_not_a_moment_longer() -> None:
+    hub, choices = VirtualHub(1), {**CHOICES, "grace": 1.03}
+    # It hears of no record, and so every launch is waited for.
+    site = Site(hub, 0, connection=Slow(hub.connect("s0"), waits=10**6), **choices)
+    site.world.hear()
+    site.world.hear()
+    waited = list[float]()
+    for _ in range(2 * CHOICES["sync_every"]):
+        began = hub.now
+        train([site], 1)
+        waited.append(hub.now - began - STEP)
+    assert max(waited) == pytest.approx(1.03 + 1.0)
+
+
 def test_a_site_that_is_told_to_end_has_all_counted_and_nothing_twice() -> None:
     sites = founded(2, **CHOICES)
     train(sites, 21)

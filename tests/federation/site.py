@@ -302,7 +302,7 @@ class SimulatedSite:
             return
         if not self.waits:
             self.waited_since = world.now
-        self.waits = follower.waits(self.step, world.now)
+        self.waits = follower.waits(self.step, world.now) > 0.0
         if not self.waits:
             world.judge.waited(self, world.now - self.waited_since)
         if self.step % 20 == 0 and not self.waits:

@@ -231,8 +231,8 @@ def test_training_waits_only_for_a_flight_of_nearly_sync_every_steps_and_not_bey
     made = follower()
     launched(made)
     assert not made.waits(38, now=0.0)
-    assert made.waits(39, now=100.0)
-    assert made.waits(39, now=102.9)
+    assert made.waits(39, now=100.0) == 3.0
+    assert made.waits(39, now=102.5) == 0.5
     assert not made.waits(39, now=103.0)
     assert not made.waits(45, now=200.0), "it has waited once"
 

@@ -116,7 +116,7 @@ class ScriptedSite:
     def step(self) -> bool:
         """Makes an inner step, unless training waits; tells whether it did."""
         self.hear()
-        waits = self.follower.waits(self.at, self.now())
+        waits = self.follower.waits(self.at, self.now()) > 0.0
         if not waits and self.follower.follows and not self.follower.finished:
             self.at += 1
             for row in self.local:

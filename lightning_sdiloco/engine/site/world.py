@@ -144,8 +144,8 @@ class FederatedWorld:
         """Lands what is due, and waits where the rules say so; see `World.land_due`."""
         yield from self._land_ready(step)
         began = time.perf_counter()
-        while self._waits and self.follower.waits(step, self._now):
-            self._connection.wait(_MOMENT)
+        while self._waits and (longest := self.follower.waits(step, self._now)) > 0.0:
+            self._connection.wait(min(_MOMENT, longest))
             self.hear()
             yield from self._land_ready(step, (began, time.perf_counter()))
         self._look_after()
