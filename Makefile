@@ -4,6 +4,7 @@
 #   make test    run the fast tests: at most 25 minutes on two cores
 #   make large   run those with models of real sizes
 #   make slow    run those that take more than a minute each
+#   make chaos   let everything that can fail in a federation fail, for twenty minutes; make soak: a thousand times, for hours
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
 #   make gpu     what a CUDA device shows in ten minutes, with the torch and Lightning of PYTHON; it installs nothing
@@ -25,7 +26,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 OLDEST_TESTS := tests/test_surface.py \
   $(patsubst %,tests/lightning/test_%.py,register metrics strategy silence checkpoint works_with)
 
-.PHONY: venv demo demo-federation test large slow foreign oldest gpu lint types docs clean
+.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest gpu lint types docs clean
 
 venv: $(VENV)/.installed
 
@@ -37,10 +38,14 @@ demo-federation: $(VENV)/.installed-examples $(VENV)/.installed-federated
 
 # One thread per process: tests start several ranks on the same cores, and mostly wait for each other.
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not large and not slow and not foreign" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not large and not slow and not chaos and not soak and not foreign" $(PYTEST_ARGS)
 
 large slow: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ $(PYTEST_ARGS)
+
+# One after the other, and once: who stands still is timed.
+chaos soak: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ tests/lightning/test_chaos.py
 
 foreign:
 	$(MAKE) .venv-foreign/.installed-foreign VENV=.venv-foreign CONSTRAINTS=constraints-foreign.txt
