@@ -2,17 +2,22 @@
 
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_sdiloco.comm import Communicator, Topology
+from lightning_sdiloco.engine import Saved, files, write_common_file
+from lightning_sdiloco.lightning.checkpoint import sharded_model
 from tests import fits, sharded
 from tests.fits import LIGHTNING
-from tests.ranks import run_processes
+from tests.ranks import run_processes, run_ranks
 
 STEPS = 14
 CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 3, "layers_per_fragment": 1}
@@ -182,3 +187,47 @@ def test_a_checkpoint_of_the_same_name_takes_the_place_of_the_older_and_none_is_
     assert sorted(path.name for path in save.iterdir()) == ["manifest.json", *(f"rank_{i:05d}.pt" for i in range(4))]
     resumed = run(2, (2, 1), [], steps=14, resume=tmp_path / "last.ckpt")
     assert sorted(resumed[0]["trace"]) == [12, 13]
+
+
+def test_no_rank_writes_a_folder_before_the_first_one_has_removed_what_an_earlier_save_left(tmp_path: Path) -> None:
+    part = tmp_path / "last.ckpt.part"
+
+    def write(rank: int, _: int) -> bool:
+        remove = sharded_model._remove
+
+        def late(path: Path) -> None:
+            if path == part and not part.with_name("last.ckpt").exists():
+                time.sleep(0.5)
+                assert not path.exists(), "another rank writes already"
+            remove(path)
+
+        sharded_model._remove = late
+        group = Communicator(dist.group.WORLD)
+        for _ in range(2):
+            sharded_model.write_folder({"state_dict": {"x": torch.ones(3)}}, tmp_path / "last.ckpt", group)
+            group.all_gather_object(rank)
+        return sharded_model.is_folder(tmp_path / "last.ckpt")
+
+    assert run_ranks(write, 2) == [True, True]
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("what", ["an earlier part", "the manifest"])
+def test_what_fails_at_the_first_rank_before_all_write_a_folder_raises_on_all_ranks(what: str, tmp_path: Path) -> None:
+    def cannot(*_: Any) -> None:
+        raise PermissionError(f"{what} is none of yours")
+
+    def write(rank: int, _: int) -> str:
+        module, name = (sharded_model, "_remove") if what == "an earlier part" else (files, "write_manifest")
+        setattr(module, name, cannot)
+        group, path = Communicator(dist.group.WORLD), tmp_path / "last.ckpt"
+        saved = Saved(str(path), {"save": "some"}, [], [])
+        topology = Topology(group_size=2, group_rank=rank, world=group)
+        try:
+            write_common_file(saved, topology, lambda: sharded_model.write_folder({"state_dict": {}}, path, group))
+        except OSError as error:
+            return str(error)
+        return "saved"
+
+    for error in run_ranks(write, 2):
+        assert f"rank 0: PermissionError: {what} is none of yours" in error

@@ -2,7 +2,8 @@
 
 [Note: the order of a save] The checkpoint file names the folder of its own save. All ranks write their files, then rank
 0 writes the manifest, and last the checkpoint file takes its place in one step. So whenever a process is killed, the
-checkpoint file that exists belongs to a complete folder. Folders of earlier saves are removed after that.
+checkpoint file that exists belongs to a complete folder. Folders of earlier saves are removed after that. All ranks
+wait for each of these: to write the checkpoint file may be a collective, in which they would wait for one that failed.
 """
 
 import hashlib

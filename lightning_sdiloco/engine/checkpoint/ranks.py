@@ -79,19 +79,19 @@ def write_common_file(saved: Saved, topology: Topology, write: Callable[[], None
     Args:
         saved: What `write_ranks` returned.
         topology: The ranks.
-        write: Writes the checkpoint file.
+        write: Writes the checkpoint file. It may be a collective, which no rank enters unless all do.
         advice: What to do if it cannot be saved.
 
     Raises:
         OSError: As `write_ranks` does.
     """
 
-    def write_both() -> None:
+    def write_manifest() -> None:
         if topology.rank == 0:
             files.write_manifest(saved.path, saved.header, saved.entries)
-        write()
 
-    _by_all(saved.path, saved.header["save"], topology, write_both, advice)
+    for act in (write_manifest, write):
+        _by_all(saved.path, saved.header["save"], topology, act, advice)
 
 
 def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Written], advice: str) -> list[Written]:

@@ -35,14 +35,16 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
         checkpoint: The checkpoint, with the state of the model and the optimizers as this rank holds it.
         path: The folder.
         group: The ranks of the group.
+
+    Raises:
+        OSError: On all ranks, if what an earlier save has left cannot be removed.
     """
     metadata = dict(checkpoint)
     tensors = {"state_dict": metadata.pop("state_dict")}
     for index, state in enumerate(metadata.pop("optimizer_states", [])):
         tensors[f"optimizer_{index}"] = state
     part = path.with_name(f"{path.name}.part")
-    if group.rank == 0:
-        _remove(part)
+    _make_room(part, group)
     try:
         save(tensors, checkpoint_id=part, process_group=group.process_group)
         if group.rank == 0:
@@ -52,6 +54,19 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
         if group.rank == 0:
             _remove(part)
         raise
+
+
+def _make_room(part: Path, group: Communicator) -> None:
+    """Removes what an earlier save has left, at rank 0, before any rank writes; raises on all ranks if it cannot."""
+    failure: Exception | None = None
+    try:
+        if group.rank == 0:
+            _remove(part)
+    except Exception as error:
+        failure = error
+    told = group.all_gather_object(failure and f"{type(failure).__name__}: {failure}")[0]
+    if told is not None:
+        raise failure or OSError(f"rank 0: {told}")
 
 
 def make_room_for_file(path: Path) -> None:
