@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,7 @@ class Place:
     late: Literal["carry", "drop"] = "drop"
     sites: int | None = None
     lease: float = 2.0
+    grace: float | Literal["auto"] = "auto"
 
     @property
     def name(self) -> str:
@@ -57,9 +59,8 @@ class Place:
     @cached_property
     def federation(self) -> Federation:
         keys = None if self.sites else self.keys
-        return Federation(
-            hub=self.hub, run="run", site=self.site, keys=keys, lease=self.lease, late=self.late, sites=self.sites
-        )
+        times: dict[str, Any] = {"lease": self.lease, "grace": self.grace}
+        return Federation(hub=self.hub, run="run", site=self.site, keys=keys, late=self.late, sites=self.sites, **times)
 
     def settle(self) -> None:
         """Prepares this process."""
@@ -124,10 +125,12 @@ class Notes(Callback):
         # A site that leaves its settings open has none in its first steps.
         follower = getattr(engine._world, "follower", None)
         rounds = [own.applied.round for own in follower.fragments] if follower else [0]
+        digests = [own.digest for own in follower.fragments] if follower else [None]
         lag = follower.lag if follower else 0
         began, ended = engine.step_span
         took, stalled = now - self.began, ended - began
-        self.write(step=engine.inner_steps, took=took, stalled=stalled, at=now, rounds=rounds, lag=lag)
+        step = engine.inner_steps
+        self.write(step=step, took=took, stalled=stalled, at=now, rounds=rounds, digests=digests, lag=lag)
         self.began = time.monotonic()
 
     def write(self, **what: object) -> None:
@@ -142,6 +145,8 @@ def train(
     sharded: bool = False,
     validates: int = 0,
     choices: dict[str, Any] = CHOICES,
+    resumes: str = "last.ckpt",
+    watch: Callable[[Notes, Path], Callback] | None = None,
 ) -> None:
     """Trains a site until it has made so many inner steps, each of which takes some seconds at least.
 
@@ -152,10 +157,12 @@ def train(
         sharded: Whether its ranks share one model.
         validates: After how many steps it validates, and saves the best model; 0: it saves every 25 steps.
         choices: The settings.
+        resumes: From which checkpoint it goes on, if that is there.
+        watch: Makes one more callback, from notes and the folder of the site.
     """
     place.settle()
     folder = place.folder / place.site
-    last = folder / "last.ckpt"
+    last = folder / resumes
     if sharded:
         sizes = {"data_parallel_size": place.ranks}
         strategy = StreamingDiLoCoModelParallelStrategy(federation=place.federation, **sizes, **choices)
@@ -176,6 +183,7 @@ def train(
         limit_val_batches=2 if validates else 0,
         callbacks=[
             notes,
+            *([watch(notes, folder)] if watch else []),
             StreamingDiLoCoMonitor(folder=f"{folder}.records", diagnostics=False),
             ModelCheckpoint(dirpath=folder, save_last=True, **saves),
         ],

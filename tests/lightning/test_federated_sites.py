@@ -30,6 +30,7 @@ from tests.lightning.federated_site import (
     train_in_fabric,
     train_under_torchrun,
 )
+from tests.lightning.rounds_left_open import GOES_ON, HELD, STEPS_HELD, Compares, Leaves, Saves
 
 SITES = ("a", "b", "c")
 STEP = 0.02
@@ -42,6 +43,7 @@ class Federation:
     def __init__(self, folder: Path, sites: Sequence[str]) -> None:
         self.folder, self.sites = folder, sites
         self.late: Literal["carry", "drop"] = "drop"
+        self.lease, self.grace = 2.0, "auto"
         init_keys(folder / "keys", "run")
         for site in sites:
             add_keys(folder / "keys", site)
@@ -64,13 +66,18 @@ class Federation:
     def start(self, site: str, *arguments: Any, ranks: int = 1, does: Any = train, **choices: Any) -> None:
         for rank in range(ranks):
             hub = f"127.0.0.1:{self.hub.port}"
-            place = Place(site, hub, self.folder / "keys", self.folder, self.ports[site], rank, ranks, self.late)
+            where = site, hub, self.folder / "keys", self.folder, self.ports[site], rank, ranks
+            place = Place(*where, self.late, lease=self.lease, grace=self.grace)
             self.processes[place.name] = self.context.Process(target=does, args=(place, *arguments), kwargs=choices)
             self.processes[place.name].start()
 
     def notes(self, site: str) -> list[dict[str, Any]]:
         path = self.folder / f"{site}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def told(self, site: str, what: str) -> list[dict[str, Any]]:
+        """The notes of one kind."""
+        return [note for note in self.notes(site) if what in note]
 
     def round(self, site: str) -> int:
         stepped = [note for note in self.notes(site) if "rounds" in note]
@@ -351,6 +358,62 @@ def test_sites_with_sharded_models_leave_their_settings_open_and_one_returns(fed
     assert all(charter.settings[name].strip("'") == value for end in ends for name, value in end["settings"].items())
     assert len({(end["digest"], str(end["applied"])) for end in ends}) == 1
     assert federation.lives("b") == 2
+
+
+def begin_again_in_an_open_round(federation: Federation) -> int:
+    """Kills site b, sharded, when its launch stands in a round that is open, starts it again, and closes the round."""
+    federation.late, federation.lease, federation.grace = "carry", 60.0, 600.0
+    choices = {"sync_every": 20, "overlap_steps": 2, "fragments": [["*"]]}
+    how: dict[str, Any] = {"ranks": 2, "sharded": True, "choices": choices}
+    federation.start("a", 100_000, STEP, **how, watch=Leaves)
+    federation.start("b", 100_000, STEP, **how, watch=Saves)
+    federation.until("a leaves a round open", lambda: federation.told("a", "left") != [])
+    open: int = federation.told("a", "left")[0]["left"] + 1
+    ledger = federation.hub.coordinator.ledger
+    federation.until("b has launched", lambda: [call.round for call in ledger.calls()] == [open])
+    for name in ("b", "b1"):
+        killed = federation.processes.pop(name)
+        killed.kill()
+        killed.join()
+    there = len(federation.told("b", "step"))
+    federation.start("b", 100_000, STEP, **how, watch=Compares, resumes=HELD)
+    federation.until("b trains", lambda: len(federation.told("b", "step")) > there + STEPS_HELD)
+    assert [call.round for call in ledger.calls()] == [open]
+    (federation.folder / GOES_ON).touch()
+    federation.until_ended("b", "b1")
+    return open
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("federation", ["ab"], indirect=True)
+def test_a_site_with_a_sharded_model_begins_again_where_its_earlier_launch_stands_in_an_open_round(
+    federation: Federation,
+) -> None:
+    open = begin_again_in_an_open_round(federation)
+    for name in ("b", "b1"):
+        saved = federation.told(name, "saved")[-1]
+        (began,), (landed,) = federation.told(name, "began"), federation.told(name, "landed")
+        # What its checkpoint holds is in the round that is open. What was trained since is as it was when that landed.
+        assert (saved["saved"], began["began"], landed["landed"]) == (open - 1, open - 1, open)
+        assert saved["trained"] > 1e-3
+        assert began["trained"] == 0.0
+        assert landed["trained"] > 1e-3
+        assert landed["other"] < 1e-6
+    # The launch of its first start counts, and all that its second one has trained.
+    (closed,) = (record for record in federation.records() if record.round == open)
+    after = [own for record in federation.records() if record.round > open and (own := record.of("b"))]
+    notes = federation.notes("b")
+    steps = sum("step" in note for note in notes[next(i for i, note in enumerate(notes) if "began" in note) :])
+    assert closed.of("b").life not in {own.life for own in after}
+    assert sum(own.weight for own in after) == BATCH * 2 * steps
+    # All hold the same bits after the same round.
+    held = {
+        (note["rounds"][0], note["digests"][0])
+        for name in ("a", "a1", "b", "b1")
+        for note in federation.told(name, "step")
+    }
+    assert len({round for round, _ in held}) == len(held) > open
 
 
 @pytest.mark.slow
