@@ -1,6 +1,8 @@
 """What happens to sites that fail and to those that are left, as processes with the Trainer."""
 
 import math
+import signal
+import time
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -21,6 +23,8 @@ from tests.lightning.clocked_sites import Clocked
 from tests.small_disk import fill, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+FILE_OF_RANK = "rank_00000.pt"
 
 
 def appended(told: Told) -> list[Note]:
@@ -138,13 +142,16 @@ def test_a_site_on_a_full_disk_says_so_and_goes_on_from_its_last_checkpoint_when
 ) -> None:
     require_extra()
     last = tmp_path / "b" / "last.ckpt"
-    with small_disk(last.parent, 40) as disk, World.federated(tmp_path, "ab", seconds=0.03) as world:
+    # A machine that is busy with other things breaks no lease of these.
+    cast = Chosen(tmp_path, "ab", seconds=0.03, lease=20.0)
+    with small_disk(last.parent, 40) as disk, World(tmp_path, "ab", cast) as world:
         play = Play(world)
         play.begin()
-        play.until("a checkpoint", last.exists, 60)
+        play.until("a checkpoint", partial(stops_with_one_save, world, "b", disk), 60)
         rank, checkpoint = largest(disk, "rank_*.pt"), largest(disk, "last.ckpt")
         # The file of the rank does not find room, or the checkpoint after it.
         filler = fill(disk, rank // 2 if of == "rank" else rank + checkpoint // 2)
+        world.signal("b", signal.SIGCONT)
         failed = world.processes["b"]
         failed.join(60)
         assert failed.exitcode == 1
@@ -152,7 +159,7 @@ def test_a_site_on_a_full_disk_says_so_and_goes_on_from_its_last_checkpoint_when
         assert f"Nothing is left of it. Resume from {last}" in world.said("b")
         # One whole checkpoint is there, and no part of another.
         (save,) = (disk / "last.ckpt.sdiloco").iterdir()
-        assert sorted(path.name for path in save.iterdir()) == ["manifest.json", "rank_00000.pt"]
+        assert sorted(path.name for path in save.iterdir()) == ["manifest.json", FILE_OF_RANK]
         assert sorted(path.name for path in disk.iterdir()) == ["filler", "last.ckpt", "last.ckpt.sdiloco"]
         held = torch.load(last, weights_only=True)
         assert held["streaming_diloco"]["save"] == save.name
@@ -161,10 +168,17 @@ def test_a_site_on_a_full_disk_says_so_and_goes_on_from_its_last_checkpoint_when
         play.suffer(Fault("kill", "b", 3.0))
         play.finish()
     told = Told.of(tmp_path, "ab")
-    # Nobody stood still, all end with one model, and nothing counts twice.
-    assert examined(told, BATCH)["problems"] == []
-    before, after = (note["step"] for note in told.sites["b"] if note["what"] == "training")
-    assert (before, after) == (0, held["global_step"])
+    # All end with one model, nothing counts twice, and no more is lost than may be.
+    assert [problem for problem in examined(told, BATCH)["problems"] if "stood still" not in problem] == []
+    before, after = (note for note in told.sites["b"] if note["what"] == "training")
+    assert (before["step"], after["step"]) == (0, held["global_step"])
+    # Meanwhile the other one closed rounds alone, and was not held up. A thread of it may wait for another one that the
+    # machine does not let run, for some moments.
+    gone = max(note["at"] for note in told.sites["b"] if note["at"] < told.spans()[0].began)
+    assert "a" in [counted(note) for note in appended(told) if gone < note["at"] < after["at"]]
+    alone = [note for note in told.steps("a") if gone < note["at"] < after["at"]]
+    stalled = sum(note["stalled"] - note["delayed"] - note["stolen"] for note in alone)
+    assert stalled < 0.25 * (after["at"] - gone)
     assert counted(appended(told)[-1]) == "ab"
 
 
@@ -194,6 +208,16 @@ def test_clocks_of_hub_and_site_that_are_off_by_an_hour_and_jump_back_are_no_fau
     (killed,) = told.spans()
     both = [counted(note) == "ab" for note in appended(told) if note["at"] < killed.began]
     assert sum(both) >= 0.8 * len(both)
+
+
+def stops_with_one_save(world: World, site: str, disk: Path) -> bool:
+    """Stops a site if all on its disk is one whole checkpoint; tells whether it has."""
+    world.signal(site, signal.SIGSTOP)
+    time.sleep(0.01)
+    if sorted(path.name for path in disk.rglob("*") if path.is_file()) == ["last.ckpt", "manifest.json", FILE_OF_RANK]:
+        return True
+    world.signal(site, signal.SIGCONT)
+    return False
 
 
 def largest(disk: Path, name: str) -> int:
