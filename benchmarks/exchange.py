@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.compression import Replica, Replicas, Training, corpus
+from benchmarks.outer_gradients import Replica, Replicas, Training, corpus
 from lightning_sdiloco.algorithm.aggregation import Count
 from lightning_sdiloco.algorithm.reduction import AllReduce, OneShotAllReduce, TwoShotAllReduce
 from lightning_sdiloco.compression import COMPRESSIONS, FP4, Compression, ErrorFeedback, Float32, Int2, RandomK, TopK

@@ -165,9 +165,9 @@ class Sites:
                 offload=False,
                 **(training.choices or {}),
             )
-            assert isinstance(engine._world, FederatedWorld)
+            assert isinstance(engine._cut.world, FederatedWorld)
             self.engines.append(engine)
-            self._worlds.append(engine._world)
+            self._worlds.append(engine._cut.world)
         for _ in range(2):
             for world in self._worlds:
                 world.hear()

@@ -101,66 +101,82 @@ def iperf3(links: Links, seconds: int) -> Rates:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def ours(repeats: int, large: int, flights: int) -> Rates:
-    """What the exchange reaches between the groups of this world, each of which sends and receives."""
-    import torch
-    import torch.distributed as dist
+class Groups:
+    """The groups of this world, one in each process, between which something is sent."""
 
-    from lightning_sdiloco.comm.layout import GroupLayout
-    from lightning_sdiloco.comm.topology import Topology
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=GONE)
-    topology = Topology.of_world(GroupLayout(dist.get_world_size(), dist.get_world_size()), GONE)
+        from lightning_sdiloco.comm.layout import GroupLayout
+        from lightning_sdiloco.comm.topology import Topology
 
-    def seconds(*sizes: int) -> float:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=GONE)
+        self._torch, self._dist = torch, dist
+        self._topology = Topology.of_world(GroupLayout(dist.get_world_size(), dist.get_world_size()), GONE)
+
+    def seconds(self, *sizes: int) -> float:
         """From the moment when all groups start until this one has all messages and all groups have its own."""
-        messages = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-        dist.barrier()
-        time.sleep(IDLE)
-        dist.barrier()
+        exchange, messages = self._topology.exchange, [self._zeros(size) for size in sizes]
+        self._be_idle()
         started = time.monotonic()
-        posted = [topology.exchange.post([message] * topology.num_groups) for message in messages]
+        posted = [exchange.post([message] * self._topology.num_groups) for message in messages]
         for one in posted:
-            topology.exchange.collect(one, time.monotonic() + 60)
+            exchange.collect(one, time.monotonic() + 60)
         return time.monotonic() - started
 
-    def word(size: int) -> float:
+    def word(self, size: int) -> float:
         """Seconds that the host's part of a control vector takes while a payload is on its way."""
-        dist.barrier()
-        payload = topology.exchange.post([torch.zeros(size, dtype=torch.uint8)] * topology.num_groups)
+        control, exchange = self._topology.control, self._topology.exchange
+        self._dist.barrier()
+        payload = exchange.post([self._zeros(size)] * self._topology.num_groups)
         time.sleep(3 * ROUND_TRIP)
         started = time.monotonic()
-        words = topology.control.post([torch.zeros(16, dtype=torch.uint8)] * topology.num_groups)
-        topology.control.collect(words, time.monotonic() + 60)
+        words = control.post([self._zeros(16)] * self._topology.num_groups)
+        control.collect(words, time.monotonic() + 60)
         took = time.monotonic() - started
-        topology.exchange.collect(payload, time.monotonic() + 60)
+        exchange.collect(payload, time.monotonic() + 60)
         return took
 
-    def all_reduced(size: int) -> float:
+    def all_reduced(self, size: int) -> float:
         """One all-reduce of gloo, which sends as many bytes between two groups."""
-        values = torch.zeros(size // 4)
-        dist.barrier()
-        time.sleep(IDLE)
-        dist.barrier()
+        values = self._torch.zeros(size // 4)
+        self._be_idle()
         started = time.monotonic()
-        dist.all_reduce(values)
+        self._dist.all_reduce(values)
         return time.monotonic() - started
 
-    seconds(FLIGHT)  # connections that have never sent are slower than those that were idle
+    def close(self) -> None:
+        """Ends together with the others."""
+        self._dist.barrier()
+        self._dist.destroy_process_group()
+
+    def _zeros(self, size: int) -> Any:
+        return self._torch.zeros(size, dtype=self._torch.uint8)
+
+    def _be_idle(self) -> None:
+        self._dist.barrier()
+        time.sleep(IDLE)
+        self._dist.barrier()
+
+
+def ours(repeats: int, large: int, flights: int) -> Rates:
+    """What the exchange reaches between the groups of this world, each of which sends and receives."""
+    groups = Groups()
+    groups.seconds(FLIGHT)  # connections that have never sent are slower than those that were idle
     found: dict[str, list[float]] = {}
     for _ in range(repeats):
         for name, mbit in (
-            ("ours, 10 MB from idle", FLIGHT * 8e-6 / seconds(FLIGHT)),
-            (f"ours, {large // 10**6} MB at once", large * 8e-6 / seconds(large)),
-            (f"ours, {flights} flights of 10 MB", flights * FLIGHT * 8e-6 / seconds(*[FLIGHT] * flights)),
-            ("one all-reduce of gloo, 10 MB from idle", FLIGHT * 8e-6 / all_reduced(FLIGHT)),
+            ("ours, 10 MB from idle", FLIGHT * 8e-6 / groups.seconds(FLIGHT)),
+            (f"ours, {large // 10**6} MB at once", large * 8e-6 / groups.seconds(large)),
+            (f"ours, {flights} flights of 10 MB", flights * FLIGHT * 8e-6 / groups.seconds(*[FLIGHT] * flights)),
+            ("one all-reduce of gloo, 10 MB from idle", FLIGHT * 8e-6 / groups.all_reduced(FLIGHT)),
         ):
             found.setdefault(name, []).append(mbit)
     rates = {name: median(values) for name, values in found.items()}
-    rates["a word beside a payload, ms"] = 1000 * median(word(large) for _ in range(repeats))
-    dist.barrier()
-    dist.destroy_process_group()
+    rates["a word beside a payload, ms"] = 1000 * median(groups.word(large) for _ in range(repeats))
+    groups.close()
     return rates
 
 

@@ -123,6 +123,17 @@ def row(name: str, groups: int) -> Row:
     )
 
 
+def hub(name: str, number: int) -> float:
+    """Gigabytes that a hub sends in a round."""
+    return through_hub(model_of(name), SETTINGS, groups_of(name, number), LINK, LINK.gbit_s).bytes_out / 1e9
+
+
+def manifest(ranks: int) -> float:
+    """Kilobytes of the manifest of a checkpoint of so many ranks."""
+    entries = [Entry(f"rank_{rank:05d}.pt", 10**9, "0" * 64)._asdict() for rank in range(ranks)]
+    return len(json.dumps({"files": entries}, indent=2)) / 1e3
+
+
 def terms(name: str, groups: tuple[int, ...]) -> list[Term]:
     """What grows with the groups, for one model."""
     codec, size = SETTINGS.codec, GROUP_SIZE[name]
@@ -140,14 +151,6 @@ def terms(name: str, groups: tuple[int, ...]) -> list[Term]:
         shard = -(-method_of(name, number).numels[0] // size)
         return all_reduce_for("two_shot", number, codec, 0.0).part_numel(shard) * number - shard
 
-    def hub(number: int) -> float:
-        load = through_hub(model_of(name), SETTINGS, groups_of(name, number), LINK, LINK.gbit_s)
-        return load.bytes_out / 1e9
-
-    def manifest(number: int) -> float:
-        entries = [Entry(f"rank_{rank:05d}.pt", 10**9, "0" * 64)._asdict() for rank in range(number * size)]
-        return len(json.dumps({"files": entries}, indent=2)) / 1e3
-
     def final_share(number: int) -> float:
         return 100 * final_bytes(name, number) / method_of(name, number).bytes_in(STEPS)
 
@@ -158,7 +161,7 @@ def terms(name: str, groups: tuple[int, ...]) -> list[Term]:
         Term("sent in a flight, two shots", "2 (M - 1) / M", "payloads", each(lambda m: payloads("two_shot", m))),
         Term("sent in a flight, one shot", "M - 1", "payloads", each(lambda m: payloads("gather", m))),
         Term("final exchange, one shot", "M - 1", "% of the bytes of a run", each(final_share)),
-        Term("sent by a hub in a round", "M (M - 1)", "GB", each(hub)),
+        Term("sent by a hub in a round", "M (M - 1)", "GB", each(lambda m: hub(name, m))),
         Term("host memory of a rank, two shots", "1", "GB", each(lambda m: method_of(name, m).memory.host_bytes / 1e9)),
         Term("host memory of a rank, one shot", "M", "GB", each(gathered)),
         Term("control vectors of a rank in a flight", "M - 1", "bytes", each(lambda m: CONTROL_BYTES * (m - 1))),
@@ -168,7 +171,7 @@ def terms(name: str, groups: tuple[int, ...]) -> list[Term]:
         Term("zeros that fill up parts", "M", "values", each(padding)),
         Term("connections of a rank", "M - 1", "", each(lambda m: m - 1)),
         Term("connections in all", "M (M - 1)", "", each(lambda m: m * (m - 1) * size)),
-        Term("manifest of a checkpoint", "M", "kB", each(manifest)),
+        Term("manifest of a checkpoint", "M", "kB", each(lambda m: manifest(m * size))),
         Term("speed with unequal groups", "slowest of M", "%", each(lambda m: 100 * unequal_speed(method_of(name, m)))),
     ]
 

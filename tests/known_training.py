@@ -119,7 +119,7 @@ def same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
 def wait_for_flights(engine: StreamingDiLoCo) -> None:
     """Waits until the lane is done with what is in flight, without asking the device for anything."""
     deadline = time.monotonic() + 30
-    while not all(flight.pending._future.done() for flight in engine._rounds.flights):  # type: ignore[attr-defined]
+    while not all(flight.pending._future.done() for flight in engine._cut.rounds.flights):  # type: ignore[attr-defined]
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

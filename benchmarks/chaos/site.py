@@ -100,7 +100,7 @@ class Notes(Callback):
             self._look_at(trainer.strategy.engine)  # type: ignore[attr-defined]
 
     def _look_at(self, engine: Any) -> None:
-        follower, make_step = engine._world.follower, engine.step
+        follower, make_step = engine._cut.world.follower, engine.step
 
         def step(**choices: Any) -> Any:
             lost, began, delayed = stolen(), time.monotonic(), waited_for_processor()
@@ -190,19 +190,24 @@ def _dies_at_stages(name: str, folder: Path) -> None:
 
         setattr(of, method, last)
 
+    _watch_uploads(lambda: perhaps_dies("in_upload"))
+    before(HubConnection, "contribute", "before_send")
+    after(HubConnection, "_call", "before_record", lambda call, *_: call == "contribute")
+    after(_Incoming, "begin", "in_download")
+    after(Follower, "land", "at_landing")
+
+
+def _watch_uploads(sees: Callable[[], None]) -> None:
+    """Calls what is given before each part but the first of a payload that this process sends."""
     original = _Outgoing.messages
 
     def messages(self: Any) -> Iterator[bytes]:
         for number, message in enumerate(original(self)):
             if number and b"payload" in self._first:
-                perhaps_dies("in_upload")
+                sees()
             yield message
 
     _Outgoing.messages = messages  # type: ignore[method-assign]
-    before(HubConnection, "contribute", "before_send")
-    after(HubConnection, "_call", "before_record", lambda call, *_: call == "contribute")
-    after(_Incoming, "begin", "in_download")
-    after(Follower, "land", "at_landing")
 
 
 def train(name: str, place: Place) -> None:

@@ -51,7 +51,7 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     device = torch.device(place.device)
     model, fp4, kernels = Net(numel, place.device), COMPRESSIONS["fp4"], kernels_for(device)
     engine = StreamingDiLoCo(model, fragments=[["*"]], offload=False)
-    (fragment,) = engine._rounds.fragments
+    (fragment,) = engine._cut.rounds.fragments
     outer = fragment.outer.values
     gradient = (torch.randn(numel, device="cpu") / 100).to(device)
     payloads = [kernels.encode(gradient, fp4)] * GROUPS

@@ -120,11 +120,8 @@ def torchft_diloco(case: Case, net: nn.Module, batches: Batches, stamps: Stamps,
     """Streaming DiLoCo of torchft with the same fragments, H, tau and mixing. Uncompressed: on a CPU it cannot."""
     from torchft._torchft import LighthouseServer
     from torchft.local_sgd import DiLoCo
-    from torchft.manager import Manager
-    from torchft.process_group import ProcessGroupGloo
 
-    rank, world, first = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
-    own, door = os.environ["OWN_ADDR"], int(os.environ["MASTER_PORT"]) + 1
+    rank, world, door = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["MASTER_PORT"]) + 1
     lighthouse = None
     if rank == 0:
         lighthouse = LighthouseServer(bind=f"0.0.0.0:{door}", min_replicas=world, join_timeout_ms=10_000)
@@ -132,23 +129,7 @@ def torchft_diloco(case: Case, net: nn.Module, batches: Batches, stamps: Stamps,
     inner = case.inner(net.parameters())
     fragments = [nn.ModuleList(modules) for modules in case.modules(net)]
     outers = [torch.optim.SGD(part.parameters(), lr=case.outer_lr, momentum=0.9, nesterov=True) for part in fragments]
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=lambda state: None,
-        state_dict=dict,
-        min_replica_size=world,
-        use_async_quorum=False,
-        timeout=TIMEOUT,
-        quorum_timeout=TIMEOUT,
-        init_sync=False,
-        rank=0,
-        world_size=1,
-        store_addr=own,
-        store_port=store.port,
-        lighthouse_addr=f"http://{first}:{door}",
-        replica_id=f"group{rank}_",
-        hostname=own,
-    )
+    manager = _torchft_manager(rank, world, door, store.port)
     choices = {
         "sync_every": case.sync_every,
         "fragment_sync_delay": case.overlap_steps,
@@ -164,6 +145,31 @@ def torchft_diloco(case: Case, net: nn.Module, batches: Batches, stamps: Stamps,
         time.sleep(2)
         lighthouse.shutdown()
     return told
+
+
+def _torchft_manager(rank: int, world: int, door: int, store_port: int) -> Any:
+    """torchft's manager of a group of one rank, which meets the others at the door of rank 0."""
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    own = os.environ["OWN_ADDR"]
+    return Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=world,
+        use_async_quorum=False,
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+        init_sync=False,
+        rank=0,
+        world_size=1,
+        store_addr=own,
+        store_port=store_port,
+        lighthouse_addr=f"http://{os.environ['MASTER_ADDR']}:{door}",
+        replica_id=f"group{rank}_",
+        hostname=own,
+    )
 
 
 LOOPS: dict[str, Loop] = {

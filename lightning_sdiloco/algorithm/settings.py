@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
-from numbers import Number
 from typing import Any, Literal
 
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from lightning_sdiloco.algorithm.parts import TwoShot
 from lightning_sdiloco.algorithm.policies.landing import LandingRule, Mix
 from lightning_sdiloco.algorithm.policies.pace import Every, Pace
 from lightning_sdiloco.algorithm.policies.route import Everyone, Route
+from lightning_sdiloco.algorithm.ranges import NUMBERS, is_number, is_whole, plain, require, require_whole
 from lightning_sdiloco.algorithm.recommended import (
     AUTO,
     EARLIER,
@@ -78,40 +78,25 @@ class Settings:
     route: Route | None = None
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
+        for name in NUMBERS:
             # A scalar of numpy is compared between ranks, and saved, as the number that it is.
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+            object.__setattr__(self, name, plain(getattr(self, name)))
         check_exchange(self.exchange, resolve(self.compression))
         check_fragments(self.fragments)
         self._check_schedule()
         self._check_outer_optimizer()
         self._check_aggregation()
         self._check_policies()
-        _require(
-            self.mixing == AUTO
-            or isinstance(self.mixing, LandingRule)
-            or (_number(self.mixing) and 0 <= self.mixing <= 1),
-            "mixing",
-            self.mixing,
-            "it must be between 0 and 1, 'auto', or a LandingRule",
-            "'auto' is the default",
-        )
-        _require(
-            isinstance(self.final_sync, bool),
-            "final_sync",
-            self.final_sync,
-            "it must be True or False",
-            "True is the default",
-        )
-        _require_whole("layers_per_fragment", self.layers_per_fragment, 1, "3 is the paper's choice")
-        _require(
+        self._check_landing()
+        require_whole("layers_per_fragment", self.layers_per_fragment, 1, "3 is the paper's choice")
+        require(
             self.offload == "auto" or isinstance(self.offload, bool),
             "offload",
             self.offload,
             "it must be True, False or 'auto'",
             "'auto' is the default",
         )
-        _require(
+        require(
             isinstance(self.timeout, timedelta) and self.timeout > timedelta(0),
             "timeout",
             self.timeout,
@@ -120,10 +105,10 @@ class Settings:
         )
 
     def _check_schedule(self) -> None:
-        _require_whole("sync_every", self.sync_every, 1, "100 is the paper's choice")
-        _require_whole("warmup_steps", self.warmup_steps, 0, "0 is the default")
-        _require(
-            _whole(self.overlap_steps) and 0 <= self.overlap_steps < self.sync_every,
+        require_whole("sync_every", self.sync_every, 1, "100 is the paper's choice")
+        require_whole("warmup_steps", self.warmup_steps, 0, "0 is the default")
+        require(
+            is_whole(self.overlap_steps) and 0 <= self.overlap_steps < self.sync_every,
             "overlap_steps",
             self.overlap_steps,
             f"it must be at least 0 and below sync_every, which is {self.sync_every}",
@@ -131,21 +116,21 @@ class Settings:
         )
 
     def _check_outer_optimizer(self) -> None:
-        _require(
-            self.outer_lr == AUTO or (_number(self.outer_lr) and self.outer_lr >= 0),
+        require(
+            self.outer_lr == AUTO or (is_number(self.outer_lr) and self.outer_lr >= 0),
             "outer_lr",
             self.outer_lr,
             "it must be at least 0, or 'auto'",
             "'auto' is the default",
         )
-        _require(
-            self.outer_momentum == AUTO or (_number(self.outer_momentum) and 0 <= self.outer_momentum < 1),
+        require(
+            self.outer_momentum == AUTO or (is_number(self.outer_momentum) and 0 <= self.outer_momentum < 1),
             "outer_momentum",
             self.outer_momentum,
             "it must be at least 0 and below 1, or 'auto'",
             "'auto' is the default",
         )
-        _require(
+        require(
             self.outer_lr_schedule is None or callable(self.outer_lr_schedule),
             "outer_lr_schedule",
             self.outer_lr_schedule,
@@ -173,17 +158,35 @@ class Settings:
             " lr=0.7)."
         )
 
+    def _check_landing(self) -> None:
+        require(
+            self.mixing == AUTO
+            or isinstance(self.mixing, LandingRule)
+            or (is_number(self.mixing) and 0 <= self.mixing <= 1),
+            "mixing",
+            self.mixing,
+            "it must be between 0 and 1, 'auto', or a LandingRule",
+            "'auto' is the default",
+        )
+        require(
+            isinstance(self.final_sync, bool),
+            "final_sync",
+            self.final_sync,
+            "it must be True or False",
+            "True is the default",
+        )
+
     def _check_aggregation(self) -> None:
-        _require(
+        require(
             # As for torch, inf measures norms and clips none.
-            self.outer_clip_norm in (None, math.inf) or (_number(self.outer_clip_norm) and self.outer_clip_norm > 0),
+            self.outer_clip_norm in (None, math.inf) or (is_number(self.outer_clip_norm) and self.outer_clip_norm > 0),
             "outer_clip_norm",
             self.outer_clip_norm,
             "it must be a number above 0, or None",
             "the norms that are logged as sdiloco/outer_grad_norm tell what is usual",
         )
-        _require(
-            self.outlier_guard is None or (_number(self.outlier_guard) and self.outlier_guard > 1),
+        require(
+            self.outlier_guard is None or (is_number(self.outlier_guard) and self.outlier_guard > 1),
             "outlier_guard",
             self.outlier_guard,
             "it must be a number above 1, or None",
@@ -414,40 +417,3 @@ _NOT_WITH_GOSSIP = {
 
 # The settings of the Nesterov SGD that outer_optimizer replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
-
-# The settings that are numbers, and those of them that are whole.
-_WHOLE = ("sync_every", "overlap_steps", "layers_per_fragment", "warmup_steps")
-_NUMBERS = (*_WHOLE, "mixing", "outer_lr", "outer_momentum", "outer_clip_norm", "outlier_guard")
-
-
-def _plain(value: Any) -> Any:
-    """Returns a scalar of numpy as the number of Python that it is, and anything else as it is."""
-    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require_whole(name: str, value: Any, least: int, advice: str) -> None:
-    _require(_whole(value) and value >= least, name, value, f"it must be a whole number of at least {least}", advice)
-
-
-def _require(holds: bool, name: str, value: Any, rule: str, advice: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value!r} is {_fault(name, value)}: {rule}. Choose another {name}; {advice}.")
-
-
-def _fault(name: str, value: Any) -> str:
-    """Returns what is wrong with a value, as the end of a sentence."""
-    if name not in _NUMBERS:
-        return "out of range"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return f"of type {type(value).__name__}, not a number"
-    if not math.isfinite(value):
-        return "not finite"
-    return "no whole number" if name in _WHOLE and not _whole(value) else "out of range"

@@ -1,9 +1,9 @@
 """The engine: launches and lands the fragments of a model in any PyTorch training loop.
 
 In comes a model, which an inner optimizer trains, and one call after every inner step; out goes the outer model. Start
-reading at `engine`, then `rounds`, `fragments` and `pipeline`. ``parameters/`` knows how a model holds its parameters,
-``outer/`` is the outer optimizer. Nothing here knows Lightning or the environment, and other ranks are reached only
-through what a `Topology` holds.
+reading at `engine`, then `cut_model`, `rounds`, `fragments` and `pipeline`. ``parameters/`` knows how a model holds its
+parameters, ``outer/`` is the outer optimizer. Nothing here knows Lightning or the environment, and other ranks are
+reached only through what a `Topology` holds.
 """
 
 from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model, require_same_settings

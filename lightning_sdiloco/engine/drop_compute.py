@@ -102,7 +102,7 @@ class DroppingLoader:
             ValueError: If the ranks of the group meet in every micro-batch, so that none may leave one out.
         """
         if engine.topology.group_size > 1:
-            _refuse_what_meets(engine._model)
+            _refuse_what_meets(engine._cut.model)
         self._all_gather = engine.topology.in_group.all_gather_object
         return self
 

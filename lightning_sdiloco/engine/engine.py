@@ -1,4 +1,4 @@
-"""The engine of Streaming DiLoCo for any training loop: the public class, and what belongs to all of its rounds."""
+"""The engine of Streaming DiLoCo for any training loop: the public class, which counts steps and what landed."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,7 +8,6 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,33 +26,16 @@ from lightning_sdiloco.algorithm import (
     Weighing,
 )
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.compression import Compression, kernels_for
-from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
-from lightning_sdiloco.engine.background import Background, ThreadBackground
-from lightning_sdiloco.engine.checkpoint.ranks import load, place_of, require_own_state, save
+from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.engine.checkpoint.ranks import load, save
+from lightning_sdiloco.engine.cut_model import CutModel
 from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
 from lightning_sdiloco.engine.measurements import LinkRate, Span, StepClock
-from lightning_sdiloco.engine.offload import storage_for
-from lightning_sdiloco.engine.outer_view import OuterView
-from lightning_sdiloco.engine.parameters.naming import unwrapped
-from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.restart import Restart
-from lightning_sdiloco.engine.rounds import Means, Rounds
-from lightning_sdiloco.engine.site.alone import NOTHING, Alone, Trained, Undecided
+from lightning_sdiloco.engine.site.alone import Undecided
 from lightning_sdiloco.engine.site.federation import Federation
-from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
-from lightning_sdiloco.engine.start import (
-    WorkerGroups,
-    agreed_fragments,
-    align_ranks,
-    checked_micro_batches,
-    cut,
-    default_topology,
-    say_what_averages_twice,
-)
-from lightning_sdiloco.engine.warmup import Warmup
-from lightning_sdiloco.engine.world import FixedWorld, World
+from lightning_sdiloco.engine.start import WorkerGroups, checked_micro_batches, default_topology
 
 
 class StreamingDiLoCo:
@@ -100,6 +82,7 @@ class StreamingDiLoCo:
         ValueError: If an argument is out of range, the model cannot be cut as asked, or ranks differ in either.
 
     Examples:
+        >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         >>> engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, layers_per_fragment=1)
@@ -142,59 +125,30 @@ class StreamingDiLoCo:
         topology: Topology | None = None,
         federation: Federation | Undecided | None = None,
     ) -> None:
-        self._given = Settings.among(locals())
+        given = Settings.among(locals())
         self.topology = topology or default_topology(1 if federation else worker_groups, timeout)
         self.site = federation.site if federation else None
-        self.settings = self._given.chosen_for(self.topology.num_groups)
         self.mailbox = Mailbox()
         self.step_span: Span = (0.0, 0.0)
         self.step_clock, self.link = StepClock(), LinkRate()
         self.last_landing: Landing | None = None
-        self.final_landings: list[Landing] = []
-        self._early: list[Landing] = []
+        self.final_landings, self._early = list[Landing](), list[Landing]()
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
-        self._world: World
-        self._renewed: Callable[[Rounds], World] = FixedWorld
-        self._diagnoses, self._closed, self._unfinished = False, False, dict[str, Any]()
-        require_own_group(model, self.topology)
-        self._model = unwrapped(model)
-        partition, device = agreed_fragments(self._model, self.settings, self.topology, is_site=federation is not None)
-        storage, kernels = storage_for(device, offload), kernels_for(device)
-        background: Background = (self.topology.background or ThreadBackground)(device)
-        self._means = Means(storage, kernels, background, inner_optimizers, self.link)
-        say_what_averages_twice(inner_optimizers, self.settings, self.topology)
-        self._divide(partition)
-        align_ranks(self._model, self._rounds.fragments, self.topology)
-        require_same_settings({**self._rounds.described(), "kernels": kernels.name}, self.topology.world)
-        if isinstance(federation, Undecided):
-            self._renewed, self._world = Alone, Alone(self._rounds)
-        elif federation is not None:
-            self._join(federation)
-
-    def _divide(self, fragments: tuple[Fragment, ...]) -> None:
-        """Takes the model as it is for the outer one, cut into these fragments."""
-        self._rounds = Rounds(self._model, fragments, self.settings, self.topology, self._means, self._diagnoses)
-        self._view = OuterView(self._model, self._rounds.fragments, self.topology.in_group, self._means.storage)
-        self._world, self._warmup = self._renewed(self._rounds), Warmup(self._rounds)
-
-    def _join(self, federation: Federation, trained: Trained = NOTHING) -> None:
-        self._renewed = refuse_other_rounds
-        self._world = join(federation, self._model, self._rounds, self.settings, self.topology, self._means, trained)
+        self._unfinished: dict[str, Any] = {}
+        self._cut = CutModel(model, given, self.topology, inner_optimizers, self.link, federation)
 
     def diagnose(self, diagnoses: bool = True) -> None:
         """Sets whether landings tell how far the groups agree. All ranks must call it alike, before the first step."""
-        require_same_settings({"diagnostics": str(diagnoses)}, self.topology.world)
-        self._diagnoses = diagnoses
-        self._rounds.diagnose(diagnoses)
+        self._cut.diagnose(diagnoses)
 
     def join(self) -> None:
         """Waits until a site has what the others have; without it, its first inner steps may be in vain."""
-        self._world.join(self._counts.inner_steps)
+        self._cut.world.join(self._counts.inner_steps)
 
     @property
     def is_warming_up(self) -> bool:
         """Whether the inner step that comes next is one of the warm-up, in which `average_gradients` does something."""
-        return not self._closed and self._warmup.is_due(self._counts.inner_steps + 1)
+        return not self._cut.is_closed and self._cut.warmup.is_due(self._counts.inner_steps + 1)
 
     def average_gradients(self) -> None:
         """Takes the mean over the groups of the gradients, in the warm-up; later it does nothing.
@@ -211,12 +165,12 @@ class StreamingDiLoCo:
 
     def launch_gradients(self, *, idle: bool = False) -> None:
         """Does the first half of `average_gradients`, for a group that may be idle in this inner step."""
-        self._require_open("average_gradients()")
-        self._counts.launches += self._warmup.launch(self._counts.inner_steps + 1, self.mailbox, not idle)
+        self._cut.require_open("average_gradients()")
+        self._counts.launches += self._cut.warmup.launch(self._counts.inner_steps + 1, self.mailbox, not idle)
 
     def land_gradients(self) -> None:
         """Does the second half of `average_gradients`. The next `step` returns what landed."""
-        self._early += self._counted(self._warmup.land(self._counts.inner_steps + 1))
+        self._early += self._counted(self._cut.warmup.land(self._counts.inner_steps + 1))
 
     def step(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> list[Landing]:
         """Counts an inner step, launches what is due and lands what is due, which it returns.
@@ -238,27 +192,23 @@ class StreamingDiLoCo:
 
     def launch_due(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
-        self._require_open("step()")
+        self._cut.require_open("step()")
         trained = 0 if idle else checked_micro_batches(trained)
-        for _ in range(self._warmup.missing(self._counts.inner_steps + 1, not trained)):
+        for _ in range(self._cut.warmup.missing(self._counts.inner_steps + 1, not trained)):
             self.launch_gradients(idle=True)
             self.land_gradients()
         self._counts.inner_steps += 1
         ended, began = self.step_span[1], time.perf_counter()
         self.step_span = began, began
         if trained:
-            self._world.trained(trained, trained if samples is None else samples)
+            self._cut.world.trained(trained, trained if samples is None else samples)
             self.step_clock.note(ended, began)
         self.mailbox.step_time = self.step_clock.seconds
-        self._counts.launches += self._world.launch_due(self._counts.inner_steps, self.mailbox)
-
-    def _require_open(self, called: str) -> None:
-        if self._closed:
-            raise RuntimeError(f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to train.")
+        self._counts.launches += self._cut.world.launch_due(self._counts.inner_steps, self.mailbox)
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
-        landed, self._early = [*self._early, *self._counted(self._world.land_due(self._counts.inner_steps))], []
+        landed, self._early = [*self._early, *self._counted(self._cut.world.land_due(self._counts.inner_steps))], []
         self.step_span = self.step_span[0], time.perf_counter()
         return landed
 
@@ -290,36 +240,30 @@ class StreamingDiLoCo:
 
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
-        self._rounds.require_coverage()
+        self._cut.rounds.require_coverage()
         # What a longer run would go on from takes the place of the gradients, which nobody needs any more.
-        self._model.zero_grad()
-        self._unfinished = self._state()
-        return self._counted(self._world.land_all(self._counts.inner_steps))
+        self._cut.model.zero_grad()
+        self._unfinished = self.state_dict()
+        return self._counted(self._cut.world.land_all(self._counts.inner_steps))
 
     def final_exchange(self) -> Iterator[None]:
-        """Does the second part of `finish`: takes the mean of the local parameters, and leaves the outer model.
-
-        Yields again and again, so that groups in one process can take turns.
-        """
+        """Does the second part of `finish`. Yields again and again, so that groups in one process can take turns."""
         if self.settings.final_sync or self.is_warming_up:
-            for landing in self._world.final_exchange(self.inner_steps, self.mailbox):
+            for landing in self._cut.world.final_exchange(self.inner_steps, self.mailbox):
                 self.final_landings += [] if landing is None else [self._noted(landing)]
                 yield
-        self._view.end()
+        self._cut.view.end()
         self.close()
 
     def leave(self) -> list[Landing]:
         """Ends training before its end: what a site holds is sent, and counts. Returns what landed; see `close`."""
-        landed = self._counted(self._world.leave(self._counts.inner_steps))
+        landed = self._counted(self._cut.world.leave(self._counts.inner_steps))
         self.close()
         return landed
 
     def close(self) -> None:
         """Ends the background. What is in flight is lost; `finish` calls it when nothing is."""
-        self._closed = True
-        self._world.close()
-        self._means.background.close()
-        self._rounds.close()
+        self._cut.close()
 
     def request(self, bits: int) -> None:
         """Asks something of all groups, by up to 16 bits: the `Landing` of the next launch shows them to all."""
@@ -332,45 +276,50 @@ class StreamingDiLoCo:
     @property
     def requested(self) -> int:
         """What ranks of a site asked of each other with the last inner step; between groups, landings show it."""
-        return self._world.requested
+        return self._cut.world.requested
+
+    @property
+    def settings(self) -> Settings:
+        """The settings, with numbers in place of ``"auto"``."""
+        return self._cut.settings
 
     def is_training(self, model: nn.Module) -> bool:
         """Tells whether this engine trains that model and has not finished, so that groups hold different values."""
-        return self._model is model and not self.is_finished
+        return self._cut.model is model and not self.is_finished
 
     @property
     def is_finished(self) -> bool:
         """Whether `finish` was called: the model holds the outer parameters."""
-        return self._view.final is not None
+        return self._cut.view.final is not None
 
     @property
     def schedule(self) -> Schedule:
         """When fragments launch and land, by `steps_in_rounds`, where no pace says otherwise."""
-        return self._rounds.schedule
+        return self._cut.rounds.schedule
 
     @property
     def launches_next(self) -> tuple[int, ...]:
         """The fragments that are launched after the next inner step, in order; not of a site."""
-        return self._rounds.due(self.inner_steps + 1)
+        return self._cut.rounds.due(self.inner_steps + 1)
 
     @property
     def round(self) -> int:
         """How many outer steps the first fragment has made."""
-        return self._rounds.fragments[0].outer.rounds
+        return self._cut.rounds.fragments[0].outer.rounds
 
     def longest_wait(self) -> int:
         """Returns how many inner steps it takes at most, from now on, until a request has travelled and landed."""
-        return self._rounds.longest_wait(self.inner_steps)
+        return self._cut.rounds.longest_wait(self.inner_steps)
 
     @property
     def is_over(self) -> bool:
         """Whether the run has ended for all its sites, so that there is nothing left to train for."""
-        return self._world.is_over
+        return self._cut.world.is_over
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
         """The fragments: names and sizes in bytes of their parameters."""
-        return self._rounds.partition
+        return self._cut.rounds.partition
 
     @property
     def inner_steps(self) -> int:
@@ -380,12 +329,12 @@ class StreamingDiLoCo:
     @property
     def steps_in_rounds(self) -> int:
         """Inner steps since the rounds began: what the schedule counts. Rounds begin anew with other fragments."""
-        return self._counts.inner_steps - self._rounds.began_at
+        return self._counts.inner_steps - self._cut.rounds.began_at
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The fragments in flight, in the order of their launch."""
-        return tuple(flight.snapshot.fragment for flight in self._rounds.flights)
+        return tuple(flight.snapshot.fragment for flight in self._cut.rounds.flights)
 
     def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then the local one again, bit for bit.
@@ -393,15 +342,15 @@ class StreamingDiLoCo:
         In-group collective. With a mean, of `group_mean`, it shows that, and waits for nobody. Without one, on a route
         that does not share, it shows the outer parameters of this group.
         """
-        return self._view.shown(mean)
+        return self._cut.view.shown(mean)
 
     def show_outer(self, mean: GroupMean | None = None) -> None:
         """Puts the outer model, or a mean, in the place of the local one, as `evaluate` does."""
-        self._view.show(mean)
+        self._cut.view.show(mean)
 
     def show_local(self) -> None:
         """Puts the local parameters and buffers back."""
-        self._view.show_local()
+        self._cut.view.show_local()
 
     def group_mean(self) -> GroupMean:
         """Returns the mean over the groups of what they hold now, as `finish` would take it. Changes no training.
@@ -409,16 +358,13 @@ class StreamingDiLoCo:
         All ranks must call it. Until inner step ``schedule.first_round`` it is what to evaluate: the outer model holds
         values there that nobody has trained.
         """
-        self._require_open("group_mean()")
-        return self._rounds.group_mean(self.inner_steps, self._counts)
+        self._cut.require_open("group_mean()")
+        return self._cut.rounds.group_mean(self.inner_steps, self._counts)
 
     def launch_mean(self) -> Callable[[], GroupMean]:
-        """Does the first half of `group_mean`; what it returns does the second, and waits for the other groups.
-
-        For groups in one process, which take turns. It has all fragments in flight at once.
-        """
-        self._require_open("group_mean()")
-        return self._rounds.launch_mean(self.inner_steps, self._counts)
+        """Does the first half of `group_mean`, with all fragments in flight; what it returns waits for the others."""
+        self._cut.require_open("group_mean()")
+        return self._cut.rounds.launch_mean(self.inner_steps, self._counts)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
@@ -426,11 +372,11 @@ class StreamingDiLoCo:
         Collective within a worker group until `finish`; where ranks hold parts of the parameters, also after it. On a
         route that does not share, it is the mean of the groups, and until `finish` all ranks must call it.
         """
-        return self._view.named(None if self.settings.shares or self._closed else self.group_mean())
+        return self._cut.view.named(None if self.settings.shares or self._cut.is_closed else self.group_mean())
 
     def named_mean(self, mean: GroupMean) -> dict[str, Tensor]:
         """Returns a mean of `group_mean` by name, as `outer_state_dict` returns the outer parameters."""
-        return self._view.named(mean)
+        return self._cut.view.named(mean)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this rank needs to go on bit for bit: plain dicts, lists, numbers, and tensors on the host.
@@ -438,37 +384,23 @@ class StreamingDiLoCo:
         What is in flight is part of it. After `finish` it is the state before, from which a longer run goes on. Taking
         it changes nothing. On the CPU its tensors may be the engine's own: do not write to them.
         """
-        return self._unfinished or self._state()
-
-    def _state(self) -> dict[str, Any]:
-        return {
+        return self._unfinished or {
             "counts": asdict(self._counts),
-            "rank": place_of(self.topology),
-            "settings": self.settings.fixed_by_a_checkpoint(),
             "requests": self.mailbox.pending,
-            "local": self._view.local_values(),
             **self._absences.state_dict(),
-            **self._world.state_dict(),
-            **self._rounds.state_dict(),
+            **self._cut.state_dict(),
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another engine with the same settings, model and rank was. All ranks must call it.
 
         For ``"auto"`` it has the numbers of then. The state of another rank, other fragments, or another outer
         optimizer is refused.
         """
-        require_own_state(state, self.topology)
-        if (settings := self._given.taken_from(state.get("settings"))) != self.settings:
-            self.settings = settings
-            self._divide(self.fragments)
-        self._rounds.load_state_dict(state)
-        self._view.load_local(state["local"])
+        self._cut.load_state_dict(state)
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
         self.mailbox.pending = state["requests"]
-        self._world.load_state_dict(state)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Saves all that a run needs to go on bit for bit, what is in flight included. All ranks must call it.
@@ -477,74 +409,36 @@ class StreamingDiLoCo:
         for every rank: state of engine and ``inner_optimizers``, local parameters, and random numbers.
         """
         outer = self.outer_state_dict()
-        save(str(path), self.topology, self.settings, self.state_dict(), outer, self._means.inner_optimizers)
+        save(str(path), self.topology, self.settings, self.state_dict(), outer, self._cut.means.inner_optimizers)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Goes on where `save` was called; refused on all ranks if settings, ranks or files are not those of then."""
-        self.load_state_dict(load(str(path), self.topology, self._given, self._means.inner_optimizers))
+        self.load_state_dict(load(str(path), self.topology, self._cut.given, self._cut.means.inner_optimizers))
 
-    @torch.no_grad()
     def restart(self, restart: Restart) -> None:
-        """Starts the rounds anew where an earlier run was, whatever its groups and fragments.
-
-        All ranks must call it with the same `Restart`. Parameters that the earlier run did not train keep their values.
-        """
+        """Starts the rounds anew where an earlier run was, whatever its groups and fragments. All ranks call it."""
         self._counts = Counts(**restart.counts)
-        self._rounds.begin(NamedOuter(restart.parameters, restart.buffers), self.inner_steps)
-        self._view.write_outer()
+        self._cut.restart(restart, self.inner_steps)
 
-    @torch.no_grad()
     def choose(self, settings: Settings) -> None:
         """Goes on as if these had been the settings from the start. All ranks must call it, before a launch was due."""
-        self._rounds.require_no_launch(self.inner_steps, settings)
-        self._go_on_with(settings)
+        self._cut.choose(settings, self.inner_steps)
 
     def enter(self, federation: Federation, settings: Settings) -> None:
-        """Enters the federation of an `Undecided` site, with the settings of its run; see [Note: alone at first].
-
-        As after the making of an engine that is a site, `join` then waits for the run.
-        """
-        trained = Trained(self.inner_steps, self._rounds.fragments[0].weight)
-        self._go_on_with(settings)
-        for fragment in self._rounds.fragments:
-            fragment.weight = 0
-        self._join(federation, trained)
-
-    @torch.no_grad()
-    def _go_on_with(self, settings: Settings) -> None:
-        before, outer = self._rounds, named_outer(self._rounds.fragments, self.topology.in_group)
-        self._given, self.settings = settings, settings.chosen_for(self.topology.num_groups)
-        self._divide(cut(self._model, settings).fragments)
-        self._rounds.begin(outer, before.began_at)
-        for fragment in self._rounds.fragments:
-            fragment.weight = before.fragments[0].weight
+        """Enters the federation of an `Undecided` site, with the settings of its run, for which `join` then waits."""
+        self._cut.enter(federation, settings, self.inner_steps)
 
     def has_other_parameters(self) -> bool:
         """Tells whether parameters were frozen or became trainable since the model was cut."""
-        return has_other_parameters(self._model, self._rounds.fragments)
+        return self._cut.has_other_parameters()
 
-    @torch.no_grad()
     def recut(self) -> list[Landing]:
         """Cuts the model anew after parameters were frozen or became trainable. All ranks must call it.
 
         What is in flight lands first, and is returned. A parameter that was frozen takes its outer value, one that
         became trainable starts from its value without momentum, and rounds begin anew.
         """
-        before = self._rounds.fragments
-        if not self.settings.shares:
-            raise ValueError(
-                f"Parameters were frozen or became trainable since training began. route={self.settings.route!r} does"
-                " not follow: groups hold outer parameters of their own, and a frozen one would stay different. Choose"
-                " what is trainable before training, and train in several fits."
-            )
-        fragments = cut_again(self._model, before, self.settings, self.topology)
-        landed = self._counted(self._world.land_all(self._counts.inner_steps))
-        self._rounds.rejoin()
-        outer = named_outer(before, self.topology.in_group)
-        take_over(self._model, before, outer, self.topology)
-        self._divide(fragments)
-        self._rounds.begin(outer, self.inner_steps)
-        return landed
+        return self._counted(self._cut.recut(self.inner_steps))
 
     def report(self) -> dict[str, float]:
         """Tells what happened so far, and the numbers of outer step and landing.

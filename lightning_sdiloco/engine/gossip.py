@@ -1,17 +1,13 @@
 """What a flight does on a route that does not share, in the place of a mean over all groups; see [Note: gossip]."""
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_sdiloco.algorithm import HOST_BYTES, AllReduce, Brought, Control, Count, Settings, Taken, bring, take
+from lightning_sdiloco.algorithm import AllReduce, Brought, Count, Settings, Taken, bring, take
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.flight import LaunchSnapshot
 from lightning_sdiloco.engine.fragments import FragmentState
-
-UNKNOWN = Control(0, 0, 0, 0, 0, norm_squared=math.nan, changed=0, finite=True).packed()[HOST_BYTES:]
-"""What stands for the device's part of a control vector of a group that is no partner."""
 
 
 class Gossip:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm import (
-    CONTROL_BYTES,
     HOST_BYTES,
     AllReduce,
     Brought,
@@ -37,15 +36,13 @@ from lightning_sdiloco.compression import Kernels, resolve
 from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
 from lightning_sdiloco.engine.flight import LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.gossip import UNKNOWN, Gossip, anchor_of
-from lightning_sdiloco.engine.measurements import Span, agreement, diagnosed, distance, lost, on_link
+from lightning_sdiloco.engine.gossip import Gossip, anchor_of
+from lightning_sdiloco.engine.measurements import Diagnostics, Span, agreement, diagnosed, distance, lost, on_link
+from lightning_sdiloco.engine.messages import Received, put_together, take_apart
+from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.errors import AgreementError, ExchangeError
-from lightning_sdiloco.memory import new_vector
 
 _SEND, _AVERAGE, _STEP = range(3)
-
-# What of a control vector travels in front of the payload.
-_HEAD_BYTES = CONTROL_BYTES - HOST_BYTES
 
 
 class _Kept(NamedTuple):
@@ -78,14 +75,20 @@ class _Sent(NamedTuple):
     posted_at: float
 
 
+class _Onward(NamedTuple):
+    """Holds a part of the mean that is on its way to the other groups."""
+
+    hop: SecondHop
+    posted: Any
+    posted_at: float
+
+
 class _Averaged(NamedTuple):
     """Holds what follows the second stage: the mean of what all groups sent to this one, or a part that is sent on."""
 
     kept: _Kept
     mean: Tensor | None
-    second_hop: SecondHop | None
-    posted: Any
-    posted_at: float
+    onward: _Onward | None
     on_link_s: float
     buffers: dict[int, Tensor]
     weighing: Any
@@ -151,12 +154,8 @@ class Pipeline:
         brought = self._gossip.bring(snapshot, fragment) if snapshot.leg else None
         values = gradient if brought is None else brought.values
         encoded = all_reduce.encode(values, memory, tuning)
-        head, messages = control[HOST_BYTES:].to(gradient.device), list[Tensor]()
-        for group, payload in enumerate(encoded.payloads):
-            # A payload that goes to all groups becomes one message.
-            is_new = group == 0 or payload is not encoded.payloads[group - 1]
-            messages.append(_joined([head, payload, *tail]) if is_new else messages[-1])
-        sizes = None
+        head = control[HOST_BYTES:].to(gradient.device)
+        messages, sizes = put_together(head, encoded.payloads, tail), None
         if snapshot.leg:
             # Nothing goes to those who are no partners, and nothing comes from them.
             messages = [message if group in snapshot.leg else head[:0] for group, message in enumerate(messages)]
@@ -170,50 +169,27 @@ class Pipeline:
 
     def average(self, snapshot: LaunchSnapshot, sent: "_Sent") -> "_Averaged":
         """Does the second stage: waits for all groups and averages what they sent to this one."""
-        topology, all_reduce, fragment = self._topology, sent.kept.all_reduce, self._fragments[snapshot.fragment]
-        began, device = time.perf_counter(), snapshot.gradient.device
-        posted = [(topology.control, sent.words), (self._exchange, sent.payloads)]
-        (words, messages), traffic = self._collect(posted, snapshot, _AVERAGE)
-        sent.kept.spans["transfer"] = span_from(began, device)
-        encode = sent.kept.spans["encode"]
-        on_link_s = on_link(sent.posted_at, began, traffic.arrived[0], traffic.arrived[1], encode[1] - encode[0])
-        # Words come from all groups, and the rest from partners alone.
-        heads = [
-            message[:_HEAD_BYTES].to(word.device) if message.numel() else UNKNOWN
-            for word, message in zip(words, messages, strict=True)
-        ]
-        ends = [message.numel() - sent.tail_bytes for message in messages]
-        payloads = [message[_HEAD_BYTES:end] for message, end in zip(messages, ends, strict=True)]
-        tails = [message[end:] for message, end in zip(messages, ends, strict=True)]
-        controls = [Control.unpacked(torch.cat(parts)) for parts in zip(words, heads, strict=True)]
+        kept, all_reduce, fragment = sent.kept, sent.kept.all_reduce, self._fragments[snapshot.fragment]
+        (controls, payloads, tails), traffic, on_link_s = self._received(snapshot, sent)
         self._check(controls, snapshot)
         count = self._count(controls, snapshot)
         began = time.perf_counter()
         mean = self._mean(all_reduce, payloads, count, snapshot)
-        is_round = snapshot.purpose is Purpose.ROUND
-        residual = fragment.storage.load(fragment.residual) if fragment.residual is not None and is_round else None
-        second_hop = all_reduce.second_hop(mean, residual)
-        posted_at = time.perf_counter()
-        onward = None
-        if second_hop is not None:
-            sizes = all_reduce.second_hops(snapshot.gradient.numel())
-            onward = topology.second_hop.post([second_hop.payload] * topology.num_groups, sizes)
+        onward = self._send_on(snapshot, all_reduce, mean)
         measured = agreement(payloads, all_reduce.compression, mean) if self._diagnoses else None
         twin = fragment.twin
-        if sent.kept.brought is not None and count.factors:
-            taken = self._gossip.take(snapshot, fragment, sent.kept.brought, all_reduce, payloads, mean, count)
+        if kept.brought is not None and count.factors:
+            taken = self._gossip.take(snapshot, fragment, kept.brought, all_reduce, payloads, mean, count)
             mean, twin = taken.gradient, taken.twin
-        sent.kept.spans["decode"] = span_from(began, device)
+        kept.spans["decode"] = span_from(began, snapshot.gradient.device)
         return _Averaged(
-            kept=sent.kept,
+            kept=kept,
             # A part is sent on, and comes back as all groups decode it.
-            mean=mean if second_hop is None else None,
-            second_hop=second_hop,
-            posted=onward,
-            posted_at=posted_at,
+            mean=mean if onward is None else None,
+            onward=onward,
             on_link_s=on_link_s,
             buffers=self._mean_buffers(tails, count, snapshot),
-            weighing=self._heard(controls, fragment, snapshot) if is_round else None,
+            weighing=self._heard(controls, fragment, snapshot),
             controls=controls,
             counted=count,
             traffic=traffic,
@@ -221,8 +197,32 @@ class Pipeline:
             twin=twin,
         )
 
+    def _received(self, snapshot: LaunchSnapshot, sent: "_Sent") -> tuple[Received, "_Traffic", float]:
+        """Waits for what all groups sent; returns it, its bytes, and its seconds on the link. In-group collective."""
+        began, spans = time.perf_counter(), sent.kept.spans
+        posted = [(self._topology.control, sent.words), (self._exchange, sent.payloads)]
+        (words, messages), traffic = self._collect(posted, snapshot, _AVERAGE)
+        spans["transfer"] = span_from(began, snapshot.gradient.device)
+        encoding = spans["encode"][1] - spans["encode"][0]
+        on_link_s = on_link(sent.posted_at, began, traffic.arrived[0], traffic.arrived[1], encoding)
+        # Words come from all groups, and the rest from partners alone.
+        return take_apart(words, messages, sent.tail_bytes), traffic, on_link_s
+
+    def _send_on(self, snapshot: LaunchSnapshot, all_reduce: AllReduce, mean: Tensor) -> _Onward | None:
+        """Sends the mean to all groups, if this one averaged a part of the shard."""
+        fragment, is_round = self._fragments[snapshot.fragment], snapshot.purpose is Purpose.ROUND
+        residual = fragment.storage.load(fragment.residual) if fragment.residual is not None and is_round else None
+        hop = all_reduce.second_hop(mean, residual)
+        posted_at = time.perf_counter()
+        if hop is None:
+            return None
+        sizes, exchange = all_reduce.second_hops(snapshot.gradient.numel()), self._topology.second_hop
+        return _Onward(hop, exchange.post([hop.payload] * self._topology.num_groups, sizes), posted_at)
+
     def _heard(self, controls: Sequence[Control], fragment: FragmentState, snapshot: LaunchSnapshot) -> Any:
-        """Returns what the weighing remembers: nothing new of a leg, in which there is none."""
+        """Returns what the weighing remembers of a round: nothing new of a leg, in which there is none."""
+        if snapshot.purpose is not Purpose.ROUND:
+            return None
         return fragment.weighing if snapshot.leg else self._aggregation.heard(controls, fragment.weighing)
 
     def _mean(
@@ -241,14 +241,8 @@ class Pipeline:
         # The outer step takes the gradient.
         gradient_norm = whole_norm(gradient, group)
         began, storage = time.perf_counter(), fragment.storage
-        outer = outer_step(
-            fragment,
-            fragment.outer,
-            snapshot.outer,
-            gradient,
-            counts=bool(averaged.counted.factors),
-            final=snapshot.purpose is not Purpose.ROUND,
-        )
+        counts, final = bool(averaged.counted.factors), snapshot.purpose is not Purpose.ROUND
+        outer = outer_step(fragment, fragment.outer, snapshot.outer, gradient, counts=counts, final=final)
         rule = self._rule(snapshot, averaged)
         rows = rule.gathered(snapshot.gradient, snapshot.outer, outer.values)
         gathered = [fragment.layout.all_gather(row, group) for row in rows]
@@ -256,10 +250,7 @@ class Pipeline:
         controls = averaged.controls
         left_out = tuple(group for group, control in enumerate(controls) if not control.finite)
         changed = reduce(or_, (control.changed for control in controls))
-        diagnostics = None
-        if kept.lost is not None and averaged.agreement is not None:
-            moved = distance(snapshot.gradient, snapshot.outer, outer.state)
-            diagnostics = diagnosed(kept.lost, averaged.agreement, moved, group)
+        diagnostics = self._diagnosed(snapshot, averaged, outer)
         return SyncResult(
             outer=outer.moved(storage.store),
             memory=None if kept.memory is None else storage.store(kept.memory),
@@ -283,6 +274,13 @@ class Pipeline:
             twin=None if averaged.twin is None else storage.store(averaged.twin),
         )
 
+    def _diagnosed(self, snapshot: LaunchSnapshot, averaged: "_Averaged", outer: OuterState) -> Diagnostics | None:
+        """Returns how far the groups agree, if that is measured. In-group collective."""
+        if averaged.kept.lost is None or averaged.agreement is None:
+            return None
+        moved = distance(snapshot.gradient, snapshot.outer, outer.state)
+        return diagnosed(averaged.kept.lost, averaged.agreement, moved, self._topology.stages[_STEP])
+
     def _rule(self, snapshot: LaunchSnapshot, averaged: "_Averaged") -> LandingRule:
         """Returns how this group takes the result in."""
         own, counted = self._topology.group_index, averaged.counted
@@ -300,15 +298,16 @@ class Pipeline:
         Returns:
             The mean, what the second rounding lost, what a second hop took, and all seconds on the link.
         """
-        if averaged.second_hop is None:
+        sent = averaged.onward
+        if sent is None:
             assert averaged.mean is not None, "what is not sent on is the mean"
             return averaged.mean, None, _Traffic(0, 0), averaged.on_link_s
-        began, posted = time.perf_counter(), [(self._topology.second_hop, averaged.posted)]
-        (payloads,), onward = self._collect(posted, snapshot, _STEP)
+        began = time.perf_counter()
+        (payloads,), onward = self._collect([(self._topology.second_hop, sent.posted)], snapshot, _STEP)
         averaged.kept.spans["relay"] = span_from(began, snapshot.gradient.device)
-        again_s = on_link(averaged.posted_at, began, averaged.posted_at, onward.arrived[0], 0.0)
+        again_s = on_link(sent.posted_at, began, sent.posted_at, onward.arrived[0], 0.0)
         gradient = averaged.kept.all_reduce.assemble(payloads, like=snapshot.gradient)
-        return gradient, averaged.second_hop.residual, onward, averaged.on_link_s + again_s
+        return gradient, sent.hop.residual, onward, averaged.on_link_s + again_s
 
     def _all_reduce_of(self, snapshot: LaunchSnapshot) -> AllReduce:
         if snapshot.purpose.is_exact:
@@ -430,9 +429,3 @@ class Pipeline:
         self._topology.stages[_AVERAGE].broadcast(flat)
         parts = zip(snapshot.travelling, flat.split([buffer.numel() for buffer in own]), own, strict=True)
         return {index: part.view_as(buffer) for index, part, buffer in parts}
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Joins bytes, in memory that goes back to the system with the flight."""
-    whole = new_vector(sum(part.numel() for part in parts), parts[0].device, torch.uint8)
-    return torch.cat(list(parts), out=whole)

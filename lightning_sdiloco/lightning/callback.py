@@ -114,3 +114,11 @@ def _is_last(trainer: Any) -> bool:
     limited = trainer.max_epochs not in (-1, None)
     last_batch = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
     return bool(limited and last_batch and trainer.current_epoch + 1 >= trainer.max_epochs)
+
+
+def put_first(hooks: InnerStepHooks, trainer: Any) -> None:
+    """Puts the hooks of a fit in front of the trainer's callbacks, in place of those of an earlier one.
+
+    So every other callback sees the model as it is after the landings of a step.
+    """
+    trainer.callbacks[:] = [hooks, *(one for one in trainer.callbacks if not isinstance(one, InnerStepHooks))]

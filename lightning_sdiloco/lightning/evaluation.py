@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from lightning_sdiloco.engine import GroupMean, StreamingDiLoCo
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
@@ -68,11 +70,22 @@ class Evaluation:
             replace(undo, loop, "on_run_start", partial(self._start, loop.on_run_start))
             replace(undo, loop, "run", partial(self._run, loop, loop.run))
 
-    def in_checkpoint(self, engine: StreamingDiLoCo) -> AbstractContextManager[None]:
-        """Shows, inside a ``with`` block, the model that a checkpoint holds: what is shown, was shown last, or outer.
+    def state_dict(self, engine: StreamingDiLoCo, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer one.
 
         In-group collective. On a route that does not share, all ranks must call it: it is the mean of the groups.
+
+        Args:
+            engine: The engine, which trains.
+            local: Returns what the model holds.
         """
+        if self._groups.failed and self._groups.topology.group_size > 1:
+            self._groups.warn_of_local_parameters()
+            return local()
+        with self._in_checkpoint(engine):
+            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in local().items()}
+
+    def _in_checkpoint(self, engine: StreamingDiLoCo) -> AbstractContextManager[None]:
         mean = self._mean
         if mean is None and not engine.settings.shares and not self._groups.is_alone:
             mean = engine.group_mean()

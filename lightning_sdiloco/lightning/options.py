@@ -1,6 +1,7 @@
 """What a user chooses for a strategy, checked in the one place where all choices meet."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lightning_sdiloco.algorithm import Settings
@@ -64,6 +65,12 @@ class Options:
         return Options(
             chosen, auto, worker_groups, exchange_backend, on_resume, evaluate, resumable_checkpoints, federation
         )
+
+    @staticmethod
+    def among(arguments: Mapping[str, Any]) -> "Options":
+        """Checks the arguments of a strategy, found by their names among others; see `of`."""
+        own = [item.name for item in fields(Options) if item.name not in ("settings", "auto")]
+        return Options.of(**{name: arguments[name] for name in (*own, *(item.name for item in fields(Settings)))})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "worker_groups", checked_worker_groups(self.worker_groups))

@@ -11,6 +11,7 @@ model whole. `Results` are what users read, also afterwards.
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -34,7 +35,7 @@ from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import Federation, StreamingDiLoCo
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
 from lightning_sdiloco.lightning.auto_settings import Measured
-from lightning_sdiloco.lightning.callback import InnerStepHooks
+from lightning_sdiloco.lightning.callback import put_first
 from lightning_sdiloco.lightning.collectives import stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
 from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers
@@ -158,17 +159,14 @@ class WorkerGroupStrategy(_Base):
         federation: Federation | None = None,
         **of_format: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "of_format", "__class__")}
         refuse_unknown(type(self), of_format)
         # Nothing is started here: strategies are pickled.
-        self._options = Options.of(**given)
+        self._options = Options.among(locals())
         arguments = self.base_arguments(**of_format)
         self._format = self.model_format(arguments)
-        self._groups = ConnectedGroups()
-        self._results = Results(self._options)
+        self._groups, self._results = ConnectedGroups(), Results(self._options)
         self._fit: Fit | None = None
-        # What is replaced in Lightning while there is no fit.
-        self._patches = ExitStack()
+        self._patches = ExitStack()  # What is replaced in Lightning while there is no fit.
         super().__init__(timeout=timeout, **arguments)
 
     @classmethod
@@ -259,9 +257,7 @@ class WorkerGroupStrategy(_Base):
             self._fit.close()
         parts = Parts(self._options, self._groups, self._format, self._results, self.distribution.termination)
         self._fit = Fit(trainer, parts)
-        trainer.callbacks[:] = [one for one in trainer.callbacks if not isinstance(one, InnerStepHooks)]
-        # First, so that every other callback sees the model as it is after the landings of a step.
-        trainer.callbacks.insert(0, self.distribution.callback(self._fit, self._groups))
+        put_first(self.distribution.callback(self._fit, self._groups), trainer)
 
     @override
     def _configure_launcher(self) -> None:
@@ -388,18 +384,12 @@ class WorkerGroupStrategy(_Base):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state_dict = super().lightning_module_state_dict
-        if self.engine is None or self.engine.is_finished:
-            return self._local_state_dict(state_dict)
-        if self._groups.failed and self.topology.group_size > 1:
-            self._groups.warn_of_local_parameters()
-            return self._local_state_dict(state_dict)
-        with self.fit.evaluation.in_checkpoint(self.engine):
-            state = self._local_state_dict(state_dict)
-            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-    def _local_state_dict(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return self._format.local_state_dict(self.lightning_module, state_dict) if self._groups.failed else state_dict()
+        if self._groups.failed:
+            state_dict = partial(self._format.local_state_dict, self.lightning_module, state_dict)
+        if self.engine is None or self.engine.is_finished:
+            return state_dict()
+        return self.fit.evaluation.state_dict(self.engine, state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def test_a_residual_changes_at_landings_only_and_not_where_no_group_counts() -> 
     optimizers = [inner_optimizer("adamw", model) for model in models]
 
     def residual() -> Tensor | None:
-        return run.engines[0]._rounds.fragments[0].residual
+        return run.engines[0]._cut.rounds.fragments[0].residual
 
     for step in range(1, 6):
         for group, model in enumerate(models):

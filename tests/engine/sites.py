@@ -82,8 +82,8 @@ class Site:
 
     @property
     def world(self) -> FederatedWorld:
-        assert isinstance(self.engine._world, FederatedWorld)
-        return self.engine._world
+        assert isinstance(self.engine._cut.world, FederatedWorld)
+        return self.engine._cut.world
 
     def enter(self, **choices: Any) -> None:
         """Enters the federation of a site that did not join."""
@@ -95,7 +95,7 @@ class Site:
         self.engine.launch_due()
 
     def outer(self) -> list[torch.Tensor]:
-        return [own.outer.values for own in self.engine._rounds.fragments]
+        return [own.outer.values for own in self.engine._cut.rounds.fragments]
 
     def held(self) -> list[torch.Tensor]:
         return [*self.outer(), *(parameter.detach().clone() for parameter in self.model.parameters())]

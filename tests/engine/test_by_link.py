@@ -183,7 +183,7 @@ def test_each_site_sends_in_its_own_code_through_the_hub() -> None:
         for group, model in enumerate(models):
             train_step(model, optimizers[group], group, step)
         run.step()
-    assert equal(sites[0].outer(), [own.outer.values for own in run.engines[0]._rounds.fragments])
+    assert equal(sites[0].outer(), [own.outer.values for own in run.engines[0]._cut.rounds.fragments])
     record = next(record for record in sites[0].hub.records() if record.fragment == 0)
     numel = numels()[0]
     assert [own.payloads[0].size for own in record.counted] == [8 + resolve(name).wire_bytes(numel) for name in MENU]

@@ -33,7 +33,7 @@ def in_the_fixed_world(groups: int, steps: int, **choices: Any) -> tuple[list[to
         for group, model in enumerate(models):
             train_step(model, optimizers[group], group, step)
         engine.step()
-    outer = [own.outer.values for own in engine.engines[0]._rounds.fragments]
+    outer = [own.outer.values for own in engine.engines[0]._cut.rounds.fragments]
     return outer, list(models[0].parameters())
 
 
@@ -96,7 +96,7 @@ def test_what_a_site_trained_alone_on_other_parameters_than_the_founders_is_drop
             site.world._look_after()
     assert [site.world.follower.fragments[0].samples for site in sites] == [5, 0]
     assert equal(sites[0].outer(), sites[1].outer())
-    assert equal(sites[1].outer()[:1], [sites[1].engine._rounds.fragments[0].layout.read()])
+    assert equal(sites[1].outer()[:1], [sites[1].engine._cut.rounds.fragments[0].layout.read()])
 
 
 def test_a_site_weighs_by_what_it_trained() -> None:
@@ -530,7 +530,7 @@ def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
     for own in held:
         assert [key.split(",")[0] for key in own] == [key.split(",")[0] for key in expected]
         assert equal(list(own.values()), list(expected.values()))
-    buffers = [rank.engine._rounds.fragments[0].buffers.outer for site in (*alone, *sites) for rank in site]
+    buffers = [rank.engine._cut.rounds.fragments[0].buffers.outer for site in (*alone, *sites) for rank in site]
     assert all(equal(own, buffers[0]) for own in buffers)
 
 

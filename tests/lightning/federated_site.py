@@ -123,7 +123,7 @@ class Notes(Callback):
         now = time.monotonic()
         engine = trainer.strategy.engine
         # A site that leaves its settings open has none in its first steps.
-        follower = getattr(engine._world, "follower", None)
+        follower = getattr(engine._cut.world, "follower", None)
         rounds = [own.applied.round for own in follower.fragments] if follower else [0]
         digests = [own.digest for own in follower.fragments] if follower else [None]
         lag = follower.lag if follower else 0
@@ -201,7 +201,7 @@ def train(
     for values in state.values():
         digest.update(values.numpy().tobytes())
     settings = {name: str(getattr(strategy.engine.settings, name)) for name in AUTO}
-    applied = [list(own.applied) for own in strategy.engine._world.follower.fragments]
+    applied = [list(own.applied) for own in strategy.engine._cut.world.follower.fragments]
     about = {"settings": settings, "report": strategy.report(), "metrics": metrics}
     notes.write(**ended, **about, outer=outer, digest=digest.hexdigest(), applied=applied)
 

@@ -102,13 +102,10 @@ def plan(
         return _paper(picture, format)
     of_links, bandwidth, groups = _links(links, bandwidth, groups)
     step_time, bandwidth = _required(model, params, layers, step_time, bandwidth, steps)
-    planned = planner.plan(
-        _described(model, params, layers),
-        Settings(sync_every, overlap_steps, layers_per_fragment=layers_per_fragment, compression=compression),
-        Groups(step_time, groups, group_size, memory_rate * 1e9),
-        Link(bandwidth, round_trip, loss),
-        steps,
-    )
+    described = _described(model, params, layers)
+    settings = Settings(sync_every, overlap_steps, layers_per_fragment=layers_per_fragment, compression=compression)
+    workers, link = Groups(step_time, groups, group_size, memory_rate * 1e9), Link(bandwidth, round_trip, loss)
+    planned = planner.plan(described, settings, workers, link, steps)
     _draw_plan(picture, planned)
     waits = asked_waits(planned, hub_bandwidth, quorum, grace, delays, of_links)
     answer = _answered(planned, hub_bandwidth, waits, of_links)

@@ -1,0 +1,58 @@
+"""Refuses a setting that is out of its range: what was given, what holds, and what to do."""
+
+import math
+from numbers import Number
+from typing import Any
+
+_WHOLE = ("sync_every", "overlap_steps", "layers_per_fragment", "warmup_steps")
+
+NUMBERS = (*_WHOLE, "mixing", "outer_lr", "outer_momentum", "outer_clip_norm", "outlier_guard")
+"""The settings that are numbers."""
+
+
+def plain(value: Any) -> Any:
+    """Returns a scalar of numpy as the number of Python that it is, and anything else as it is."""
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+
+
+def is_number(value: Any) -> bool:
+    """Tells whether a value is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Tells whether a value is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_whole(name: str, value: Any, least: int, advice: str) -> None:
+    """Refuses what is no whole number from ``least``; see `require`."""
+    require(is_whole(value) and value >= least, name, value, f"it must be a whole number of at least {least}", advice)
+
+
+def require(holds: bool, name: str, value: Any, rule: str, advice: str) -> None:
+    """Refuses a setting unless it is in its range.
+
+    Args:
+        holds: Whether it is.
+        name: Its name.
+        value: What was given.
+        rule: What holds of those that are, as a sentence without its end.
+        advice: What helps to choose another one, as such a sentence.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not holds:
+        raise ValueError(f"{name}={value!r} is {_fault(name, value)}: {rule}. Choose another {name}; {advice}.")
+
+
+def _fault(name: str, value: Any) -> str:
+    """Returns what is wrong with a value, as the end of a sentence."""
+    if name not in NUMBERS:
+        return "out of range"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return f"of type {type(value).__name__}, not a number"
+    if not math.isfinite(value):
+        return "not finite"
+    return "no whole number" if name in _WHOLE and not is_whole(value) else "out of range"
