@@ -38,7 +38,7 @@ from lightning_sdiloco.compression.kernels import (
     missing_for,
     weighted_mean,
 )
-from lightning_sdiloco.engine import engine
+from lightning_sdiloco.engine import cut_model
 from tests.ranks import run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
@@ -198,7 +198,7 @@ def test_stretches_and_the_mean_of_few_values_have_the_bits_of_the_whole(
 
 def test_outer_parameters_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(passes: Any) -> dict[str, Tensor]:
-        monkeypatch.setattr(engine, "kernels_for", lambda device: passes)
+        monkeypatch.setattr(cut_model, "kernels_for", lambda device: passes)
         torch.manual_seed(0)
         # Fragments of more than one block: a single one is compiled anew.
         models = [nn.Sequential(nn.Linear(5, 44), nn.Tanh(), nn.Linear(44, 3)) for _ in range(GROUPS)]
@@ -282,7 +282,7 @@ def test_an_accelerator_with_triton_compiles(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def one_differs(rank: int, world_size: int) -> None:
-    engine.kernels_for = lambda device: CompiledKernels() if rank == 1 else EagerKernels()
+    cut_model.kernels_for = lambda device: CompiledKernels() if rank == 1 else EagerKernels()
     StreamingDiLoCo(mlp(), fragments=LAYERS)
 
 
