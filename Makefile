@@ -4,7 +4,7 @@
 #   make test    run the fast tests: at most 25 minutes on two cores
 #   make large   run those with models of real sizes
 #   make slow    run those that take more than a minute each
-#   make chaos   let everything that can fail in a federation fail, for twenty minutes; make soak: a thousand times, for hours
+#   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, for hours
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
 #   make gpu     what a CUDA device shows in ten minutes, with the torch and Lightning of PYTHON; it installs nothing

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_sdiloco.lightning.host import early_gradients
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_loops import SHORT
@@ -68,11 +69,12 @@ class Fitted(NamedTuple):
     parameters: list[torch.Tensor]
 
 
-def fitted(make: Callable[[], Net], callback: type[Any] | None = None, accumulated: int = 1) -> Fitted:
-    """Fits on six batches, in a process of its own."""
+def fitted(make: Callable[[], Net], callback: type[Any] | None = None, accumulated: int = 1, least: int = 1) -> Fitted:
+    """Fits on six batches, in a process of its own, where so many bytes of gradients go early."""
 
     def fit(rank: int, world_size: int) -> Fitted:
         del rank
+        early_gradients._LEAST_BYTES = least
         model = make()
         generator = torch.Generator().manual_seed(1)
         batches = [(torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(6)]
@@ -104,6 +106,13 @@ def test_gradients_go_before_the_forward_pass_where_nobody_can_see_it(
     make: type[Net], callback: type[Any] | None, accumulated: int, kept: list[bool]
 ) -> None:
     assert fitted(make, callback, accumulated).kept == kept
+
+
+def test_gradients_of_small_models_go_when_lightning_lets_them_go() -> None:
+    of_the_net = 4 * (8 * 4 + 4)
+    assert fitted(Net, least=of_the_net).kept == [False] * 6
+    assert fitted(Net, least=of_the_net + 1).kept == [False] + [True] * 5
+    assert early_gradients._LEAST_BYTES == 1 << 25
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

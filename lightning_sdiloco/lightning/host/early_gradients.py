@@ -9,9 +9,13 @@ from torch.optim import Optimizer
 _HOOKS_OF_MODULES = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
 _HOOK_OF_CALLBACKS = "on_before_zero_grad"
 
+_LEAST_BYTES = 1 << 25
+"""Of gradients that go early. With a small model that costs more than it saves: with 870,000 parameters it took 2 to 4 %
+of the processor time of training, for 3 MB."""
+
 
 def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: int) -> None:
-    """Lets the gradients of the batch before go, if nobody can have a use for them.
+    """Lets the gradients of the batch before go, if they are large and nobody can have a use for them.
 
     Lightning does so when the forward pass has ended, so that activations and gradients are there at the same time: 4
     bytes for each parameter. Nothing else is changed: it happens in the same batches, after all hooks of the batch
@@ -24,9 +28,22 @@ def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: 
         batch_idx: The number of the batch.
     """
     begins = batch_idx % trainer.accumulate_grad_batches == 0
-    if trainer.lightning_module.automatic_optimization and begins and not _is_watched(trainer):
+    if not (trainer.lightning_module.automatic_optimization and begins) or _is_watched(trainer):
+        return
+    optimizers = list(optimizers)
+    if _bytes_of_gradients(optimizers) >= _LEAST_BYTES:
         for optimizer in optimizers:
             optimizer.zero_grad()
+
+
+def _bytes_of_gradients(optimizers: Iterable[Optimizer]) -> int:
+    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
+    return sum(
+        one.grad.numel() * one.grad.element_size()
+        for parameters in groups
+        for one in parameters
+        if one.grad is not None
+    )
 
 
 def _is_watched(trainer: Any) -> bool:
