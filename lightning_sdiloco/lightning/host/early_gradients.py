@@ -10,8 +10,8 @@ _HOOKS_OF_MODULES = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_gr
 _HOOK_OF_CALLBACKS = "on_before_zero_grad"
 
 _LEAST_BYTES = 1 << 25
-"""Of gradients that go early. With a small model that costs more than it saves: with 870,000 parameters it took 2 to 4 %
-of the processor time of training, for 3 MB."""
+"""Of gradients that go early. With a small model that costs more than it saves: 2 to 4 % of the processor time of
+training with 870,000 parameters, for 3 MB."""
 
 
 def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: int) -> None:
