@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.outer_gradients import Replica, Replicas, Training, corpus
+from benchmarks.outer_gradients import Replicas, Training, outer_gradients
 from lightning_sdiloco.algorithm.aggregation import Count
 from lightning_sdiloco.algorithm.reduction import AllReduce, OneShotAllReduce, TwoShotAllReduce
 from lightning_sdiloco.compression import COMPRESSIONS, FP4, Compression, ErrorFeedback, Float32, Int2, RandomK, TopK
@@ -28,23 +28,6 @@ FAMILY: dict[str, Compression] = {
     "RandomK(32, Float32())": RandomK(32, Float32()),
     "TopK(0.03, Int2())": TopK(0.03, Int2()),
 }
-
-
-def outer_gradients(training: Training, groups: int) -> list[Replicas]:
-    """The outer gradients of every round of DiLoCo on so many groups."""
-    text = corpus()
-    replicas = [Replica(training, text, seed) for seed in range(1, groups + 1)]
-    outer = nn.Parameter(replicas[0].read())
-    optimizer = torch.optim.SGD(
-        [outer], lr=training.outer_learning_rate, momentum=training.outer_momentum, nesterov=True
-    )
-    rounds = []
-    for _ in range(training.rounds):
-        gradients = [replica.run(outer.detach(), training.sync_every) for replica in replicas]
-        outer.grad = torch.stack(gradients).mean(0)
-        optimizer.step()
-        rounds.append(gradients)
-    return rounds
 
 
 def means(

@@ -114,10 +114,10 @@ class Replica:
         return outer - self.read()
 
 
-def outer_gradients(training: Training) -> list[Replicas]:
-    """Trains two replicas and returns their outer gradients of every round."""
+def outer_gradients(training: Training, groups: int = 2) -> list[Replicas]:
+    """Trains so many replicas, with DiLoCo, and returns their outer gradients of every round."""
     text = corpus()
-    replicas = [Replica(training, text, seed) for seed in (1, 2)]
+    replicas = [Replica(training, text, seed) for seed in range(1, groups + 1)]
     outer = nn.Parameter(replicas[0].read())
     optimizer = torch.optim.SGD(
         [outer], lr=training.outer_learning_rate, momentum=training.outer_momentum, nesterov=True
