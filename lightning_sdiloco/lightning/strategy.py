@@ -325,7 +325,9 @@ class WorkerGroupStrategy(_Base):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
-        release_gradients(self.lightning_module.trainer, self.optimizers, batch_idx)
+        assert self.engine is not None, "a fit that trains has one"
+        nbytes = sum(fragment.nbytes for fragment in self.engine.fragments)
+        release_gradients(self.lightning_module.trainer, self.optimizers, batch_idx, nbytes)
         self._follow_what_is_trainable()
 
     @override

@@ -108,11 +108,28 @@ def test_gradients_go_before_the_forward_pass_where_nobody_can_see_it(
     assert fitted(make, callback, accumulated).kept == kept
 
 
-def test_gradients_of_small_models_go_when_lightning_lets_them_go() -> None:
+class Large(Net):
+    """8.4 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (8, 2900), (2900, 2900), (2900, 4)
+        self.layer: Any = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+def test_gradients_of_large_models_go_early_and_those_of_small_ones_when_lightning_lets_them_go() -> None:
+    least = early_gradients._LEAST_BYTES
+    assert fitted(Large, least=least).kept == [False] * 6
+    assert fitted(Net, least=least).kept == [False] + [True] * 5
+
+
+def test_so_many_bytes_of_gradients_go_early_and_one_less_does_not() -> None:
     of_the_net = 4 * (8 * 4 + 4)
     assert fitted(Net, least=of_the_net).kept == [False] * 6
     assert fitted(Net, least=of_the_net + 1).kept == [False] + [True] * 5
-    assert early_gradients._LEAST_BYTES == 1 << 25
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -14,7 +14,7 @@ _LEAST_BYTES = 1 << 25
 training with 870,000 parameters, for 3 MB."""
 
 
-def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: int) -> None:
+def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int) -> None:
     """Lets the gradients of the batch before go, if they are large and nobody can have a use for them.
 
     Lightning does so when the forward pass has ended, so that activations and gradients are there at the same time: 4
@@ -26,24 +26,12 @@ def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: 
         trainer: The trainer, at the start of a batch.
         optimizers: Its optimizers.
         batch_idx: The number of the batch.
+        nbytes: Bytes of what is trained, and so of its gradients.
     """
-    begins = batch_idx % trainer.accumulate_grad_batches == 0
-    if not (trainer.lightning_module.automatic_optimization and begins) or _is_watched(trainer):
-        return
-    optimizers = list(optimizers)
-    if _bytes_of_gradients(optimizers) >= _LEAST_BYTES:
+    begins = nbytes >= _LEAST_BYTES and batch_idx % trainer.accumulate_grad_batches == 0
+    if begins and trainer.lightning_module.automatic_optimization and not _is_watched(trainer):
         for optimizer in optimizers:
             optimizer.zero_grad()
-
-
-def _bytes_of_gradients(optimizers: Iterable[Optimizer]) -> int:
-    groups = (group["params"] for optimizer in optimizers for group in optimizer.param_groups)
-    return sum(
-        one.grad.numel() * one.grad.element_size()
-        for parameters in groups
-        for one in parameters
-        if one.grad is not None
-    )
 
 
 def _is_watched(trainer: Any) -> bool:
