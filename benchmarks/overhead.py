@@ -58,8 +58,8 @@ class Case:
 
 
 CASES = {
-    "0.87M": Case(DEMO, batch=8, layers_per_fragment=1, repeats=8),
-    "10.9M": Case(TEN_MILLION, batch=4, layers_per_fragment=2, repeats=5),
+    "0.87M": Case(DEMO, batch=8, layers_per_fragment=1, repeats=24),
+    "10.9M": Case(TEN_MILLION, batch=4, layers_per_fragment=2, repeats=12),
 }
 QUICK = {"tiny": Case(TINY, batch=2, layers_per_fragment=1, repeats=2)}
 

@@ -153,11 +153,14 @@ class Schedule:
         return tuple(range(self.fragments))
 
     def _launched(self, step: int) -> tuple[int, ...]:
-        return tuple(p for p in range(self.fragments) if self._launches(p, step))
+        if step < self.sync_every:
+            return ()
+        offset = step % self.sync_every
+        return tuple(range(self._first_from(offset), self._first_from(offset + 1)))
 
-    def _launches(self, fragment: int, step: int) -> bool:
-        since_offset = step - self.offset(fragment)
-        return since_offset >= self.sync_every and since_offset % self.sync_every == 0
+    def _first_from(self, offset: int) -> int:
+        """Returns the first fragment whose offset is at least this one."""
+        return -(-offset * self.fragments // self.sync_every)
 
 
 def _names(fragments: tuple[int, ...]) -> str:

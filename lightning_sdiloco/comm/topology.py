@@ -92,7 +92,7 @@ class Topology:
     def of_world(
         layout: GroupLayout,
         timeout: timedelta,
-        joining: Callable[[], AbstractContextManager[None]] = nullcontext,
+        joining: Callable[[], AbstractContextManager[None]] | None = None,
         on_device: DeviceBackend | None = None,
     ) -> "Topology":
         """Makes the process groups of this rank, once for each layout. All ranks must call it.
@@ -100,7 +100,8 @@ class Topology:
         Args:
             layout: The worker groups.
             timeout: How long one flight may take.
-            joining: The context in which process groups between worker groups are made.
+            joining: The context in which process groups between worker groups are made, where they listen on another
+                interface than the default one.
             on_device: What carries outer gradients and the means of the second hop from device to device; by default
                 they go through the hosts, over gloo.
 
@@ -117,23 +118,28 @@ class Topology:
     def _make(
         layout: GroupLayout,
         timeout: timedelta,
-        joining: Callable[[], AbstractContextManager[None]],
+        joining: Callable[[], AbstractContextManager[None]] | None,
         on_device: DeviceBackend | None,
     ) -> "Topology":
         rank = dist.get_rank()
         # Twice the bound of a flight: a rank whose own exchange went well waits for one of its group whose did not.
-        in_group = in_site = Communicator(_own(rank, layout.worker_group_ranks(), None, timeout))
+        gloo = SharedGloo(dist.group.WORLD)
+        shared = gloo if world().is_on_host else None
+        # A rank that is a group by itself has a process group for those who ask for one, and sends nothing in it.
+        in_group_backend = shared if layout.group_size == 1 else None
+        in_group = in_site = Communicator(_own(rank, layout.worker_group_ranks(), in_group_backend, timeout))
         if layout.worker_groups == 1 and not in_group.is_on_host:
             in_site = Communicator(_own(rank, layout.worker_group_ranks(), "gloo", timeout))
         # A single rank needs no process group, and peers that are all ranks need none of their own.
         stages, peers = (Communicator(),) * STAGES, world()
         if layout.group_size > 1:
-            gloo, ranks = SharedGloo(), layout.worker_group_ranks()
+            ranks = layout.worker_group_ranks()
             stages = tuple(Communicator(_own(rank, ranks, gloo, 2 * timeout)) for _ in range(STAGES))
-        with joining():
-            control, progress, exchange, second_hop = _exchanges(rank, layout, timeout, on_device)
+        with joining() if joining else nullcontext():
+            between = SharedGloo() if joining else gloo
+            control, progress, exchange, second_hop = _exchanges(rank, layout, between, timeout, on_device)
             if layout.group_size > 1:
-                peers = Communicator(_own(rank, layout.shard_groups(), None, timeout))
+                peers = Communicator(_own(rank, layout.shard_groups(), between if shared else None, timeout))
         return Topology(
             num_groups=layout.worker_groups,
             group_index=layout.group_of(rank),
@@ -213,7 +219,7 @@ def store() -> Any:
 
 
 def _exchanges(
-    rank: int, layout: GroupLayout, timeout: timedelta, on_device: DeviceBackend | None
+    rank: int, layout: GroupLayout, gloo: SharedGloo, timeout: timedelta, on_device: DeviceBackend | None
 ) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any], Exchange[Any]]:
     """Makes the exchanges for control vectors, progress, outer gradients, and the means of the second hop."""
 
@@ -223,7 +229,6 @@ def _exchanges(
     if layout.worker_groups == 1:
         alone, *others = (InProcessExchange.connect(1)[0] for _ in range(4))
         return alone, others[0], others[1], others[2]
-    gloo = SharedGloo()
     both = process_group(gloo)
     control, progress = DirectExchange(both, both), DirectExchange(both, both, tag=1)
     if on_device is None:

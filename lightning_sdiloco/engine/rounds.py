@@ -29,7 +29,7 @@ from lightning_sdiloco.engine.fragments import fragments_of
 from lightning_sdiloco.engine.measurements import LinkRate
 from lightning_sdiloco.engine.offload import OuterStorage
 from lightning_sdiloco.engine.parameters.naming import require_coverage
-from lightning_sdiloco.engine.parameters.sharding import reshard
+from lightning_sdiloco.engine.parameters.sharding import reshard_modules, sharded_modules
 from lightning_sdiloco.engine.pipeline import Pipeline
 from lightning_sdiloco.engine.recovery import recover
 from lightning_sdiloco.engine.recut import NamedOuter, require_same_fragments, start_from
@@ -97,6 +97,7 @@ class Rounds:
         self._ahead = ahead_of(self.fragments, settings, topology)
         self.flights: list[Flight] = []
         self._model = model
+        self._sharded = sharded_modules(model)
         self._topology = topology
         self._means = means
         # The outer gradient of a flight and the state that it replaces serve the next one.
@@ -135,7 +136,7 @@ class Rounds:
 
     def rejoin(self) -> None:
         """Lets inner steps go on from the outer parameters, where they began ahead of them. In-group collective."""
-        reshard(self._model)
+        reshard_modules(self._sharded)
         for fragment in self.fragments:
             fragment.rejoin(self._topology.in_group)
 
@@ -168,7 +169,7 @@ class Rounds:
             snapshot = snapshot._replace(step_time=mailbox.step_time, leg=leg)
             self._start(self.chosen(snapshot), began)
             if self._ahead is not None and purpose is Purpose.ROUND:
-                reshard(self._model)
+                reshard_modules(self._sharded)
                 self._ahead.step(fragment, snapshot)
 
     def chosen(self, snapshot: LaunchSnapshot) -> LaunchSnapshot:
@@ -202,7 +203,7 @@ class Rounds:
     @torch.no_grad()
     def take_local(self) -> None:
         """Takes the local values for the outer ones, without an exchange: all groups hold the same ones."""
-        reshard(self._model)
+        reshard_modules(self._sharded)
         for fragment in self.fragments:
             fragment.take_local()
 
@@ -304,7 +305,7 @@ class Rounds:
             return
         is_round = snapshot.purpose is Purpose.ROUND
         _keep_until_done([*result.gathered, result.outer.values, *result.buffers.values()])
-        reshard(self._model)
+        reshard_modules(self._sharded)
         fragment.land(result, result.rule, step - snapshot.step, group, not is_round)
         if is_round:
             self._means.link.note(result.sends_bytes_per_s)

@@ -7,7 +7,7 @@ the environment. It issues no collectives and knows neither the algorithm nor Li
 
 from lightning_sdiloco.launch.environment import warn_of_shared_store
 from lightning_sdiloco.launch.failures import Failures
-from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address
+from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address, has_exchange_interface
 from lightning_sdiloco.launch.reachability import (
     BrokenConnection,
     Endpoints,
@@ -28,6 +28,7 @@ __all__ = [
     "exchange_address",
     "find_broken_connections",
     "for_exchange",
+    "has_exchange_interface",
     "group_address",
     "reason",
     "rendezvous",

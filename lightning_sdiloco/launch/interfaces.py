@@ -33,7 +33,12 @@ def exchange_address() -> str:
     Raises:
         ValueError: If one of the two variables names no interface with an IPv4 address.
     """
-    return _address(EXCHANGE, _exchange_interface()) if os.environ.get(EXCHANGE) else group_address()
+    return _address(EXCHANGE, _exchange_interface()) if has_exchange_interface() else group_address()
+
+
+def has_exchange_interface() -> bool:
+    """Returns whether ``SDILOCO_EXCHANGE_INTERFACE`` names an interface for what joins worker groups."""
+    return bool(os.environ.get(EXCHANGE))
 
 
 @contextmanager
@@ -43,7 +48,7 @@ def for_exchange() -> Iterator[None]:
     Raises:
         ValueError: If ``SDILOCO_EXCHANGE_INTERFACE`` names no interface.
     """
-    if not os.environ.get(EXCHANGE):
+    if not has_exchange_interface():
         yield
         return
     before = os.environ.get(GLOO)

@@ -83,17 +83,16 @@ class Requests:
         """
         self._agreed = own
         for landing in landings:
-            for bit in (1 << index for index in range(_BITS)):
-                if landing.requests & bit and landing.launched_at > self._done_at.get(bit, 0):
+            for bit in _bits_in(landing.requests):
+                if landing.launched_at > self._done_at.get(bit, 0):
                     self._agreed |= bit
-        for bit in (1 << index for index in range(_BITS)):
-            if self._agreed & bit:
-                self.settle(bit)
+        for bit in _bits_in(self._agreed):
+            self.settle(bit)
         return self._agreed
 
     def agreed(self, bit: int) -> bool:
         """Returns whether all ranks do what a bit stands for after this inner step."""
-        return bool(self._agreed & bit)
+        return bool(self._agreed & int(bit))
 
     # Checkpoints by the clock
 
@@ -142,3 +141,8 @@ class Requests:
         self._done_at = dict(state)
         for bit in SIGNALLED:
             self.settle(bit)
+
+
+def _bits_in(requests: int) -> list[int]:
+    """Returns the bits that are set, each by itself. There are seldom any, and this is asked after every step."""
+    return [1 << index for index in range(_BITS) if requests >> index & 1] if requests else []

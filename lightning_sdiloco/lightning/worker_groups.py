@@ -15,6 +15,7 @@ from lightning_sdiloco.launch import (
     exchange_address,
     for_exchange,
     group_address,
+    has_exchange_interface,
     rendezvous,
     require_reachable,
     warn_of_shared_store,
@@ -89,7 +90,8 @@ class ConnectedGroups:
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
             require_same_settings({**options.described(), **model_format.described()}, world())
-            self._topology = Topology.of_world(layout, timeout, for_exchange, _device_backend(options, host))
+            joining = for_exchange if has_exchange_interface() else None
+            self._topology = Topology.of_world(layout, timeout, joining, _device_backend(options, host))
         model_format.join(host, self._topology, layout, timeout)
 
     def use(self, topology: Topology) -> None:

@@ -108,11 +108,20 @@ def reshard(model: nn.Module) -> None:
 
     Until then they stand in for the sharded ones, and what is written to these is not seen.
     """
-    for module in model.modules():
-        # By name, because a module may have attributes of any name.
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            sharded: Any = module
-            sharded.reshard()
+    reshard_modules(sharded_modules(model))
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a model that FSDP2 has sharded. It takes long: a model may have thousands."""
+    # By name, because a module may have attributes of any name.
+    return [one for one in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(one).__mro__)]
+
+
+def reshard_modules(modules: Iterable[nn.Module]) -> None:
+    """Does the same where the modules are known; see `reshard`."""
+    for module in modules:
+        sharded: Any = module
+        sharded.reshard()
 
 
 def part_of(tensor: Tensor, whole: Tensor) -> Tensor:

@@ -9,9 +9,13 @@ from torch.optim import Optimizer
 _HOOKS_OF_MODULES = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
 _HOOK_OF_CALLBACKS = "on_before_zero_grad"
 
-_LEAST_BYTES = 1 << 25
-"""Of gradients that go early. With a small model that costs more than it saves: 2 to 4 % of the processor time of
-training with 870,000 parameters, for 3 MB."""
+_LEAST_BYTES = 1 << 26
+"""Of gradients that go early: what glibc keeps at the end of its heap at most.
+
+If less goes before the forward pass, glibc gives it back to the system in every batch, where later it would not, and
+the backward pass waits for new pages: 1 to 4 % of the processor time of training with 1 to 11 million parameters. More
+than that it gives back in any case.
+"""
 
 
 def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int) -> None:
