@@ -1,6 +1,7 @@
 """Collectives among the ranks of one process group, whatever its backend."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,22 @@ from torch import Tensor, nn
 from lightning_sdiloco.comm.gloo import SHARED
 from lightning_sdiloco.comm.plain_values import decode, encode
 from lightning_sdiloco.comm.staging import to_device, to_host
+
+
+class Outcome(NamedTuple):
+    """What came of something that all ranks tried.
+
+    Attributes:
+        value: What it returned.
+        failure: Names of the classes of the exception that it raised, its own first; none if it raised none.
+        text: The text of the exception.
+        raised: The exception itself, on the rank that it was raised on.
+    """
+
+    value: Any
+    failure: tuple[str, ...] = ()
+    text: str = ""
+    raised: Exception | None = None
 
 
 class Communicator:
@@ -77,6 +94,27 @@ class Communicator:
         padded = nn.functional.pad(own, (0, max(sizes) - own.numel())).to(device)
         parts = zip(self.all_gather(padded), sizes, strict=True)
         return [decode(part[:size].cpu().numpy().tobytes()) for part, size in parts]
+
+    def attempt(self, act: Callable[[], Any]) -> list[Outcome]:
+        """Does something on all ranks, and returns what came of it on each, in the order of the ranks.
+
+        So no rank goes on, and waits for the others, where one of them has failed.
+
+        Args:
+            act: Returns a plain value; see `plain_values`.
+
+        Examples:
+            >>> [outcome] = Communicator().attempt(lambda: int("one"))
+            >>> outcome.failure[0], outcome.text
+            ('ValueError', "invalid literal for int() with base 10: 'one'")
+        """
+        try:
+            own = Outcome(act())
+        except Exception as error:  # told below, on all ranks
+            own = Outcome(None, tuple(kind.__name__ for kind in type(error).__mro__), str(error), error)
+        every = [Outcome(*told) for told in self.all_gather_object(own[:3])]
+        every[self.rank] = every[self.rank]._replace(raised=own.raised)
+        return every
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrites a tensor with that of the first rank."""

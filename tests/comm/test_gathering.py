@@ -39,6 +39,25 @@ def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group(siz
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def tried(rank: int, world_size: int) -> list[Any]:
+    def act() -> int:
+        if rank == 1:
+            raise FileNotFoundError(2, "No such file", "model")
+        return 10 * rank
+
+    every = Communicator(dist.group.WORLD).attempt(act)
+    assert [type(one.raised) for one in every] == [
+        FileNotFoundError if rank == of == 1 else type(None) for of in range(3)
+    ]
+    return [one[:3] for one in every]
+
+
+def test_what_one_rank_raises_all_ranks_hear() -> None:
+    failure = ("FileNotFoundError", "OSError", "Exception", "BaseException", "object")
+    expected = [(0, (), ""), (None, failure, "[Errno 2] No such file: 'model'"), (20, (), "")]
+    assert run_ranks(tried, 3) == [expected] * 3
+
+
 def test_a_single_rank_without_a_process_group_gathers_itself() -> None:
     gathered, gradient, _ = derivatives(Communicator().all_gather_with_gradients, 0)
     assert gathered.shape == (1, 3, 5)

@@ -96,23 +96,17 @@ def write_common_file(saved: Saved, topology: Topology, write: Callable[[], None
 
 def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Written], advice: str) -> list[Written]:
     """Writes on all ranks, and returns what they return; raises on all of them if one cannot, as on a full disk."""
-    failure: Exception | None = None
-    written: Written | None = None
-    try:
-        written = write()
-    except Exception as error:
-        failure = error
-    told = topology.world.all_gather_object((written, failure and f"{type(failure).__name__}: {failure}"))
-    failed = [(rank, error) for rank, (_, error) in enumerate(told) if error is not None]
+    every = topology.world.attempt(write)
+    failed = [f"rank {rank}: {one.failure[0]}: {one.text}" for rank, one in enumerate(every) if one.failure]
     if failed:
         files.discard(path, save)
-        if failure is not None and not isinstance(failure, (OSError, RuntimeError)):
-            raise failure
+        own = every[topology.rank].raised
+        if own is not None and not isinstance(own, (OSError, RuntimeError)):
+            raise own
         raise OSError(
-            f"The checkpoint {path} could not be saved: {'; '.join(f'rank {rank}: {error}' for rank, error in failed)}."
-            f" Nothing is left of it. {advice}"
-        ) from failure
-    return [one for one, _ in told]
+            f"The checkpoint {path} could not be saved: {'; '.join(failed)}. Nothing is left of it. {advice}"
+        ) from own
+    return [outcome.value for outcome in every]
 
 
 def write_own(

@@ -44,18 +44,12 @@ def all_say(ranks: Communicator, ask: Callable[[], Any]) -> list[Any]:
         ranks: The ranks of the site.
         ask: Returns what this one says.
     """
-    own: Exception | None = None
-    try:
-        said = ask(), "", ""
-    except Exception as error:
-        own = error
-        kinds = [name for name, kind in _ERRORS.items() if isinstance(own, kind)]
-        said = None, kinds[0] if kinds else "RuntimeError", str(own)
-    every = ranks.all_gather_object(said)
-    for rank, (_, kind, text) in enumerate(every):
-        if kind:
-            raise own if own and rank == ranks.rank else _ERRORS.get(kind, RuntimeError)(text)
-    return [value for value, *_ in every]
+    every = ranks.attempt(ask)
+    for outcome in every:
+        if outcome.failure:
+            kinds = (_ERRORS[name] for name in outcome.failure if name in _ERRORS)
+            raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
+    return [outcome.value for outcome in every]
 
 
 class SharedConnection:

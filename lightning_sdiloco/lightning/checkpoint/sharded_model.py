@@ -58,15 +58,9 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
 
 def _make_room(part: Path, group: Communicator) -> None:
     """Removes what an earlier save has left, at rank 0, before any rank writes; raises on all ranks if it cannot."""
-    failure: Exception | None = None
-    try:
-        if group.rank == 0:
-            _remove(part)
-    except Exception as error:
-        failure = error
-    told = group.all_gather_object(failure and f"{type(failure).__name__}: {failure}")[0]
-    if told is not None:
-        raise failure or OSError(f"rank 0: {told}")
+    first = group.attempt(lambda: _remove(part) if group.rank == 0 else None)[0]
+    if first.failure:
+        raise first.raised or OSError(f"rank 0: {first.failure[0]}: {first.text}")
 
 
 def make_room_for_file(path: Path) -> None:
