@@ -259,8 +259,15 @@ class FragmentState:
         self.buffers.write_values(buffers)
 
     def named(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host, by name. In-group collective where ranks hold parts of them."""
-        return self.layout.named(gathered, self.storage.load(self.outer.values), group)
+        """Copies the outer parameters to the host, by name. In-group collective where ranks hold parts of them.
+
+        Args:
+            gathered: What `gathered` returns, or for a group of one rank the outer parameters where they rest.
+            group: The ranks of the group.
+        """
+        # What rests on the host is copied there once, and not by way of the device.
+        shard = self.outer.values if group.size == 1 else self.storage.load(self.outer.values)
+        return self.layout.named(gathered, shard, group)
 
     def named_mean(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
         """Copies other values to the host, by name, as `named` does the outer ones.
@@ -269,6 +276,8 @@ class FragmentState:
             gathered: The parameters as far as this rank holds them, flat, stored.
             group: The ranks of the group.
         """
+        if group.size == 1:
+            return self.layout.named(gathered, gathered, group)
         gathered = self.storage.load(gathered)
         return self.layout.named(gathered, self.layout.shard_of(gathered), group)
 

@@ -116,7 +116,12 @@ class OuterView:
             if mean is not None:
                 named |= fragment.named_mean(mean.gathered[index], self._in_group)
                 continue
-            gathered = fragment.gathered(self._in_group) if self.final is None else self.final[index]
+            if self.final is not None:
+                gathered = self.final[index]
+            elif self._in_group.size == 1:
+                gathered = fragment.outer.values
+            else:
+                gathered = fragment.gathered(self._in_group)
             named |= fragment.named(gathered, self._in_group)
         return named
 

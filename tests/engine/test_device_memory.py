@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.compression import ErrorFeedback, Int4
+from lightning_sdiloco.engine import GroupMean
 from tests import pretend
 from tests.known_training import wait_for_flights
 from tests.pretend import IS_POSSIBLE
@@ -74,6 +75,14 @@ class Device:
             assert all(values.device.type == "cpu" for values in self.engine.state_dict()["local"])
         self.engine.outer_state_dict()
 
+    def names_without_the_device(self, mean: GroupMean | None = None) -> None:
+        """Copies an outer model, or a mean, that rests on the host: its way does not lead over the device."""
+        before = pretend.memory_allocated()
+        pretend.reset_peak_memory_stats()
+        named = self.engine.outer_state_dict() if mean is None else self.engine.named_mean(mean)
+        assert {values.device.type for values in named.values()} == {"cpu"}
+        assert pretend.max_memory_allocated() == before
+
     def show_mean(self) -> None:
         with self.engine.evaluate(self.engine.group_mean()):
             pass
@@ -85,7 +94,9 @@ def trained(layers: int, choices: dict[str, Any], rank: int, world_size: int) ->
         device.counted("step", device.step)
         if step % 5 == 4:
             device.counted("checkpoint", device.validate_and_save)
+            device.names_without_the_device()
     device.counted("mean", device.show_mean)
+    device.names_without_the_device(device.engine.group_mean())
     device.counted("end", device.engine.finish)
     return device.most
 
