@@ -103,7 +103,7 @@ def run(
         micro_batches: `(group, step)` to how many of them the group trained in that step: by these it weighs.
         due: the fragments that launch after a step, in place of those of line 6.
         shares: `(fragment, norms of the outer gradients, steps trained)`, both by group, to what each outer gradient is
-            multiplied with in their sum, in place of line 8.
+            multiplied with in their sum, in place of line 8; a group that trained and gets 0 is left out.
         landed: is told of every landing: fragment, step of the launch, and the same two.
         carries: whether a landing moves the local parameters by what the outer ones are away from those at the launch,
             in place of line 12.
@@ -123,18 +123,23 @@ def run(
     def land(step: int, p: int) -> None:  # lines 10 to 12
         launched_at, deltas = in_flight.pop(p)
         norms = [sum(float(of[m].double().square().sum()) for of in deltas.values()) ** 0.5 for m in range(len(models))]
+        given = None if shares is None or not any(weights[p]) else shares(p, norms, weights[p])
+        kept = [
+            mixing if given is None or given[m] or not weights[p][m] else 0.0  # who is left out takes the outer ones
+            for m in range(len(models))
+        ]
         for name in fragments[p] if any(weights[p]) else ():
             delta, lr = weighted_mean(deltas[name], weights[p]), rate(outer_steps[p])  # line 8
-            if shares is not None:
-                parts = zip(shares(p, norms, weights[p]), deltas[name], strict=True)
+            if given is not None:
+                parts = zip(given, deltas[name], strict=True)
                 delta = torch.stack([share * own for share, own in parts]).sum(0)
             sent = [outer[name] - own for own in deltas[name]]
             outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, lr, outer_momentum)
-            for group, before in zip(local, sent, strict=True):
+            for group, before, alpha in zip(local, sent, kept, strict=True):
                 if carries:
                     group[name].copy_(group[name].float() + outer[name] - before)
                 else:
-                    group[name].copy_(mixing * group[name].float() + (1 - mixing) * outer[name])
+                    group[name].copy_(alpha * group[name].float() + (1 - alpha) * outer[name])
         outer_steps[p] += any(weights[p])
         landed(p, launched_at, norms, weights[p])
         result.landings.append((step, p))

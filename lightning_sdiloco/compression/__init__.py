@@ -96,6 +96,11 @@ def resolve(compression: str | Compression) -> Compression:
         return COMPRESSIONS[compression]
     if isinstance(compression, str) and compression.removesuffix(MEMORY) in COMPRESSIONS:
         return ErrorFeedback(COMPRESSIONS[compression.removesuffix(MEMORY)])
+    if compression == "auto":
+        raise ValueError(
+            "compression='auto' is for a Trainer, whose planner measures the link before it chooses. Name one here, as"
+            " 'fp4'; sdiloco plan --bandwidth tells which ones a link carries."
+        )
     raise ValueError(
         f"compression={compression!r} is not known. It is one of {', '.join(map(repr, COMPRESSIONS))}, or one of "
         f"these with {MEMORY!r} behind it, or an object that is a `lightning_sdiloco.compression.Compression`. Set "

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from torch import Tensor
 
-from lightning_sdiloco import memory
+from lightning_sdiloco import SimulatedGroups, memory
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -358,6 +358,13 @@ def test_what_is_not_a_compression_is_refused(wrong: object) -> None:
     assert message.startswith(f"compression={wrong!r}")
     assert ", ".join(map(repr, COMPRESSIONS)) in message
     assert "lightning_sdiloco.compression.Compression" in message
+
+
+def test_auto_is_refused_where_nothing_measures_a_link() -> None:
+    models = [torch.nn.Linear(2, 2) for _ in range(2)]
+    for refused in (lambda: resolve("auto"), lambda: SimulatedGroups(models, compression="auto")):
+        with pytest.raises(ValueError, match=r"compression='auto' is for a Trainer, whose planner measures the link"):
+            refused()
 
 
 @pytest.mark.parametrize(

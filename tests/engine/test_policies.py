@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_sdiloco import (
     Carry,
     Control,
     Count,
+    Eager,
     Federation,
     Heard,
     LandingRule,
@@ -26,6 +27,7 @@ from lightning_sdiloco import (
     SimulatedGroups,
     StreamingDiLoCo,
     StreamingDiLoCoStrategy,
+    TwoShot,
     Weighing,
     ZScore,
 )
@@ -115,6 +117,40 @@ def test_weighings_follow_plain_loops(weighing: Weighing, shares: Any) -> None:
     assert any(not torch.allclose(expected.outer[name], plain.outer[name]) for name in plain.outer)
 
 
+class ZScoreLoop:
+    """EDiT's guard in plain loops, with a list of what was seen in place of a state."""
+
+    def __init__(self, threshold: float, alpha: float, warmup: int) -> None:
+        self.threshold, self.alpha, self.warmup = threshold, alpha, warmup
+        self.seen: dict[tuple[int, int], tuple[int, float, float]] = {}
+        self.left_out = 0
+
+    def __call__(self, p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
+        told = enumerate(zip(norms, trained, strict=True))
+        counts = [self.counted(p, m, norm, steps) for m, (norm, steps) in told]
+        return [count / sum(counts) for count in counts]
+
+    def counted(self, p: int, m: int, norm: float, steps: int) -> int:
+        if not steps:
+            return 0
+        n, average, variance = self.seen.get((p, m), (0, 0.0, 0.0))
+        longest = average + self.threshold * variance**0.5 if n >= self.warmup else inf
+        alpha, off = max(self.alpha, 1 / (n + 1)), min(norm, longest) - average
+        self.seen[p, m] = n + 1, average + alpha * off, (1 - alpha) * (variance + alpha * off * off)
+        self.left_out += norm > longest
+        return steps if norm <= longest else 0
+
+
+def test_the_guard_by_standard_deviations_follows_plain_loops() -> None:
+    numbers = {"threshold": 1.2, "alpha": 0.1, "warmup": 2}
+    loop = ZScoreLoop(**numbers)  # type: ignore[arg-type]
+    expected = reference("sgd", 3, 40, idle=fewer, shares=loop, **CHOICES)
+    trajectory, _ = simulate("sgd", 3, 40, fewer, weighing=ZScore(**numbers), **CHOICES)  # type: ignore[arg-type]
+    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
+        assert_same(actual, outer, 10)
+    assert loop.left_out >= 2
+
+
 @pytest.mark.parametrize("overlap_steps", [0, 3])
 def test_carry_follows_plain_loops(overlap_steps: int) -> None:
     options = {**CHOICES, "overlap_steps": overlap_steps}
@@ -162,7 +198,7 @@ class Loudest(Weighing):
 
 @dataclass(frozen=True)
 class DelayCompensation(LandingRule):
-    """Corrects what was trained in flight for where it should have been trained, as CoCoDC (arXiv 2504.17672) does."""
+    """Corrects what was trained in flight for where it should have been trained, by a rule of a user's own."""
 
     strength: float = 0.5
     kept: float = 0.0
@@ -265,7 +301,22 @@ def test_the_planner_does_not_choose_beside_a_pace() -> None:
         StreamingDiLoCoStrategy(schedule=Selective(), overlap_steps="auto")
 
 
-@pytest.mark.parametrize("policy", [{"schedule": Selective()}, {"weighing": ByNorm()}, {"mixing": Carry()}], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"schedule": Selective()},
+        {"schedule": Rarer()},
+        {"weighing": ByNorm()},
+        {"weighing": ZScore()},
+        {"weighing": ByMedian()},
+        {"weighing": Loudest()},
+        {"mixing": Carry()},
+        {"mixing": Eager()},
+        {"mixing": DelayCompensation()},
+        {"exchange": TwoShot([1.0])},
+    ],
+    ids=repr,
+)
 def test_a_federation_refuses_them_by_name(policy: dict[str, Any]) -> None:
     federation = Federation(hub="localhost:1", run="r", site="a", insecure=True)
     with pytest.raises(ValueError, match=rf"{next(iter(policy))}=.* does not go with a federation"):

@@ -1,6 +1,7 @@
 """Routes on which groups hold outer parameters of their own: against plain loops and closed forms, and in processes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import cos, pi
 from pathlib import Path
@@ -79,9 +80,19 @@ def ring_numbers(groups: int) -> tuple[float, float]:
     return 0.5 / np.sqrt(slow * resistance), 0.5 * np.sqrt(slow / resistance)
 
 
+@dataclass(frozen=True)
+class Neighbours(Route):
+    """A user's own: neighbours in a row, from the left and from the right in turn; who is left over joins the last."""
+
+    def legs(self, number: int, groups: int) -> Sequence[tuple[int, ...]]:
+        row = list(range(groups)) if number % 2 == 0 else [*range(1, groups), 0]
+        pairs = [tuple(sorted(row[at : at + 2])) for at in range(0, groups - 1, 2)]
+        return [*pairs[:-1], tuple(sorted((*pairs[-1], row[-1])))] if groups % 2 else pairs
+
+
 @pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize(
-    "route", [RandomPairs(seed=3), FastestPairs(speeds=SPEEDS), Ring()], ids=lambda r: type(r).__name__
+    "route", [RandomPairs(seed=3), FastestPairs(speeds=SPEEDS), Ring(), Neighbours()], ids=lambda r: type(r).__name__
 )
 def test_routes_follow_plain_loops(route: Route, overlap: int) -> None:
     m, h, mixing, lr, mu = 7, 4, 0.25, 0.7, 0.5
@@ -311,6 +322,34 @@ def test_processes_do_what_the_simulation_does(tmp_path: Path) -> None:
             of_group += [parameter.detach().clone() for parameter in model.parameters()]
     for held, of_group in zip(run_ranks(in_process, 4, str(tmp_path)), expected, strict=True):
         assert all(map(torch.equal, held, of_group))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_four_groups_get_the_fastest_pairs_that_any_could_make(seed: int) -> None:
+    """By trying them all; what is slowest counts first."""
+    drawn = np.random.default_rng(seed).permutation(16).reshape(4, 4) + 1.0
+    speeds = tuple(tuple(float(value) for value in row) for row in np.minimum(drawn, drawn.T))
+
+    def from_the_slowest(pairs: Sequence[Sequence[int]]) -> list[float]:
+        return sorted(speeds[one][other] for one, other in pairs)
+
+    ways = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))]
+    assert from_the_slowest(FastestPairs(speeds=speeds).legs(0, 4)) == max(map(from_the_slowest, ways))
+
+
+@pytest.mark.parametrize("route", [FastestPairs(speeds=SPEEDS[:6]), Neighbours()], ids=["fastest", "own"])
+def test_pairs_spread_as_the_product_of_their_means(route: Route) -> None:
+    models, groups = vectors(6, route=route, **{**PURE, "sync_every": 1})
+    start = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
+    for model, values in zip(models, start, strict=True):
+        model.values.data.copy_(values)
+    product = np.eye(6)
+    for number in range(9):
+        groups.step()
+        for leg in route.legs(number, 6):
+            product[list(leg)] = product[list(leg)].mean(0)
+        assert torch.allclose(stacked(models), torch.from_numpy(product @ start.double().numpy()), atol=1e-5)
+    assert np.abs(product - 1 / 6).max() < 0.2
 
 
 class Halves(Route):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_sdiloco import DelayedNesterov, Federation, SimulatedGroups
-from lightning_sdiloco.compression import FP4, ErrorFeedback, Int2, RandomK, Threshold
+from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.federation import Charter, Record, Welcome
 from lightning_sdiloco.hub import Called, Recorded, Told, Welcomed
 from tests.engine.ranked_sites import Rank, whole
@@ -532,6 +532,28 @@ def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
         assert equal(list(own.values()), list(expected.values()))
     buffers = [rank.engine._cut.rounds.fragments[0].buffers.outer for site in (*alone, *sites) for rank in site]
     assert all(equal(own, buffers[0]) for own in buffers)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2), "compression": "fp32"},
+        {"compression": "sparse"},
+        {"compression": ErrorFeedback(Threshold(1 / 4, Int2(), every=2))},
+        {"compression": "random_k+memory"},
+        {"compression": ByLink(["fp4+memory", "sparse"], within=1000.0)},
+    ],
+    ids=["delayed_nesterov", "sparse", "threshold", "random_k", "by_link"],
+)
+def test_sites_of_several_ranks_agree_with_every_code_and_a_delayed_momentum(choices: dict[str, Any]) -> None:
+    sites = train_ranked((4, 2, 1), 26, normed, train_step, (4, 4, 4), **{**CHOICES, **choices})
+    first, *others = in_common(sites)
+    assert len(first) == 3
+    for own in others:
+        assert list(own) == list(first)
+        assert equal(list(own.values()), list(first.values()))
+    rounds = [key.split(",")[0] for key in first]
+    assert rounds == [f"{p} Position(round={r}" for p, r in enumerate((3, 2, 2))]
 
 
 def test_ranks_share_what_their_site_sends_and_fetches() -> None:

@@ -262,3 +262,13 @@ def test_policies_are_chosen_by_class_path(tmp_path: Path) -> None:
     assert arguments["mixing"]["init_args"] == {"strength": 0.1, "kept": 0.0}
     # A dataclass that stands for itself is shown by its fields alone.
     assert arguments["exchange"] == {"parts": "by_bandwidth", "links": [1.0, 1.0, 0.5]}
+
+
+@pytest.mark.parametrize("name", ["lightning_sdiloco.Ring", "tests.engine.test_routes.Neighbours"])
+def test_a_route_is_chosen_by_class_path(tmp_path: Path, name: str) -> None:
+    chosen = {"route": {"class_path": name}, "compression": "int8"}
+    strategy = {"class_path": OURS["lightning.pytorch"], "init_args": chosen}
+    (tmp_path / "route.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    arguments = [f"--config={tmp_path / 'route.yaml'}", "--print_config"]
+    printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", *arguments))
+    assert printed["trainer"]["strategy"]["init_args"]["route"]["class_path"] == name

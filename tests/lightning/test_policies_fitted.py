@@ -1,5 +1,6 @@
 """Every policy once with a real Trainer, with more than 100,000 parameters: the bits are those of the simulation."""
 
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from lightning_sdiloco import (
     ByMedian,
     ByNorm,
     Carry,
+    DelayedNesterov,
     DropCompute,
     Eager,
     Paced,
     Selective,
     SimulatedGroups,
     StreamingDiLoCoMonitor,
+    TwoShot,
     ZScore,
 )
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
@@ -35,6 +38,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "by_median": {"weighing": ByMedian()},
     "carry": {"mixing": Carry()},
     "eager": {"mixing": Eager()},
+    "delayed_nesterov": {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2)},
+    "random_k": {"compression": "random_k+memory"},
+    "random_block": {"compression": "random_block"},
+    "two_shot": {"exchange": TwoShot([0.75, 0.25])},
     "threshold": {"compression": ErrorFeedback(Threshold(1 / 16, Int2(), every=2))},
     "senders": {"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders"))},
     # On this machine every link carries the first code in time.
@@ -66,7 +73,7 @@ def fitted(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, Tens
         if name == "drop_compute":
             loader = DropCompute(2, budget=inf)(loader)
             more = {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(folder))]}
-        strategy = fits.strategy(worker_groups=2, **SHARED, **choices)
+        strategy = fits.strategy(worker_groups=2, **{**SHARED, **choices})
         trainer = fits.trainer(strategy=strategy, devices=2, max_steps=STEPS, use_distributed_sampler=False, **more)
         trainer.fit(fits.module(net=net(), inner="adamw"), loader)
         outer[name] = {key.removeprefix("net."): values for key, values in strategy.outer_state_dict().items()}
@@ -76,7 +83,10 @@ def fitted(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, Tens
 def simulated(name: str) -> dict[str, Tensor]:
     models = [net() for _ in range(2)]
     optimizers = [inner_optimizer("adamw", model) for model in models]
-    groups, every = SimulatedGroups(models, **SHARED, **POLICIES[name]), [iter(batches(group)) for group in range(2)]
+    groups, every = (
+        SimulatedGroups(models, **{**SHARED, **POLICIES[name]}),
+        [iter(batches(group)) for group in range(2)],
+    )
     micro_batches = 2 if name == "drop_compute" else 1
     for step in range(1, STEPS + 1):
         idle = {1} if name == "paced" and step % 2 else set[int]()
