@@ -7,8 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, nn
 
 from lightning_sdiloco import (
@@ -214,6 +216,41 @@ class DelayCompensation(LandingRule):
 
 OWN: dict[str, Any] = {"schedule": Rarer(), "weighing": Loudest(), "mixing": DelayCompensation()}
 BUILT_IN: dict[str, Any] = {"schedule": Selective(0.4), "weighing": ZScore(warmup=2), "mixing": Carry()}
+
+
+MANY: list[dict[str, Any]] = [
+    {"schedule": Selective(0.4), "weighing": ZScore(threshold=1.5, alpha=0.2, warmup=2), "mixing": Carry()},
+    {"schedule": Rarer(), "weighing": ByMedian()},
+    {"weighing": ByNorm(0.5), "mixing": Eager()},
+    {"weighing": Loudest(), "mixing": DelayCompensation()},
+]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    choices=st.sampled_from(MANY),
+    idle=st.lists(st.sets(st.integers(0, 2), max_size=3), min_size=20, max_size=30),
+    overlap_steps=st.integers(0, 3),
+)
+def test_whoever_is_idle_groups_agree_after_every_landing_and_are_silent_between_launches(
+    choices: dict[str, Any], idle: list[set[int]], overlap_steps: int
+) -> None:
+    models = [mlp() for _ in range(3)]
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    groups = SimulatedGroups(models, **{**CHOICES, "overlap_steps": overlap_steps, **choices})
+    launches, landings = 0, 0
+    for step, away in enumerate(idle, 1):
+        for group in {0, 1, 2} - away:
+            train_step(models[group], optimizers[group], group, step)
+        sent = groups.engines[0].report()["bytes_sent"]
+        landed = groups.step(idle=away)[0]
+        landings += len(landed)
+        outers = [[own.outer.values for own in engine._cut.rounds.fragments] for engine in groups.engines]
+        assert all(torch.equal(own, first) for other in outers for own, first in zip(other, outers[0], strict=True))
+        # Bytes count when they have landed, and nothing else sends any.
+        assert landed or groups.engines[0].report()["bytes_sent"] == sent
+        launches = int(groups.engines[0].report()["launches"])
+    assert landings <= launches <= landings + 2
 
 
 def trained(groups: int, steps: int, at: int | None = None, **choices: Any) -> list[list[Tensor]]:
