@@ -111,6 +111,10 @@ class Rounds:
         """Lets the memory go that waits for the next flight: there is none."""
         self._spare = None
 
+    def reshard(self) -> None:
+        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see `sharding.reshard`."""
+        reshard_modules(self._sharded)
+
     def require_coverage(self) -> None:
         """Refuses to go on with a parameter that is trained and in no fragment; see `naming.require_coverage`."""
         require_coverage(self._model, self._parameters)
@@ -136,7 +140,7 @@ class Rounds:
 
     def rejoin(self) -> None:
         """Lets inner steps go on from the outer parameters, where they began ahead of them. In-group collective."""
-        reshard_modules(self._sharded)
+        self.reshard()
         for fragment in self.fragments:
             fragment.rejoin(self._topology.in_group)
 
@@ -169,7 +173,7 @@ class Rounds:
             snapshot = snapshot._replace(step_time=mailbox.step_time, leg=leg)
             self._start(self.chosen(snapshot), began)
             if self._ahead is not None and purpose is Purpose.ROUND:
-                reshard_modules(self._sharded)
+                self.reshard()
                 self._ahead.step(fragment, snapshot)
 
     def chosen(self, snapshot: LaunchSnapshot) -> LaunchSnapshot:
@@ -203,7 +207,7 @@ class Rounds:
     @torch.no_grad()
     def take_local(self) -> None:
         """Takes the local values for the outer ones, without an exchange: all groups hold the same ones."""
-        reshard_modules(self._sharded)
+        self.reshard()
         for fragment in self.fragments:
             fragment.take_local()
 
@@ -305,7 +309,7 @@ class Rounds:
             return
         is_round = snapshot.purpose is Purpose.ROUND
         _keep_until_done([*result.gathered, result.outer.values, *result.buffers.values()])
-        reshard_modules(self._sharded)
+        self.reshard()
         fragment.land(result, result.rule, step - snapshot.step, group, not is_round)
         if is_round:
             self._means.link.note(result.sends_bytes_per_s)

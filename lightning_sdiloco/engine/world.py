@@ -100,6 +100,8 @@ class FixedWorld:
     def launch_due(self, step: int, mailbox: Mailbox) -> int:
         """Launches what the pace says; see `World.launch_due`."""
         due = self._rounds.due(step)
+        if due:
+            self._rounds.reshard()
         # Once a round: it looks at all parameters.
         if 0 in due:
             self._rounds.require_coverage()

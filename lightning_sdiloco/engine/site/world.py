@@ -133,6 +133,8 @@ class FederatedWorld:
         for call in self.follower.skips():
             self._connection.skip(call)
         due = self.follower.launches(step)
+        if due:
+            self._rounds.reshard()
         if 0 in due:
             self._rounds.require_coverage()
         for index in due:
