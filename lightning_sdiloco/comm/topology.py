@@ -122,7 +122,6 @@ class Topology:
         on_device: DeviceBackend | None,
     ) -> "Topology":
         rank = dist.get_rank()
-        # Twice the bound of a flight: a rank whose own exchange went well waits for one of its group whose did not.
         gloo = SharedGloo(dist.group.WORLD)
         shared = gloo if world().is_on_host else None
         # A rank that is a group by itself has a process group for those who ask for one, and sends nothing in it.
@@ -134,6 +133,7 @@ class Topology:
         stages, peers = (Communicator(),) * STAGES, world()
         if layout.group_size > 1:
             ranks = layout.worker_group_ranks()
+            # Twice the bound of a flight: a rank whose own exchange went well waits for one of its group whose did not.
             stages = tuple(Communicator(_own(rank, ranks, gloo, 2 * timeout)) for _ in range(STAGES))
         with joining() if joining else nullcontext():
             between = SharedGloo() if joining else gloo

@@ -83,10 +83,8 @@ def fitted(rank: int, world_size: int, folder: Path) -> dict[str, dict[str, Tens
 def simulated(name: str) -> dict[str, Tensor]:
     models = [net() for _ in range(2)]
     optimizers = [inner_optimizer("adamw", model) for model in models]
-    groups, every = (
-        SimulatedGroups(models, **{**SHARED, **POLICIES[name]}),
-        [iter(batches(group)) for group in range(2)],
-    )
+    groups = SimulatedGroups(models, **{**SHARED, **POLICIES[name]})
+    every = [iter(batches(group)) for group in range(2)]
     micro_batches = 2 if name == "drop_compute" else 1
     for step in range(1, STEPS + 1):
         idle = {1} if name == "paced" and step % 2 else set[int]()
