@@ -1,5 +1,7 @@
 """Measures flights over links of 30 Mbit/s: how long they take beside what they send, and what that costs training.
 
+Each is measured with connections that are paced, as they always are, and with those that send as fast as TCP does.
+
 Run it with ``python -m benchmarks.flights [--quick] [--json FILE]``. Every site is a network namespace with one rank,
 so this needs root. Computation is asleep, and payloads are float32, so that two cores are enough for eight sites. A
 flight may take as many inner steps as the bound on its time fills: where it holds, training never waits.
@@ -9,10 +11,12 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +25,7 @@ from torch import nn
 from benchmarks import report
 from benchmarks.links import Links, missing
 from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco.comm.connections import Connection
 from lightning_sdiloco.compression import resolve
 from tests.ranks import run_processes
 
@@ -41,6 +46,8 @@ class Case(NamedTuple):
         step_seconds: Seconds of an inner step.
         mbit_s: What the link of every site carries in each direction.
         round_trip: Seconds to another site and back.
+        congestion_control: That of TCP.
+        paced: Whether connections are paced.
     """
 
     sites: int
@@ -50,6 +57,8 @@ class Case(NamedTuple):
     step_seconds: float = 0.1
     mbit_s: float = 30.0
     round_trip: float = 0.05
+    congestion_control: str = "cubic"
+    paced: bool = True
 
     def on_link(self, nbytes: float) -> float:
         """Seconds that so many bytes take alone."""
@@ -135,7 +144,7 @@ def measure(case: Case) -> Found:
 def _ranks(case: Case, is_shaped: bool) -> list[Ran]:
     """Trains in a process for each site."""
     rate, delay = (case.mbit_s * 1e6, case.round_trip / 2) if is_shaped else (None, 0.0)
-    with Links(case.sites, rate, delay, congestion_control="bbr") as links:
+    with Links(case.sites, rate, delay, congestion_control=case.congestion_control) as links:
         return list(run_processes(partial(_rank, case, links), case.sites, ranks_per_node=1, timeout=300.0))
 
 
@@ -144,14 +153,15 @@ def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
     os.environ.update(links.environment(rank))
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     model = nn.Linear(case.values, 1, bias=False)
-    engine = StreamingDiLoCo(
-        model,
-        worker_groups=world_size,
-        sync_every=case.sync_every,
-        overlap_steps=case.overlap_steps,
-        compression=case.compression,
-        final_sync=False,
-    )
+    with nullcontext() if case.paced else patch.object(Connection, "of_process", set):
+        engine = StreamingDiLoCo(
+            model,
+            worker_groups=world_size,
+            sync_every=case.sync_every,
+            overlap_steps=case.overlap_steps,
+            compression=case.compression,
+            final_sync=False,
+        )
     landings, began = [], 0.0
     # The first flight finds connections that have never sent. It is over when the steps begin that count.
     first = 2 * case.sync_every - 1
@@ -174,7 +184,14 @@ def cases(quick: bool) -> dict[str, Case]:
     """What to measure."""
     if quick:
         return {"3 sites": Case(3, values=50_000, flights=2, step_seconds=0.02)}
-    return {f"{sites} sites": Case(sites) for sites in (2, 4, 8)}
+    return {
+        f"{sites} sites, {control}, {'paced' if paced else 'not paced'}": Case(
+            sites, congestion_control=control, paced=paced
+        )
+        for sites in (2, 4, 8)
+        for control in ("cubic", "bbr")
+        for paced in (False, True)
+    }
 
 
 def show(found: Mapping[str, Found]) -> None:

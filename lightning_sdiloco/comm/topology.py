@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.connections import Connection
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Exchange, InProcessExchange
 from lightning_sdiloco.comm.gloo import SharedGloo
 from lightning_sdiloco.comm.layout import GroupLayout
+from lightning_sdiloco.comm.pacing import Pacing
 
 STAGES = 3
 """Stages of a flight. Each has a communicator of its own among the ranks of the group."""
@@ -232,9 +234,14 @@ def _exchanges(
     both = process_group(gloo)
     control, progress = DirectExchange(both, both), DirectExchange(both, both, tag=1)
     if on_device is None:
+        there = Connection.of_process()
         up, down = process_group(gloo), process_group(gloo)
+        opened = Connection.of_process() - there
+        # More or fewer are not those of gloo alone, or gloo connects later: TCP then sends as it does.
+        pacing = Pacing(opened if len(opened) == 2 * (layout.worker_groups - 1) else set())
         # The second hop uses the connections of the first: a connection is fastest just after it has carried something.
-        return control, progress, DirectExchange(up, down), DirectExchange(up, down, tag=1)
+        first, second = (DirectExchange(up, down, tag, pacing) for tag in range(2))
+        return control, progress, first, second
     # One for each hop: two threads post outer gradients and means, in an order that may differ between ranks.
     on_devices = [DeviceExchange(process_group(on_device.name), on_device.device) for _ in range(2)]
     for one in on_devices:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_sdiloco.comm.exchange.base import Exchange, Unanswered
+from lightning_sdiloco.comm.pacing import Pacing
 from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
 
 
@@ -42,13 +43,17 @@ class DirectExchange(Exchange[_Posted]):
             to groups of higher number.
         down: Another one, for the messages to groups of lower number.
         tag: Tells these messages apart from those of another exchange over the same process groups.
+        pacing: Says how fast its connections may send; None: as fast as they can.
     """
 
-    def __init__(self, up: dist.ProcessGroup, down: dist.ProcessGroup, tag: int = 0) -> None:
+    def __init__(
+        self, up: dist.ProcessGroup, down: dist.ProcessGroup, tag: int = 0, pacing: Pacing | None = None
+    ) -> None:
         super().__init__(dist.get_world_size(up))
         self._up = up
         self._down = down
         self._tag = tag
+        self._pacing = pacing or Pacing()
         self._group = dist.get_rank(up)
         self._ranks = dist.get_process_group_ranks(up)
         self._latest = -1
@@ -59,7 +64,8 @@ class DirectExchange(Exchange[_Posted]):
         on_host = {id(message): to_host(message) for message in messages}
         sent = [on_host[id(message)] for message in messages]
         own, device = sent[self._group], messages[self._group].device
-        others = [group for group in range(self.num_groups) if group != self._group]
+        others = self._others()
+        self._pacing.prepare([sent[group].numel() for group in others])
         like = [own] * self.num_groups if sizes is None else [own.new_empty(size) for size in sizes]
         received = [own if group == self._group else page_locked(one, device) for group, one in enumerate(like)]
         transfers, failure = [], None
@@ -75,8 +81,9 @@ class DirectExchange(Exchange[_Posted]):
         """Starts to send alone; see `Exchange.post_unexpected`. gloo holds a message until it is expected."""
         on_host = {id(message): to_host(message) for message in messages}
         sent = [on_host[id(message)] for message in messages]
+        self._pacing.prepare([sent[group].numel() for group in self._others()])
         transfers, failure = [], None
-        for group in [group for group in range(self.num_groups) if group != self._group]:
+        for group in self._others():
             try:
                 transfers.append(_Transfer(group, None, self._sending(group, sent[group])))
             except RuntimeError as error:
@@ -119,6 +126,9 @@ class DirectExchange(Exchange[_Posted]):
         return [
             own if group == self._group else to_device(part, own.device) for group, part in enumerate(posted.received)
         ]
+
+    def _others(self) -> list[int]:
+        return [group for group in range(self.num_groups) if group != self._group]
 
     def _transfer(self, group: int, sent: Tensor, into: Tensor) -> _Transfer:
         # The receive comes first, so that the other side knows early that this one is ready.

@@ -1,0 +1,113 @@
+"""TCP connections that a library has opened in this process: what the kernel counts, and how fast they may send.
+
+Linux only; elsewhere none are found.
+"""
+
+import os
+import socket
+import stat
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+_MAX_PACING_RATE = 47
+_UNLIMITED = 2**64 - 1
+# Bytes of the kernel's `struct tcp_info` up to what is read here (Linux 4.10), and where each number stands.
+_INFO_BYTES = 176
+_FIELDS = struct.Struct("=68x I 28x I 16x Q 20x I 4x I Q Q")
+
+
+class Counters(NamedTuple):
+    """Tells what a connection has sent so far.
+
+    Attributes:
+        nbytes: Bytes that the other side has acknowledged.
+        packets: Packets with data, those that were sent again among them.
+        sent_again: Packets that were sent again.
+        busy_s: Seconds in which there was something to send, or to be acknowledged.
+        round_trip: Seconds of a round trip, lately.
+        shortest_round_trip: Seconds of the shortest one in the last minutes.
+        bytes_per_s: What it delivered lately.
+    """
+
+    nbytes: int
+    packets: int
+    sent_again: int
+    busy_s: float
+    round_trip: float
+    shortest_round_trip: float
+    bytes_per_s: float
+
+    def since(self, before: "Counters") -> "Counters":
+        """Returns what it has sent since then, with the round trips and the speed of now."""
+        return self._replace(
+            nbytes=self.nbytes - before.nbytes,
+            packets=self.packets - before.packets,
+            sent_again=self.sent_again - before.sent_again,
+            busy_s=self.busy_s - before.busy_s,
+        )
+
+
+class Connection(NamedTuple):
+    """A connection of this process, whoever has opened it.
+
+    It is never kept open: its owner may close it at any time.
+
+    Attributes:
+        descriptor: Its file descriptor.
+        inode: What tells it from another one that has the same descriptor later.
+    """
+
+    descriptor: int
+    inode: int
+
+    @staticmethod
+    def of_process() -> "set[Connection]":
+        """Returns all that this process has, over IPv4 and IPv6."""
+        if sys.platform != "linux":
+            return set()
+        found = set[Connection]()
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                about = os.fstat(int(name))
+                one = Connection(int(name), about.st_ino)
+                if stat.S_ISSOCK(about.st_mode) and one._is_tcp():
+                    found.add(one)
+        return found
+
+    def counters(self) -> Counters:
+        """Returns what the kernel has counted.
+
+        Raises:
+            OSError: If the connection is no longer there, or the kernel does not count.
+        """
+        with self._opened() as opened:
+            told = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        if len(told) < _INFO_BYTES:
+            raise OSError("This Linux is older than 4.10, and does not tell how long a connection was busy.")
+        trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(told)
+        return Counters(acked, packets, again, 1e-6 * busy, 1e-6 * trip, 1e-6 * shortest, float(rate))
+
+    def limit(self, bytes_per_s: float | None) -> None:
+        """Lets it send that fast at most; None: as fast as its congestion control allows.
+
+        Raises:
+            OSError: If the connection is no longer there.
+        """
+        rate = _UNLIMITED if bytes_per_s is None else max(1, int(bytes_per_s))
+        with self._opened() as opened:
+            opened.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", rate))
+
+    def _is_tcp(self) -> bool:
+        with self._opened() as opened:
+            opened.getpeername()
+            return opened.type == socket.SOCK_STREAM and opened.family in (socket.AF_INET, socket.AF_INET6)
+
+    @contextmanager
+    def _opened(self) -> Iterator[socket.socket]:
+        with socket.socket(fileno=os.dup(self.descriptor)) as opened:
+            if os.fstat(opened.fileno()).st_ino != self.inode:
+                raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
+            yield opened

@@ -1,0 +1,148 @@
+"""Paces what a rank sends, so that messages which leave together get through together.
+
+[Note: why pace] A mean waits for the slowest message. TCP shares a link fairly in the long run: of seven connections
+that send for a second, some get half of what others do, and after a pause all begin slowly and then overrun the queue
+of the link. So each connection sends at its share of what the link carries, and no faster, which the kernel sees to.
+
+What the link carries is learned from message to message, as the kernel counts them. Where packets had to queue or got
+lost, the next ones go slower, by what queued and was lost; where not, they go faster, and the more so the longer it
+goes well. So a rate that is too low is soon given up, and links may change at any time.
+"""
+
+import threading
+from collections.abc import Sequence, Set
+from statistics import median
+from typing import NamedTuple
+
+from lightning_sdiloco.comm.connections import Connection, Counters
+
+_SHORTEST_S = 0.05
+"""Messages that take less time are not paced, and nothing is learned from them: a queue holds them all."""
+
+_QUEUE_S, _QUEUE_SHARE, _LOST_SHARE = 0.015, 0.03, 0.005
+"""So many seconds in queues, if they are that share of the time, or so many packets lost are too many."""
+
+_UNKNOWN_STEP, _FIRST_STEP, _LARGEST_STEP = 0.08, 0.01, 0.5
+"""By what share a rate grows before and after it was too high, twice as much each time, and at most."""
+
+_ABOVE_DELIVERED, _ABOVE_SENT = 1.25, 1.08
+"""A rate is at most so many times what connections delivered in the end, and at least so many times what they sent."""
+
+
+class Sent(NamedTuple):
+    """Tells how the last messages got through.
+
+    Attributes:
+        nbytes: Bytes that the receivers have acknowledged.
+        seconds: How long the slowest connection sent, without a round trip.
+        queued_s: Seconds for which the last packets waited in queues.
+        lost: Share of the packets that were sent again.
+        delivered: Bytes per second of all connections together, in the end.
+    """
+
+    nbytes: int
+    seconds: float
+    queued_s: float
+    lost: float
+    delivered: float
+
+    @staticmethod
+    def over(connections: Sequence[Counters]) -> "Sent":
+        """Returns it for the connections that carried the messages, from what they counted meanwhile."""
+        return Sent(
+            nbytes=sum(one.nbytes for one in connections),
+            seconds=max(one.busy_s - one.shortest_round_trip for one in connections),
+            queued_s=median(one.round_trip - one.shortest_round_trip for one in connections),
+            lost=sum(one.sent_again for one in connections) / max(1, sum(one.packets for one in connections)),
+            delivered=sum(one.bytes_per_s for one in connections),
+        )
+
+
+class Pace:
+    """Learns how fast a rank may send.
+
+    Attributes:
+        bytes_per_s: Over all connections together; None: as fast as their congestion control allows.
+
+    Examples:
+        >>> pace = Pace()
+        >>> pace.learn(Sent(nbytes=4_000_000, seconds=1.0, queued_s=0.1, lost=0.0, delivered=4e6))
+        >>> pace.bytes_per_s
+        5000000.0
+        >>> pace.learn(Sent(nbytes=4_000_000, seconds=1.0, queued_s=0.1, lost=0.0, delivered=5e6))
+        >>> round(pace.bytes_per_s)
+        4545455
+        >>> pace.learn(Sent(nbytes=4_000_000, seconds=0.9, queued_s=0.0, lost=0.0, delivered=5e6))
+        >>> round(pace.bytes_per_s)
+        4800000
+    """
+
+    def __init__(self) -> None:
+        self.bytes_per_s: float | None = None
+        self._step = _UNKNOWN_STEP
+
+    def learn(self, sent: Sent) -> None:
+        """Takes in how messages got through that were paced as said here."""
+        if sent.seconds < _SHORTEST_S:
+            return
+        too_fast = sent.queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or sent.lost > _LOST_SHARE
+        if self.bytes_per_s is None:
+            # What is too high at first costs less than what is too low: it is as if nothing were paced.
+            self.bytes_per_s = _ABOVE_DELIVERED * sent.delivered if too_fast else None
+            return
+        if too_fast:
+            factor, self._step = (1 - sent.lost) * sent.seconds / (sent.seconds + sent.queued_s), _FIRST_STEP
+        else:
+            factor, self._step = 1 + self._step, min(2 * self._step, _LARGEST_STEP)
+        most, least = _ABOVE_DELIVERED * sent.delivered, _ABOVE_SENT * sent.nbytes / sent.seconds
+        self.bytes_per_s = max(min(factor * self.bytes_per_s, most), least)
+
+
+class Pacing:
+    """Paces the connections of a rank over which messages leave together. Its methods may be called by any thread.
+
+    Args:
+        connections: The connections. None: nothing is paced.
+    """
+
+    def __init__(self, connections: Set[Connection] = frozenset()) -> None:
+        self._connections = list(connections)
+        self._before: list[Counters] = []
+        self._pace = Pace()
+        self._limit: float | None = None
+        self._lock = threading.Lock()
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Learns from the last messages how fast the next ones may leave; call it before they do.
+
+        Args:
+            sizes: Their bytes.
+        """
+        nbytes = sum(sizes)
+        with self._lock:
+            if not self._connections or not nbytes:
+                return
+            try:
+                self._learn()
+                rate = self._pace.bytes_per_s
+                is_long = rate is not None and nbytes / rate >= _SHORTEST_S
+                # So the largest message is through when all others are.
+                self._limit_to(rate * max(sizes) / nbytes if rate is not None and is_long else None)
+            except OSError:
+                # A connection is gone. Whoever waits for its message says so.
+                self._connections = []
+
+    def _learn(self) -> None:
+        counters = [connection.counters() for connection in self._connections]
+        before, self._before = self._before or counters, counters
+        since = [after.since(then) for then, after in zip(before, counters, strict=True)]
+        # Where less went, it was words, or there was no message for the other side.
+        least = max(one.nbytes for one in since) / 4
+        if carried := [one for one in since if one.nbytes > least]:
+            self._pace.learn(Sent.over(carried))
+
+    def _limit_to(self, bytes_per_s: float | None) -> None:
+        if bytes_per_s != self._limit:
+            for connection in self._connections:
+                connection.limit(bytes_per_s)
+            self._limit = bytes_per_s
