@@ -2,7 +2,8 @@
 
 Each is measured with connections that are paced, as they always are, and with those that send as fast as TCP does.
 
-Run it with ``python -m benchmarks.flights [--quick] [--json FILE]``. Every site is a network namespace with one rank,
+Run it with ``python -m benchmarks.flights [--links] [--quick] [--json FILE]``; ``--links`` measures faster and longer
+links, and one with a short queue. Every site is a network namespace with one rank,
 so this needs root. Computation is asleep, and payloads are float32, so that two cores are enough for eight sites. A
 flight may take as many inner steps as the bound on its time fills: where it holds, training never waits.
 """
@@ -46,6 +47,7 @@ class Case(NamedTuple):
         step_seconds: Seconds of an inner step.
         mbit_s: What the link of every site carries in each direction.
         round_trip: Seconds to another site and back.
+        queue: Seconds of data that wait before a link at most.
         congestion_control: That of TCP.
         paced: Whether connections are paced.
     """
@@ -57,6 +59,7 @@ class Case(NamedTuple):
     step_seconds: float = 0.1
     mbit_s: float = 30.0
     round_trip: float = 0.05
+    queue: float = 0.1
     congestion_control: str = "cubic"
     paced: bool = True
 
@@ -144,7 +147,7 @@ def measure(case: Case) -> Found:
 def _ranks(case: Case, is_shaped: bool) -> list[Ran]:
     """Trains in a process for each site."""
     rate, delay = (case.mbit_s * 1e6, case.round_trip / 2) if is_shaped else (None, 0.0)
-    with Links(case.sites, rate, delay, congestion_control=case.congestion_control) as links:
+    with Links(case.sites, rate, delay, queue=case.queue, congestion_control=case.congestion_control) as links:
         return list(run_processes(partial(_rank, case, links), case.sites, ranks_per_node=1, timeout=300.0))
 
 
@@ -184,13 +187,33 @@ def cases(quick: bool) -> dict[str, Case]:
     """What to measure."""
     if quick:
         return {"3 sites": Case(3, values=50_000, flights=2, step_seconds=0.02)}
+    return _both_ways(
+        {
+            f"{sites} sites, {control}": Case(sites, congestion_control=control)
+            for sites in (2, 4, 8)
+            for control in ("cubic", "bbr")
+        }
+    )
+
+
+def other_links() -> dict[str, Case]:
+    """What else to measure: other links than those of 30 Mbit/s, all with CUBIC."""
+    return _both_ways(
+        {
+            "4 sites, round trip of 200 ms": Case(4, round_trip=0.2),
+            "4 sites, queue of 20 ms": Case(4, queue=0.02),
+            "2 sites, 300 Mbit/s": Case(2, values=2_500_000, mbit_s=300.0),
+            "2 sites, 1 Gbit/s": Case(2, values=10_000_000, mbit_s=1000.0),
+        }
+    )
+
+
+def _both_ways(paced: Mapping[str, Case]) -> dict[str, Case]:
+    ways = {"not paced": False, "paced": True}
     return {
-        f"{sites} sites, {control}, {'paced' if paced else 'not paced'}": Case(
-            sites, congestion_control=control, paced=paced
-        )
-        for sites in (2, 4, 8)
-        for control in ("cubic", "bbr")
-        for paced in (False, True)
+        f"{name}, {way}": case._replace(paced=is_paced)
+        for name, case in paced.items()
+        for way, is_paced in ways.items()
     }
 
 
@@ -213,11 +236,13 @@ def show(found: Mapping[str, Found]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints and writes."""
-    options = report.options(__doc__, arguments)
+    parser = report.parser(__doc__)
+    parser.add_argument("--links", action="store_true", help="measure other links than those of 30 Mbit/s")
+    options = parser.parse_args(arguments)
     if (lacks := missing()) is not None:
         raise SystemExit(lacks)
     found, told = dict[str, Found](), dict[str, dict[str, Any]]()
-    for name, case in cases(options.quick).items():
+    for name, case in (other_links() if options.links else cases(options.quick)).items():
         found[name] = measure(case)
         about = report.measured("flights", options.quick)
         told[name] = {"case": case._asdict(), "load": about["load"], **found[name]._asdict()}

@@ -7,9 +7,9 @@ import os
 import socket
 import stat
 import struct
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 _MAX_PACING_RATE = 47
@@ -66,10 +66,8 @@ class Connection(NamedTuple):
     @staticmethod
     def of_process() -> "set[Connection]":
         """Returns all that this process has, over IPv4 and IPv6."""
-        if sys.platform != "linux":
-            return set()
-        found = set[Connection]()
-        for name in os.listdir("/proc/self/fd"):
+        found, descriptors = set[Connection](), Path("/proc/self/fd")
+        for name in os.listdir(descriptors) if descriptors.is_dir() else ():
             with suppress(OSError):
                 about = os.fstat(int(name))
                 one = Connection(int(name), about.st_ino)
