@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from torch import nn
 
 from benchmarks import report
 from benchmarks.links import Links, missing
+from benchmarks.picture import BLUE, ORANGE, QUIET, figure, save
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.comm.connections import Connection
 from lightning_sdiloco.compression import resolve
@@ -234,6 +236,35 @@ def show(found: Mapping[str, Found]) -> None:
     report.show("Parts of a flight in the slowest rank, s", ["", *_PARTS], parts)
 
 
+def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | None) -> None:
+    """Draws every flight over what its bytes take alone, paced and not, for each congestion control."""
+    if path is None:
+        return
+    controls = sorted({case.congestion_control for case in measured.values()}, reverse=True)
+    sites = sorted({case.sites for case in measured.values()})
+    picture, panels = figure(columns=len(controls), height=3.4)
+    for axes, control in zip(panels, controls, strict=True):
+        for name, case in measured.items():
+            if case.congestion_control != control:
+                continue
+            one, color = found[name], BLUE if case.paced else ORANGE
+            times = [(seconds - 2 * case.round_trip) / one.bytes_alone for seconds in one.flights]
+            where = sites.index(case.sites) + (0.15 if case.paced else -0.15)
+            spread = [where + 0.1 * (at / max(1, len(times) - 1) - 0.5) for at in range(len(times))]
+            axes.scatter(spread, times, s=18, color=color, label="paced" if case.paced else "not paced")
+        axes.axhline(BOUND, color=QUIET, linewidth=1, linestyle="--")
+        axes.set(title=control.upper(), ylim=(1.0, None), xlim=(-0.5, len(sites) - 0.5))
+        axes.set_xticks(range(len(sites)), [f"{one} sites" for one in sites])
+    top = max(axes.get_ylim()[1] for axes in panels)
+    for axes in panels:
+        axes.set_ylim(1.0, top)
+    panels[0].set_ylabel("a flight over its bytes alone")
+    handles, labels = panels[0].get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    picture.legend(once.values(), once.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    save(picture, path)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measures, prints and writes."""
     parser = report.parser(__doc__)
@@ -242,12 +273,14 @@ def main(arguments: list[str] | None = None) -> None:
     if (lacks := missing()) is not None:
         raise SystemExit(lacks)
     found, told = dict[str, Found](), dict[str, dict[str, Any]]()
-    for name, case in (other_links() if options.links else cases(options.quick)).items():
+    measured = other_links() if options.links else cases(options.quick)
+    for name, case in measured.items():
         found[name] = measure(case)
         about = report.measured("flights", options.quick)
         told[name] = {"case": case._asdict(), "load": about["load"], **found[name]._asdict()}
         report.said(f"{name}: {found[name].flight:.2f} s, load {about['load'][0]}")
     show(found)
+    draw(measured, found, options.picture)
     named = ("ratio", "without_round_trips", "kept")
     headline = {f"{name}: {what}": getattr(one, what) for name, one in found.items() for what in named}
     report.write(options.json, headline, about, found=told)

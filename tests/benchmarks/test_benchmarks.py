@@ -69,8 +69,9 @@ def test_over_a_slow_uplink_a_group_sends_in_a_smaller_code_and_the_others_as_be
 @pytest.mark.network
 @NETWORK
 def test_a_flight_takes_longer_than_its_bytes_and_parts_and_at_least_a_round_trip_for_each_hop(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    flights.main(["--quick", "--json", str(path)])
+    path, picture = tmp_path / "results.json", tmp_path / "flights.svg"
+    flights.main(["--quick", "--json", str(path), "--picture", str(picture)])
+    assert "<!-- paced -->" in picture.read_text()
     (found,) = json.loads(path.read_text())["found"].values()
     case = flights.Case(**found["case"])
     # Two shots among three groups: four thirds of a payload, and a control vector to each of the two others.
