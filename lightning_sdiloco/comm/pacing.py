@@ -25,8 +25,12 @@ _QUEUE_S, _QUEUE_SHARE, _LOST_SHARE = 0.015, 0.03, 0.005
 _UNKNOWN_STEP, _FIRST_STEP, _LARGEST_STEP = 0.08, 0.01, 0.5
 """By what share a rate grows before and after it was too high, twice as much each time, and at most."""
 
-_ABOVE_DELIVERED, _ABOVE_SENT = 1.25, 1.08
-"""A rate is at most so many times what connections delivered in the end, and at least so many times what they sent."""
+_MOST, _LEAST, _LEAST_SENT = 1.25, 1.04, 1.08
+"""A rate is at most, and at least, so many times what connections delivered in the end, and what they sent in all.
+
+What was delivered as fast as it was paced was not too fast, even if it took a while to begin, and whoever has filled
+the queue.
+"""
 
 
 class Sent(NamedTuple):
@@ -69,12 +73,12 @@ class Pace:
         >>> pace.learn(Sent(nbytes=4_000_000, seconds=1.0, queued_s=0.1, lost=0.0, delivered=4e6))
         >>> pace.bytes_per_s
         5000000.0
-        >>> pace.learn(Sent(nbytes=4_000_000, seconds=1.0, queued_s=0.1, lost=0.0, delivered=5e6))
+        >>> pace.learn(Sent(nbytes=4_000_000, seconds=1.0, queued_s=0.1, lost=0.0, delivered=4e6))
         >>> round(pace.bytes_per_s)
         4545455
-        >>> pace.learn(Sent(nbytes=4_000_000, seconds=0.9, queued_s=0.0, lost=0.0, delivered=5e6))
+        >>> pace.learn(Sent(nbytes=4_000_000, seconds=1.0, queued_s=0.0, lost=0.0, delivered=4e6))
         >>> round(pace.bytes_per_s)
-        4800000
+        4590909
     """
 
     def __init__(self) -> None:
@@ -88,14 +92,14 @@ class Pace:
         too_fast = sent.queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or sent.lost > _LOST_SHARE
         if self.bytes_per_s is None:
             # What is too high at first costs less than what is too low: it is as if nothing were paced.
-            self.bytes_per_s = _ABOVE_DELIVERED * sent.delivered if too_fast else None
+            self.bytes_per_s = _MOST * sent.delivered if too_fast else None
             return
         if too_fast:
             factor, self._step = (1 - sent.lost) * sent.seconds / (sent.seconds + sent.queued_s), _FIRST_STEP
         else:
             factor, self._step = 1 + self._step, min(2 * self._step, _LARGEST_STEP)
-        most, least = _ABOVE_DELIVERED * sent.delivered, _ABOVE_SENT * sent.nbytes / sent.seconds
-        self.bytes_per_s = max(min(factor * self.bytes_per_s, most), least)
+        least = max(_LEAST * sent.delivered, _LEAST_SENT * sent.nbytes / sent.seconds)
+        self.bytes_per_s = max(min(factor * self.bytes_per_s, _MOST * sent.delivered), least)
 
 
 class Pacing:

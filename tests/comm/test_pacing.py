@@ -149,6 +149,23 @@ def test_a_queue_of_others_does_not_slow_a_link_down() -> None:
     assert pace.bytes_per_s == pytest.approx(4e6 * 1.08, rel=0.01)
 
 
+@pytest.mark.parametrize(("begins_s", "jitter_s"), [(0.1, 0.02), (0.1, 0.03), (0.2, 0.05), (0.05, 0.02)])
+@pytest.mark.parametrize("share", [1.0, 0.97])
+def test_round_trips_that_vary_and_a_slow_start_do_not_slow_a_link_down(
+    begins_s: float, jitter_s: float, share: float
+) -> None:
+    """Packets seem to queue all the time, and no message is as fast as it is paced."""
+    pace, carries, nbytes = Pace(), 1e7, 3_000_000
+    for at in range(300):
+        paced_at = pace.bytes_per_s or 2 * carries
+        rate = min(carries, share * paced_at)
+        seconds = nbytes / rate + begins_s
+        queued = jitter_s + min(0.1, max(0.0, paced_at / carries - 1) * seconds)
+        pace.learn(Sent(nbytes, seconds, queued, lost=0.0, delivered=rate))
+        assert pace.bytes_per_s is not None
+        assert pace.bytes_per_s >= 0.99 * carries, at
+
+
 def test_short_messages_are_not_paced() -> None:
     link = Link(3, 4e6)
     pacing = over(link)
