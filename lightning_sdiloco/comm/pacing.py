@@ -10,6 +10,7 @@ goes well. So a rate that is too low is soon given up, and links may change at a
 """
 
 import threading
+from collections import deque
 from collections.abc import Sequence, Set
 from statistics import median
 from typing import NamedTuple
@@ -25,12 +26,11 @@ _QUEUE_S, _QUEUE_SHARE, _LOST_SHARE = 0.015, 0.03, 0.005
 _UNKNOWN_STEP, _FIRST_STEP, _LARGEST_STEP = 0.08, 0.01, 0.5
 """By what share a rate grows before and after it was too high, twice as much each time, and at most."""
 
-_MOST, _LEAST, _LEAST_SENT = 1.25, 1.04, 1.08
-"""A rate is at most, and at least, so many times what connections delivered in the end, and what they sent in all.
+_MOST, _LEAST = 1.25, 1.05
+"""A rate is at most so many times what connections delivered in the end, and at least so many times what they sent."""
 
-What was delivered as fast as it was paced was not too fast, even if it took a while to begin, and whoever has filled
-the queue.
-"""
+_REMEMBERED = 8
+"""What queues or gets lost in each of the last so many hops does so however fast messages leave."""
 
 
 class Sent(NamedTuple):
@@ -84,22 +84,31 @@ class Pace:
     def __init__(self) -> None:
         self.bytes_per_s: float | None = None
         self._step = _UNKNOWN_STEP
+        self._last: deque[Sent] = deque(maxlen=_REMEMBERED)
 
     def learn(self, sent: Sent) -> None:
         """Takes in how messages got through that were paced as said here."""
         if sent.seconds < _SHORTEST_S:
             return
-        too_fast = sent.queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or sent.lost > _LOST_SHARE
+        queued_s, lost = self._own(sent)
+        too_fast = queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or lost > _LOST_SHARE
         if self.bytes_per_s is None:
             # What is too high at first costs less than what is too low: it is as if nothing were paced.
             self.bytes_per_s = _MOST * sent.delivered if too_fast else None
             return
         if too_fast:
-            factor, self._step = (1 - sent.lost) * sent.seconds / (sent.seconds + sent.queued_s), _FIRST_STEP
+            factor, self._step = (1 - lost) * sent.seconds / (sent.seconds + queued_s), _FIRST_STEP
         else:
             factor, self._step = 1 + self._step, min(2 * self._step, _LARGEST_STEP)
-        least = max(_LEAST * sent.delivered, _LEAST_SENT * sent.nbytes / sent.seconds)
-        self.bytes_per_s = max(min(factor * self.bytes_per_s, _MOST * sent.delivered), least)
+        most, least = _MOST * sent.delivered, _LEAST * sent.nbytes / sent.seconds
+        self.bytes_per_s = max(min(factor * self.bytes_per_s, most), least)
+
+    def _own(self, sent: Sent) -> tuple[float, float]:
+        """Returns for how long packets queued, and what share got lost, because of how fast they left."""
+        self._last.append(sent)
+        if len(self._last) < _REMEMBERED:
+            return sent.queued_s, sent.lost
+        return sent.queued_s - min(one.queued_s for one in self._last), sent.lost - min(one.lost for one in self._last)
 
 
 class Pacing:
