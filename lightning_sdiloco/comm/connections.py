@@ -67,7 +67,10 @@ class Connection(NamedTuple):
     def of_process() -> "set[Connection]":
         """Returns all that this process has, over IPv4 and IPv6."""
         found, descriptors = set[Connection](), Path("/proc/self/fd")
-        for name in os.listdir(descriptors) if descriptors.is_dir() else ():
+        # A default timeout would make the owner's socket one that does not block, as soon as Python looks at it.
+        if socket.getdefaulttimeout() is not None or not descriptors.is_dir():
+            return found
+        for name in os.listdir(descriptors):
             with suppress(OSError):
                 about = os.fstat(int(name))
                 one = Connection(int(name), about.st_ino)
@@ -105,7 +108,9 @@ class Connection(NamedTuple):
 
     @contextmanager
     def _opened(self) -> Iterator[socket.socket]:
-        with socket.socket(fileno=os.dup(self.descriptor)) as opened:
-            if os.fstat(opened.fileno()).st_ino != self.inode:
-                raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
+        copy = os.dup(self.descriptor)
+        if os.fstat(copy).st_ino != self.inode:
+            os.close(copy)
+            raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
+        with socket.socket(fileno=copy) as opened:
             yield opened

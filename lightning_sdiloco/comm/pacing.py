@@ -12,6 +12,7 @@ goes well. So a rate that is too low is soon given up, and links may change at a
 import threading
 from collections import deque
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from statistics import median
 from typing import NamedTuple
 
@@ -115,7 +116,7 @@ class Pacing:
     """Paces the connections of a rank over which messages leave together. Its methods may be called by any thread.
 
     Args:
-        connections: The connections. None: nothing is paced.
+        connections: The connections; without any, nothing is paced.
     """
 
     def __init__(self, connections: Set[Connection] = frozenset()) -> None:
@@ -135,15 +136,13 @@ class Pacing:
         with self._lock:
             if not self._connections or not nbytes:
                 return
-            try:
+            # If a connection is gone, whoever waits for its message says so.
+            with suppress(OSError):
                 self._learn()
                 rate = self._pace.bytes_per_s
                 is_long = rate is not None and nbytes / rate >= _SHORTEST_S
                 # So the largest message is through when all others are.
                 self._limit_to(rate * max(sizes) / nbytes if rate is not None and is_long else None)
-            except OSError:
-                # A connection is gone. Whoever waits for its message says so.
-                self._connections = []
 
     def _learn(self) -> None:
         counters = [connection.counters() for connection in self._connections]

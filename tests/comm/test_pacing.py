@@ -188,16 +188,26 @@ def test_the_largest_message_has_the_largest_share() -> None:
     assert link.connections[0].limited == pytest.approx(2 * equal, rel=0.1)
 
 
-def test_a_connection_that_is_gone_ends_the_pacing_without_an_error() -> None:
+def test_a_connection_that_is_gone_is_no_error_and_one_that_answers_again_is_paced() -> None:
     link = Link(3, 4e6)
     pacing = over(link)
     paced(link, pacing, 5)
     link.connections[1].is_gone = True
     paced(link, pacing, 2)
     link.connections[1].is_gone = False
-    paced(link, pacing, 2)
+    paced(link, pacing, 20)
+    assert 0.9 <= limit(link) <= 1.2
     Pacing().prepare([1, 2])
     over(link).prepare([0, 0])
+
+
+@linux
+def test_with_a_default_timeout_no_connection_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would make sockets of others, which may block, ones that do not."""
+    with connected():
+        assert Connection.of_process()
+        monkeypatch.setattr(socket, "getdefaulttimeout", lambda: 1.0)
+        assert Connection.of_process() == set()
 
 
 @contextmanager
