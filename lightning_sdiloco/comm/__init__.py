@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import DeviceBackend, Exchange, Unanswered, VaryingExchange
 from lightning_sdiloco.comm.exchange.on_device import nccl_on
+from lightning_sdiloco.comm.gloo import seldom_woken
 from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
 from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
 from lightning_sdiloco.comm.topology import STAGES, Topology, is_connected, mesh_of, ranks_in, store, world
@@ -135,6 +136,7 @@ __all__ = [
     "record_event",
     "record_of",
     "revoke_keys",
+    "seldom_woken",
     "shared_files",
     "store",
     "to_device",

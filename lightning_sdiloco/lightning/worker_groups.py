@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from lightning_sdiloco.comm import DeviceBackend, GroupLayout, Topology, nccl_on, store, world
+from lightning_sdiloco.comm import DeviceBackend, GroupLayout, Topology, nccl_on, seldom_woken, store, world
 from lightning_sdiloco.engine import require_same_settings
 from lightning_sdiloco.launch import (
     Failures,
@@ -83,7 +83,9 @@ class ConnectedGroups:
         """
         timeout = options.settings.timeout
         layout = model_format.layout(options.worker_groups, host.num_nodes, host.num_processes)
-        with _reached(host, layout, timeout):
+        # On an accelerator, threads of its driver may start here too.
+        threads = seldom_woken() if host.root_device.type == "cpu" else nullcontext()
+        with _reached(host, layout, timeout), threads:
             model_format.connect_processes(host, set_up)
         warn_of_shared_store(host.global_rank)
         self._failures = Failures(store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size)
