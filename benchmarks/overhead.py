@@ -5,6 +5,9 @@
 Both pairs of processes train the same model on the same cores, with real work in every step. They take turns of one
 round, while the other pair sleeps; the ratio is taken between neighbouring turns, so that what else the machine does
 hits both alike. A round has every launch and every landing once.
+
+Where the memory of a process comes to lie decides over a percent of its step time, as long as it lives. So all of it is
+done several times, in new processes.
 """
 
 import multiprocessing
@@ -38,6 +41,7 @@ class Case:
     batch: int
     layers_per_fragment: int
     repeats: int
+    runs: int
     sync_every: int = 20
     overlap_steps: int = 5
     compression: str = "fp4"
@@ -58,10 +62,10 @@ class Case:
 
 
 CASES = {
-    "0.87M": Case(DEMO, batch=8, layers_per_fragment=1, repeats=24),
-    "10.9M": Case(TEN_MILLION, batch=4, layers_per_fragment=2, repeats=12),
+    "0.87M": Case(DEMO, batch=8, layers_per_fragment=1, repeats=8, runs=8),
+    "10.9M": Case(TEN_MILLION, batch=4, layers_per_fragment=2, repeats=6, runs=4),
 }
-QUICK = {"tiny": Case(TINY, batch=2, layers_per_fragment=1, repeats=2)}
+QUICK = {"tiny": Case(TINY, batch=2, layers_per_fragment=1, repeats=2, runs=2)}
 
 
 class Seconds(NamedTuple):
@@ -136,18 +140,30 @@ def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """All turns of both pairs."""
+    """All turns of both pairs, in new processes for each run."""
+    runs, told = list[list[dict[str, Seconds]]](), dict[str, Any]()
+    for number in range(case.runs):
+        pairs, told = run(case)
+        runs.append(pairs)
+        medians = ", ".join(f"{what} {median(ratio(pair, what) for pair in pairs):.3f}" for what in TARGETS)
+        report.said(f"run {number + 1} of {case.runs}: {medians}")
+    pairs = [pair for own in runs for pair in own]
+    return {
+        "case": asdict(case),
+        "runs": [[{name: seconds._asdict() for name, seconds in pair.items()} for pair in own] for own in runs],
+        "plain_step_s": median(pair["plain"].wall for pair in pairs),
+        "wall": [ratio(pair, "wall") for pair in pairs],
+        "cpu": [ratio(pair, "cpu") for pair in pairs],
+        "told": told,
+    }
+
+
+def run(case: Case) -> tuple[list[dict[str, Seconds]], dict[str, Any]]:
+    """All turns of both pairs in four processes; returns each two that belong together, and what a rank told."""
     barrier = multiprocessing.get_context("fork").Barrier(4)
     ranks = run_processes(partial(trained, case, barrier), 4, timeout=3600)
     streaming, plain = (list(map(both, *(found for found, _ in pair))) for pair in (ranks[:2], ranks[2:]))
-    pairs = [{"streaming": one, "plain": other} for one, other in zip(streaming, plain, strict=True)]
-    return {
-        "case": asdict(case),
-        "pairs": [{name: seconds._asdict() for name, seconds in pair.items()} for pair in pairs],
-        "wall": [ratio(pair, "wall") for pair in pairs],
-        "cpu": [ratio(pair, "cpu") for pair in pairs],
-        "told": ranks[0][1],
-    }
+    return [{"streaming": one, "plain": other} for one, other in zip(streaming, plain, strict=True)], ranks[0][1]
 
 
 def both(one: Seconds, other: Seconds) -> Seconds:
@@ -167,8 +183,8 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
         low, _, high = quantiles(values, n=4) if len(values) > 2 else (min(values), 0, max(values))
         return f"{median(values):.3f} ({low:.3f} to {high:.3f})"
 
-    plain = median(pair["plain"]["wall"] for pair in found["pairs"])
-    numbers = [str(len(found["told"]["fragments"])), str(len(found["pairs"])), f"{1000 * plain:.1f}"]
+    turns = f"{len(found['runs'])} x {len(found['runs'][0])}"
+    numbers = [str(len(found["told"]["fragments"])), turns, f"{1000 * found['plain_step_s']:.1f}"]
     return [name, *numbers, spread(found["wall"]), spread(found["cpu"])]
 
 
@@ -216,7 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     columns = [
         "parameters",
         "fragments",
-        "pairs of turns",
+        "runs x pairs of turns",
         "plain step, ms",
         "step time, ratio",
         "processor time, ratio",

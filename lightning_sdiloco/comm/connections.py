@@ -16,7 +16,7 @@ _MAX_PACING_RATE = 47
 _UNLIMITED = 2**64 - 1
 # Bytes of the kernel's `struct tcp_info` up to what is read here (Linux 4.10), and where each number stands.
 _INFO_BYTES = 176
-_FIELDS = struct.Struct("=68x I 28x I 16x Q 20x I 4x I Q Q")
+_FIELDS = struct.Struct("=24x I 40x I 28x I 16x Q 20x I 4x I Q Q")
 
 
 class Counters(NamedTuple):
@@ -30,6 +30,7 @@ class Counters(NamedTuple):
         round_trip: Seconds of a round trip, lately.
         shortest_round_trip: Seconds of the shortest one in the last minutes.
         bytes_per_s: What it delivered lately.
+        on_the_way: Packets that have not been acknowledged.
     """
 
     nbytes: int
@@ -39,14 +40,20 @@ class Counters(NamedTuple):
     round_trip: float
     shortest_round_trip: float
     bytes_per_s: float
+    on_the_way: int
 
     def since(self, before: "Counters") -> "Counters":
-        """Returns what it has sent since then, with the round trips and the speed of now."""
+        """Returns what it has sent since then, with the round trips and the speed of now.
+
+        Before the first acknowledgement nothing has been sent. So the round trip that it takes is taken off the seconds
+        if nothing was on the way then.
+        """
+        waited = 0.0 if before.on_the_way else self.shortest_round_trip
         return self._replace(
             nbytes=self.nbytes - before.nbytes,
             packets=self.packets - before.packets,
             sent_again=self.sent_again - before.sent_again,
-            busy_s=self.busy_s - before.busy_s,
+            busy_s=self.busy_s - before.busy_s - waited,
         )
 
 
@@ -88,8 +95,8 @@ class Connection(NamedTuple):
             told = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         if len(told) < _INFO_BYTES:
             raise OSError("This Linux is older than 4.10, and does not tell how long a connection was busy.")
-        trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(told)
-        return Counters(acked, packets, again, 1e-6 * busy, 1e-6 * trip, 1e-6 * shortest, float(rate))
+        on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(told)
+        return Counters(acked, packets, again, 1e-6 * busy, 1e-6 * trip, 1e-6 * shortest, float(rate), on_the_way)
 
     def limit(self, bytes_per_s: float | None) -> None:
         """Lets it send that fast at most; None: as fast as its congestion control allows.

@@ -57,13 +57,14 @@ class Link:
                 round_trip=self.round_trip + queued,
                 shortest_round_trip=self.round_trip,
                 bytes_per_s=min(share, limit),
+                on_the_way=0,
             )
         return busy
 
 
 class SimulatedConnection:
     def __init__(self) -> None:
-        self.now = Counters(0, 0, 0, 0.0, 0.05, 0.05, 0.0)
+        self.now = Counters(0, 0, 0, 0.0, 0.05, 0.05, 0.0, on_the_way=0)
         self.limited: float | None = None
         self.is_gone = False
 
@@ -168,6 +169,39 @@ def test_round_trips_that_vary_and_a_slow_start_do_not_slow_a_link_down(
         assert at < 20 or (pace.bytes_per_s or 0.0) >= 0.9 * carries
 
 
+def test_a_message_that_ends_slowly_after_a_loss_does_not_begin_a_pace_that_is_too_low() -> None:
+    """The speed of the end is a third of that of the whole message."""
+    pace = Pace()
+    pace.learn(Sent(nbytes=10**7, seconds=1.0, queued_s=0.09, lost=0.05, delivered=3e6))
+    assert pace.bytes_per_s == 1.25e7
+    pace.learn(Sent(nbytes=10**7, seconds=1.0, queued_s=0.0, lost=0.0, delivered=3e6))
+    assert pace.bytes_per_s is not None
+    assert pace.bytes_per_s > 1.25e7 * 0.99
+
+
+def test_a_round_trip_is_taken_off_only_where_nothing_was_on_the_way() -> None:
+    """Before the first acknowledgement of a message nothing can be counted; one that goes on has them all the time."""
+    idle = Counters(0, 0, 0, 0.0, 0.2, 0.2, 0.0, on_the_way=0)
+    after = Counters(10**6, 700, 0, 1.2, 0.2, 0.2, 1e6, on_the_way=0)
+    assert Sent.over([after.since(idle)]).seconds == pytest.approx(1.0)
+    assert Sent.over([after.since(idle._replace(on_the_way=10))]).seconds == pytest.approx(1.2)
+
+
+def test_messages_without_a_pause_are_paced_by_what_the_link_carries() -> None:
+    """What is counted begins and ends in the middle of them, soon after one another."""
+    link, pace, now = 4e6, Pace(), Counters(0, 0, 0, 0.0, 0.2, 0.2, 0.0, on_the_way=50)
+    for _ in range(100):
+        rate = min(link, pace.bytes_per_s or 2 * link)
+        queued = min(0.1, max(0.0, (pace.bytes_per_s or 2 * link) / link - 1))
+        after = Counters(
+            now.nbytes + int(0.3 * rate), now.packets + 100, 0, now.busy_s + 0.3, 0.2 + queued, 0.2, rate, on_the_way=50
+        )
+        pace.learn(Sent.over([after.since(now)]))
+        now = after
+    assert pace.bytes_per_s is not None
+    assert 0.9 * link < pace.bytes_per_s < 1.15 * link
+
+
 def test_short_messages_are_not_paced() -> None:
     link = Link(3, 4e6)
     pacing = over(link)
@@ -234,6 +268,7 @@ def test_a_connection_is_counted_and_limited_as_the_kernel_does() -> None:
         assert since.nbytes <= 100_000 <= then.nbytes + 100_000
         assert since.packets >= 2
         assert 0 <= since.sent_again <= since.packets
+        assert own.counters().on_the_way <= since.packets
         assert 0 < since.shortest_round_trip <= since.round_trip < 1
         for limited, told in ((12_345.6, 12_345), (None, 2**32 - 1)):
             own.limit(limited)
