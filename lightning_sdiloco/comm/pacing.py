@@ -28,8 +28,7 @@ _UNKNOWN_STEP, _FIRST_STEP, _LARGEST_STEP = 0.08, 0.01, 0.5
 """By what share a rate grows before and after it was too high, twice as much each time, and at most."""
 
 _MOST, _LEAST = 1.25, 1.05
-"""A rate is at most so many times what connections delivered, all the time or in the end, whichever is more, and at
-least so many times what they delivered all the time."""
+"""A rate is at most so many times what connections delivered in the end, and at least so many times what they sent."""
 
 _REMEMBERED = 8
 """What queues or gets lost in each of the last so many hops does so however fast messages leave."""
@@ -92,19 +91,19 @@ class Pace:
         """Takes in how messages got through that were paced as said here."""
         if sent.seconds < _SHORTEST_S:
             return
-        # After a loss connections end more slowly than they were, and before that some begin slowly.
-        carried = max(sent.delivered, sent.nbytes / sent.seconds)
         queued_s, lost = self._own(sent)
         too_fast = queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or lost > _LOST_SHARE
         if self.bytes_per_s is None:
-            # What is too high at first costs less than what is too low: it is as if nothing were paced.
-            self.bytes_per_s = _MOST * carried if too_fast else None
+            # What is too high at first costs less than what is too low: it is as if nothing were paced. After a loss
+            # connections may end at a fraction of their speed.
+            first = _MOST * max(sent.delivered, sent.nbytes / sent.seconds)
+            self.bytes_per_s = first if too_fast else None
             return
         if too_fast:
             factor, self._step = (1 - lost) * sent.seconds / (sent.seconds + queued_s), _FIRST_STEP
         else:
             factor, self._step = 1 + self._step, min(2 * self._step, _LARGEST_STEP)
-        most, least = _MOST * carried, _LEAST * sent.nbytes / sent.seconds
+        most, least = _MOST * sent.delivered, _LEAST * sent.nbytes / sent.seconds
         self.bytes_per_s = max(min(factor * self.bytes_per_s, most), least)
 
     def _own(self, sent: Sent) -> tuple[float, float]:
