@@ -99,11 +99,13 @@ class Pace:
             first = _MOST * max(sent.delivered, sent.nbytes / sent.seconds)
             self.bytes_per_s = first if too_fast else None
             return
+        most, least = _MOST * sent.delivered, _LEAST * sent.nbytes / sent.seconds
         if too_fast:
             factor, self._step = (1 - lost) * sent.seconds / (sent.seconds + queued_s), _FIRST_STEP
         else:
             factor, self._step = 1 + self._step, min(2 * self._step, _LARGEST_STEP)
-        most, least = _MOST * sent.delivered, _LEAST * sent.nbytes / sent.seconds
+            # A message that is through before its connections are at their speed says nothing against a higher one.
+            most = max(most, self.bytes_per_s)
         self.bytes_per_s = max(min(factor * self.bytes_per_s, most), least)
 
     def _own(self, sent: Sent) -> tuple[float, float]:

@@ -174,8 +174,15 @@ def test_a_message_that_ends_slowly_after_a_loss_does_not_begin_a_pace_that_is_t
     pace = Pace()
     pace.learn(Sent(nbytes=10**7, seconds=1.0, queued_s=0.09, lost=0.05, delivered=3e6))
     assert pace.bytes_per_s == 1.25e7
-    pace.learn(Sent(nbytes=10**7, seconds=1.0, queued_s=0.0, lost=0.0, delivered=3e6))
-    assert pace.bytes_per_s == pytest.approx(1.05e7)
+
+
+def test_a_message_that_is_through_before_it_is_at_speed_does_not_lower_a_pace() -> None:
+    """Those of other fragments may be longer."""
+    pace = Pace()
+    pace.learn(Sent(nbytes=10**8, seconds=1.0, queued_s=0.1, lost=0.0, delivered=1e8))
+    for _ in range(5):
+        pace.learn(Sent(nbytes=10**7, seconds=0.4, queued_s=0.0, lost=0.0, delivered=3e7))
+    assert pace.bytes_per_s == 1.25e8
 
 
 def test_a_round_trip_is_taken_off_only_where_nothing_was_on_the_way() -> None:
