@@ -15,6 +15,7 @@ import os
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from statistics import median, quantiles
@@ -194,18 +195,18 @@ def headline(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
-    """Draws every pair."""
+    """Draws the median of every run, and that of all pairs of turns."""
     if path is None:
         return
     picture, (axes,) = figure(height=2.6)
     labels = []
     for place, (name, found) in enumerate(results.items()):
         for offset, (what, color) in zip((0.15, -0.15), _COLORS.items(), strict=True):
-            values, at = found[what], -place + offset
+            values, at = by_run(found, what), -place + offset
             axes.plot(
                 values, [at] * len(values), "o", color=color, alpha=0.5, label=_LEGEND[what] if not place else None
             )
-            axes.plot([median(values)] * 2, [at - 0.12, at + 0.12], color=color, linewidth=2.5)
+            axes.plot([median(found[what])] * 2, [at - 0.12, at + 0.12], color=color, linewidth=2.5)
         labels.append(f"{name} parameters")
     for what, color in _COLORS.items():
         label = f"target of {_LEGEND[what]}: {TARGETS[what]}"
@@ -215,6 +216,12 @@ def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
     axes.set_xlabel("two worker groups over two plain Trainers")
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     save(picture, path)
+
+
+def by_run(found: dict[str, Any], what: str) -> list[float]:
+    """The median of each run."""
+    left = iter(found[what])
+    return [median(islice(left, len(pairs))) for pairs in found["runs"]]
 
 
 _LEGEND = {"wall": "step time", "cpu": "processor time"}
