@@ -28,7 +28,8 @@ _UNKNOWN_STEP, _FIRST_STEP, _LARGEST_STEP = 0.08, 0.01, 0.5
 """By what share a rate grows before and after it was too high, twice as much each time, and at most."""
 
 _MOST, _LEAST = 1.25, 1.05
-"""A rate is at most so many times what connections delivered in the end, and at least so many times what they sent."""
+"""A rate grows to so many times what connections delivered in the end at most, and is at least so many times what they
+sent."""
 
 _REMEMBERED = 8
 """What queues or gets lost in each of the last so many hops does so however fast messages leave."""
