@@ -160,7 +160,7 @@ def terms(name: str, groups: tuple[int, ...]) -> list[Term]:
     return [
         Term("sent in a flight, two shots", "2 (M - 1) / M", "payloads", each(lambda m: payloads("two_shot", m))),
         Term("sent in a flight, one shot", "M - 1", "payloads", each(lambda m: payloads("gather", m))),
-        Term("final exchange, one shot", "M - 1", "% of the bytes of a run", each(final_share)),
+        Term("final exchange, float32, two shots", "2 (M - 1) / M", "% of the bytes of a run", each(final_share)),
         Term("sent by a hub in a round", "M (M - 1)", "GB", each(lambda m: hub(name, m))),
         Term("host memory of a rank, two shots", "1", "GB", each(lambda m: method_of(name, m).memory.host_bytes / 1e9)),
         Term("host memory of a rank, one shot", "M", "GB", each(gathered)),

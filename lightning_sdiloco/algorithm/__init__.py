@@ -20,7 +20,6 @@ from lightning_sdiloco.algorithm.reduction import (
     AllReduce,
     SecondHop,
     all_reduce_for,
-    final_all_reduce_for,
     kind_of_all_reduce,
 )
 from lightning_sdiloco.algorithm.schedule import Schedule
@@ -74,7 +73,6 @@ __all__ = [
     "check_legs",
     "combined",
     "digest",
-    "final_all_reduce_for",
     "kind_of_all_reduce",
     "least_seconds",
     "mix",

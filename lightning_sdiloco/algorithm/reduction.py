@@ -385,11 +385,3 @@ def all_reduce_for(
     if isinstance(exchange, TwoShot):
         return TwoShotAllReduce(groups, compression, mixing, kernels, exchange.shares(groups))
     return kind_of_all_reduce(exchange, groups, compression)(groups, compression, mixing, kernels)
-
-
-def final_all_reduce_for(groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER) -> AllReduce:
-    """Makes the all-reduce of the final exchange, after which nothing can make up for a second rounding.
-
-    The arguments are those of `all_reduce_for`.
-    """
-    return OneShotAllReduce(groups, compression.dense(), mixing, kernels)

@@ -156,7 +156,7 @@ class Compression(ABC):
         return self
 
     def dense(self) -> "Compression":
-        """Returns the compression of the final exchange, which must not leave out values: no launch follows it."""
+        """Returns how those values are encoded that it does not leave out."""
         return self
 
     def suits_sums(self) -> bool:

@@ -101,11 +101,6 @@ class ByLink(Compression):
         return self if same else replace(self, menu=tuple(codes))
 
     @override
-    def dense(self) -> Compression:
-        """Returns the dense form of the first code."""
-        return self._codes[0].dense()
-
-    @override
     def suits_sums(self) -> bool:
         """Returns False: whose code would the mean be in?"""
         return False

@@ -80,11 +80,6 @@ class ErrorFeedback(Compression):
         return self if one is self.compression else replace(self, compression=one)
 
     @override
-    def dense(self) -> Compression:
-        """Returns the dense form of the wrapped compression: no launch follows to which an error could be added."""
-        return self.compression.dense()
-
-    @override
     def suits_sums(self) -> bool:
         """Returns what the wrapped compression returns."""
         return self.compression.suits_sums()

@@ -84,11 +84,6 @@ class TopK(Compression):
         return f"{type(self).__name__}({', '.join(texts)})"
 
     @override
-    def dense(self) -> Compression:
-        """Returns the compression that sends all values, encoded like those that are chosen otherwise."""
-        return self.values.dense()
-
-    @override
     def suits_sums(self) -> bool:
         """Returns False, since every group chooses for itself."""
         return False

@@ -23,16 +23,16 @@ class Purpose(Enum):
     ROUND = auto()
     """An outer step."""
     MEAN = auto()
-    """The plain mean of the local values, at the end or for an evaluation."""
+    """The plain mean of the local values, at the end, for an evaluation or for a checkpoint."""
     START = auto()
-    """The same in float32, with which the rounds start after a warm-up."""
+    """The same, where groups may hold unlike outer values: after a warm-up, and on a route that does not share."""
     GRADIENT = auto()
     """The mean of the gradients of an inner step, in float32."""
 
     @property
     def is_exact(self) -> bool:
         """Whether it travels in float32, and as a difference to nothing."""
-        return self in (Purpose.START, Purpose.GRADIENT)
+        return self is not Purpose.ROUND
 
 
 class LaunchSnapshot(NamedTuple):
@@ -42,8 +42,9 @@ class LaunchSnapshot(NamedTuple):
         fragment: The fragment.
         step: The inner step of the launch.
         outer: Outer parameters of this rank's shard, shape ``(length,)``, float32, on the device. Nobody
-            writes to them. Zeros where the purpose is exact.
-        gradient: Outer gradient of the shard, of the same shape: ``outer`` minus what the purpose is about.
+            writes to them. Zeros where groups may hold unlike ones.
+        gradient: Outer gradient of the shard, of the same shape: ``outer`` minus the local values. Where the purpose
+            is exact, nothing minus what it is about: a difference would round.
         buffers: Copies of the buffers that belong to the fragment.
         travelling: Indices of the buffers that travel this time.
         requests: What this rank asks of all groups, one bit each.
@@ -68,6 +69,16 @@ class LaunchSnapshot(NamedTuple):
     step_time: float = 0.0
     choice: int = 0
     leg: tuple[int, ...] = ()
+
+    @property
+    def base(self) -> Tensor:
+        """What ``gradient`` is a difference to: the outer parameters, or a single 0 where the purpose is exact."""
+        return self.outer.new_zeros(()) if self.purpose.is_exact else self.outer
+
+    @property
+    def change(self) -> Tensor:
+        """The outer gradient, whatever travels."""
+        return self.outer + self.gradient if self.purpose is Purpose.MEAN else self.gradient
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values and tensors on the host, without outer parameters and what the process decides."""

@@ -131,13 +131,17 @@ class FragmentState:
 
     def snapshot(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> LaunchSnapshot:
         """Reads all that a flight takes along, and changes nothing; the arguments are those of `launch`."""
-        outer = self._zeros() if purpose.is_exact else self.load_outer()
-        began = outer if self.ahead is None or purpose.is_exact else self.ahead.values
+        outer = self._zeros() if purpose is Purpose.START else self.load_outer()
+        began = outer if self.ahead is None else self.ahead.values
+        gradient = self.layout.outer_gradient(self._zeros() if purpose.is_exact else began)
+        if purpose is Purpose.MEAN and began is not outer:
+            # The inner steps of this group, as if they had begun from the outer parameters.
+            gradient -= outer - began
         return LaunchSnapshot(
             fragment=self.index,
             step=step,
             outer=outer,
-            gradient=self.layout.outer_gradient(began),
+            gradient=gradient,
             buffers=self.buffers.snapshot(),
             # What changed elsewhere, groups that hold outer buffers of their own do not know.
             travelling=self.buffers.travelling(purpose is not Purpose.ROUND or not self.shares),

@@ -27,7 +27,6 @@ from lightning_sdiloco.algorithm import (
     Settings,
     all_reduce_for,
     digest,
-    final_all_reduce_for,
     plain,
     trained,
 )
@@ -132,7 +131,6 @@ class Pipeline:
         self._topology = topology
         groups, codec, mixing = topology.num_groups, settings.codec, settings.landing.kept
         self._all_reduce = all_reduce_for(settings.exchange_in_rounds, groups, codec, mixing, kernels)
-        self._final_all_reduce = final_all_reduce_for(groups, codec, mixing, kernels)
         self._gossip = Gossip(settings, topology)
         self._exact_all_reduce = all_reduce_for(settings.exchange, groups, resolve("fp32"), mixing, kernels)
         self._aggregation, self._landing = settings.aggregation, settings.landing
@@ -163,7 +161,8 @@ class Pipeline:
         posted_at = time.perf_counter()
         posted = self._exchange.post(messages, sizes)
         spans = {"encode": span_from(began, gradient.device)}
-        loss = lost(values, all_reduce.decode_own(encoded.payloads, values)) if self._diagnoses else None
+        measures = self._diagnoses and snapshot.purpose is Purpose.ROUND
+        loss = lost(values, all_reduce.decode_own(encoded.payloads, values)) if measures else None
         kept = _Kept(all_reduce, encoded.memory, encoded.tuning, spans, loss, brought)
         return _Sent(kept, words, posted, sum(part.numel() for part in tail), posted_at)
 
@@ -176,7 +175,7 @@ class Pipeline:
         began = time.perf_counter()
         mean = self._mean(all_reduce, payloads, count, snapshot)
         onward = self._send_on(snapshot, all_reduce, mean)
-        measured = agreement(payloads, all_reduce.compression, mean) if self._diagnoses else None
+        measured = None if kept.lost is None else agreement(payloads, all_reduce.compression, mean)
         twin = fragment.twin
         if kept.brought is not None and count.factors:
             taken = self._gossip.take(snapshot, fragment, kept.brought, all_reduce, payloads, mean, count)
@@ -239,10 +238,10 @@ class Pipeline:
         kept, fragment, group = averaged.kept, self._fragments[snapshot.fragment], self._topology.stages[_STEP]
         gradient, residual, onward, on_link_s = self._assembled(snapshot, averaged)
         # The outer step takes the gradient.
-        gradient_norm = whole_norm(gradient, group)
+        gradient_norm = whole_norm(snapshot._replace(gradient=gradient).change, group)
         began, storage = time.perf_counter(), fragment.storage
         counts, final = bool(averaged.counted.factors), snapshot.purpose is not Purpose.ROUND
-        outer = outer_step(fragment, fragment.outer, snapshot.outer, gradient, counts=counts, final=final)
+        outer = outer_step(fragment, fragment.outer, snapshot.base, gradient, counts=counts, final=final)
         rule = self._rule(snapshot, averaged)
         rows = rule.gathered(snapshot.gradient, snapshot.outer, outer.values)
         gathered = [fragment.layout.all_gather(row, group) for row in rows]
@@ -311,9 +310,8 @@ class Pipeline:
 
     def _all_reduce_of(self, snapshot: LaunchSnapshot) -> AllReduce:
         if snapshot.purpose.is_exact:
-            return self._exact_all_reduce.at(snapshot.step)
-        is_round = snapshot.purpose is Purpose.ROUND
-        return self._all_reduce.at(snapshot.step, snapshot.choice) if is_round else self._final_all_reduce
+            return self._exact_all_reduce
+        return self._all_reduce.at(snapshot.step, snapshot.choice)
 
     def _count(self, controls: Sequence[Control], snapshot: LaunchSnapshot) -> Count:
         if snapshot.leg:
@@ -331,7 +329,7 @@ class Pipeline:
 
     def _control(self, snapshot: LaunchSnapshot, fragment: FragmentState) -> Tensor:
         """Returns the control vector of this group, as bytes. In-group collective."""
-        norm, is_gradient = norm_squared(snapshot.gradient), snapshot.purpose is Purpose.GRADIENT
+        norm, is_gradient = norm_squared(snapshot.change), snapshot.purpose is Purpose.GRADIENT
         own = Control(
             fragment=snapshot.fragment,
             step=snapshot.step,

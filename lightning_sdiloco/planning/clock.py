@@ -146,13 +146,17 @@ class _Play:
         for absence in absences:
             require(0 <= absence.group < groups.groups, "group", absence.group, "the number of a group, from 0")
             require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
-        self._method = method
         self._lines, self._link = lines, _slowest(lines)
+        self._use(method)
         self._link_free = 0.0
         self._groups = [
             _Group(groups.step_time / speed, [absence for absence in absences if absence.group == group], idle[group])
             for group, speed in enumerate(speeds)
         ]
+
+    def _use(self, method: Streaming) -> None:
+        """Sets how fragments travel from now on."""
+        self._method = method
 
     def times(self, steps: int, launches: Mapping[int, Sequence[int]] | None = None) -> list[Times]:
         schedule = self._method.schedule
@@ -174,6 +178,7 @@ class _Play:
     def _end(self, in_flight: list[int]) -> None:
         for fragment in in_flight:
             self._land(fragment)
+        self._use(self._method.final)
         final = range(len(self._method.numels)) if self._method.settings.final_sync else ()
         for fragment in final:
             self._launch(fragment)
@@ -220,8 +225,13 @@ class _PlayLines(_Play):
     def __init__(self, method: Streaming, lines: Sequence[Line], *given: Any) -> None:
         super().__init__(method, lines, *given)
         self._up, self._down = [0.0] * len(lines), [0.0] * len(lines)
-        self._flights, fragments = 0, range(len(method.numels))
-        self._busy = [[method.busy(fragment, lines, known) for known in (False, True)] for fragment in fragments]
+        self._flights = 0
+
+    @override
+    def _use(self, method: Streaming) -> None:
+        super()._use(method)
+        each = range(len(method.numels))
+        self._busy = [[method.busy(fragment, self._lines, known) for known in (False, True)] for fragment in each]
 
     @override
     def _travelled(self, fragment: int, cost: Costs) -> list[float]:
@@ -248,7 +258,7 @@ class _PlayLines(_Play):
 class _PlayLegs(_Play):
     """Plays a route on which groups exchange with partners, at the speed of the slowest link of a leg.
 
-    The word that a group has launched comes from all. The final exchange is played as one more round.
+    The word that a group has launched comes from all. The final exchange is played as one more round, in float32.
     """
 
     def __init__(self, method: Streaming, lines: Sequence[Line], *given: Any) -> None:

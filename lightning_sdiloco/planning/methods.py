@@ -8,6 +8,7 @@ of their launch, and a landing waits for its flight.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -20,7 +21,6 @@ from lightning_sdiloco.algorithm import (
     Settings,
     TwoShot,
     all_reduce_for,
-    final_all_reduce_for,
 )
 from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.planning.link import Line, Link
@@ -143,19 +143,15 @@ class Streaming(Method):
         exchange = "two_shot" if isinstance(settings.exchange, TwoShot) else settings.exchange
         in_rounds = exchange if settings.shares else "gather"
         all_reduce = all_reduce_for(in_rounds, groups.groups, settings.codec, mixing).at(0)
-        final = final_all_reduce_for(groups.groups, settings.codec, mixing)
         self._parts = [all_reduce.part_numel(shard) for shard in self._shards]
         self._messages = [CONTROL_BYTES + all_reduce.payload_bytes(shard) for shard in self._shards]
         self._second_hops = [all_reduce.second_hop_bytes(shard) for shard in self._shards]
         both_hops = zip(self._messages, self._second_hops, strict=True)
         self._sent = [self._connections * sum(both) + words for both in both_hops]
-        self._final = sum(groups.connections * (CONTROL_BYTES + final.payload_bytes(shard)) for shard in self._shards)
+        # What replaces parameters without a round that could make up for a loss.
         exact = all_reduce_for(exchange, groups.groups, resolve("fp32"), mixing)
         exactly = [exact.payload_bytes(shard) + exact.second_hop_bytes(shard) for shard in self._shards]
         self._exact = sum(groups.connections * (CONTROL_BYTES + both) for both in exactly)
-        if not settings.shares:
-            # The mean of where groups are, and not of how far they came.
-            self._final = self._exact
 
     @property
     @override
@@ -169,8 +165,14 @@ class Streaming(Method):
         launched = sum(self._launches(p, steps - warmup_steps) * sent for p, sent in enumerate(self._sent))
         # In a warm-up there are the gradients of each step, and after the last one the parameters; a run that ends in
         # it has no other mean at its end.
-        exact, ends_in_it = warmup_steps + (warmup_steps > 0), 0 < steps < self.settings.warmup_steps
-        return launched + exact * self._exact + (self.settings.final_sync and not ends_in_it) * self._final
+        ends_in_it = 0 < steps < self.settings.warmup_steps
+        exact = warmup_steps + (warmup_steps > 0) + (self.settings.final_sync and not ends_in_it)
+        return launched + exact * self._exact
+
+    @cached_property
+    def final(self) -> "Streaming":
+        """Returns how the final exchange is made, as a method of its own: in float32."""
+        return Streaming(self._model, replace(self.settings, compression="fp32"), self.groups)
 
     def _launches(self, fragment: int, steps: int) -> int:
         return max(0, (steps - self.schedule.offset(fragment)) // self.settings.sync_every)

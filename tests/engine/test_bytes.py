@@ -60,13 +60,13 @@ def test_every_rank_sends_its_share_of_the_fragments() -> None:
         assert shared[0][name] == pytest.approx(whole[0][name] / 2, rel=0.02)
 
 
-def test_the_final_sync_sends_every_fragment_once_more() -> None:
+def test_the_final_sync_sends_every_fragment_once_more_in_float32() -> None:
     def run(rank: int, world_size: int) -> dict[str, float]:
         return dict(fit(rank, world_size, 2, STEPS, {**CHOICES, "compression": "fp4"}, make=wide)["report"])
 
-    flights = {fragment: count + 1 for fragment, count in FLIGHTS.items()}
+    sent = expected("fp4", 1, FLIGHTS) + expected("fp32", 1, {0: 1, 1: 1})
     for report in run_processes(run, 2):
-        assert report["bytes_sent"] == report["bytes_received"] == expected("fp4", 1, flights)
+        assert report["bytes_sent"] == report["bytes_received"] == sent
 
 
 def test_outer_state_is_shared_by_the_ranks_of_a_group() -> None:

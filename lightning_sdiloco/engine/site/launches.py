@@ -58,8 +58,9 @@ class Launches:
         began = time.perf_counter()
         begun = self._follower.begin(index, step)
         fragment = self._rounds.fragments[index]
+        snapshot = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
         # Nobody tells a site in advance which buffers others have changed, so all of them travel.
-        snapshot = fragment.launch(step, float("inf"), Purpose.MEAN, 0)._replace(purpose=Purpose.ROUND)
+        snapshot = snapshot._replace(travelling=fragment.buffers.travelling(True))
         self._link.note(self._connection.sends_bytes_per_s)
         snapshot = self._rounds.chosen(snapshot._replace(step_time=step_time))
         self._start(snapshot, begun, (began, time.perf_counter()))
