@@ -146,9 +146,11 @@ class CutModel:
     def restart(self, restart: Restart, step: int) -> None:
         """Starts the rounds anew after an inner step, where an earlier run was: on all ranks, with the same `Restart`.
 
-        Parameters that the earlier run did not train keep their values.
+        Parameters that the earlier run did not train keep their values. So do those that never landed there: what the
+        groups made of them is in the model that the checkpoint holds.
         """
-        self.rounds.begin(NamedOuter(restart.parameters, restart.buffers), step)
+        landed = {name: own for name, own in restart.parameters.items() if own.rounds}
+        self.rounds.begin(NamedOuter(landed, restart.buffers), step)
         self.view.write_outer()
 
     def choose(self, settings: Settings, step: int) -> None:

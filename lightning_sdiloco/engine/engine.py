@@ -332,6 +332,17 @@ class StreamingDiLoCo:
         return self._counts.inner_steps - self._cut.rounds.began_at
 
     @property
+    def has_landed(self) -> bool:
+        """Whether every fragment has landed once: until then the outer model holds values that nobody has trained.
+
+        Then `group_mean` is what to evaluate and to save. During and after a warm-up the outer model is a trained one.
+        """
+        schedule, landed = self.schedule, all(own.outer.rounds for own in self._cut.rounds.fragments)
+        if self.site is not None:
+            return landed
+        return self.steps_in_rounds >= schedule.first_round and (landed or schedule.warmup_steps > 0)
+
+    @property
     def in_flight(self) -> tuple[int, ...]:
         """The fragments in flight, in the order of their launch."""
         return tuple(flight.snapshot.fragment for flight in self._cut.rounds.flights)
@@ -355,8 +366,7 @@ class StreamingDiLoCo:
     def group_mean(self) -> GroupMean:
         """Returns the mean over the groups of what they hold now, as `finish` would take it. Changes no training.
 
-        All ranks must call it. Until inner step ``schedule.first_round`` it is what to evaluate: the outer model holds
-        values there that nobody has trained.
+        All ranks must call it. Until `has_landed` it is what to evaluate.
         """
         self._cut.require_open("group_mean()")
         return self._cut.rounds.group_mean(self.inner_steps, self._counts)

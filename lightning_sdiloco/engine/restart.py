@@ -21,7 +21,7 @@ class Restart(NamedTuple):
 
     Attributes:
         parameters: Outer parameters and momentum by name.
-        buffers: Outer buffers by name.
+        buffers: Outer buffers by name, of the fragments that have landed.
         counts: What happened before, as far as all ranks have it in common.
     """
 
@@ -71,7 +71,12 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     counts = ranks[0]["counts"]
     return Restart(
         parameters=parameters,
-        buffers={name: values for part in buffers for name, values in part.items()},
+        buffers={
+            name: values
+            for part, shard in zip(buffers, shards[0], strict=True)
+            for name, values in part.items()
+            if shard.rounds
+        },
         counts={
             "inner_steps": counts["inner_steps"],
             "launches": counts["launches"],

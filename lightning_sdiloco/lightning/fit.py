@@ -101,7 +101,9 @@ class Fit:
         self.requests = Requests()
         self.steps = InnerSteps()
         self.checkpointer = Checkpointer(trainer, parts.groups, self.options, parts.model_format, self.requests)
-        self.evaluation = Evaluation(trainer, self.steps, parts.groups, parts.model_format, parts.options.evaluate)
+        self.evaluation = Evaluation(
+            trainer, self.steps, parts.groups, parts.model_format, parts.options.evaluate, lambda: self._is_ending
+        )
         self._patches = ExitStack()
         self._signals: Signals | None = None
         self._epoch_ends: EpochEnds | None = None
@@ -111,6 +113,11 @@ class Fit:
         self._epoch_begins = False
         self._has_gathered = False
         self._is_closed = False
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether a signal ends the fit: there may be little time left."""
+        return self._signals is not None and self._signals.is_ending
 
     # Start
 

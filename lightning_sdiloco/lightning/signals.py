@@ -50,7 +50,7 @@ class Signals:
         self._received: set[Request] = set()
         self._requeue = trainer._signal_connector._slurm_sigusr_handler_fn
         self._requeued_by: int | None = None
-        self.ended = False
+        self.is_ending = self.ended = False
 
     def listen(self, replace: Replace) -> None:
         """Replaces Lightning's signal handlers, and the methods that end a batch and an epoch.
@@ -105,6 +105,7 @@ class Signals:
         return sum(bit for bit in SIGNALLED if self._requests.are_open and self._requests.agreed(bit))
 
     def _end(self, agreed: int) -> NoReturn:
+        self.is_ending = True
         if agreed & Request.REQUEUE:
             # Lightning's own handler: it saves and requeues the job, which resumes by itself.
             self._requeue(self._requeued_by or agreed, None)

@@ -93,7 +93,8 @@ class WorkerGroupStrategy(_Base):
             the device is CUDA.
         evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
             has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
-            that of each group. Checkpoints hold the outer one, or the mean right after a validation that saw it.
+            that of each group. Checkpoints hold the outer one; until every fragment has landed once, or right after a
+            validation that saw the mean, they hold the mean.
         exchange_backend: What carries outer gradients between worker groups: ``"gloo"``, the default, or ``"nccl"``
             from CUDA device to CUDA device.
         schedule: When fragments launch: a ``Pace`` such as ``Selective()``, which launches less often while outer

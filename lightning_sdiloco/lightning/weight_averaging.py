@@ -73,6 +73,7 @@ class _OuterAverage:
         replace(undo, callback, "on_train_batch_end", self._end_batch)
         replace(undo, callback, "on_train_epoch_end", self._end_epoch)
         replace(undo, callback, "on_train_end", self._end_fit)
+        replace(undo, callback, "on_save_checkpoint", partial(self._save, callback.on_save_checkpoint))
 
     @property
     def _average(self) -> nn.Module:
@@ -106,6 +107,12 @@ class _OuterAverage:
             self._on_train_batch_end(trainer, module, None, None, 0)
             self._wanted = False
         self._on_train_end(trainer, module)
+
+    def _save(self, original: Callable[..., None], trainer: Any, module: Any, checkpoint: State) -> None:
+        original(trainer, module, checkpoint)
+        if self._callback._average_model is not None and not self._updates:
+            # Before the first landing nothing is averaged, and the first update copies the model.
+            checkpoint["state_dict"] = dict(checkpoint["current_model_state"])
 
     @property
     def _updates(self) -> int:

@@ -35,11 +35,14 @@ class Batches:
         return 100
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        group, shard, shards = self.place
+        _, shard, shards = self.place
         while self.step < len(self):
             self.step += 1
-            x, y = batch(group, self.step)
+            x, y = self.batch(self.step)
             yield x.chunk(shards)[shard], y.chunk(shards)[shard]
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        return batch(self.place[0], step)
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}

@@ -10,6 +10,7 @@ from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import (
     Restart,
+    Saved,
     StreamingDiLoCo,
     clean_name,
     files,
@@ -18,6 +19,7 @@ from lightning_sdiloco.engine import (
     write_ranks,
 )
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
+from lightning_sdiloco.lightning.collectives import waiting_for_all
 from lightning_sdiloco.lightning.host.logged_metrics import load_metrics_state_dict, metrics_state_dict
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat
 from lightning_sdiloco.lightning.options import CurrentOptions
@@ -229,11 +231,12 @@ class Checkpointer:
         if self._groups.is_alone:
             self._save_alone(state, str(path))
         else:
-            self._save_with_all(state, checkpoint, path, write)
+            with waiting_for_all(self._groups, ("trainer.save_checkpoint, which all ranks must call",), engine):
+                saved = write_ranks(str(path), self._topology, state, self._layout(), self._settings(), self._advice)
+            self._save_with_all(saved, checkpoint, write)
 
-    def _save_with_all(self, state: dict[str, Any], checkpoint: Checkpoint, path: Any, write: Write) -> None:
+    def _save_with_all(self, saved: Saved, checkpoint: Checkpoint, write: Write) -> None:
         """Saves together with all ranks; see [Note: the order of a save]."""
-        saved = write_ranks(str(path), self._topology, state, self._layout(), self._settings(), self._advice)
 
         def write_common() -> None:
             if self._trainer.is_global_zero:

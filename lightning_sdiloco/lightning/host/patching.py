@@ -108,6 +108,7 @@ REGISTER = (
     HostName(_MODULE, "forward", "patched", "a resumed fit adds the gradients of its first step in another order"),
     HostName(_MODULE, "log", "patched", _SIMULATED),
     HostName(_MODULE, "log_dict", "patched", _SIMULATED),
+    HostName("trainer", "save_checkpoint", "patched", "a checkpoint before the first landing holds one group's values"),
     # Signals
     HostName(_CONNECTOR, "_sigterm_notifier_fn", "patched", _SIGNALS),
     HostName(_CONNECTOR, "_slurm_sigusr_handler_fn", "patched", _SIGNALS),
@@ -171,6 +172,7 @@ REGISTER = (
     HostName("WeightAveraging", "on_train_batch_end", "patched", _AVERAGES, first="2.6.0"),
     HostName("WeightAveraging", "on_train_epoch_end", "patched", _AVERAGES, first="2.6.0"),
     HostName("WeightAveraging", "on_train_end", "patched", _AVERAGES, first="2.6.0"),
+    HostName("WeightAveraging", "on_save_checkpoint", "patched", "checkpoints hold untrained weights", first="2.6.0"),
     HostName("StochasticWeightAveraging", "_average_model", "used", _AVERAGES),
     HostName("StochasticWeightAveraging", "on_train_epoch_start", "patched", _AVERAGES),
     # Strategies and launchers
