@@ -4,14 +4,19 @@ import importlib
 import logging
 import os
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
+from lightning_sdiloco import StreamingDiLoCoFabricStrategy
 from lightning_sdiloco.engine import files
+from lightning_sdiloco.lightning.fabric import loop as loops
 from tests import fits
 from tests.fits import LIGHTNING, since
 from tests.large.models import FEATURES, TARGETS, Large, made, same
@@ -216,6 +221,78 @@ def test_an_exception_saves_what_the_rank_holds_and_says_so(tmp_path: Path) -> N
     local = torch.load(tmp_path / "local-1.pt", weights_only=True)
     names = [name for fragment in state["engine"]["fragments"] for name in fragment["names"]]
     assert all(torch.equal(local[name], values) for name, values in zip(names, state["engine"]["local"], strict=False))
+
+
+class Looped:
+    """A loop of Fabric in this rank, which nobody finishes."""
+
+    def __init__(self, rank: int, world_size: int, folder: Path, **choices: Any) -> None:
+        self.folder = folder
+        strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, **choices)
+        self.fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+        self.fabric.launch()
+        net = made("wide", rank)
+        self.model, self.optimizer = self.fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=2e-3))
+        self.group, self.step = rank // (world_size // 2), 0
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            x, y = task(self.group, self.step)
+            self.fabric.backward(nn.functional.mse_loss(self.model(x), y))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def save(self, name: str, with_optimizer: bool = True) -> None:
+        state = {"model": self.model, **({"optimizer": self.optimizer} if with_optimizer else {})}
+        self.fabric.save(self.folder / name, state)
+
+    @property
+    def local(self) -> dict[str, Tensor]:
+        return {name: values.detach().clone() for name, values in self.model.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(world_size: int, tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        told: list[str] = []
+        loops.rank_zero_info = told.append
+        loop = Looped(rank, world_size, tmp_path, sync_every=50, fragments=[["*"]])
+        loop.train(40)
+        loop.save("first.pt")
+        loop.save("model.pt", with_optimizer=False)
+        before = loop.local
+        loop.train(20)
+        loop.save("landed.pt")
+        return before, told, loop.fabric.strategy.outer_state_dict()
+
+    ranks = run_processes(run, world_size)
+    first, alone, landed = (torch.load(tmp_path / f"{name}.pt")["model"] for name in ("first", "model", "landed"))
+    assert same(first, alone)
+    mine, theirs = ranks[0][0], ranks[-1][0]
+    torch.testing.assert_close(first, {name: (mine[name] + theirs[name]) / 2 for name in mine})
+    assert error_of(first) < 0.5 * error_of(made("wide").state_dict())
+    assert same(landed, ranks[0][2])
+    told = ranks[0][1]
+    assert ["holds the mean of the worker groups" in line for line in told] == [True, True, False]
+    assert "Before you save the last one call fabric.strategy.finish()" in told[2]
+
+
+def test_a_loop_of_fabric_that_saves_on_an_exception_waits_for_nobody(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        loop = Looped(rank, world_size, tmp_path, timeout=timedelta(seconds=30))
+        loop.train(5)
+        try:
+            if rank == 0:
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            began = time.monotonic()
+            loop.save("interrupted.pt")
+            assert time.monotonic() - began < 10
+        return loop.local
+
+    local, _ = run_processes(run, 2)
+    assert same(torch.load(tmp_path / "interrupted.pt")["model"], local)
 
 
 def test_large_is_the_model_of_these_tests() -> None:

@@ -3,11 +3,12 @@
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
@@ -191,6 +192,38 @@ class Loop:
         return self.landings
 
     # Checkpoints
+
+    def shown_in_file(self, with_all: bool) -> AbstractContextManager[None]:
+        """Shows the model that a checkpoint holds, inside a ``with`` block, and says what it lacks.
+
+        Args:
+            with_all: Whether all ranks save, so that they may exchange.
+        """
+        engine = self.engine
+        assert engine is not None, "before training the model is what it is"
+        step = engine.inner_steps
+        if with_all and not (engine.has_landed and engine.settings.shares):
+            rank_zero_info(
+                f"The checkpoint after inner step {step} holds the mean of the worker groups, for which these exchanged"
+                " all fragments in float32: what fabric.strategy.finish() would end with."
+            )
+            return engine.evaluate(engine.group_mean())
+        if not engine.has_landed:
+            _log.warning(
+                "A state_dict of worker group %d is taken after inner step %d, before every fragment has landed once."
+                " It holds the local values of this group: in an exception handler, or for one rank alone, the groups"
+                " do not exchange. fabric.save, called on all ranks, saves the mean of the groups.",
+                self._groups.topology.group_index,
+                step,
+            )
+            return nullcontext()
+        rank_zero_info(
+            f"The checkpoint after inner step {step} holds the outer model, without what the worker groups trained"
+            f" since the launches that landed last, of which each fragment has one in"
+            f" {engine.settings.sync_every} steps. Before you save the last one call fabric.strategy.finish(), in all"
+            " processes: it lands what is in flight, and takes the last mean."
+        )
+        return engine.evaluate()
 
     def is_saved_with(self, state: Any) -> bool:
         """Tells whether what a user saves or loads is this loop: an optimizer that was set up is part of it."""

@@ -4,6 +4,7 @@
 """
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -116,6 +117,7 @@ class FabricWorkerGroupStrategy(_Base):
         self._groups = ConnectedGroups()
         self._results = Results(options)
         self._wrapped: list[DistributedDataParallel] = []
+        self._saves_with_all = False
         self._loop = Loop(options, self._groups, self._results)
         super().__init__(timeout=options.settings.timeout, **arguments)
 
@@ -156,8 +158,7 @@ class FabricWorkerGroupStrategy(_Base):
         if engine is None or engine.is_finished:
             yield
             return
-        is_mean = engine.steps_in_rounds < engine.schedule.first_round or not engine.settings.shares
-        mean = engine.group_mean() if is_mean else None
+        mean = None if engine.has_landed and engine.settings.shares else engine.group_mean()
         # A forward pass without gradients makes DistributedDataParallel skip the buffers of the next training step.
         due = [wrapped.require_forward_param_sync for wrapped in self._wrapped]
         try:
@@ -250,7 +251,9 @@ class FabricWorkerGroupStrategy(_Base):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, and explains what may be wrong if they do not come."""
+        """Waits for all ranks, except after an exception, and explains what may be wrong if they do not come."""
+        if self._is_alone:
+            return
         with waiting_for_all(self._groups, args, self.engine):
             super().barrier(*args, **kwargs)
 
@@ -261,21 +264,34 @@ class FabricWorkerGroupStrategy(_Base):
         engine = self.engine
         if engine is None or not self._loop.trains(module):
             return super().get_module_state_dict(module)
-        with engine.evaluate(None if engine.settings.shares else engine.group_mean()):
+        with self._loop.shown_in_file(self._saves_with_all):
             state = super().get_module_state_dict(module)
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if self.engine is None or not self._loop.is_saved_with(state):
-            super().save_checkpoint(path, state, *args, **kwargs)
+        save = super().save_checkpoint
+        if self._is_alone:
+            save(path, state, *args, **kwargs)
             return
-        saved = self._loop.save(str(path), self.precision.state_dict())
-        state = {**state, files.KEY: saved.header}
-        write = partial(super().save_checkpoint, saved.path, state, *args, **kwargs)
-        write_common_file(saved, self.topology, write)
-        if self.is_global_zero:
-            files.remove_saves(saved.path, saved.older)
+        self._saves_with_all = True
+        try:
+            if self.engine is None or not self._loop.is_saved_with(state):
+                save(path, state, *args, **kwargs)
+                return
+            saved = self._loop.save(str(path), self.precision.state_dict())
+            state = {**state, files.KEY: saved.header}
+            write_common_file(saved, self.topology, partial(save, saved.path, state, *args, **kwargs))
+            if self.is_global_zero:
+                files.remove_saves(saved.path, saved.older)
+        finally:
+            self._saves_with_all = False
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank deals with an exception, and so must not wait for others, which may know of none."""
+        exception = sys.exc_info()[1]
+        return exception is not None and not isinstance(exception, StopIteration)
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
