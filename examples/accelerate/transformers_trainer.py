@@ -40,7 +40,8 @@ class StreamingDiLoCoCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_evaluate or control.should_save:
-            self.engine.show_outer()  # evaluation and checkpoints see the model that all groups agree on
+            # Evaluation and checkpoints see the model that all groups agree on, or until there is one their mean.
+            self.engine.show_outer(None if self.engine.has_landed else self.engine.group_mean())
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.engine.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / "engine.ckpt")

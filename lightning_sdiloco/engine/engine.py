@@ -1,5 +1,6 @@
 """The engine of Streaming DiLoCo for any training loop: the public class, which counts steps and what landed."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +37,8 @@ from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.site.alone import Undecided
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups, checked_micro_batches, default_topology
+
+_log = logging.getLogger(__name__)
 
 
 class StreamingDiLoCo:
@@ -252,6 +255,12 @@ class StreamingDiLoCo:
             for landing in self._cut.world.final_exchange(self.inner_steps, self.mailbox):
                 self.final_landings += [] if landing is None else [self._noted(landing)]
                 yield
+        elif not self.has_landed and not self.topology.rank:
+            _log.warning(
+                "Training ends after inner step %d, before every fragment has landed once, and final_sync=False leaves"
+                " out the mean of the groups: the model is left with values that nobody has trained.",
+                self.inner_steps,
+            )
         self._cut.view.end()
         self.close()
 
@@ -415,10 +424,12 @@ class StreamingDiLoCo:
     def save(self, path: str | PathLike[str]) -> None:
         """Saves all that a run needs to go on bit for bit, what is in flight included. All ranks must call it.
 
-        Beside the file ``path``, an ordinary one whose ``state_dict`` holds the outer parameters, a folder has a file
-        for every rank: state of engine and ``inner_optimizers``, local parameters, and random numbers.
+        Beside the file ``path``, an ordinary one whose ``state_dict`` holds the outer parameters, or until `has_landed`
+        the mean of the groups, a folder has a file for every rank: state of engine and ``inner_optimizers``, local
+        parameters, and random numbers.
         """
-        outer = self.outer_state_dict()
+        is_trained = self.has_landed or self.is_finished
+        outer = self.outer_state_dict() if is_trained else self.named_mean(self.group_mean())
         save(str(path), self.topology, self.settings, self.state_dict(), outer, self._cut.means.inner_optimizers)
 
     def load(self, path: str | PathLike[str]) -> None:

@@ -14,14 +14,14 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from lightning_sdiloco import StreamingDiLoCoFabricStrategy
+from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy
 from lightning_sdiloco.engine import files
 from lightning_sdiloco.lightning.fabric import loop as loops
 from tests import fits
 from tests.fits import LIGHTNING, since
 from tests.large.models import FEATURES, TARGETS, Large, made, same
 from tests.large.test_fits import Batches
-from tests.ranks import run_processes
+from tests.ranks import run_processes, run_ranks
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
 
@@ -53,6 +53,15 @@ def error_of(state: dict[str, Tensor]) -> float:
         return nn.functional.mse_loss(net(x), y).item()
 
 
+def warnings_of(logger: str) -> list[str]:
+    """A list to which this process adds what it warns of."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    return said
+
+
 def module(distribution: str = LIGHTNING, seed: int = 0) -> Any:
     made_module = fits.module(distribution, net=made("wide", seed))
     made_module.configure_optimizers = lambda: torch.optim.AdamW(made_module.parameters(), lr=2e-3)
@@ -72,10 +81,7 @@ def fitted(
     **choices: Any,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Fits in this rank, saving after every 20 steps; returns the model at the end, and the warnings that were said."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_sdiloco").addHandler(handler)
+    said = warnings_of("lightning_sdiloco")
     save = importlib.import_module(distribution).callbacks.ModelCheckpoint
     trainer = fits.trainer(
         distribution,
@@ -221,6 +227,29 @@ def test_an_exception_saves_what_the_rank_holds_and_says_so(tmp_path: Path) -> N
     local = torch.load(tmp_path / "local-1.pt", weights_only=True)
     names = [name for fragment in state["engine"]["fragments"] for name in fragment["names"]]
     assert all(torch.equal(local[name], values) for name, values in zip(names, state["engine"]["local"], strict=False))
+
+
+def test_a_loop_of_ones_own_saves_the_mean_and_says_when_nothing_is_left_of_what_it_trained(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        said = warnings_of("lightning_sdiloco")
+        model = made("wide", rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], final_sync=False)
+        for step in range(1, 41):
+            x, y = task(rank, step)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            engine.step()
+        engine.save(tmp_path / "a.pt")
+        engine.finish()
+        return {name: values.detach().clone() for name, values in model.state_dict().items()}, said
+
+    (left, said), _ = run_ranks(run, 2)
+    held, initial = torch.load(tmp_path / "a.pt", weights_only=True)["state_dict"], error_of(made("wide").state_dict())
+    assert error_of(held) < 0.5 * initial
+    assert error_of(left) == initial
+    assert [line for line in said if "final_sync=False leaves out the mean of the groups" in line]
 
 
 class Looped:
