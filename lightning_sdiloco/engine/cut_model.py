@@ -13,11 +13,11 @@ from lightning_sdiloco.compression import kernels_for
 from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.checkpoint.ranks import place_of, require_own_state
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.flight import Counts, Landing
 from lightning_sdiloco.engine.measurements import LinkRate
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import OuterView
-from lightning_sdiloco.engine.parameters.naming import unwrapped
+from lightning_sdiloco.engine.parameters.naming import trainable, unwrapped
 from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
@@ -184,8 +184,12 @@ class CutModel:
         return has_other_parameters(self.model, self.rounds.fragments)
 
     @torch.no_grad()
-    def recut(self, step: int) -> Iterator[Landing]:
+    def recut(self, step: int, counts: Counts) -> Iterator[Landing]:
         """Cuts the model anew after an inner step, for the parameters that are trainable now.
+
+        Args:
+            step: The inner step.
+            counts: Where the bytes are counted if the mean of the groups is needed.
 
         Yields:
             What was in flight and lands first. Nothing is cut before all of it has landed.
@@ -204,6 +208,13 @@ class CutModel:
         yield from self.world.land_all(step)
         self.rounds.rejoin()
         outer = named_outer(before, self._topology.in_group)
+        frozen = set(outer.parameters) - set(trainable(self.model))
+        if any(not outer.parameters[name].rounds for name in frozen):
+            # Their outer values are not trained, and no landing will come.
+            mean = self.view.named(self.rounds.group_mean(step, counts))
+            untrained = {name: own for name, own in outer.parameters.items() if name in frozen and not own.rounds}
+            trained = {name: own._replace(values=mean[name].flatten()) for name, own in untrained.items()}
+            outer = NamedOuter({**outer.parameters, **trained}, outer.buffers)
         take_over(self.model, before, outer, self._topology)
         self._divide(fragments)
         self.rounds.begin(outer, step)

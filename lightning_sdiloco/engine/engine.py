@@ -456,10 +456,11 @@ class StreamingDiLoCo:
     def recut(self) -> list[Landing]:
         """Cuts the model anew after parameters were frozen or became trainable. All ranks must call it.
 
-        What is in flight lands first, and is returned. A parameter that was frozen takes its outer value, one that
-        became trainable starts from its value without momentum, and rounds begin anew.
+        What is in flight lands first, and is returned. A parameter that was frozen takes its outer value, or the mean
+        of the groups if it never landed; one that became trainable starts from its value without momentum, and rounds
+        begin anew.
         """
-        return self._counted(self._cut.recut(self.inner_steps))
+        return self._counted(self._cut.recut(self.inner_steps, self._counts))
 
     def report(self) -> dict[str, float]:
         """Tells what happened so far, and the numbers of outer step and landing.

@@ -252,6 +252,28 @@ def test_a_loop_of_ones_own_saves_the_mean_and_says_when_nothing_is_left_of_what
     assert [line for line in said if "final_sync=False leaves out the mean of the groups" in line]
 
 
+def test_what_is_frozen_before_it_has_landed_keeps_the_mean_of_what_it_learnt() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        model = made("wide", rank)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        engine = StreamingDiLoCo(model, inner_optimizers=[optimizer])
+        for step in range(1, 31):
+            x, y = task(rank, step)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            engine.step()
+        local = model[1][0].weight.detach().clone()
+        model[1].requires_grad_(False)
+        engine.recut()
+        engine.close()
+        return local, model[1][0].weight.detach().clone()
+
+    (mine, one), (theirs, other) = run_ranks(run, 2)
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, (mine + theirs) / 2)
+
+
 class Looped:
     """A loop of Fabric in this rank, which nobody finishes."""
 
