@@ -142,7 +142,9 @@ class Loop:
 
     def average_gradients(self) -> None:
         """Takes the mean of the gradients over the groups in the warm-up, once an optimizer is set up."""
-        if self._settings.warmup_steps and self._optimizers and (engine := self._begun()).is_warming_up:
+        # One that was resumed may still be in the warm-up that it had.
+        engine = self._begun() if self._settings.warmup_steps and self._optimizers else self.engine
+        if engine is not None and engine.is_warming_up:
             engine.average_gradients()
 
     def _begun(self) -> StreamingDiLoCo:
