@@ -68,14 +68,19 @@ class FragmentBuffers:
     def mix(self, mixing: float, indices: Iterable[int]) -> None:
         """Mixes some of the outer buffers into the local ones.
 
-        A buffer that did not travel keeps its local value: it may have changed, and travels next time.
+        A buffer that did not travel keeps its local value: it may have changed, and travels next time. Of one that is
+        not finite nothing is kept.
 
         Args:
             mixing: Share of the local buffers that is kept.
             indices: Which buffers.
         """
         for index in indices:
-            mix(self._local[index], self.outer[index], mixing)
+            local, outer = self._local[index], self.outer[index]
+            if mixing:
+                # Decided on the device, without a wait of the host.
+                local.copy_(torch.where(local.isfinite().all(), local, outer.to(local.dtype)))
+            mix(local, outer, mixing)
 
     def write(self) -> None:
         """Overwrites all local buffers with the outer ones."""
