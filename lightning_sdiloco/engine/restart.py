@@ -153,6 +153,7 @@ class _EarlierFlights:
                     [fragment["residual"] for fragment in saved],
                     count,
                     [fragment.get("tuning") for fragment in saved],
+                    [group[shard].get("choice", 0) for group in flights],
                 )
                 before = self._shards[shard][fragment]
                 self._shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)
