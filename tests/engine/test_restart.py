@@ -420,6 +420,22 @@ def train(model: nn.Module, engine: StreamingDiLoCo, group: int, steps: int) -> 
         engine.step()
 
 
+def test_a_recut_gives_all_groups_the_new_buffers_of_the_first() -> None:
+    def run(rank: int, world_size: int) -> Tensor:
+        model = mlp()
+        engine = StreamingDiLoCo(model, **{**ENGINE, "fragments": "balanced"})
+        train(model, engine, rank, 3)
+        model.append(nn.BatchNorm1d(3))
+        model[7].running_mean.fill_(float(rank))
+        engine.recut()
+        train(model, engine, rank, 16)
+        engine.finish()
+        return model[7].running_mean.clone()
+
+    one, other = run_ranks(run, 2)
+    assert torch.equal(one, other)
+
+
 def test_a_recut_that_only_one_rank_wants_is_refused_everywhere() -> None:
     def run(rank: int, world_size: int) -> None:
         model = mlp()
@@ -440,6 +456,24 @@ def test_what_becomes_trainable_within_an_epoch_is_an_error() -> None:
     engine.step()
     model[0].requires_grad_(True)
     with pytest.raises(AgreementError, match="change what is trainable between epochs"):
+        engine.step()
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_what_becomes_trainable_within_a_round_is_an_error_at_the_next_launch_of_any_fragment(is_added: bool) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    engine = StreamingDiLoCo(model, sync_every=9, overlap_steps=0, fragments=LAYERS[1:])
+    for _ in range(9):
+        engine.step()
+    assert engine.report()["launches"] == 1
+    if is_added:
+        model.append(nn.Sequential(nn.Linear(3, 3)))
+    else:
+        model[0].requires_grad_(True)
+    for _ in range(2):
+        engine.step()
+    with pytest.raises(AgreementError, match=f"2 parameters .* such as '{'7.0' if is_added else '0'}.weight'"):
         engine.step()
 
 

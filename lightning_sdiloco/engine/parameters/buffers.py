@@ -127,7 +127,7 @@ def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[Fragment
     """
     fragment_of = {name: index for index, fragment in enumerate(fragments) for name in fragment.names}
     chosen: list[dict[str, Tensor]] = [{} for _ in fragments]
-    for name, buffer in _persistent_floating_buffers(model):
+    for name, buffer in travelling_buffers(model):
         if is_sharded(buffer):
             raise ValueError(
                 f"The buffer {name!r} is sharded. Buffers travel whole, from one rank of a group: keep it as a plain"
@@ -138,7 +138,8 @@ def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[Fragment
     return [FragmentBuffers(buffers) for buffers in chosen]
 
 
-def _persistent_floating_buffers(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+def travelling_buffers(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Yields the persistent floating-point buffers by name, each once."""
     seen = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):

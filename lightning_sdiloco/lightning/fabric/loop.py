@@ -51,7 +51,7 @@ class Loop:
         self._federation = options.federation
         self._groups = groups
         self._results = results
-        self._modules: list[nn.Module] = []
+        self._nets: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self.landings: list[Landing] = []
         self._samples, self.trained = 0, 1
@@ -69,7 +69,7 @@ class Loop:
         """Makes all ranks start from the same values of a module that Fabric sets up."""
         if self.engine is not None and self.engine.is_finished:
             # Whoever sets up a model after the end begins to train anew.
-            self._modules, self._optimizers = [], []
+            self._nets, self._optimizers = [], []
             self._results.forget()
         topology = self._groups.topology
         for name, part in module.named_modules():
@@ -81,7 +81,7 @@ class Loop:
                 )
         require_same_model(module, topology.world)
         align_model(module, topology)
-        self._modules.append(module)
+        self._nets.append(module)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that Fabric sets up."""
@@ -172,7 +172,7 @@ class Loop:
     def _trained(self) -> nn.Module:
         """Returns the module that has the parameters of all optimizers."""
         stepped = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
-        for module in self._modules:
+        for module in self._nets:
             if stepped <= {id(parameter) for parameter in module.parameters()}:
                 return module
         raise ValueError(
