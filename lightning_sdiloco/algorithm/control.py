@@ -31,7 +31,7 @@ class Control(NamedTuple):
         step: The inner step of the launch.
         requests: What the rank asks of all groups, one bit each, such as to stop.
         weight: Micro-batches that the group trained since its own last launch of the fragment, over its ranks.
-        digest: Digest of the outer parameters of the fragment.
+        digest: Digest of the outer parameters and buffers of the fragment.
         norm_squared: Squared norm of the outer gradient.
         changed: Buffers of the fragment that changed since its last landing, one bit each.
         finite: Whether the outer gradient is finite.

@@ -140,6 +140,7 @@ class AllReduce(ABC):
         residuals: Sequence[Tensor | None],
         count: Count,
         tunings: Sequence[Tensor | None] | None = None,
+        choices: Sequence[int] | None = None,
     ) -> Tensor:
         """Computes, in one process that has everything, the mean that all groups would get.
 
@@ -149,9 +150,11 @@ class AllReduce(ABC):
             residuals: What the second rounding of each group's part lost before.
             count: The groups that count, and their weights.
             tunings: What else the compression of each group takes over from earlier launches; None for nothing.
+            choices: In which code of the compression each group sent; None for the first.
         """
         each = zip(gradients, memories, tunings or [None] * len(gradients), strict=True)
-        sent = [self.encode(*own).payloads for own in each]
+        codes = [self._with(self.compression.chosen(choice)) for choice in choices or [0] * len(gradients)]
+        sent = [code.encode(*own).payloads for code, own in zip(codes, each, strict=True)]
         payloads = []
         for group, residual in enumerate(residuals):
             mean = self.mean([to[group] for to in sent], count, gradients[0], group)
@@ -182,6 +185,8 @@ class AllReduce(ABC):
         return self.compression.wire_bytes(numel) if numel else 0
 
     def _encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
+        if not gradient.numel():
+            return Encoded([_nothing(gradient)], None)
         values = _sum(gradient, memory)
         tuning = self.compression.tuning(values, tuning)
         payload = self._kernels.encode(values, self.compression.tuned(tuning))
@@ -213,7 +218,8 @@ class OneShotAllReduce(AllReduce):
     @override
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
         decoded = torch.empty_like(like)
-        self.compression.decode(payloads[0], decoded)
+        if like.numel():
+            self.compression.decode(payloads[0], decoded)
         return decoded
 
     @override
@@ -268,7 +274,7 @@ class TwoShotAllReduce(AllReduce):
         for numel in self._part_numels(gradient.numel()):
             where = slice(start, min(start + numel, gradient.numel()))
             before = None if memory is None else _padded(memory[where], numel)
-            encoded = self._encode(_padded(gradient[where], numel), before) if numel else _nothing(gradient)
+            encoded = self._encode(_padded(gradient[where], numel), before)
             payloads += encoded.payloads
             if encoded.memory is not None:
                 # One for all parts: joined at the end, they would be there twice.
@@ -280,7 +286,7 @@ class TwoShotAllReduce(AllReduce):
     @override
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
         if not mean.numel():
-            return SecondHop(_nothing(mean).payloads[0], mean)
+            return SecondHop(_nothing(mean), mean)
         payload = self._kernels.encode(_sum(mean, residual), self.compression)
         return SecondHop(payload, self.compression.residual(mean, residual, payload, self._mixing))
 
@@ -321,9 +327,9 @@ def _padded(values: Tensor, numel: int) -> Tensor:
     return padded
 
 
-def _nothing(like: Tensor) -> Encoded:
-    """Returns what goes to a group that averages nothing."""
-    return Encoded([like.new_empty(0, dtype=torch.uint8)], None)
+def _nothing(like: Tensor) -> Tensor:
+    """Returns the payload where there are no values."""
+    return like.new_empty(0, dtype=torch.uint8)
 
 
 _BY_NAME: dict[str, type[AllReduce]] = {"gather": OneShotAllReduce, "two_shot": TwoShotAllReduce}

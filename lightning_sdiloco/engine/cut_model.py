@@ -1,6 +1,7 @@
 """A model as it is cut now: its rounds, its outer view and its world, and how they are made anew for another cut."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lightning_sdiloco.engine.site.alone import NOTHING, Alone, Trained, Undecid
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
 from lightning_sdiloco.engine.start import agreed_fragments, align_ranks, cut, say_what_averages_twice
-from lightning_sdiloco.engine.warmup import Warmup
+from lightning_sdiloco.engine.warmup import Warmup, warmup_steps_of
 from lightning_sdiloco.engine.world import FixedWorld, World
 
 
@@ -126,6 +127,7 @@ class CutModel:
         return {
             "rank": place_of(self._topology),
             "settings": self.settings.fixed_by_a_checkpoint(),
+            "warmup_steps": self.settings.warmup_steps,
             "local": self.view.local_values(),
             **self.world.state_dict(),
             **self.rounds.state_dict(),
@@ -135,7 +137,9 @@ class CutModel:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what `state_dict` returned on this rank, with the numbers of then for ``"auto"``."""
         require_own_state(state, self._topology)
-        if (settings := self.given.taken_from(state.get("settings"))) != self.settings:
+        warmup_steps = warmup_steps_of(state, self.given.warmup_steps, says=self._topology.rank == 0)
+        settings = replace(self.given.taken_from(state.get("settings")), warmup_steps=warmup_steps)
+        if settings != self.settings:
             self.settings = settings
             self._divide(self.rounds.partition)
         self.rounds.load_state_dict(state)

@@ -49,7 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.algorithm import Fragment, LandingRule, Settings
+from lightning_sdiloco.algorithm import Fragment, LandingRule, Settings, combined, digest
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.flight import LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.offload import OuterStorage, Prefetched
@@ -150,6 +150,22 @@ class FragmentState:
             deadline=deadline,
             purpose=purpose,
         )
+
+    def digest(self, snapshot: LaunchSnapshot) -> int:
+        """Returns the digest of what all groups hold alike at a launch, as far as this rank has it."""
+        alike, rounds = list[Tensor](), 0
+        if snapshot.leg and self.anchor is not None:
+            # Partners hold outer parameters of their own, and take them apart by what they share.
+            alike = [self.storage.load(self.anchor)]
+        elif snapshot.purpose in (Purpose.ROUND, Purpose.MEAN):
+            buffers = [buffer.reshape(-1) for buffer in self.buffers.outer]
+            alike = [snapshot.outer, torch.cat(buffers)] if buffers else [snapshot.outer]
+        elif snapshot.purpose is Purpose.START and self.shares:
+            # In a warm-up outer values are local ones: unlike hardware may round them in unlike ways, or a group is
+            # idle. Their mean is the same in all groups, and what the outer optimizer makes of it only if its state is.
+            alike = [one for one in self.outer.state.values() if isinstance(one, Tensor)]
+            rounds = self.outer.rounds
+        return combined([rounds, *(digest(values, start=self.layout.start) for values in alike)])
 
     def gradient_snapshot(self, step: int, deadline: float, trains: bool, requests: int) -> LaunchSnapshot:
         """Reads what a flight takes along for the mean of the gradients, and changes nothing.

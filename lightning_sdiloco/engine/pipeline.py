@@ -26,7 +26,6 @@ from lightning_sdiloco.algorithm import (
     SecondHop,
     Settings,
     all_reduce_for,
-    digest,
     plain,
     trained,
 )
@@ -35,7 +34,7 @@ from lightning_sdiloco.compression import Kernels, resolve
 from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
 from lightning_sdiloco.engine.flight import LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.gossip import Gossip, anchor_of
+from lightning_sdiloco.engine.gossip import Gossip
 from lightning_sdiloco.engine.measurements import Diagnostics, Span, agreement, diagnosed, distance, lost, on_link
 from lightning_sdiloco.engine.messages import Received, put_together, take_apart
 from lightning_sdiloco.engine.outer.optimizer import OuterState
@@ -338,8 +337,7 @@ class Pipeline:
             # are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
             finite=is_gradient or isfinite(norm) or bool(snapshot.gradient.isfinite().all()),
             weight=snapshot.weight,
-            # Partners hold outer parameters of their own, and take them apart by what they share.
-            digest=digest(anchor_of(fragment) if snapshot.leg else snapshot.outer, start=fragment.layout.start),
+            digest=fragment.digest(snapshot),
             norm_squared=norm,
             changed=0 if is_gradient else fragment.buffers.changed(snapshot.buffers),
             step_time=snapshot.step_time,
@@ -395,9 +393,12 @@ class Pipeline:
         """Raises an `AgreementError` unless all groups are at one point with one outer model, and one is finite."""
         own, leg = controls[self._topology.group_index], snapshot.leg or range(len(controls))
         differs = "did not begin from" if snapshot.leg else "do not hold"
+        has_buffers = bool(self._fragments[snapshot.fragment].buffers.names) and not snapshot.leg
+        alike = "outer parameters and buffers" if has_buffers else "outer parameters"
+        alike = "outer optimizer state" if snapshot.purpose is Purpose.START else alike
         for what, values in (
             ("are not at the same point", {group: (one.fragment, one.step) for group, one in enumerate(controls)}),
-            (f"{differs} the same outer parameters", {group: controls[group].digest for group in leg}),
+            (f"{differs} the same {alike}", {group: controls[group].digest for group in leg}),
         ):
             if len(set(values.values())) > 1:
                 told = ", ".join(f"group {group}: {value}" for group, value in values.items())
@@ -423,7 +424,14 @@ class Pipeline:
         own = [snapshot.buffers[index] for index in snapshot.travelling]
         flat = torch.cat([buffer.reshape(-1) for buffer in own])
         if self._topology.group_rank == 0:
-            flat = mean_of_buffers([tails[group] for group in count.factors])
+            buffers = self._fragments[snapshot.fragment].buffers
+            outer = {buffers.names[index]: buffers.outer[index] for index in snapshot.travelling}
+            # Where rounds start, each group has its own buffers for the outer ones.
+            keeps = snapshot.purpose is not Purpose.START
+            counted = {f"worker group {group}": tails[group] for group in count.factors}
+            flat = mean_of_buffers(
+                counted, outer, keeps=keeps, says=self._topology.group_index == min(snapshot.leg, default=0)
+            )
         self._topology.stages[_AVERAGE].broadcast(flat)
         parts = zip(snapshot.travelling, flat.split([buffer.numel() for buffer in own]), own, strict=True)
         return {index: part.view_as(buffer) for index, part, buffer in parts}

@@ -11,6 +11,7 @@ from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.agreement import broadcast, require_same_model
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState
+from lightning_sdiloco.engine.parameters.buffers import travelling_buffers
 from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter
 from lightning_sdiloco.engine.parameters.sharding import is_sharded
@@ -73,9 +74,10 @@ def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: Named
     frozen = {name: parameter.values for name, parameter in outer.parameters.items() if name not in now}
     for fragment in fragments:
         fragment.layout.write_named(frozen)
-    for name, parameter in now.items():
-        if name not in outer.parameters:
-            broadcast(parameter, topology)
+    tensors, known = now | dict(travelling_buffers(model)), outer.parameters.keys() | outer.buffers.keys()
+    for name, tensor in tensors.items():
+        if name not in known:
+            broadcast(tensor, topology)
 
 
 def has_other_parameters(model: nn.Module, fragments: Sequence[FragmentState]) -> bool:

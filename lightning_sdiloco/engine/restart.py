@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm import Control, Settings, TwoShot, all_reduce_for
-from lightning_sdiloco.engine.arithmetic import norm_squared
+from lightning_sdiloco.engine.arithmetic import finite_mean, norm_squared
 from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters, to_parameters_by_spec
 from lightning_sdiloco.engine.parameters.sharding import ShardSpec
@@ -96,7 +96,8 @@ def _mean_of(groups: Sequence[State]) -> State:
     fragments = []
     for one in zip(*(group["fragments"] for group in groups), strict=True):
         state = {key: mean([fragment["state"][key] for fragment in one]) for key in one[0]["state"]}
-        buffers = [mean(values) for values in zip(*(fragment["buffers"] for fragment in one), strict=True)]
+        rows = zip(*(fragment["buffers"] for fragment in one), strict=True)
+        buffers = [finite_mean(torch.stack(values), None) for values in rows]
         outer = mean([fragment["outer"] for fragment in one])
         fragments.append({**one[0], "outer": outer, "state": state, "buffers": buffers})
     return {**groups[0], "fragments": fragments}
@@ -157,13 +158,15 @@ class _EarlierFlights:
                     [fragment["residual"] for fragment in saved],
                     count,
                     [fragment.get("tuning") for fragment in saved],
+                    [group[shard].get("choice", 0) for group in flights],
                 )
                 before = self._shards[shard][fragment]
                 self._shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)
             names = list(self._buffers[fragment])
             for position in flights[0][0]["travelling"]:
-                sent = [flights[group][0]["buffers"][position] for group in count.factors]
-                self._buffers[fragment][names[position]] = torch.stack(sent).mean(dim=0)
+                sent = torch.stack([flights[group][0]["buffers"][position] for group in count.factors])
+                outer = self._buffers[fragment]
+                outer[names[position]] = finite_mean(sent, outer[names[position]])
         return any(control.finite for control in controls)
 
 

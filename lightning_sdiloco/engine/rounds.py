@@ -117,6 +117,7 @@ class Rounds:
 
     def require_coverage(self) -> None:
         """Refuses to go on with a parameter that is trained and in no fragment; see `naming.require_coverage`."""
+        self.reshard()
         require_coverage(self._model, self._parameters)
 
     def diagnose(self, diagnoses: bool) -> None:

@@ -1,10 +1,14 @@
 """The warm-up: the first inner steps, in which all groups take the mean of their gradients."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.rounds import Rounds
+
+_log = logging.getLogger(__name__)
 
 
 class Warmup:
@@ -77,3 +81,41 @@ class Warmup:
                 " out warmup_steps."
             )
         return self._times or 1
+
+
+def warmup_steps_of(state: Mapping[str, Any], given: int, *, says: bool) -> int:
+    """Returns how many inner steps the warm-up of a resumed run has.
+
+    Rounds are counted from its end, so once it has ended it stays as it was. Until then it may change; a number that is
+    already past ends it with the next inner step.
+
+    Args:
+        state: The state of the run.
+        given: The number that is given now.
+        says: Whether to warn where it is ignored.
+
+    Raises:
+        ValueError: If the run has trained without a warm-up.
+    """
+    steps = state["counts"]["inner_steps"]
+    # Earlier versions did not say what it was.
+    was = int(state.get("warmup_steps", given))
+    if steps == 0 or given == was:
+        return given
+    if steps < was:
+        return max(given, steps + 1)
+    if was == 0:
+        raise ValueError(
+            f"warmup_steps={given} was given, and this run began with no warm-up: until inner step {steps} its groups"
+            " have trained alone, so there is no model that all of them could warm up. Leave warmup_steps out to go on"
+            " with this run, or start a new one."
+        )
+    if says:
+        _log.warning(
+            "warmup_steps=%d is ignored: the warm-up of this run ended after inner step %d, and its rounds are counted"
+            " from there. Give warmup_steps=%d to say so.",
+            given,
+            was,
+            was,
+        )
+    return was

@@ -101,9 +101,6 @@ class FixedWorld:
         """Launches what the pace says; see `World.launch_due`."""
         due = self._rounds.due(step)
         if due:
-            self._rounds.reshard()
-        # Once a round: it looks at all parameters.
-        if 0 in due:
             self._rounds.require_coverage()
         is_warmup = self._rounds.schedule.is_warmup(step - self._rounds.began_at)
         purpose = Purpose.START if is_warmup else Purpose.ROUND

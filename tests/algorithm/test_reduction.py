@@ -16,18 +16,21 @@ from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES
 from lightning_sdiloco.algorithm.reduction import OneShotAllReduce, TwoShotAllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.exchange import DirectExchange
+from lightning_sdiloco.comm.exchange.varying import LENGTH_BYTES
 from lightning_sdiloco.comm.layout import GroupLayout
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
     BFloat16,
+    ByLink,
     Compression,
     ErrorFeedback,
     Float32,
     RandomBlock,
     RandomK,
     TopK,
+    resolve,
 )
 from lightning_sdiloco.engine.background import Stages, ThreadBackground
 from lightning_sdiloco.errors import ExchangeError
@@ -123,6 +126,27 @@ def test_values_that_chance_picks_lose_nothing_in_the_second_shot() -> None:
 
 
 # What is sent
+
+
+@pytest.mark.parametrize("exchange", ["gather", "two_shot"])
+@pytest.mark.parametrize("compression", [*COMPRESSIONS, ByLink()])
+def test_a_fragment_without_values_sends_nothing_but_its_control_vector(compression: Any, exchange: str) -> None:
+    codec = resolve(compression)
+    if exchange == "two_shot" and (codec.varies() or codec.counts_senders()):
+        exchange = "auto"
+    models = [nn.ModuleDict({"some": mlp()}) for _ in range(3)]
+    for model in models:
+        model.register_parameter("none", nn.Parameter(torch.zeros(0, 4)))
+    choices: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "mixing": 0.5, "final_sync": False}
+    fragments = [["none"], ["some.*"]]
+    run = SimulatedGroups(models, fragments=fragments, compression=compression, exchange=exchange, **choices)
+    for engine in run.engines:
+        engine.diagnose()
+    landings = [landing for _ in range(8) for landing in run.step()[0] if landing.fragment == 0]
+    assert len(landings) == 3
+    words = CONTROL_BYTES + (LENGTH_BYTES if codec.varies() else 0)
+    assert {landing.bytes_sent for landing in landings} == {2 * words}
+    run.finish()
 
 
 def sent(groups: int, **choices: Any) -> tuple[float, list[int]]:

@@ -1,5 +1,6 @@
 """All groups hold the same outer parameters, bit for bit, or the run ends with an error that says who does not."""
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_sdiloco.comm.layout import GroupLayout
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import COMPRESSIONS
 from tests.ranks import run_ranks
-from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
+from tests.training import LAYERS, backward, batch, inner_optimizer, mlp, train_step
 
 
 def bits(values: dict[str, Tensor]) -> dict[str, list[int]]:
@@ -81,6 +82,53 @@ def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_group
     told = r"outer parameters at the launch of fragment 2 .* \(group 0: .*, group 1: "
     with pytest.raises(AgreementError, match=told):
         advance(groups, 8)
+
+
+def big_with_statistics() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 500), nn.BatchNorm1d(500), nn.Linear(500, 200), nn.Linear(200, 3))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("key", "choices", "told"),
+    [
+        ("buffers", {}, r"outer parameters and buffers at the launch of fragment 0 after inner step 8 \(group 0: "),
+        ("state", {"warmup_steps": 8}, "outer optimizer state at the launch of fragment 0 after inner step 8 "),
+    ],
+)
+def test_whatever_else_of_the_outer_state_differs_is_an_error_before_it_is_landed(
+    key: str, choices: dict[str, Any], told: str
+) -> None:
+    """Of what groups take up where they go on: outer buffers, and the momentum with which rounds start."""
+
+    def run(rank: int, world_size: int) -> None:
+        model = big_with_statistics()
+        settings: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "fragments": [["*"]], "mixing": 0.0}
+        engine = StreamingDiLoCo(model, **settings, **choices)
+
+        def steps(first: int, last: int) -> None:
+            for step in range(first, last + 1):
+                backward(model, optimizer, rank, step)
+                engine.average_gradients()
+                optimizer.step()
+                engine.step()
+
+        optimizer = inner_optimizer("sgd", model)
+        steps(1, 6)
+        state = engine.state_dict()
+        fragment = state["fragments"][0]
+        if key == "state":
+            fragment["state"] = {"momentum_buffer": torch.zeros(fragment["outer"].numel())}
+        values = fragment["state"]["momentum_buffer"] if key == "state" else fragment["buffers"][0]
+        values[77] += 1e-6 * rank
+        engine.load_state_dict(state)
+        steps(7, 9)
+
+    errors = run_ranks(run, 2, expect_failure=True)
+    assert sorted(errors) == [0, 1]
+    for error in errors.values():
+        assert re.search(f"AgreementError: The worker groups do not hold the same {told}", error)
 
 
 def test_groups_that_are_at_different_steps_are_an_error() -> None:

@@ -27,7 +27,7 @@ from lightning_sdiloco.launch.failures import Failures
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes, run_ranks
-from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
+from tests.training import LAYERS, backward, batch, inner_optimizer, mlp, train_step
 
 
 def poison(model: nn.Module) -> None:
@@ -107,6 +107,100 @@ def test_all_groups_not_finite_is_an_error_that_names_them() -> None:
     run.until(3)
     with pytest.raises(AgreementError, match=r"fragment 0, .* not finite in any worker group \(group 0, group 1\)"):
         run.step(poisoned=(0, 1))
+
+
+class WithStatistics(nn.Sequential):
+    """A model of 103,000 parameters with BatchNorm, and with a mask that is infinite by design."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(5, 500), nn.BatchNorm1d(500), nn.Linear(500, 200), nn.Linear(200, 3))
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+
+
+def statistics(model: nn.Module) -> Tensor:
+    return torch.cat([model[1].running_mean, model[1].running_var])
+
+
+class WithBuffers(Run):
+    """The same, of models whose statistics can be poisoned."""
+
+    def __init__(self, groups: int, **choices: Any) -> None:
+        super().__init__(1)
+        self.models = [WithStatistics() for _ in range(groups)]
+        self.optimizers = [inner_optimizer("adamw", model) for model in self.models]
+        self.engine = SimulatedGroups(self.models, sync_every=4, fragments=[["*"]], compression="fp32", **choices)
+
+    def poisoned_step(self, values: dict[int, float]) -> list[Landing]:
+        self.steps += 1
+        for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            train_step(model, optimizer, group, self.steps)
+            if group in values:
+                model[1].running_var[7] = values[group]
+        return self.engine.step()[0]
+
+    def shown(self, group: int) -> Tensor:
+        with self.engine.engines[group].evaluate():
+            return statistics(self.models[group]).clone()
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5, 1.0])
+def test_buffers_that_are_not_finite_reach_no_other_group_and_not_the_outer_model(
+    mixing: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = WithBuffers(3, overlap_steps=1, mixing=mixing)
+    run.until(3)
+    run.poisoned_step({1: float("nan")})
+    sent = [statistics(model).clone() for model in run.models]
+    landings = run.step()
+    assert [landing.left_out for landing in landings] == [()], "what was trained counts"
+    means = run.shown(0)
+    torch.testing.assert_close(means[:500], sum(sent[1:], sent[0])[:500] / 3)
+    torch.testing.assert_close(means[500:], (sent[0] + sent[2])[500:] / 2)
+    assert all(torch.equal(run.shown(group), means) for group in (1, 2))
+    assert torch.equal(run.models[1][1].running_var, means[500:])
+    assert all(bool(statistics(model).isfinite().all()) for model in run.models)
+    told = [record.message for record in caplog.records if "left out of the mean" in record.message]
+    assert len(told) == 1
+    assert "'1.running_var' of worker group 1." in told[0]
+    run.until(12)
+    run.engine.finish()
+    assert all(torch.equal(model.mask, WithStatistics().mask) for model in run.models)
+    assert all(torch.equal(statistics(model), statistics(run.models[0])) for model in run.models)
+    assert len([record for record in caplog.records if "left out of the mean" in record.message]) == 1
+
+
+def test_an_outer_buffer_stays_as_it_was_where_no_group_has_a_finite_one() -> None:
+    run = WithBuffers(2, overlap_steps=0)
+    run.until(7)
+    before = run.shown(0)
+    run.poisoned_step({0: float("nan"), 1: float("inf")})
+    after = run.shown(1)
+    assert torch.equal(after[500:], before[500:])
+    assert not torch.equal(after[:500], before[:500])
+    assert all(bool(statistics(model).isfinite().all()) for model in run.models)
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+@pytest.mark.parametrize("warmup_steps", [0, 20])
+def test_the_plain_mean_of_buffers_is_over_those_that_are_finite(warmup_steps: int, finishes: bool) -> None:
+    run = WithBuffers(2, overlap_steps=1, warmup_steps=warmup_steps)
+    for step in (1, 2):
+        for group, (model, optimizer) in enumerate(zip(run.models, run.optimizers, strict=True)):
+            backward(model, optimizer, group, step)
+        run.engine.average_gradients()
+        for optimizer in run.optimizers:
+            optimizer.step()
+        run.engine.step()
+    run.models[0][1].running_var.fill_(float("nan"))
+    expected = run.models[1][1].running_var.clone()
+    if finishes:
+        run.engine.finish()
+        assert torch.equal(run.models[0][1].running_var, expected)
+        return
+    mean = run.engine.group_mean()
+    with run.engine.engines[1].evaluate(mean):
+        assert torch.equal(run.models[1][1].running_var, expected)
 
 
 # fp4 would turn what is not finite into numbers.

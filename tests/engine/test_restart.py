@@ -3,7 +3,7 @@
 import importlib
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.compression import COMPRESSIONS
+from lightning_sdiloco.compression import COMPRESSIONS, ByLink
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters, to_shard
 from lightning_sdiloco.engine.recut import named_outer
 from lightning_sdiloco.engine.restart import restart_from
 from lightning_sdiloco.errors import AgreementError
 from tests import fits
+from tests.engine.test_by_link import MENU, with_links
 from tests.engine.test_resume import through_a_file
 from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import CHOICES, StatefulBatches, assert_same, run_fit, save_folder, saving
@@ -91,10 +92,11 @@ def outer_parameters(engine: StreamingDiLoCo) -> Mapping[str, OuterParameter]:
 class Run:
     """Two simulated groups after some inner steps."""
 
-    def __init__(self, steps: int, **choices: Any) -> None:
+    def __init__(self, steps: int, rates: Sequence[float] = (), **choices: Any) -> None:
         self.models = [nn.Sequential(*mlp(), nn.BatchNorm1d(3)) for _ in range(2)]
         optimizers = [inner_optimizer("adamw", model) for model in self.models]
         self.groups = SimulatedGroups(self.models, **choices)
+        with_links(self.groups.engines, rates or [0.0] * 2)
         for step in range(1, steps + 1):
             for group, (model, optimizer) in enumerate(zip(self.models, optimizers, strict=True)):
                 train_step(model, optimizer, group, step)
@@ -142,6 +144,31 @@ def test_flights_land_as_their_groups_would_have_landed_them(compression: str, p
         assert torch.equal(
             torch.cat([restart.parameters[n].state["momentum_buffer"] for n in fragment.names]), momentum
         )
+
+
+def test_flights_land_in_the_code_that_each_was_sent_in() -> None:
+    choices = {**WITH_STATISTICS, "compression": ByLink(MENU)}
+    run = Run(IN_FLIGHT_AFTER, rates=[1e9, 1.0], **choices)
+    states = run.states()
+    assert [{flight.get("choice", 0) for flight in of["flights"]} for (of,) in states] == [{0}, {2}]
+    restart = restart_from(states, Settings(**choices))
+    expected = run.landed()
+    assert_same(
+        {name: p.values.view_as(expected[name]) for name, p in restart.parameters.items()},
+        {name: values for name, values in expected.items() if name in restart.parameters},
+    )
+
+
+def test_flights_land_without_buffers_that_are_not_finite() -> None:
+    choices = {**WITH_STATISTICS, "overlap_steps": 1}
+    run = Run(13, **choices)
+    run.models[1][7].running_var[1] = float("nan")
+    run.groups.step()
+    states = run.states()
+    assert [bool(flight["buffers"]) for flight in states[0][0]["flights"]] == [True]
+    restart = restart_from(states, Settings(**choices))
+    assert restart.buffers["7.running_var"].isfinite().all()
+    assert_same(restart.buffers, {name: run.landed()[name] for name in restart.buffers})
 
 
 @pytest.mark.parametrize("case", ["a group is missing", "another outer optimizer"])
@@ -393,6 +420,22 @@ def train(model: nn.Module, engine: StreamingDiLoCo, group: int, steps: int) -> 
         engine.step()
 
 
+def test_a_recut_gives_all_groups_the_new_buffers_of_the_first() -> None:
+    def run(rank: int, world_size: int) -> Tensor:
+        model = mlp()
+        engine = StreamingDiLoCo(model, **{**ENGINE, "fragments": "balanced"})
+        train(model, engine, rank, 3)
+        model.append(nn.BatchNorm1d(3))
+        model[7].running_mean.fill_(float(rank))
+        engine.recut()
+        train(model, engine, rank, 16)
+        engine.finish()
+        return model[7].running_mean.clone()
+
+    one, other = run_ranks(run, 2)
+    assert torch.equal(one, other)
+
+
 def test_a_recut_that_only_one_rank_wants_is_refused_everywhere() -> None:
     def run(rank: int, world_size: int) -> None:
         model = mlp()
@@ -413,6 +456,24 @@ def test_what_becomes_trainable_within_an_epoch_is_an_error() -> None:
     engine.step()
     model[0].requires_grad_(True)
     with pytest.raises(AgreementError, match="change what is trainable between epochs"):
+        engine.step()
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_what_becomes_trainable_within_a_round_is_an_error_at_the_next_launch_of_any_fragment(is_added: bool) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    engine = StreamingDiLoCo(model, sync_every=9, overlap_steps=0, fragments=LAYERS[1:])
+    for _ in range(9):
+        engine.step()
+    assert engine.report()["launches"] == 1
+    if is_added:
+        model.append(nn.Sequential(nn.Linear(3, 3)))
+    else:
+        model[0].requires_grad_(True)
+    for _ in range(2):
+        engine.step()
+    with pytest.raises(AgreementError, match=f"2 parameters .* such as '{'7.0' if is_added else '0'}.weight'"):
         engine.step()
 
 

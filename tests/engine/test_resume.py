@@ -1,6 +1,7 @@
 """A run that is stopped anywhere and resumed goes on, bit for bit, as if it had never stopped."""
 
 import io
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
-from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import Landing, Selective, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.compression import COMPRESSIONS
 from tests.ranks import run_ranks
 from tests.training import LAYERS, backward, inner_optimizer, mlp, train_step
@@ -139,6 +140,49 @@ def test_stopping_with_a_warmup_a_schedule_a_guard_and_groups_that_run_dry() -> 
         for one, other in zip(second.landings, never_stopped.landings[len(first.landings) :], strict=True):
             assert (one.fragment, one.outer_lr, one.outlying) == (other.fragment, other.outer_lr, other.outlying)
     assert any(landing.outlying for landing in never_stopped.landings), "the guard acted"
+
+
+def resumed(saved: Any, last: int, **choices: Any) -> list[dict[str, Tensor]]:
+    groups = Groups(**CHOICES | choices)
+    groups.load(saved)
+    return groups.run(groups.groups.engines[0].inner_steps + 1, last)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "stopped_at", "choices"),
+    [(20, 0, 35, {"schedule": Selective(0.3, 4)}), (3, 4, 13, {}), (3, 30, 13, {}), (3, 0, 3, {})],
+)
+def test_after_a_warmup_another_number_changes_nothing_and_is_said_once(
+    was: int, now: int, stopped_at: int, choices: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Groups(warmup_steps=was, **CHOICES | choices)
+    first.run(1, stopped_at)
+    saved = first.saved()
+    assert_same(resumed(saved, 60, warmup_steps=now, **choices), first.run(stopped_at + 1, 60))
+    told = [record for record in caplog.records if record.levelno == logging.WARNING and "warm-up" in record.message]
+    assert len(told) == 1
+    assert f"warmup_steps={now} is ignored: the warm-up of this run ended after inner step {was}" in told[0].message
+
+
+@pytest.mark.parametrize(("now", "until"), [(12, 12), (6, 6), (5, 6), (0, 6)])
+def test_in_a_warmup_another_number_counts_and_one_that_is_past_ends_it_with_the_next_step(
+    now: int, until: int
+) -> None:
+    first = Groups(warmup_steps=8, **CHOICES)
+    first.run(1, 5)
+    expected = Groups(warmup_steps=until, **CHOICES).run(1, STEPS)
+    assert_same(resumed(first.saved(), STEPS, warmup_steps=now), expected[5:])
+
+
+@pytest.mark.parametrize("stopped_at", [1, 12])
+def test_a_warmup_that_was_never_there_is_refused_in_the_midst_of_rounds(stopped_at: int) -> None:
+    first = Groups(**CHOICES)
+    at_the_start = first.saved()
+    first.run(1, stopped_at)
+    told = rf"warmup_steps=20 .* no warm-up.* inner step {stopped_at}\b.*Leave warmup_steps out"
+    with pytest.raises(ValueError, match=told):
+        resumed(first.saved(), 20, warmup_steps=20)
+    assert_same(resumed(at_the_start, 12, warmup_steps=6), Groups(warmup_steps=6, **CHOICES).run(1, 12))
 
 
 def test_several_fragments_were_in_flight_at_some_of_these_stops() -> None:

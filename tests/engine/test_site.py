@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_sdiloco import DelayedNesterov, Federation, SimulatedGroups
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
+from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.federation import Charter, Record, Welcome
 from lightning_sdiloco.hub import Called, Recorded, Told, Welcomed
 from tests.engine.ranked_sites import Rank, whole
@@ -532,6 +533,30 @@ def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
         assert equal(list(own.values()), list(expected.values()))
     buffers = [rank.engine._cut.rounds.fragments[0].buffers.outer for site in (*alone, *sites) for rank in site]
     assert all(equal(own, buffers[0]) for own in buffers)
+
+
+def test_buffers_of_a_site_that_are_not_finite_reach_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    def poison(rank: Rank, step: int) -> None:
+        if rank.site == "s1" and step == 7:
+            rank.engine._cut.model[1].running_var[3] = float("nan")
+
+    sites = train_ranked(
+        (1, 2, 1), 16, normed, train_step, (4, 2, 4), poison, compression="fp32", mixing=0.5, **CHOICES
+    )
+    for rank in (rank for site in sites for rank in site):
+        assert all(bool(values.isfinite().all()) for values in rank.engine._cut.rounds.fragments[0].buffers.outer)
+        assert rank.engine._cut.model[1].running_var.isfinite().all()
+    assert "left out of the mean, and the outer ones take their place: '1.running_var' of site 's1'." in caplog.text
+
+
+def test_what_becomes_trainable_is_an_error_at_the_next_launch_of_any_fragment() -> None:
+    sites = founded(2, **CHOICES)
+    train(sites, 8)
+    assert sites[0].engine.report()["launches"] == 1
+    sites[0].model.append(nn.Linear(3, 3))
+    train(sites, 1)
+    with pytest.raises(AgreementError, match=r"2 parameters .* such as '7.weight'"):
+        train(sites, 1)
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,11 @@ def test_a_checkpoint_of_an_earlier_version_is_taken_up_bit_for_bit(left_open: t
     path = str(tmp_path / "old" / f"step={SAVED}.ckpt")
     choices = {name: value for name, value in CHOICES.items() if name not in left_open}
     resumed = run_processes(lambda rank, world_size: fit(rank, world_size, tmp_path, path, choices), 2)
-    # States of that version did not say whose they are, with which settings, and when fragments launch.
+    # States of that version did not say whose they are, with which settings and warm-up, and when fragments launch.
     assert [rank["at the checkpoint"].pop("rank")["group_index"] for rank in resumed] == [0, 1]
     assert {rank["at the checkpoint"].pop("settings")["outer_lr"] for rank in resumed} == {"0.5"}
     assert [rank["at the checkpoint"].pop("pace")["sync_every"] for rank in resumed] == [CHOICES["sync_every"]] * 2
+    assert [rank["at the checkpoint"].pop("warmup_steps") for rank in resumed] == [0, 0]
     assert differences(resumed, expected) == []
 
 

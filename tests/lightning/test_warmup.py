@@ -1,6 +1,7 @@
 """In a warm-up groups take the mean of their gradients, whatever a group is made of and whoever runs dry."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from tests import fits, sharded
 from tests.large import models
 from tests.lightning import uneven_fits
+from tests.lightning.test_checkpoint import assert_same, run_fit, saving
+from tests.lightning.test_fabric import fabric_of
 from tests.ranks import run_processes
-from tests.training import backward, inner_optimizer, mlp
+from tests.training import backward, batch, inner_optimizer, mlp
 
 CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "layers_per_fragment": 1, "compression": "fp32"}
 
@@ -34,6 +37,43 @@ def test_groups_of_several_ranks_and_three_groups_train_as_ddp_does(world_size: 
     for expected, actual in run_processes(run, world_size):
         for name, values in expected.items():
             torch.testing.assert_close(actual[name], values, rtol=1e-3, atol=1e-3)
+
+
+def test_a_fit_resumed_with_another_warmup_keeps_the_one_that_it_had(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        saves = saving(fits.LIGHTNING, tmp_path, every_n_train_steps=13)
+        whole = run_fit(rank, world_size, fits.LIGHTNING, 26, saves, warmup_steps=3)
+        saved = str(tmp_path / "step=13.ckpt")
+        again = run_fit(rank, world_size, fits.LIGHTNING, 26, [], saved, warmup_steps=4)
+        return whole, again
+
+    for whole, again in run_processes(run, 2, timeout=120.0):
+        assert_same(again["outer"], whole["outer"])
+        assert_same(again["model"], whole["model"])
+        assert again["report"]["landings"] == whole["report"]["landings"]
+
+
+def test_a_loop_of_fabric_resumed_in_a_warmup_without_it_ends_it_with_the_next_step(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        ends = []
+        for first, warmup_steps, ends_after in ((1, 4, 3), (4, 0, 11), (1, 4, 11)):
+            fabric = fabric_of(world_size, warmup_steps=warmup_steps)
+            model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
+            state = {"model": model, "optimizer": optimizer}
+            if first > 1:
+                fabric.load(tmp_path / "a.ckpt", state)
+            for step in range(first, ends_after + 1):
+                fabric.backward(nn.functional.mse_loss(model(batch(rank, step)[0]), batch(rank, step)[1]))
+                optimizer.step()
+                optimizer.zero_grad()
+            if ends_after == 3:
+                fabric.save(tmp_path / "a.ckpt", state)
+            fabric.strategy.finish()
+            ends.append({name: values.clone() for name, values in net.state_dict().items()})
+        return ends
+
+    for _, resumed, whole in run_processes(run, 2, timeout=120.0):
+        assert_same(resumed, whole)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])

@@ -68,14 +68,19 @@ class FragmentBuffers:
     def mix(self, mixing: float, indices: Iterable[int]) -> None:
         """Mixes some of the outer buffers into the local ones.
 
-        A buffer that did not travel keeps its local value: it may have changed, and travels next time.
+        A buffer that did not travel keeps its local value: it may have changed, and travels next time. Of one that is
+        not finite nothing is kept.
 
         Args:
             mixing: Share of the local buffers that is kept.
             indices: Which buffers.
         """
         for index in indices:
-            mix(self._local[index], self.outer[index], mixing)
+            local, outer = self._local[index], self.outer[index]
+            if mixing:
+                # Decided on the device, without a wait of the host.
+                local.copy_(torch.where(local.isfinite().all(), local, outer.to(local.dtype)))
+            mix(local, outer, mixing)
 
     def write(self) -> None:
         """Overwrites all local buffers with the outer ones."""
@@ -122,7 +127,7 @@ def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[Fragment
     """
     fragment_of = {name: index for index, fragment in enumerate(fragments) for name in fragment.names}
     chosen: list[dict[str, Tensor]] = [{} for _ in fragments]
-    for name, buffer in _persistent_floating_buffers(model):
+    for name, buffer in travelling_buffers(model):
         if is_sharded(buffer):
             raise ValueError(
                 f"The buffer {name!r} is sharded. Buffers travel whole, from one rank of a group: keep it as a plain"
@@ -133,7 +138,8 @@ def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[Fragment
     return [FragmentBuffers(buffers) for buffers in chosen]
 
 
-def _persistent_floating_buffers(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+def travelling_buffers(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Yields the persistent floating-point buffers by name, each once."""
     seen = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix=prefix, recurse=False):

@@ -157,7 +157,7 @@ class SiteArithmetic:
         norm, began = whole_norm(mean, self._site), time.perf_counter()
         outer = outer_step(fragment, before, values, mean, counts=True, final=record.final)
         gathered = fragment.layout.all_gather(outer.values, self._site)
-        buffers = self._mean_buffers(fragment, sites)
+        buffers = self._mean_buffers(fragment, record, sites)
         result = SyncResult(
             outer=outer.moved(fragment.storage.store),
             memory=None if memory is None else fragment.storage.store(memory),
@@ -254,7 +254,7 @@ class SiteArithmetic:
             position += length
         return stretch
 
-    def _mean_buffers(self, fragment: FragmentState, sites: Sequence[_Site]) -> dict[int, Tensor]:
+    def _mean_buffers(self, fragment: FragmentState, record: Record, sites: Sequence[_Site]) -> dict[int, Tensor]:
         """Returns the plain mean of the buffers over the sites that count; what is the same everywhere stays so.
 
         They came with the payload of the first rank, which gives the others their mean. In-group collective.
@@ -266,8 +266,10 @@ class SiteArithmetic:
         flat = torch.empty(size, device=outer[0].device)
         if self._rank == 0:
             tails = [site.payloads[0][site.payloads[0].numel() - 4 * size :].to(flat.device) for site in sites]
-            same = all(torch.equal(tail, tails[0]) for tail in tails)
-            flat = mean_of_buffers(tails[:1] if same else tails)
+            if all(torch.equal(tail, tails[0]) for tail in tails):
+                del tails[1:]
+            counted = {f"site {own.site!r}": tail for own, tail in zip(record.counted, tails, strict=False)}
+            flat = mean_of_buffers(counted, fragment.buffers.named())
         self._site.broadcast(flat)
         parts = flat.split([buffer.numel() for buffer in outer])
         return {index: part.view_as(own) for index, (part, own) in enumerate(zip(parts, outer, strict=True))}

@@ -134,8 +134,6 @@ class FederatedWorld:
             self._connection.skip(call)
         due = self.follower.launches(step)
         if due:
-            self._rounds.reshard()
-        if 0 in due:
             self._rounds.require_coverage()
         for index in due:
             self._launches.launch(index, step, self._step_time)

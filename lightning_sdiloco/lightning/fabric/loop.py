@@ -52,7 +52,7 @@ class Loop:
         self._federation = options.federation
         self._groups = groups
         self._results = results
-        self._modules: list[nn.Module] = []
+        self._nets: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self.landings: list[Landing] = []
         self._samples, self.trained = 0, 1
@@ -70,7 +70,7 @@ class Loop:
         """Makes all ranks start from the same values of a module that Fabric sets up."""
         if self.engine is not None and self.engine.is_finished:
             # Whoever sets up a model after the end begins to train anew.
-            self._modules, self._optimizers = [], []
+            self._nets, self._optimizers = [], []
             self._results.forget()
         topology = self._groups.topology
         for name, part in module.named_modules():
@@ -82,7 +82,7 @@ class Loop:
                 )
         require_same_model(module, topology.world)
         align_model(module, topology)
-        self._modules.append(module)
+        self._nets.append(module)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that Fabric sets up."""
@@ -143,7 +143,9 @@ class Loop:
 
     def average_gradients(self) -> None:
         """Takes the mean of the gradients over the groups in the warm-up, once an optimizer is set up."""
-        if self._settings.warmup_steps and self._optimizers and (engine := self._begun()).is_warming_up:
+        # One that was resumed may still be in the warm-up that it had.
+        engine = self._begun() if self._settings.warmup_steps and self._optimizers else self.engine
+        if engine is not None and engine.is_warming_up:
             engine.average_gradients()
 
     def _begun(self) -> StreamingDiLoCo:
@@ -171,7 +173,7 @@ class Loop:
     def _trained(self) -> nn.Module:
         """Returns the module that has the parameters of all optimizers."""
         stepped = {id(p) for one in self._optimizers for group in one.param_groups for p in group["params"]}
-        for module in self._modules:
+        for module in self._nets:
             if stepped <= {id(parameter) for parameter in module.parameters()}:
                 return module
         raise ValueError(
