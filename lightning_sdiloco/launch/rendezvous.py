@@ -4,8 +4,10 @@ import errno
 import json
 import logging
 import socket
+import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +25,16 @@ SECONDS_UNREACHABLE = 30.0
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
 _SECONDS_PER_ATTEMPT = 5.0
+
+# [Note: is it a store] torch's own client waits for an answer for ever, whatever its timeout. So its greeting is sent
+# before: a number by which stores and clients know each other, and a PING, whose four bytes a store sends back; see
+# torch/csrc/distributed/c10d/TCPStoreBackend.hpp. These four also end a request of HTTP, which is answered at once.
+_PING = b"\r\n\r\n"
+_GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PING
+
+_SHOWN_BYTES = 48
+
+_CHOOSE = "Choose another MASTER_PORT, the same for all ranks."
 
 
 class Rendezvous:
@@ -113,55 +125,88 @@ def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: tim
         timeout: How long to wait for them.
 
     Raises:
-        ValueError: If rank 0 cannot be reached.
+        ValueError: If rank 0 cannot be reached, or another program has the port.
     """
-    keeps_store = rank == 0 and not agent_keeps_store()
-    if not keeps_store:
-        wait_until_reachable(host, port, rank, timeout)
+    kept = _keep_store(host, port, timeout) if rank == 0 and not agent_keeps_store() else None
+    # Rank 0 looks too: if it does not find its own store there soon, the others will not either.
+    soon = min(timeout, timedelta(seconds=SECONDS_UNREACHABLE))
+    wait_for_store(host, port, rank, timeout if kept is None else soon)
     # It waits for no workers, and the default process group, which is made at the same address, shares it.
-    store = TCPStore(host, port, is_master=keeps_store, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    store = kept or TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return Rendezvous(store, rank, world_size, f"{host}:{port}", timeout)
 
 
-def wait_until_reachable(
-    host: str, port: int, rank: int, timeout: timedelta, seconds_unreachable: float = SECONDS_UNREACHABLE
-) -> None:
-    """Waits until somebody listens at an address.
+def _keep_store(host: str, port: int, timeout: timedelta) -> TCPStore:
+    own = "127.0.0.1"  # The given address may be another machine's, where torch would wait for an answer.
+    try:
+        return TCPStore(own, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError as error:
+        answer = _greet(own, port, _SECONDS_PER_ATTEMPT)
+        if isinstance(answer, OSError):
+            why = f"{error}. {_CHOOSE}"
+        elif answer == _PING:
+            why = f"{host}:{port} is taken by another training, whose torch TCPStore answers there. {_CHOOSE}"
+        else:
+            why = _no_store(host, port, answer)
+        raise ValueError(f"Rank 0 on {socket.gethostname()} cannot keep the store where ranks meet: {why}") from error
+
+
+def wait_for_store(host: str, port: int, rank: int, timeout: timedelta, patience: float = SECONDS_UNREACHABLE) -> None:
+    """Waits until a torch TCPStore answers at an address.
 
     Args:
         host: Name or address of the machine of rank 0.
         port: The port on which rank 0 keeps the store.
         rank: This rank, for messages.
         timeout: How long to wait for a machine that answers but on which nobody listens yet.
-        seconds_unreachable: How long to try an address that does not answer at all.
+        patience: How many seconds to try an address that does not answer, or where somebody listens and says nothing.
 
     Raises:
-        ValueError: If the address is unknown, does not answer, or nobody listens there in time.
+        ValueError: If the address is unknown, does not answer, nobody listens there in time, or another program does.
     """
     who = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
     started = time.monotonic()
     unanswered_since, warned = started, started
-    while True:
-        error = try_to_connect(host, port)
+    while (answer := _greet(host, port, patience)) != _PING:
         now = time.monotonic()
-        if error is None:
-            return
-        if isinstance(error, ConnectionRefusedError):
+        if isinstance(answer, ConnectionRefusedError):
             unanswered_since = now
             if now - started > timeout.total_seconds():
                 raise ValueError(
                     f"{who}: nobody listened there within {timeout.total_seconds():g} s. Start rank 0 on {host}, and"
                     " give all ranks its address and port (MASTER_ADDR, MASTER_PORT)."
-                ) from error
-        elif now - unanswered_since > seconds_unreachable:
+                ) from answer
+        elif isinstance(answer, bytes) and (answer or now - unanswered_since > patience):
+            raise ValueError(f"{who}: {_no_store(host, port, answer)}")
+        elif isinstance(answer, OSError) and now - unanswered_since > patience:
             raise ValueError(
-                f"{who}: {reason(error)}. The way from this machine to {host} is closed, or the address is wrong. Set"
+                f"{who}: {reason(answer)}. The way from this machine to {host} is closed, or the address is wrong. Set"
                 " MASTER_ADDR to an address of rank 0's machine that all others reach, and open the port for TCP."
-            ) from error
+            ) from answer
         if now - warned > _SECONDS_BETWEEN_WARNINGS:
             warned = now
-            _log.warning("%s yet: %s. Still trying.", who, reason(error))
+            _log.warning("%s yet: %s. Still trying.", who, reason(answer) if answer else "no answer")
         time.sleep(0.2)
+
+
+def _greet(host: str, port: int, seconds: float) -> bytes | OSError:
+    """Returns what an address answers to a greeting: nothing if it is silent; an error if it cannot be reached."""
+    answer = bytearray()
+
+    def talk(connection: socket.socket) -> None:
+        connection.settimeout(seconds)
+        # It may close the connection, too.
+        with suppress(OSError):
+            connection.sendall(_GREETING)
+            while len(answer) < len(_PING) and (part := connection.recv(_SHOWN_BYTES)):
+                answer.extend(part)
+
+    return try_to_connect(host, port, talk=talk) or bytes(answer)
+
+
+def _no_store(host: str, port: int, answer: bytes) -> str:
+    said = f"it says {answer.splitlines()[0].decode(errors='replace')!r}" if answer else "it says nothing"
+    return f"{host}:{port} answers, but is no torch TCPStore ({said}): another program listens there. {_CHOOSE}"
 
 
 def try_to_connect(

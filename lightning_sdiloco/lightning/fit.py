@@ -317,7 +317,9 @@ class Fit:
     def _watch_signals(self, engine: StreamingDiLoCo) -> None:
         # The ranks of a site need no launch to agree.
         waits = not self.options.options.auto.names and self._parts.options.federation is None
-        self._signal_latency = SignalLatency(engine.longest_wait) if self._trainer.is_global_zero and waits else None
+        watches = self._trainer.is_global_zero and waits
+        environment = self._trainer.strategy.cluster_environment
+        self._signal_latency = SignalLatency(engine.longest_wait, environment) if watches else None
 
     def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
         """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those.

@@ -20,6 +20,7 @@ from lightning_sdiloco.launch import (
     require_reachable,
     warn_of_shared_store,
 )
+from lightning_sdiloco.lightning.launcher import end_scripts
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 
@@ -85,8 +86,12 @@ class ConnectedGroups:
         layout = model_format.layout(options.worker_groups, host.num_nodes, host.num_processes)
         # On an accelerator, threads of its driver may start here too.
         threads = seldom_woken() if host.root_device.type == "cpu" else nullcontext()
-        with _reached(host, layout, timeout), threads:
-            model_format.connect_processes(host, set_up)
+        try:
+            with _reached(host, layout, timeout), threads:
+                model_format.connect_processes(host, set_up)
+        except Exception:
+            end_scripts(host.launcher)
+            raise
         warn_of_shared_store(host.global_rank)
         self._failures = Failures(store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
@@ -151,13 +156,11 @@ class ConnectedGroups:
 
 @contextmanager
 def _reached(host: Any, layout: GroupLayout, timeout: timedelta) -> Iterator[None]:
-    """Refuses to start if ranks cannot reach each other. Its ``with`` block must connect all processes."""
+    """Refuses to start if ranks cannot meet or reach each other. Its ``with`` block must connect all processes."""
+    host.set_world_ranks()
     # Kept until they are connected: the default process group takes over the store of the rendezvous.
-    met = None
-    if host.num_nodes > 1:
-        host.set_world_ranks()
-        met = rendezvous(host.cluster_environment, layout.world_size, timeout)
-    if met is not None:
+    met = rendezvous(host.cluster_environment, layout.world_size, timeout)
+    if met is not None and host.num_nodes > 1:
         require_reachable(met, layout.group_of(host.global_rank), exchange_address, group_address)
     with for_exchange():
         yield

@@ -2,20 +2,23 @@
 
 import os
 import socket
+import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_sdiloco.launch import interfaces as addresses
 from lightning_sdiloco.launch import reachability
 from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints, described, require_reachable
-from lightning_sdiloco.launch.rendezvous import rendezvous_at, wait_until_reachable
+from lightning_sdiloco.launch.rendezvous import rendezvous_at, wait_for_store
 from tests.fits import fit
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
 from tests.ranks import run_processes
+from tests.strangers import listening
 
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "fragments": [["*"]], "compression": "fp4"}
 SECONDS = timedelta(seconds=20)
@@ -54,18 +57,70 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_an_address_that_does_not_answer_is_given_up_long_before_the_timeout() -> None:
     with pytest.raises(ValueError, match="Rank 3 on .* cannot reach rank 0 at no-such-host.invalid:29500") as error:
-        wait_until_reachable("no-such-host.invalid", 29500, 3, timedelta(hours=1), seconds_unreachable=0.5)
+        wait_for_store("no-such-host.invalid", 29500, 3, timedelta(hours=1), patience=0.5)
     assert "MASTER_ADDR" in str(error.value)
 
 
-def test_an_address_at_which_nobody_listens_yet_is_waited_for() -> None:
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_a_store_that_is_not_up_yet_is_waited_for(use_libuv: bool) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
         with pytest.raises(ValueError, match="nobody listened there within 0.6 s"):
-            wait_until_reachable("127.0.0.1", port, 1, timedelta(seconds=0.6), seconds_unreachable=0.1)
-        closed.listen()
-        wait_until_reachable("127.0.0.1", port, 1, timedelta(seconds=5))
+            wait_for_store("127.0.0.1", port, 1, timedelta(seconds=0.6), patience=0.1)
+    stores: list[Any] = []
+
+    def come_up() -> None:
+        stores.append(
+            TCPStore("127.0.0.1", port, is_master=True, timeout=SECONDS, wait_for_workers=False, use_libuv=use_libuv)
+        )
+
+    later = threading.Timer(0.5, come_up)
+    later.start()
+    wait_for_store("127.0.0.1", port, 1, timedelta(seconds=10), patience=0.1)
+    later.join()
+    assert stores[0].num_keys() == 0
+
+
+@pytest.mark.parametrize(("program", "says"), [("http", "<!DOCTYPE HTML>"), ("ssh", "SSH-2.0-OpenSSH_9.6")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_program_that_answers_and_is_no_store_is_named_at_once(rank: int, program: str, says: str) -> None:
+    def run(process: int, world_size: int, port: int) -> tuple[str, float]:
+        start = time.monotonic()
+        with pytest.raises(ValueError, match="MASTER_PORT") as error:
+            rendezvous_at("127.0.0.1", port, rank, 2, timedelta(hours=1))
+        return str(error.value), time.monotonic() - start
+
+    with listening(program) as port:
+        ((text, seconds),) = run_processes(run, 1, port)
+    assert f"Rank {rank} on {socket.gethostname()}" in text
+    assert f"127.0.0.1:{port} answers, but is no torch TCPStore (" in text
+    assert says in text
+    assert "another program listens there" in text
+    assert seconds < 5
+
+
+@pytest.mark.parametrize("program", ["silent", "closing"])
+def test_a_program_that_says_nothing_is_named_as_soon_as_an_address_that_gives_no_answer(program: str) -> None:
+    with listening(program) as port, pytest.raises(ValueError, match="no torch TCPStore .it says nothing") as error:
+        wait_for_store("127.0.0.1", port, 1, timedelta(hours=1), patience=0.5)
+    assert f"127.0.0.1:{port} answers" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [("store", "is taken by another training"), ("silent", "answers, but is no torch TCPStore (it says nothing)")],
+)
+def test_rank_0_names_the_address_if_it_cannot_keep_the_store_there(program: str, told: str) -> None:
+    def run(rank: int, world_size: int, port: int) -> str:
+        with pytest.raises(ValueError, match="Rank 0 on .* cannot keep the store") as error:
+            rendezvous_at("127.0.0.1", port, 0, 2, timedelta(hours=1))
+        return str(error.value)
+
+    with listening(program) as port:
+        (text,) = run_processes(run, 1, port)
+    assert f"127.0.0.1:{port} {told}" in text
+    assert "Choose another MASTER_PORT" in text
 
 
 # Reaching
@@ -214,3 +269,17 @@ def test_a_store_that_cannot_be_reached_is_told_within_a_minute() -> None:
             return time.monotonic() - start
 
         assert run_processes(run, 2, ranks_per_node=1)[1] < 60
+
+
+@pytest.mark.network
+def test_rank_0_is_told_if_the_address_of_the_store_is_that_of_another_machine() -> None:
+    with two_sites() as sites:
+
+        def run(rank: int, world_size: int) -> Any:
+            enter(sites[0])
+            with pytest.raises(ValueError, match="Rank 0 on .* cannot reach rank 0 at 10.79.0.2:29500") as error:
+                rendezvous_at("10.79.0.2", 29500, 0, 2, timedelta(seconds=2))
+            return str(error.value)
+
+        (text,) = run_processes(run, 1, timeout=30)
+    assert "MASTER_ADDR" in text

@@ -1,7 +1,9 @@
 """How processes are started, and what follows in the same processes: further fits, other models, other groups."""
 
+import contextlib
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import LAUNCHERS, run_processes
+from tests.strangers import listening
 from tests.training import mlp
 
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
@@ -74,15 +77,35 @@ if __name__ == "__main__":
 """
 
 
-def run_python(arguments: list[str], **choices: Any) -> str:
-    """What a fresh interpreter prints that knows nothing of a launcher."""
+FABRIC = """
+from lightning.fabric import Fabric
+
+from lightning_sdiloco import StreamingDiLoCoFabricStrategy
+
+strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, start_method="popen")
+Fabric(accelerator="cpu", devices=2, strategy=strategy).launch()
+"""
+
+
+def fresh_environment() -> dict[str, str]:
+    """An environment that knows nothing of a launcher."""
     known = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         known.pop(name, None)
     # The current folder of a script is its own.
-    known |= {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), known.get("PYTHONPATH", "")])}
+    return known | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), known.get("PYTHONPATH", "")])}
+
+
+def run_python(arguments: list[str], **choices: Any) -> str:
+    """What a fresh interpreter prints that knows nothing of a launcher."""
     done = subprocess.run(
-        [sys.executable, *arguments], env=known, capture_output=True, text=True, timeout=100, check=False, **choices
+        [sys.executable, *arguments],
+        env=fresh_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        **choices,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -137,6 +160,57 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
     (refused,) = (line for line in output.splitlines() if "refused" in line)
     assert "Write strategy='streaming_diloco_notebook', or give the strategy start_method='fork'." in refused
     assert "taken True" in output
+
+
+# A port that is taken
+
+
+@pytest.mark.parametrize(
+    ("start_method", "program", "told"),
+    [
+        ("popen", "store", "is taken by another training"),
+        ("spawn", "http", "answers, but is no torch TCPStore"),
+        ("fork", "silent", "answers, but is no torch TCPStore"),
+        ("fabric", "store", "is taken by another training"),
+    ],
+)
+def test_a_port_that_is_taken_is_named_and_ends_all_processes(
+    start_method: str, program: str, told: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    file = {"distribution": LIGHTNING, "file": "lightning_pytorch", "start_method": start_method}
+    script.write_text(FABRIC if start_method == "fabric" else SCRIPT.format(**file))
+    with listening(program) as port:
+        main = subprocess.Popen(
+            [sys.executable, str(script)],
+            env=fresh_environment() | {"MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            # Until nobody is left who could print.
+            output, _ = main.communicate(timeout=100)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(main.pid, signal.SIGKILL)
+    assert main.returncode == 1, output
+    assert "ValueError: Rank 0 on" in output
+    assert f"127.0.0.1:{port} {told}" in output
+    assert "Choose another MASTER_PORT" in output
+
+
+def test_a_rank_started_by_hand_names_a_program_that_is_no_store_at_once() -> None:
+    def run(rank: int, world_size: int, port: int) -> str:
+        os.environ |= {"MASTER_PORT": str(port), "LOCAL_RANK": "1"}
+        with pytest.raises(ValueError, match="Rank 1 on .* no torch TCPStore") as error:
+            fits.fit(1, 2, 2, 3, SHORT, trainer_choices={"devices": 2})
+        return str(error.value)
+
+    with listening("http") as port:
+        (text,) = run_processes(run, 1, port, timeout=30)
+    assert f"127.0.0.1:{port} answers" in text
 
 
 # Further fits in the same processes

@@ -356,8 +356,18 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(
 # How long a signal waits
 
 
-@pytest.mark.parametrize("step_seconds", [0.1, 8.5, 10.0])
-def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(step_seconds: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("step_seconds", "in_slurm", "enough"),
+    [
+        (0.1, True, ""),
+        (8.5, False, ""),
+        (10.0, False, "Allow 130 s from SIGTERM to SIGKILL"),
+        (10.0, True, "--signal=USR1@130"),
+    ],
+)
+def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(
+    step_seconds: float, in_slurm: bool, enough: str, tmp_path: Path
+) -> None:
     def slow(rank: int, world_size: int) -> tuple[list[str], float]:
         said: list[str] = []
         handler = logging.Handler()
@@ -365,13 +375,15 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(step_seconds: flo
         logging.getLogger("lightning_sdiloco.lightning.signal_latency").addHandler(handler)
         clock = itertools.count(step=step_seconds)
         signal_latency.time = SimpleNamespace(monotonic=lambda: next(clock))  # type: ignore[assignment]
-        run(rank, world_size, tmp_path, {})
+        fit = partial(run, rank, world_size, tmp_path, {})
+        as_job(rank, world_size, tmp_path, fit) if in_slurm else fit()
         return said, next(clock) / step_seconds
 
     (first, looks), second = run_processes(slow, 2)
     # Launches are two steps apart, and land five steps later.
-    told = "up to 7 inner steps, which take about 70 s (10 s each)", "--signal=USR1@130"
-    assert [all(part in words for part in told) for words in first] == [True] * (step_seconds == 10.0)
+    told = "up to 7 inner steps, which take about 70 s (10 s each)", enough
+    assert [all(part in words for part in told) for words in first] == [True] * bool(enough)
+    assert all(("SLURM" in words or "sbatch" in words or "USR1" in words) is in_slurm for words in first)
     assert round(looks) == 9, "only the first steps are measured"
     assert second == ([], 0)
 

@@ -18,6 +18,7 @@ from lightning_sdiloco.tools.doctor.checks import Examined, Finding, findings
 from lightning_sdiloco.tools.doctor.launcher import Launch, detect_launch
 from lightning_sdiloco.tools.doctor.links import MeasuredLink
 from tests.ranks import LAUNCHERS, run_processes
+from tests.strangers import listening
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
@@ -253,3 +254,18 @@ def test_ranks_that_do_not_come_are_named() -> None:
     (text, code), _ = run_processes(run, 2)
     assert code == 2
     assert "Rank 1 did not come to 127.0.0.1:" in text
+
+
+def test_a_program_that_is_no_store_is_named() -> None:
+    def run(rank: int, world_size: int, port: int) -> Any:
+        os.environ["MASTER_PORT"] = str(port)
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            _, code = printed("--wait=600")
+        return errors.getvalue(), code
+
+    with listening("http") as port:
+        ranks = run_processes(run, 2, port, timeout=30)
+    for text, code in ranks:
+        assert code == 2
+        assert f"127.0.0.1:{port} answers, but is no torch TCPStore" in text
