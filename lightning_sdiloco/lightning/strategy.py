@@ -45,7 +45,7 @@ from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_d
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
-from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups, only_device
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -272,6 +272,11 @@ class WorkerGroupStrategy(_Base):
     @override
     def setup_environment(self) -> None:
         self._groups.connect(self, self._options, self._format, super().setup_environment)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return only_device(self) or super().root_device
 
     @property
     @override

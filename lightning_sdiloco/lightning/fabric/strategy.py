@@ -27,7 +27,7 @@ from lightning_sdiloco.lightning.model_format.whole_model import WholeModel
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups, only_device
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -216,6 +216,16 @@ class FabricWorkerGroupStrategy(_Base):
     @override
     def setup_environment(self) -> None:
         self._groups.connect(self, self._options, self._format, super().setup_environment)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return only_device(self) or super().root_device
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @override
     def setup_module(self, module: nn.Module) -> Any:
