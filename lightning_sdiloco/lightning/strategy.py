@@ -334,6 +334,8 @@ class WorkerGroupStrategy(_Base):
         nbytes = sum(fragment.nbytes for fragment in self.engine.fragments)
         release_gradients(self.lightning_module.trainer, self.optimizers, batch_idx, nbytes)
         self._follow_what_is_trainable()
+        # Nothing is between this hook and the training step.
+        self.fit.watch.begin()
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -182,6 +182,7 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution
         fabric.launch()
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
         groups = fabric.strategy.topology.num_groups
+        fabric.barrier()  # the store, in rank 0, is there until both have made their process groups
         return fabric.world_size, fabric.global_rank, groups, sorted(int(value) for (value,) in loader)
 
     assert run_processes(loop, 2) == [(2, 0, 2, [0, 2, 4, 6]), (2, 1, 2, [1, 3, 5, 7])]
