@@ -1,6 +1,7 @@
 """Fits with a real Trainer in real processes, for several test files."""
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,6 +82,29 @@ def trainer(distribution: str = LIGHTNING, **choices: Any) -> Any:
     """A quiet Trainer of one distribution on the CPU."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return importlib.import_module(distribution).Trainer(**{"accelerator": "cpu", **quiet, **choices})
+
+
+def environment_that_knows(distribution: str = LIGHTNING) -> Any:
+    """An environment that says how many processes there are, whatever it is told, as that of Ray does."""
+    base = importlib.import_module(f"{distribution}.plugins.environments").LightningEnvironment
+
+    class Knows(base):  # type: ignore[misc, valid-type]
+        def world_size(self) -> int:
+            return int(os.environ["WORLD_SIZE"])
+
+        def global_rank(self) -> int:
+            return int(os.environ["RANK"])
+
+        def set_world_size(self, size: int) -> None:
+            pass
+
+        def set_global_rank(self, rank: int) -> None:
+            pass
+
+        def teardown(self) -> None:
+            pass
+
+    return Knows()
 
 
 def fit(

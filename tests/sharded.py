@@ -99,11 +99,11 @@ def fit(
     trainer = fits.trainer(
         distribution,
         strategy=chosen,
-        devices=world_size,
         max_steps=steps,
         callbacks=callbacks or [],
         enable_checkpointing=bool(callbacks),
         **{
+            "devices": world_size,
             "val_check_interval": validation or None,
             "limit_val_batches": 1 if validation else 0,
             **(trainer_choices or {}),

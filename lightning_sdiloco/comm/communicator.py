@@ -1,6 +1,7 @@
 """Collectives among the ranks of one process group, whatever its backend."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,19 @@ class Communicator:
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.is_on_host = process_group is not None and dist.get_backend(process_group) in ("gloo", SHARED)
+
+    def begun(self) -> int:
+        """Returns how many collectives anybody has begun in the process group on this rank, with gloo and NCCL.
+
+        With another backend, which does not count them, it is the same number again and again.
+        """
+        if (group := self.process_group) is None:
+            return 0
+        # Where each device has a backend of its own, each of them counts.
+        backends: set[Any] = {group._get_backend(device) for device in group._device_types}
+        with suppress(RuntimeError):
+            return sum(backend._get_sequence_number_for_group() for backend in backends)
+        return 0
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks, in the order of the ranks. All must have the same shape and dtype."""

@@ -123,6 +123,7 @@ class Topology:
         joining: Callable[[], AbstractContextManager[None]] | None,
         on_device: DeviceBackend | None,
     ) -> "Topology":
+        assert layout.world_size == dist.get_world_size(), "a layout is one of all ranks that are connected"
         rank = dist.get_rank()
         gloo = SharedGloo(dist.group.WORLD)
         shared = gloo if world().is_on_host else None

@@ -1,5 +1,6 @@
 """Over which ranks the collectives of Lightning and of user code go: a worker group inside a batch, all otherwise."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -7,6 +8,11 @@ from typing import Any
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
+
+_log = logging.getLogger(__name__)
+
+# Fewer may be a model that looks at all data before it starts.
+_BATCHES_IN_A_ROW = 3
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
 # it would make every group wait for the slowest one at every step.
@@ -82,3 +88,42 @@ def waiting_for_all(groups: ConnectedGroups, names: Sequence[Any], engine: Strea
             f" and they did not come; fragments in flight: {in_flight or 'none'}. Other groups have stopped, or are"
             " still training because their data is longer or trainer.should_stop was set here alone."
         ) from error
+
+
+class BatchWatch:
+    """Warns once if user code issues collectives over all ranks in batch after batch, where nobody replaces them.
+
+    [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the loss of a contrastive
+    model, lets every worker group wait for the slowest one in every batch. Process groups count what is begun in them.
+    From the last hook before a training step to the first one after it, neither Lightning nor the engine issues
+    anything over all ranks, so whatever is counted there is the user's.
+
+    Args:
+        groups: The ranks. Rank 0 watches, which takes part in whatever goes over all of them.
+        advice: What to do instead.
+    """
+
+    def __init__(self, groups: ConnectedGroups, advice: str) -> None:
+        self._groups, self._advice = groups, advice
+        self._before: int | None = None
+        self._in_a_row = 0
+
+    def begin(self) -> None:
+        """Begins to watch a batch, unless there is one group, for which nobody waits, or all is said."""
+        topology = self._groups.topology
+        watches = topology.num_groups > 1 and topology.rank == 0 and self._in_a_row < _BATCHES_IN_A_ROW
+        self._before = topology.world.begun() if watches else None
+
+    def end(self) -> None:
+        """Ends to watch a batch, if one has begun, and warns of the last of so many in a row."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        self._in_a_row = self._in_a_row + 1 if self._groups.topology.world.begun() > before else 0
+        if self._in_a_row == _BATCHES_IN_A_ROW:
+            _log.warning(
+                "torch.distributed was called over all ranks in %d training batches in a row: every worker group waits"
+                " for the slowest one in every batch. %s This is said once.",
+                _BATCHES_IN_A_ROW,
+                self._advice,
+            )

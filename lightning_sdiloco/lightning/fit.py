@@ -23,6 +23,7 @@ from lightning_sdiloco.lightning.announcement import Announcement, inner_steps_o
 from lightning_sdiloco.lightning.auto_in_federation import RunSettings
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
+from lightning_sdiloco.lightning.collectives import BatchWatch
 from lightning_sdiloco.lightning.epoch_ends import EpochEnds
 from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.host.batch_hooks import replace_batch_hooks
@@ -45,6 +46,11 @@ from lightning_sdiloco.lightning.weight_averaging import Averaging
 from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 _log = logging.getLogger(__name__)
+
+_ADVICE = (
+    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the worker group, or give"
+    " collectives group=trainer.strategy.topology.in_group.process_group."
+)
 
 
 class Distribution(NamedTuple):
@@ -92,6 +98,7 @@ class Fit:
         steps: The inner steps, and the engine that makes them.
         checkpointer: Saves the fit, and restores a saved one.
         evaluation: Shows validation, and the checkpoints saved with it, the chosen model.
+        watch: Watches what user code does over all ranks in batches.
     """
 
     def __init__(self, trainer: Any, parts: Parts) -> None:
@@ -104,6 +111,7 @@ class Fit:
         self.evaluation = Evaluation(
             trainer, self.steps, parts.groups, parts.model_format, parts.options.evaluate, lambda: self._is_ending
         )
+        self.watch = BatchWatch(parts.groups, _ADVICE)
         self._patches = ExitStack()
         self._signals: Signals | None = None
         self._epoch_ends: EpochEnds | None = None
@@ -268,6 +276,7 @@ class Fit:
         Returns:
             What landed.
         """
+        self.watch.end()
         self.requests.begin_batch()
         if not self.steps.is_due(idle) or self.steps.engine is None:
             return []

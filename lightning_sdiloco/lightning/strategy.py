@@ -45,7 +45,7 @@ from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_d
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
-from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups, only_device
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -276,6 +276,11 @@ class WorkerGroupStrategy(_Base):
 
     @property
     @override
+    def root_device(self) -> torch.device:
+        return only_device(self) or super().root_device
+
+    @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The number of ranks over which data is divided, and which of them this one is."""
         connected = self._groups.is_connected
@@ -330,6 +335,8 @@ class WorkerGroupStrategy(_Base):
         nbytes = sum(fragment.nbytes for fragment in self.engine.fragments)
         release_gradients(self.lightning_module.trainer, self.optimizers, batch_idx, nbytes)
         self._follow_what_is_trainable()
+        # Nothing is between this hook and the training step.
+        self.fit.watch.begin()
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

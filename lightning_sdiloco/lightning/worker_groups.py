@@ -67,7 +67,7 @@ class ConnectedGroups:
         Raises:
             ValueError: If there are any.
         """
-        model_format.layout(options.worker_groups, host.num_nodes, host.num_processes)
+        _layout(host, options, model_format)
         _device_backend(options, host)
 
     def connect(self, host: Any, options: Options, model_format: ModelFormat, set_up: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class ConnectedGroups:
             ValueError: If ranks do not appear, cannot reach each other, or differ in their settings.
         """
         timeout = options.settings.timeout
-        layout = model_format.layout(options.worker_groups, host.num_nodes, host.num_processes)
+        layout = _layout(host, options, model_format)
         # On an accelerator, threads of its driver may start here too.
         threads = seldom_woken() if host.root_device.type == "cpu" else nullcontext()
         try:
@@ -96,6 +96,7 @@ class ConnectedGroups:
         self._failures = Failures(store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
+            _require_all_connected(layout)
             require_same_settings({**options.described(), **model_format.described()}, world())
             joining = for_exchange if has_exchange_interface() else None
             self._topology = Topology.of_world(layout, timeout, joining, _device_backend(options, host))
@@ -152,6 +153,42 @@ class ConnectedGroups:
         ranks = self.topology.world.all_gather_object(dict(numbers))
         common = [name for name in numbers if all(name in rank for rank in ranks)]
         return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in common}
+
+
+def only_device(host: Any) -> torch.device | None:
+    """Returns the one device that an environment with more processes than nodes shows each of them; None elsewhere.
+
+    Args:
+        host: Lightning's strategy, which would take the device with the number that the rank has on its node.
+    """
+    devices = host.parallel_devices or []
+    return devices[0] if len(devices) == 1 and host.world_size > host.num_nodes else None
+
+
+def _layout(host: Any, options: Options, model_format: ModelFormat) -> GroupLayout:
+    """Returns which ranks form a worker group, of as many as the environment says there are."""
+    nodes, processes, environment = host.num_nodes, host.num_processes, host.cluster_environment
+    world_size = nodes * processes
+    # An environment that refuses these numbers does so at the launch, in its own words.
+    with suppress(ValueError):
+        environment.validate_settings(num_devices=processes, num_nodes=nodes)
+        world_size = host.world_size
+    if world_size % nodes:
+        raise ValueError(
+            f"{type(environment).__name__} says that there are {world_size} processes, which do not fill num_nodes="
+            f"{nodes} nodes equally. Start as many on every node, or leave num_nodes at 1 and set worker_groups."
+        )
+    return model_format.layout(options.worker_groups, nodes, world_size // nodes)
+
+
+def _require_all_connected(layout: GroupLayout) -> None:
+    """Refuses a default process group that somebody else has made, of more or fewer ranks than there should be."""
+    if (connected := world().size) != layout.world_size:
+        raise ValueError(
+            f"{connected} processes are connected, by other code than Lightning's, and the worker groups are made for"
+            f" {layout.world_size}. Give as many by devices and num_nodes, or by a cluster environment in plugins whose"
+            " world_size() knows them."
+        )
 
 
 @contextmanager

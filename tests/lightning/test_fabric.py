@@ -21,6 +21,7 @@ from lightning_sdiloco import pytorch_lightning as other_distribution
 from lightning_sdiloco.federation import Record
 from lightning_sdiloco.hub import Connection, InProcessHub, payloads_of
 from lightning_sdiloco.lightning.fabric import loop as loops
+from tests import fits
 from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, batch, inner_optimizer, mlp
 
@@ -167,6 +168,24 @@ def test_what_goes_over_all_ranks_and_what_stays_in_the_group() -> None:
     assert all(torch.equal(one["outer"], ranks[0]["outer"]) for one in ranks)
     assert torch.equal(ranks[0]["local"], ranks[1]["local"])
     assert not torch.equal(ranks[1]["local"], ranks[2]["local"])
+
+
+@pytest.mark.parametrize("distribution", STRATEGIES)
+def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution: str) -> None:
+    def loop(rank: int, world_size: int) -> Any:
+        fabric = importlib.import_module(distribution).Fabric(
+            accelerator="cpu",
+            devices="auto",
+            strategy=STRATEGIES[distribution](),
+            plugins=[fits.environment_that_knows(distribution)],
+        )
+        fabric.launch()
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
+        groups = fabric.strategy.topology.num_groups
+        fabric.barrier()  # the store, in rank 0, is there until both have made their process groups
+        return fabric.world_size, fabric.global_rank, groups, sorted(int(value) for (value,) in loader)
+
+    assert run_processes(loop, 2) == [(2, 0, 2, [0, 2, 4, 6]), (2, 1, 2, [1, 3, 5, 7])]
 
 
 def test_a_checkpoint_holds_the_outer_model_and_its_weights_can_be_taken_alone(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests import fits
+from tests import fits, sharded
 from tests.fits import LIGHTNING
-from tests.ranks import LAUNCHERS, run_processes
+from tests.ranks import LAUNCHERS, run_processes, run_ranks
 from tests.strangers import listening
 from tests.training import mlp
 
@@ -211,6 +211,95 @@ def test_a_rank_started_by_hand_names_a_program_that_is_no_store_at_once() -> No
     with listening("http") as port:
         (text,) = run_processes(run, 1, port, timeout=30)
     assert f"127.0.0.1:{port} answers" in text
+
+
+# Environments that say how many processes there are
+
+
+@pytest.mark.parametrize(
+    ("distribution", "groups", "ranks_per_node"),
+    [(LIGHTNING, "auto", 2), ("pytorch_lightning", 2, 1), (LIGHTNING, 1, 2)],
+)
+def test_groups_are_made_of_the_processes_that_an_environment_knows(
+    distribution: str, groups: Any, ranks_per_node: int
+) -> None:
+    def run(rank: int, world_size: int, **choices: Any) -> Any:
+        def inspect(trainer: Any, module: Any) -> Any:
+            assert trainer.strategy.launcher.procs == []
+            sampling = trainer.strategy.distributed_sampler_kwargs
+            return trainer.world_size, trainer.global_rank, sampling, trainer.strategy.topology.num_groups
+
+        given = {"inspect": inspect, "trainer_choices": choices}
+        trained = fits.fit(rank, world_size, 2, 9, {**SHORT, "worker_groups": groups}, distribution, **given)
+        return trained["outer"], trained["inspected"]
+
+    def knowing(rank: int, world_size: int) -> Any:
+        return run(rank, world_size, devices="auto", plugins=[fits.environment_that_knows(distribution)])
+
+    ranks, expected = run_processes(knowing, 2, ranks_per_node=ranks_per_node), run_processes(run, 2)
+    for rank, (_, inspected) in enumerate(ranks):
+        assert inspected == (2, rank, {"num_replicas": 2, "rank": rank}, 1 if groups == 1 else 2)
+    assert_alike([outer for outer, _ in (*ranks, *expected)])
+
+
+def test_groups_of_a_sharded_model_are_made_of_the_processes_that_an_environment_knows() -> None:
+    def run(rank: int, world_size: int, **choices: Any) -> Any:
+        return sharded.fit(rank, world_size, 2, (2, 1), 9, trainer_choices=choices, layers_per_fragment=1)["outer"]
+
+    def knowing(rank: int, world_size: int) -> Any:
+        return run(rank, world_size, devices="auto", plugins=[fits.environment_that_knows()])
+
+    assert_alike([*run_processes(knowing, 4), *run_processes(run, 4)])
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_nodes", "message"),
+    [
+        (2, 1, "worker_groups=2 cannot split 3 processes"),
+        ("auto", 2, "Knows says that there are 3 processes, which do not fill num_nodes=2 nodes equally"),
+    ],
+)
+def test_processes_of_an_environment_that_cannot_be_divided_are_refused(
+    groups: Any, num_nodes: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match=message):
+        fits.trainer(
+            strategy=fits.strategy(worker_groups=groups),
+            plugins=[fits.environment_that_knows()],
+            devices="auto",
+            num_nodes=num_nodes,
+        )
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
+SLURM = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
+SLURM |= {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "tests"}
+
+
+@pytest.mark.parametrize(
+    ("known", "message"), [(TORCHRUN, r"does not match the world size \(4\)"), (SLURM, "Set `devices=4`")]
+)
+def test_numbers_that_an_environment_refuses_are_refused_as_ever(
+    known: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="worker_groups=4 cannot split 2 processes"):
+        fits.trainer(strategy=fits.strategy(worker_groups=4), devices=2)
+    trainer = fits.trainer(strategy=fits.strategy(worker_groups=2), devices=2)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(Net(), DataLoader(fits.Batches(0, 0, 1), batch_size=None))
+
+
+def test_processes_that_are_connected_and_of_which_the_trainer_knows_too_few_are_refused() -> None:
+    def run(rank: int, world_size: int) -> None:
+        trainer = fits.trainer(strategy=fits.strategy(), devices=1)
+        with pytest.raises(ValueError, match="2 processes are connected, .* and the worker groups are made for 1"):
+            trainer.fit(Net(), DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
+
+    run_ranks(run, 2)
 
 
 # Further fits in the same processes

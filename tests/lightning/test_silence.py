@@ -1,19 +1,25 @@
 """Between launches no group waits for another, and decisions on time are made by all at the same inner step."""
 
 import importlib
+import logging
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_sdiloco import StreamingDiLoCoFabricStrategy
 from tests import fits
 from tests.fits import LIGHTNING, fit
 from tests.ranks import run_processes
+from tests.training import batch, inner_optimizer, mlp
 
 STALLED_AT, STALL_SECONDS = 30, 3.0
 DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
@@ -246,3 +252,157 @@ def test_a_metric_of_torchmetrics_that_is_computed_in_a_training_step_stays_in_t
         return seen[0], seen[1], trained["inspected"][0]
 
     assert run_processes(run, 4) == [(0.5, 0.5, 1.5), (0.5, 0.5, 1.5), (2.5, 2.5, 1.5), (2.5, 2.5, 1.5)]
+
+
+# Collectives of users
+
+
+class GatherLayer(torch.autograd.Function):
+    """Gathers over all ranks, as that of lightly does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, ...]:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        every = torch.stack(gradients)
+        dist.all_reduce(every)
+        return every[dist.get_rank()]
+
+
+def of_world(module: Any, tensor: Tensor, index: int) -> Tensor:
+    return torch.stack(GatherLayer.apply(tensor))
+
+
+def now_and_then(module: Any, tensor: Tensor, index: int) -> Tensor:
+    return torch.stack(GatherLayer.apply(tensor)) if index % 3 else tensor
+
+
+def of_group(module: Any, tensor: Tensor, index: int) -> Tensor:
+    gathered: Tensor = module.all_gather(tensor, sync_grads=True)
+    return gathered
+
+
+def contrastive(distribution: str, gather: Callable[..., Tensor], manual: bool) -> Any:
+    """A module that gathers, normalises, measures, logs over all ranks, and validates."""
+    base = type(fits.module(distribution, net=nn.Linear(1, 1)))
+
+    class Contrastive(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+            self.other, self.mean = nn.Linear(3, 3), MeanMetric()
+            self.automatic_optimization = not manual
+
+        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            loss = gather(self, self.other(self.net(parts[0])), index).square().mean()
+            self.mean.update(loss)
+            self.log("mean", self.mean)
+            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+            if manual:
+                self.manual_backward(loss)
+                for optimizer in self.optimizers():
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return loss
+
+        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+            self.log("score", self.other(self.net(parts[0])).mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            if not manual:
+                return torch.optim.AdamW(self.parameters(), lr=0.01)
+            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net, self.other)]
+
+    return Contrastive()
+
+
+def noted() -> list[str]:
+    """What the package will have said in this process."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_sdiloco").addHandler(handler)
+    return said
+
+
+def said_of_gathering(
+    rank: int,
+    world_size: int,
+    distribution: str,
+    groups: int,
+    gather: Callable[..., Tensor],
+    manual: bool,
+    folder: Path,
+) -> list[str]:
+    """What a fit says of waiting in every batch that validates, saves and may stop after every second one."""
+    said = noted()
+    callbacks = importlib.import_module(distribution).callbacks
+    chosen = [
+        callbacks.ModelCheckpoint(folder, every_n_train_steps=1, monitor="loss"),
+        callbacks.EarlyStopping("score", patience=100),
+    ]
+    batches = fits.SomeBatches(rank, 6)
+    trainer = fits.trainer(
+        distribution,
+        strategy=fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2),
+        devices=world_size,
+        max_epochs=2,
+        max_time="00:01:00:00",
+        val_check_interval=2,
+        limit_val_batches=1,
+        enable_checkpointing=True,
+        callbacks=chosen,
+    )
+    trainer.fit(contrastive(distribution, gather, manual), batches, batches)
+    assert trainer.global_step == (24 if manual else 12)
+    return [text for text in said if "in a row" in text]
+
+
+@pytest.mark.parametrize(("distribution", "manual"), [(LIGHTNING, False), ("pytorch_lightning", True)])
+def test_a_gather_over_all_ranks_in_every_batch_is_said_once(distribution: str, manual: bool, tmp_path: Path) -> None:
+    first, second = run_processes(said_of_gathering, 2, distribution, 2, of_world, manual, tmp_path)
+    assert len(first) == 1
+    assert "group=trainer.strategy.topology.in_group.process_group" in first[0]
+    assert "self.all_gather" in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "gather", "manual"),
+    [(2, 1, of_world, False), (4, 2, of_group, False), (2, 2, of_group, True), (2, 2, now_and_then, False)],
+)
+def test_nothing_is_said_where_batches_make_no_group_wait(
+    ranks: int, groups: int, gather: Callable[..., Tensor], manual: bool, tmp_path: Path
+) -> None:
+    assert run_processes(said_of_gathering, ranks, LIGHTNING, groups, gather, manual, tmp_path) == [[]] * ranks
+
+
+@pytest.mark.parametrize(("groups", "in_batches", "times"), [(2, True, 1), (2, False, 0), (1, True, 0)])
+def test_a_loop_of_fabric_is_told_of_a_gather_over_all_ranks_between_forward_and_backward(
+    groups: int, in_batches: bool, times: int
+) -> None:
+    def loop(rank: int, world_size: int) -> int:
+        said = noted()
+        strategy = StreamingDiLoCoFabricStrategy(groups, sync_every=4, overlap_steps=1, warmup_steps=2)
+        fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+        fabric.launch()
+        model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
+        for step in range(9):
+            x, _ = batch(rank, step)
+            seen = model(x)
+            fabric.backward((torch.stack(GatherLayer.apply(seen)) if in_batches else seen).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with fabric.strategy.evaluate(), torch.no_grad():
+                fabric.all_reduce(model(x).mean())
+            fabric.barrier()
+        fabric.strategy.finish()
+        told = [text for text in said if "in a row" in text]
+        assert all("group=fabric.strategy.topology.in_group.process_group" in text for text in told)
+        return len(told)
+
+    assert run_processes(loop, 2) == [times, 0]

@@ -20,7 +20,7 @@ from lightning_sdiloco.algorithm import Fragment, Schedule
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import Landing, StreamingDiLoCo, files, write_common_file
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
-from lightning_sdiloco.lightning.collectives import waiting_for_all
+from lightning_sdiloco.lightning.collectives import BatchWatch, waiting_for_all
 from lightning_sdiloco.lightning.fabric.loop import Loop
 from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
 from lightning_sdiloco.lightning.host.patching import check_fabric
@@ -28,12 +28,17 @@ from lightning_sdiloco.lightning.model_format.whole_model import WholeModel
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups, only_device
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
 else:
     _Base = object
+
+_ADVICE = (
+    "Give collectives group=fabric.strategy.topology.in_group.process_group, and use those of Fabric, which go over all"
+    " ranks, where you validate or save."
+)
 
 # Arguments of a Trainer's strategy that say what a Trainer does.
 _OF_TRAINER = ("evaluate", "on_resume", "resumable_checkpoints")
@@ -119,6 +124,7 @@ class FabricWorkerGroupStrategy(_Base):
         self._wrapped: list[DistributedDataParallel] = []
         self._saves_with_all = False
         self._loop = Loop(options, self._groups, self._results)
+        self._watch = BatchWatch(self._groups, _ADVICE)
         super().__init__(timeout=options.settings.timeout, **arguments)
 
     @classmethod
@@ -218,6 +224,16 @@ class FabricWorkerGroupStrategy(_Base):
     def setup_environment(self) -> None:
         self._groups.connect(self, self._options, self._format, super().setup_environment)
 
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return only_device(self) or super().root_device
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
     @override
     def setup_module(self, module: nn.Module) -> Any:
         self._loop.add_module(module)
@@ -227,8 +243,13 @@ class FabricWorkerGroupStrategy(_Base):
             fix_bucket_order(wrapped)
         if self._options.federation is not None:
             wrapped.register_forward_pre_hook(self._loop.note_samples, with_kwargs=True)
+        wrapped.register_forward_pre_hook(self._begin_batch)
         self._wrapped.append(wrapped)
         return wrapped
+
+    def _begin_batch(self, module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._watch.begin()
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -240,6 +261,7 @@ class FabricWorkerGroupStrategy(_Base):
     @override
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, module, *args, **kwargs)
+        self._watch.end()
         # Not where DistributedDataParallel still adds gradients up.
         if all(wrapped.require_backward_grad_sync for wrapped in self._wrapped):
             self._loop.average_gradients()
