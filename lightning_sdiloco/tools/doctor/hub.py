@@ -11,7 +11,8 @@ from lightning_sdiloco.comm import HubMailbox, HubUnreachable, MailboxError, ide
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import ChosenQuorum
 from lightning_sdiloco.launch import reason, try_to_connect
-from lightning_sdiloco.tools.doctor.checks import Finding, rate_as_text
+from lightning_sdiloco.planning import readable_rate
+from lightning_sdiloco.tools.doctor.checks import Finding
 from lightning_sdiloco.tools.hub.asking import HubOptions
 
 _CHANNELS = 8  # as many as a site has
@@ -116,7 +117,7 @@ def _asked(mailbox: HubMailbox, seconds: float, numbers: dict[str, Any]) -> Iter
     yield Finding("ok", "round trip", f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone")
     for up, key, name in ((True, "to_hub", "bandwidth to the hub"), (False, "from_hub", "bandwidth from the hub")):
         numbers[f"bits_per_second_{key}"] = rate = mailbox.bandwidth(up, seconds)
-        yield Finding("ok", name, f"{rate_as_text(rate)}, over {_CHANNELS} connections")
+        yield Finding("ok", name, f"{readable_rate(rate / 1e9)}, over {_CHANNELS} connections")
     _, text = mailbox.call("status")
     numbers["status"] = status = json.loads(text)
     yield from _of_run(status)
