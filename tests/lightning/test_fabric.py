@@ -242,6 +242,8 @@ def test_what_one_strategy_cannot_train_is_refused(caplog: pytest.LogCaptureFixt
         ({"sync_every": "auto"}, "sync_every='auto' is for the Trainer's strategy"),
         ({"overlap_steps": 100}, "overlap_steps=100 is out of range"),
         ({"ddp_kwargs": {"process_group": None}}, "ddp_kwargs contains 'process_group'"),
+        ({"ddp_kwargs": {"foo": 1}}, "ddp_kwargs contains 'foo', which DistributedDataParallel does not have. It has"),
+        ({"ddp_kwargs": {"ddp_comm_hook": print}}, "ddp_kwargs contains 'ddp_comm_hook', which Dist"),
         ({"evaluate": "local"}, "StreamingDiLoCoFabricStrategy has no argument 'evaluate'"),
         ({"find_unused_parameters": True}, "give ddp_kwargs="),
     ],

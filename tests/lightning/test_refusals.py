@@ -113,6 +113,13 @@ def test_an_argument_out_of_range_is_refused(make: Make, choices: dict[str, Any]
     assert re.search(r"\. (Choose|Set) ", message), f"says what to do: {message}"
 
 
+@STRATEGIES
+def test_what_distributed_data_parallel_does_not_have_is_refused(make: Make) -> None:
+    message = refusal(make, ddp_kwargs={"find_unused_parameter": True})
+    assert_says(message, "ddp_kwargs contains 'find_unused_parameter'", "Did you mean 'find_unused_parameters'")
+    assert_says(refusal(make, ddp_kwargs={"foo": 1}), "ddp_kwargs contains 'foo'", "It has ", "static_graph")
+
+
 NUMBERS = ("mixing", "outer_lr", "outer_momentum", "outer_clip_norm", "outlier_guard")
 WHOLE_NUMBERS = ("sync_every", "overlap_steps", "layers_per_fragment")
 OF_ANOTHER_TYPE: list[tuple[dict[str, Any], str]] = [
