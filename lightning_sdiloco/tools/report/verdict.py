@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_sdiloco.algorithm import Parameter, Settings, kind_of_all_reduce
+from lightning_sdiloco.algorithm import OVERLAP_STEPS, Parameter, Settings, kind_of_all_reduce
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.lightning import LandingRecord, Rank, Run
 from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner, readable_rate
@@ -171,7 +171,7 @@ def advise(run: Run, link: Link) -> Advice | None:
 
 def _small_changes(settings: Settings) -> Iterator[Settings]:
     """Yields the settings with one of them changed, those that change training least first."""
-    for overlap_steps in (2, 3, 4, 5, 10):
+    for overlap_steps in OVERLAP_STEPS:
         if settings.overlap_steps < overlap_steps < settings.sync_every:
             yield replace(settings, overlap_steps=overlap_steps)
     if settings.exchange != "auto":
