@@ -66,12 +66,15 @@ def _fault(name: str, value: Any) -> str:
     """Returns what is wrong with a value, as the end of a sentence."""
     if name in _TYPES and not isinstance(value, _TYPES[name]):
         return f"of type {type(value).__name__}, not {' or '.join(one.__name__ for one in _TYPES[name])}"
-    if name not in NUMBERS:
-        return "out of range"
+    return fault_of(value, name in _WHOLE) if name in NUMBERS else "out of range"
+
+
+def fault_of(value: Any, must_be_whole: bool) -> str:
+    """Returns what is wrong with a value that is no number of the wanted kind, or out of its range."""
     if not is_real(value):
         return f"of type {type(value).__name__}, not a number"
     if not math.isfinite(value):
         return "not finite"
-    if name in _WHOLE and not is_whole(value):
+    if must_be_whole and not is_whole(value):
         return "no whole number" if value % 1 else "of type float, not a whole number"
     return "out of range"

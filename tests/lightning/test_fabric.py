@@ -119,7 +119,7 @@ def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model()
             def connect(self, ranks: int = 1) -> Connection:
                 return hub.connect("a", payloads_of(0, ranks))
 
-        strategy = StreamingDiLoCoFabricStrategy(federation=Here("hub", "run", "a", insecure=True), **CHOICES)
+        strategy = StreamingDiLoCoFabricStrategy(federation=Here("hub:1", "run", "a", insecure=True), **CHOICES)
         fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
         fabric.launch()
         model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))

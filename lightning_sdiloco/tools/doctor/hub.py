@@ -7,7 +7,15 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from lightning_sdiloco.comm import HubMailbox, HubUnreachable, MailboxError, identity_of, is_folder, valid_until
+from lightning_sdiloco.comm import (
+    HubMailbox,
+    HubUnreachable,
+    MailboxError,
+    hub_addresses,
+    identity_of,
+    is_folder,
+    valid_until,
+)
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import ChosenQuorum
 from lightning_sdiloco.launch import reason, try_to_connect
@@ -37,7 +45,7 @@ def examine(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[st
             f"--hub {options.hub} is a folder, and the doctor looks at a hub. A site tries its folder when it starts;"
             " sdiloco status says who is there."
         )
-    places = [_address(one.strip()) for one in str(options.hub).split(",")]
+    places = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError("Give the keys of a site, or of anybody else of the run: --keys FILE; or --insecure.")
     found: list[Finding] = []
@@ -90,13 +98,6 @@ def _reached(places: list[tuple[str, int]]) -> Iterator[Finding]:
                 f"Start the hub, on an address that can be reached from here (--listen 0.0.0.0:{port}), and open that"
                 " port of its machine. Sites need no open port.",
             )
-
-
-def _address(hub: str) -> tuple[str, int]:
-    host, _, port = hub.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"hub={hub!r} is no address: give one with a port, such as a.example:29400.")
-    return host.strip("[]"), int(port)
 
 
 def _certificate(options: HubOptions) -> Finding:
