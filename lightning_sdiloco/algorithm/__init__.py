@@ -15,7 +15,8 @@ from lightning_sdiloco.algorithm.policies.landing import Carry, Eager, LandingRu
 from lightning_sdiloco.algorithm.policies.pace import Every, Heard, Pace, Selective
 from lightning_sdiloco.algorithm.policies.route import Everyone, FastestPairs, Leg, RandomPairs, Ring, Route, check_legs
 from lightning_sdiloco.algorithm.policies.weighing import ByMedian, ByNorm, ZScore
-from lightning_sdiloco.algorithm.recommended import AUTO, SPARSE_GAINS, OuterStep, recommended
+from lightning_sdiloco.algorithm.ranges import fault_of, is_real, is_whole
+from lightning_sdiloco.algorithm.recommended import AUTO, OVERLAP_STEPS, SPARSE_GAINS, OuterStep, recommended
 from lightning_sdiloco.algorithm.reduction import (
     AllReduce,
     SecondHop,
@@ -49,6 +50,7 @@ __all__ = [
     "LandingRule",
     "Leg",
     "Mix",
+    "OVERLAP_STEPS",
     "OuterLRSchedule",
     "OuterOptimizer",
     "OuterStep",
@@ -73,6 +75,9 @@ __all__ = [
     "check_legs",
     "combined",
     "digest",
+    "fault_of",
+    "is_real",
+    "is_whole",
     "kind_of_all_reduce",
     "least_seconds",
     "mix",

@@ -127,9 +127,15 @@ def check_fragments(fragments: Any) -> None:
             " shell-style patterns such as [['net.0.*'], ['net.1.*']]. Choose one of them."
         )
     if not isinstance(fragments, str) and not (_is_list(fragments) and all(map(_is_list_of_patterns, fragments))):
+        number = ""
+        if type(fragments) is int and fragments > 0:
+            number = (
+                f" How many there are follows from layers_per_fragment: for {fragments} of repeated blocks set it to"
+                f" the number of blocks divided by {fragments}; what is outside the blocks makes some more."
+            )
         raise ValueError(
-            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one list of shell-style"
-            " patterns for each fragment, such as [['net.0.*'], ['net.1.*']]."
+            f"fragments={fragments!r} is not a list of non-empty lists of patterns.{number} Give one list of"
+            " shell-style patterns for each fragment, such as [['net.0.*'], ['net.1.*']]."
         )
 
 

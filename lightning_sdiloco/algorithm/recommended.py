@@ -10,6 +10,10 @@ AUTO: Literal["auto"] = "auto"
 """Stands for what is chosen: here, or by the planner."""
 
 
+OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
+"""Those worth a try. The paper saw next to no loss from up to the last one, and little gain from more than five."""
+
+
 class OuterStep(NamedTuple):
     """What the outer step and the landing after it do.
 

@@ -68,13 +68,10 @@ def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
         return "auto"
     is_whole = isinstance(worker_groups, Integral) and not isinstance(worker_groups, bool)
     if not is_whole or worker_groups < 1:
-        fault = "out of range" if is_whole or isinstance(worker_groups, float) else _of_type(worker_groups)
+        kind = "a whole number" if isinstance(worker_groups, float) else "a number"
+        fault = "out of range" if is_whole else f"of type {type(worker_groups).__name__}, not {kind}"
         raise ValueError(
             f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1, or 'auto' for"
             " one group per node (per device on a single node). Choose one of them."
         )
     return int(worker_groups)
-
-
-def _of_type(value: Any) -> str:
-    return f"of type {type(value).__name__}, not a number"

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_sdiloco.algorithm import CONTROL_BYTES, Schedule, all_reduce_for
 from lightning_sdiloco.engine import StreamingDiLoCo, clean_name
-from lightning_sdiloco.planning import readable, short
+from lightning_sdiloco.planning import readable, readable_rate, short
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def when_measured(engine: StreamingDiLoCo, nbytes: list[int], seconds: float) ->
     rate = max(max(nbytes) / window, sum(nbytes) / (settings.sync_every * seconds))
     return (
         f"{line}; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, for which it has"
-        f" to carry {short(8 * rate / 1e9)} Gbit/s from each rank."
+        f" to carry {readable_rate(8 * rate / 1e9)} from each rank."
     )
 
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_sdiloco.algorithm import AUTO, Settings, TwoShot
 from lightning_sdiloco.comm import Exchange, Topology
 from lightning_sdiloco.engine import trainable
-from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, recommend
+from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, readable_rate, recommend
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class Measured(NamedTuple):
     @override
     def __str__(self) -> str:
         return (
-            f"an inner step takes {self.step_time:.3g} s, the link carries {self.link.gbit_s:.3g} Gbit/s with a round"
-            f" trip of {1000 * self.link.round_trip:.3g} ms, as measured"
+            f"an inner step takes {self.step_time:.3g} s, the link carries {readable_rate(self.link.gbit_s)} with a"
+            f" round trip of {1000 * self.link.round_trip:.3g} ms, as measured"
         )
 
 

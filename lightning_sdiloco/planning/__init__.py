@@ -31,7 +31,7 @@ from lightning_sdiloco.planning.planner import (
     recommend_for_all,
 )
 from lightning_sdiloco.planning.quorum import Round, Waits, Way, waits
-from lightning_sdiloco.planning.units import readable, short
+from lightning_sdiloco.planning.units import readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "planner",
     "play",
     "readable",
+    "readable_rate",
     "recommend",
     "recommend_for_all",
     "shared_out",

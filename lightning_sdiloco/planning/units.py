@@ -1,5 +1,7 @@
 """Numbers for people: three digits, and a unit that suits."""
 
+from collections.abc import Sequence
+
 
 def short(number: float) -> str:
     """Formats a number with three digits, without an exponent."""
@@ -13,8 +15,21 @@ def readable(size: float) -> str:
         >>> readable(5_156_253.28), readable(40)
         ('5.16 MB', '40 bytes')
     """
-    units = ["bytes", "kB", "MB", "GB", "TB", "PB"]
+    return _scaled(size, ("bytes", "kB", "MB", "GB", "TB", "PB"))
+
+
+def readable_rate(gbit_s: float) -> str:
+    """Formats a rate, given in Gbit/s, with three digits and a decimal unit.
+
+    Examples:
+        >>> readable_rate(0.000254), readable_rate(1), readable_rate(0.0999999)
+        ('254 kbit/s', '1 Gbit/s', '100 Mbit/s')
+    """
+    return _scaled(1e9 * gbit_s, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s"))
+
+
+def _scaled(number: float, units: Sequence[str]) -> str:
     power = 0
-    while float(f"{size:.3g}") >= 1000 and power < len(units) - 1:
-        size, power = size / 1000, power + 1
-    return f"{short(size)} {units[power]}"
+    while float(f"{number:.3g}") >= 1000 and power < len(units) - 1:
+        number, power = number / 1000, power + 1
+    return f"{short(number)} {units[power]}"

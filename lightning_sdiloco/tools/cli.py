@@ -9,9 +9,14 @@ is a ``ValueError``: its message goes to stderr, and the command ends with exit 
 """
 
 import inspect
+import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from importlib.machinery import PathFinder
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
@@ -73,6 +78,9 @@ COMMANDS: Mapping[str, Callable[..., str] | Mapping[str, Callable[..., str]]] = 
 }
 """The subcommands by their names."""
 
+_WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", "--methods")
+"""The options that take class paths, or files with class paths."""
+
 
 def main(args: list[str] | None = None) -> None:
     """Runs a subcommand and prints what it returns.
@@ -84,9 +92,7 @@ def main(args: list[str] | None = None) -> None:
         SystemExit: With code 2 if the arguments are wrong, with code 1 if ``doctor`` finds that training would not
             work, with code 0 after ``--help``.
     """
-    # A class path may name a file in the current folder, as with python -m.
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    _search_current_folder(sys.argv[1:] if args is None else args)
     parser = _parser()
     chosen = parser.parse_args(args)
     # Objects in place of class paths; the method was renamed in jsonargparse 4.49.
@@ -101,6 +107,27 @@ def main(args: list[str] | None = None) -> None:
     # Ranks but the first have nothing to say.
     if text:
         print(text)
+
+
+def _search_current_folder(args: Sequence[str]) -> None:
+    """Puts the current folder last on the path, if a class path begins with a module that is there and nowhere else.
+
+    Otherwise what lies there is not run: a file that is called like a library, or like one that is not installed.
+    """
+    missing = [module for module in _modules(args) if module not in sys.modules and not PathFinder.find_spec(module)]
+    if any(PathFinder.find_spec(module, [""]) for module in missing):
+        sys.path.append("")
+
+
+def _modules(args: Sequence[str]) -> Iterator[str]:
+    """Returns the first names of the class paths in arguments, and in the files that these name."""
+    for option, following in pairwise([*args, ""]):
+        name, _, value = option.partition("=")
+        if name.split(".")[0] in _WITH_CLASSES:
+            value = value or following
+            is_readable = os.path.isfile(value) and os.access(value, os.R_OK)
+            text = Path(value).read_text(errors="replace") if is_readable else value
+            yield from re.findall(r"(?<![\w.])([^\W\d]\w*)\.[^\W\d]", text)
 
 
 def _parser() -> ArgumentParser:

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shutil
+import time
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -15,6 +17,7 @@ from lightning_sdiloco.compression.base import Compression
 from lightning_sdiloco.compression.blockwise import Blockwise
 from lightning_sdiloco.native import NativeLibrary
 from tests.compiled import BIG, INF, NAN, needs_compiler, same_bits, vector, wait_for
+from tests.ranks import run_processes
 
 lists = st.lists(st.floats(width=32), min_size=1, max_size=40)
 
@@ -135,3 +138,112 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.INFO):
         assert library_of(tmp_path / "file" / "cache").get() is None
     assert "is not used" in caplog.text
+
+
+def built_in(folder: Path) -> Path:
+    """Compiles a library there, and returns its file."""
+    wait_for(library_of(folder))
+    [path] = folder.glob("*.so")
+    return path
+
+
+@needs_compiler
+def test_one_that_was_cut_short_is_built_again(tmp_path: Path) -> None:
+    path = built_in(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])  # to load it would end this process
+    library = library_of(tmp_path)
+    assert library.get() is None
+    wait_for(library)
+    assert library.get() is not None
+    assert path.read_bytes() == whole
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["other bytes", "a link", "another name of a file", "writable by others", "of others"])
+def test_what_somebody_else_may_have_planted_is_not_loaded(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "of others" and os.getuid() != 0:
+        pytest.skip("only root gives a file to somebody else")
+    path = built_in(tmp_path / "cache")
+    planted = tmp_path / "planted.so"
+    planted.write_bytes(path.read_bytes())
+    if how == "other bytes":
+        path.write_bytes(path.read_bytes() + b"planted")
+    elif how == "a link":
+        path.unlink()
+        path.symlink_to(planted)
+    elif how == "another name of a file":
+        path.unlink()
+        path.hardlink_to(planted)
+    elif how == "writable by others":
+        path.chmod(0o666)
+    else:
+        os.chown(path, 12345, 12345)
+    loaded: list[str] = []
+    monkeypatch.setattr(native.ctypes, "CDLL", loaded.append)
+    assert library_of(tmp_path / "cache").get() is None
+    assert not loaded
+    assert planted.exists()
+
+
+@needs_compiler
+def test_a_folder_that_others_can_write_is_closed_to_them(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    built_in(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+@needs_compiler
+@pytest.mark.parametrize("whose", ["of others", "a link"])
+def test_a_folder_that_is_not_this_users_own_is_left_alone(
+    whose: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, cache = tmp_path / "folder", tmp_path / "cache"
+    planted = built_in(folder)
+    if whose == "a link":
+        cache.symlink_to(folder)
+    elif os.getuid() == 0:
+        os.chown(folder, 12345, 12345)
+        folder.rename(cache)
+    else:
+        pytest.skip("only root gives a folder to somebody else")
+    for _ in range(2):
+        library = library_of(cache)
+        wait_for(library)
+        assert library.get() is None
+    [warning] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(cache) in warning
+    assert "must be yours" in warning
+    assert [path.name for path in cache.iterdir()] == [planted.name]
+
+
+@needs_compiler
+def test_two_processes_may_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, folder = next(filter(None, map(shutil.which, ("cc", "gcc", "clang")))), tmp_path / "cache"
+    together = tmp_path / "cc"
+    together.write_text(
+        f"""#!/bin/sh
+        touch {tmp_path}/there.$$
+        for i in $(seq 2000); do
+            if [ $(ls {tmp_path}/there.* | wc -l) = 2 ]; then {compiler} "$@" && touch {tmp_path}/done.$$; exit; fi
+            sleep 0.01
+        done
+        exit 1"""
+    )
+    together.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def build(rank: int, world_size: int) -> bool:
+        library = library_of(folder)
+        wait_for(library)
+        until = time.monotonic() + 30
+        while len(list(tmp_path.glob("done.*"))) < 2 or any(path.suffix != ".so" for path in folder.iterdir()):
+            assert time.monotonic() < until  # the later one still compiles
+            time.sleep(0.02)
+        return library.get() is not None
+
+    assert run_processes(build, 2) == [True, True]
+    monkeypatch.setattr(native.subprocess, "Popen", None)
+    assert library_of(folder).get() is not None

@@ -202,6 +202,6 @@ def joined(
             made.append(Weighed(hub.connect_shards(site, payloads_of(rank, ranks))))
             return made[-1]  # type: ignore[return-value]
 
-    federation = Here("hub", "run", site, insecure=True, lease=2.0, grace=grace)
+    federation = Here("hub:1", "run", site, insecure=True, lease=2.0, grace=grace)
     engine = StreamingDiLoCo(model, topology=topology, layers_per_fragment=1, federation=federation, **choices)
     return Rank(site, engine, made[0])

@@ -47,7 +47,7 @@ def here(connection: InProcessConnection, late: Literal["drop", "carry"] = "carr
         def connect(self, ranks: int = 1) -> Connection:
             return connection
 
-    return Here("hub", "run", connection.site, insecure=True, lease=2.0, grace=grace, late=late)
+    return Here("hub:1", "run", connection.site, insecure=True, lease=2.0, grace=grace, late=late)
 
 
 class Site:

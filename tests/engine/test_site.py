@@ -2,7 +2,9 @@
 
 import copy
 import re
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_sdiloco import DelayedNesterov, Federation, SimulatedGroups
+from lightning_sdiloco.comm import add_keys, init_keys
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.federation import Charter, Record, Welcome
@@ -628,6 +631,39 @@ def test_what_a_federation_cannot_do_is_refused_by_name(choice: dict[str, Any], 
 def test_a_federation_refuses_what_is_out_of_range() -> None:
     with pytest.raises(ValueError, match=r"lease=0 is out of range: it must be above 0"):
         Federation("hub:1", "run", "a", lease=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"lease": "10"}, "lease='10' is of type str, not a number: it must be above 0"),
+        ({"patience": timedelta(hours=1)}, "is of type timedelta, not a number: it must be at least 0"),
+        ({"rounds": 2.0}, "rounds=2.0 is of type float, not a whole number: it must be a whole number of at least 1"),
+        ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string: give one"),
+        ({"hub": "a.example"}, "hub='a.example' is no address: give one with a port, such as a.example:29400"),
+        ({"hub": "a.example:1,b.example"}, "hub='b.example' is no address: give one with a port"),
+        ({"hub": "a.example:99999"}, "hub='a.example:99999' has port 99999: a port is a number from 1 to 65535"),
+        ({"hub": "a.example:0"}, "hub='a.example:0' has port 0: a port is a number from 1 to 65535"),
+        ({"hub": "a.example:port"}, "hub='a.example:port' is no address"),
+        ({"insecure": False}, "site 'a' needs either keys or insecure=True"),
+        ({"keys": "keys.bundle"}, "needs either keys or insecure=True"),
+        ({"insecure": False, "keys": "no/such.bundle"}, "There are no keys at no/such.bundle"),
+    ],
+)
+def test_a_federation_refuses_when_it_is_made_what_cannot_lead_to_a_hub(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Federation(**{"hub": "a.example:1", "run": "run", "site": "a", "insecure": True, **given})
+
+
+def test_keys_of_another_site_or_run_are_refused_when_a_federation_is_made(tmp_path: Path) -> None:
+    init_keys(tmp_path, "run")
+    bundle = add_keys(tmp_path, "b")
+    Federation("[::1]:29400", "run", "b", keys=bundle)
+    Federation("a.example:29400, b.example:29400", "run", "b", keys=tmp_path)
+    with pytest.raises(ValueError, match="The keys are those of site 'b', and not of 'a'"):
+        Federation("a.example:29400", "run", "a", keys=bundle)
+    with pytest.raises(ValueError, match="These keys are for run 'run', and not for run='other'"):
+        Federation("a.example:29400", "other", "b", keys=bundle)
 
 
 @pytest.mark.parametrize(

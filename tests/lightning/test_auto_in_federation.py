@@ -61,7 +61,7 @@ class Sites:
 
         auto, settings = AutoSettings.of(**given)
         auto.step_time = lambda: step_time  # type: ignore[method-assign]
-        return RunSettings(auto, Here("hub", "run", site, insecure=True), Topology(), mlp()), settings
+        return RunSettings(auto, Here("hub:1", "run", site, insecure=True), Topology(), mlp()), settings
 
     def settle(self, site: str, bits_per_s: float = FAST, step_time: float = 0.05, **given: Any) -> Any:
         """Trains alone and settles; returns the settings of the run, and why they are those."""
@@ -202,7 +202,7 @@ def fit_beside_its_hub(rank: int, world_size: int, steps: int, folder: str, ckpt
         def connect(self, ranks: int = 1) -> Any:
             return hub.connect(self.site)
 
-    strategy = StreamingDiLoCoStrategy(federation=Here("hub", "run", "a", insecure=True, late="carry"), **AUTO)
+    strategy = StreamingDiLoCoStrategy(federation=Here("hub:1", "run", "a", insecure=True, late="carry"), **AUTO)
     saves = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
     fitted = trainer(strategy=strategy, devices=1, max_steps=steps, callbacks=[saves], enable_checkpointing=True)
     fitted.fit(module(), SomeBatches(0, 100), ckpt_path=ckpt_path)

@@ -120,7 +120,7 @@ def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model()
             def connect(self, ranks: int = 1) -> Connection:
                 return hub.connect("a", payloads_of(0, ranks))
 
-        strategy = StreamingDiLoCoFabricStrategy(federation=Here("hub", "run", "a", insecure=True), **CHOICES)
+        strategy = StreamingDiLoCoFabricStrategy(federation=Here("hub:1", "run", "a", insecure=True), **CHOICES)
         fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
         fabric.launch()
         model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
@@ -261,6 +261,8 @@ def test_what_one_strategy_cannot_train_is_refused(caplog: pytest.LogCaptureFixt
         ({"sync_every": "auto"}, "sync_every='auto' is for the Trainer's strategy"),
         ({"overlap_steps": 100}, "overlap_steps=100 is out of range"),
         ({"ddp_kwargs": {"process_group": None}}, "ddp_kwargs contains 'process_group'"),
+        ({"ddp_kwargs": {"foo": 1}}, "ddp_kwargs contains 'foo', which DistributedDataParallel does not have. It has"),
+        ({"ddp_kwargs": {"ddp_comm_hook": print}}, "ddp_kwargs contains 'ddp_comm_hook', which Dist"),
         ({"evaluate": "local"}, "StreamingDiLoCoFabricStrategy has no argument 'evaluate'"),
         ({"find_unused_parameters": True}, "give ddp_kwargs="),
     ],

@@ -15,6 +15,7 @@ from benchmarks.chaos.running import Play
 from benchmarks.chaos.world import World
 from benchmarks.links import Links, missing
 from lightning_sdiloco import DynamicBackup, StreamingDiLoCoStrategy
+from lightning_sdiloco.comm import add_keys, init_keys
 from tests.comm.mailbox.hubs import require_extra
 from tests.own_quorum import Core
 
@@ -95,7 +96,7 @@ def test_sites_behind_a_nat_are_cut_off_and_return_by_themselves(tmp_path: Path)
 )
 def test_a_strategy_refuses_by_name_what_a_federation_cannot_do(choice: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        StreamingDiLoCoStrategy(federation=lightning_sdiloco.Federation("hub:1", "run", "a", keys="keys"), **choice)
+        StreamingDiLoCoStrategy(federation=lightning_sdiloco.Federation("hub:1", "run", "a", insecure=True), **choice)
 
 
 def test_a_folder_measures_nothing_so_settings_must_be_given(tmp_path: Path) -> None:
@@ -112,7 +113,12 @@ def test_a_folder_measures_nothing_so_settings_must_be_given(tmp_path: Path) -> 
         ("{class_path: tests.own_quorum.Core, init_args: {core: [site-a]}}", Core(["site-a"])),
     ],
 )
-def test_a_federation_is_given_in_yaml_by_its_class_path(tmp_path: Path, quorum: str, made: Any) -> None:
+def test_a_federation_is_given_in_yaml_by_its_class_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quorum: str, made: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    init_keys("keys", "llm-7b")
+    add_keys("keys", "site-b").rename("site-b.bundle")
     config = tmp_path / "config.yaml"
     config.write_text(
         """

@@ -560,10 +560,19 @@ def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry() -
         " launch follows inner step 6."
     )
     seconds = float(re.findall(r"an inner step takes (\S+) s", measured)[0])
-    window, rate = map(float, re.findall(r"gives the link (\S+) s .* carry (\S+) Gbit/s", measured)[0])
+    [(window, rate, unit)] = re.findall(r"gives the link (\S+) s .* carry (\S+) ([kM]bit/s)", measured)
+    window, rate = float(window), float(rate) * {"kbit/s": 1e3, "Mbit/s": 1e6}[unit]
     assert window == pytest.approx(2 * seconds, rel=0.02)
     # All four fragments in six steps are more than the largest in two.
-    assert rate >= 8 * sent[-1] / window / 1e9 * 0.98
+    assert rate >= 8 * sent[-1] / window * 0.98
+    assert 1 <= float(re.findall(r"carry (\S+)", measured)[0]) < 1000
+    page = (Path(lightning_sdiloco.__file__).parents[1] / "docs" / "monitoring.md").read_text()
+    shown = re.findall("^Streaming DiLoCo: .*", page, re.MULTILINE)
+    assert list(map(without_numbers, shown)) == list(map(without_numbers, (start, measured)))
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"[\d.]+( (bytes|kB|MB)| [kM]bit/s)?", "N", line)
 
 
 def test_a_run_with_policies_is_recorded(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from lightning_sdiloco import (
 )
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm.exchange.on_device import nccl_on
+from lightning_sdiloco.planning import candidates
 from lightning_sdiloco.pytorch_lightning import StreamingDiLoCoStrategy as OtherStrategy
 from tests.ranks import run_processes, run_ranks
 from tests.training import mlp
@@ -113,6 +114,13 @@ def test_an_argument_out_of_range_is_refused(make: Make, choices: dict[str, Any]
     assert re.search(r"\. (Choose|Set) ", message), f"says what to do: {message}"
 
 
+@STRATEGIES
+def test_what_distributed_data_parallel_does_not_have_is_refused(make: Make) -> None:
+    message = refusal(make, ddp_kwargs={"find_unused_parameter": True})
+    assert_says(message, "ddp_kwargs contains 'find_unused_parameter'", "Did you mean 'find_unused_parameters'")
+    assert_says(refusal(make, ddp_kwargs={"foo": 1}), "ddp_kwargs contains 'foo'", "It has ", "static_graph")
+
+
 NUMBERS = ("mixing", "outer_lr", "outer_momentum", "outer_clip_norm", "outlier_guard")
 WHOLE_NUMBERS = ("sync_every", "overlap_steps", "layers_per_fragment")
 OF_ANOTHER_TYPE: list[tuple[dict[str, Any], str]] = [
@@ -131,9 +139,13 @@ OF_ANOTHER_TYPE: list[tuple[dict[str, Any], str]] = [
     ({"worker_groups": "4"}, "worker_groups='4' is of type str, not a number: it must be a whole number"),
     ({"worker_groups": True}, "worker_groups=True is of type bool, not a number: it must be a whole number"),
     ({"worker_groups": None}, "worker_groups=None is of type NoneType, not a number: it must be a whole number"),
-    ({"timeout": 60}, "timeout=60 is out of range: it must be a positive timedelta"),
+    ({"worker_groups": 2.0}, "worker_groups=2.0 is of type float, not a whole number: it must be a whole number"),
+    *(({name: 8.0}, f"{name}=8.0 is of type float, not a whole number: it") for name in WHOLE_NUMBERS),
+    ({"timeout": 60}, "timeout=60 is of type int, not timedelta: it must be a positive timedelta"),
+    ({"offload": 1}, "offload=1 is of type int, not bool or str: it must be True, False or 'auto'"),
+    ({"outer_lr_schedule": "cosine"}, "outer_lr_schedule='cosine' is of type str, not Callable: it must be a callable"),
     ({"warmup_steps": -1}, "warmup_steps=-1 is out of range: it must be a whole number of at least 0"),
-    ({"final_sync": "no"}, "final_sync='no' is out of range: it must be True or False"),
+    ({"final_sync": "no"}, "final_sync='no' is of type str, not bool: it must be True or False"),
 ]
 
 
@@ -141,6 +153,23 @@ OF_ANOTHER_TYPE: list[tuple[dict[str, Any], str]] = [
 def test_an_argument_of_another_type_is_refused_by_what_is_wrong(make: Make) -> None:
     for choices, given in OF_ANOTHER_TYPE:
         assert refusal(make, **choices).startswith(given)
+
+
+@EVERYWHERE
+def test_a_number_of_seconds_is_told_as_a_timedelta(make: Make) -> None:
+    assert_says(refusal(make, timeout=30), "Choose another timeout; datetime.timedelta(seconds=30) is so many seconds.")
+
+
+@EVERYWHERE
+def test_a_number_of_fragments_is_refused_with_what_gives_so_many(make: Make) -> None:
+    message = refusal(make, fragments=4)
+    assert_says(message, "fragments=4", "layers_per_fragment", "set it to the number of blocks divided by 4")
+
+
+@EVERYWHERE
+def test_as_much_overlap_is_called_harmless_as_the_planner_tries(make: Make) -> None:
+    most = max(settings.overlap_steps for settings in candidates())
+    assert_says(refusal(make, overlap_steps=100), f"the paper saw next to no loss from up to {most}.")
 
 
 @EVERYWHERE

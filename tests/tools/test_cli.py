@@ -1,7 +1,9 @@
 """The command line, in this process through ``main`` and once as a command of its own."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -117,3 +119,41 @@ def test_as_a_command_of_its_own() -> None:
     assert (bad.returncode, bad.stdout) == (2, "")
     assert "sync_every=0 is out of range" in bad.stderr
     assert "Traceback" not in bad.stderr
+
+
+def in_folder(folder: Path, *args: str) -> str:
+    """Runs a command as it is installed: the folder of its script is on the path, and no current folder."""
+    script = folder.parent / "bin" / "sdiloco"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text("from lightning_sdiloco.tools.cli import main\nmain()\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), *args]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100).stdout
+
+
+def test_what_lies_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for module in ("grpc", "a"):
+        (folder / f"{module}.py").write_text("print('it was run')")
+    told = in_folder(folder, "status", "--hub", "a.example:1", "--run", "llm", "--insecure")
+    assert "it was run" not in told
+
+
+def test_a_class_path_may_name_a_module_in_the_current_folder_which_is_searched_last(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "own.py").write_text("import sys, torch\nprint(sys.path[-1] == '')\nNet = torch.nn.Linear\n")
+    width = ("--model.in_features=10", "--model.out_features=10")
+    told = in_folder(folder, "plan", "--model", "own.Net", *width, "--step-time=0.1", "--bandwidth=1")
+    assert told.startswith("True\n100 parameters")
+
+
+def test_files_and_values_that_hold_no_class_path_are_refused_where_they_are_used(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (tmp_path / "picture.yaml").write_bytes(b"\xff\xfe")
+    assert "own" in refused(capsys, "simulate", "--config", str(tmp_path / "picture.yaml"), "--model", "own" * 2000)
+    assert "config" in refused(capsys, "simulate", "--set", f"trainer.callbacks={'x' * 5000}", "--config=")
+    assert "" not in sys.path

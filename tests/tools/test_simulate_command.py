@@ -48,7 +48,7 @@ def test_one_run_tells_losses_bytes_and_time(capsys: pytest.CaptureFixture[str],
     assert len(rows) == 3
     assert "Outer model: loss " in text
     assert "val_loss" in text
-    assert "Predicted on 0.001 Gbit/s in each direction, 50 ms round trip, 0.1 s per inner step:" in text
+    assert "Predicted on 1 Mbit/s in each direction, 50 ms round trip, 0.1 s per inner step:" in text
     assert "DDP over all groups" in text
     assert max(map(len, text.splitlines())) <= 120
 

@@ -30,12 +30,13 @@ from lightning_sdiloco.comm.mailbox.folder_hub import FolderHub
 from lightning_sdiloco.comm.mailbox.folder_ledger import FolderLedger, FolderSeat
 from lightning_sdiloco.comm.mailbox.folder_log import read_log
 from lightning_sdiloco.comm.mailbox.frames import Header
-from lightning_sdiloco.comm.mailbox.hub_client import HubMailbox
+from lightning_sdiloco.comm.mailbox.hub_client import HubMailbox, bundle_of
 from lightning_sdiloco.comm.mailbox.hub_server import Handler, Hub, Push
 from lightning_sdiloco.comm.mailbox.in_process import InProcessMailbox
 from lightning_sdiloco.comm.mailbox.keys import ROLES, Role, add_keys, identity_of, init_keys, revoke_keys, valid_until
 from lightning_sdiloco.comm.mailbox.ledger import LedgerError, SQLiteLedger
 from lightning_sdiloco.comm.mailbox.ledger_handler import LedgerHandler
+from lightning_sdiloco.comm.mailbox.link import hub_addresses
 from lightning_sdiloco.comm.mailbox.pulse import Pulses
 from lightning_sdiloco.comm.mailbox.shared_files import (
     SharedBlobs,
@@ -89,6 +90,8 @@ __all__ = [
     "SharedFiles",
     "Sweeper",
     "add_keys",
+    "bundle_of",
+    "hub_addresses",
     "identity_of",
     "init_keys",
     "is_bucket",

@@ -79,7 +79,13 @@ class HubMailbox:
         if channels < 1:
             raise ValueError(f"channels={channels} is out of range: it must be at least 1.")
         extra("grpc")
-        bundle = _bundle(hub, run, name, keys, insecure)
+        bundle = bundle_of(hub, name, keys, insecure)
+        if bundle is not None:
+            bundle = bundle.bound(run)
+        else:
+            warnings.warn(
+                f"What goes to hub {hub} can be read and changed by others on the way (insecure=True).", stacklevel=2
+            )
         self.identity = Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
         self.life = life or secrets.token_hex(8)
         self.max_blob = max_blob
@@ -325,19 +331,20 @@ class _Ear:
         return HubUnreachable(f"hub {hub} has been silent for {self.patience:g} s.")
 
 
-def _bundle(hub: str, run: str, name: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
-    """Returns the keys of a site, if it shall have some."""
+def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
+    """Returns the keys of a site, if it shall have some.
+
+    Raises:
+        ValueError: If neither keys nor ``insecure=True`` are given, or both; or the keys are not those of that site.
+    """
     if (keys is None) != insecure:
         raise ValueError(
             f"To reach hub {hub} site {name!r} needs either keys or insecure=True. Ask whoever has the folder of keys "
             f"for a bundle: sdiloco keys add FOLDER {name}."
         )
     if keys is None:
-        warnings.warn(
-            f"What goes to hub {hub} can be read and changed by others on the way (insecure=True).", stacklevel=3
-        )
         return None
-    bundle = load(keys, name).bound(run)
+    bundle = load(keys, name)
     if bundle.identity.name != name:
         raise ValueError(
             f"The keys are those of {bundle.identity.role} {bundle.identity.name!r}, and not of {name!r}: a "

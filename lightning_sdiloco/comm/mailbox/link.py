@@ -14,6 +14,27 @@ from lightning_sdiloco.comm.mailbox.keys import Bundle, host_of
 _THREADS = 128
 
 
+def hub_addresses(hub: str) -> list[tuple[str, int]]:
+    """Returns host and port of each hub that is named.
+
+    Raises:
+        ValueError: If one has no host, or no port.
+    """
+    places = []
+    for one in hub.split(","):
+        if not one.strip():
+            raise ValueError(
+                f"hub={hub!r} names no hub between two commas: give ADDRESS:PORT, or ADDRESS:PORT,ADDRESS:PORT."
+            )
+        host, _, port = one.strip().rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"hub={one.strip()!r} is no address: give one with a port, such as a.example:29400.")
+        if not 0 < int(port) < 1 << 16:
+            raise ValueError(f"hub={one.strip()!r} has port {port}: a port is a number from 1 to 65535.")
+        places.append((host.strip("[]"), int(port)))
+    return places
+
+
 class Link:
     """Channels to a hub: one for calls and events, and some for blobs.
 
@@ -25,11 +46,8 @@ class Link:
     """
 
     def __init__(self, hub: str, bundle: Bundle | None, channels: int, timeout: float) -> None:
+        hub_addresses(hub)
         self.hubs = [one.strip() for one in hub.split(",")]
-        if not all(self.hubs):
-            raise ValueError(
-                f"hub={hub!r} names no hub between two commas: give ADDRESS:PORT, or ADDRESS:PORT,ADDRESS:PORT."
-            )
         self.timeout = timeout
         self._grpc = extra("grpc")
         self._bundle = bundle

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_sdiloco.algorithm import LandingRule, Settings, TwoShot
-from lightning_sdiloco.comm import is_folder
+from lightning_sdiloco.algorithm import LandingRule, Settings, TwoShot, fault_of, is_real, is_whole
+from lightning_sdiloco.comm import bundle_of, hub_addresses, is_folder
 from lightning_sdiloco.federation import LONGEST_GRACE, NAME, ChosenQuorum, Landing, Quorum, chosen
 from lightning_sdiloco.hub import (
     Connection,
@@ -48,7 +48,8 @@ class Federation:
         sites: How many sites found the run, where they meet in a folder or bucket; of a hub its operator says it.
 
     Raises:
-        ValueError: If an argument is out of its range. The message names the argument.
+        ValueError: If an argument is out of its range, a hub has no port, or the keys are not there or not those of
+            this site. The message names the argument.
 
     Examples:
         >>> Federation(hub="a.example:29400", run="llm", site="site b", keys="site-b.bundle")
@@ -78,27 +79,36 @@ class Federation:
                     f"{name}={value!r} is no name: it must have letters, digits, and '.', '_' or '-' between them."
                     f" Choose another {name}."
                 )
-        self._require("lease", self.lease > 0, "above 0", "10.0 is the default")
-        self._require(
-            "grace", self.grace == "auto" or self.grace >= 0, "at least 0, or 'auto'", "'auto' is the default"
-        )
+        self._require("lease", is_real(self.lease) and self.lease > 0, "above 0", "10.0 is the default")
+        is_grace = self.grace == "auto" or (is_real(self.grace) and self.grace >= 0)
+        self._require("grace", is_grace, "at least 0, or 'auto'", "'auto' is the default")
         quorum = self.quorum_of_terms
         is_enough = not isinstance(quorum, int) or quorum >= 1
         self._require("quorum", is_enough, "at least 1, or a Quorum", "1 is the default")
         self._require("late", self.late in ("drop", "carry"), "'drop' or 'carry'", "'drop' is the default")
-        self._require("patience", self.patience >= 0, "at least 0", "3600.0 is the default")
-        self._require("rounds", self.rounds is None or self.rounds >= 1, "at least 1, or None", "None is the default")
-        self._require("sites", self.sites is None or self.sites >= 1, "at least 1, or None", "None is the default")
+        self._require("patience", is_real(self.patience) and self.patience >= 0, "at least 0", "3600.0 is the default")
+        for name in ("rounds", "sites"):
+            is_number = (value := getattr(self, name)) is None or (is_whole(value) and value >= 1)
+            self._require(name, is_number, "a whole number of at least 1, or None", "None is the default")
         self._check_place()
 
     def _check_place(self) -> None:
-        """Refuses what does not go with where sites meet."""
+        """Refuses what is no place where sites meet, and what does not go with it."""
+        if not isinstance(self.hub, str):
+            raise ValueError(
+                f"hub={self.hub!r} is of type {type(self.hub).__name__}, not a string: give one, such as"
+                " 'a.example:29400' or '/mnt/shared/run'."
+            )
         if not is_folder(self.hub):
             if self.sites is not None:
                 raise ValueError(
                     f"sites={self.sites} does not go with hub={self.hub!r}: the hub says how many sites found the run"
                     " (sdiloco hub --sites). Leave it out."
                 )
+            hub_addresses(self.hub)
+            bundle = bundle_of(self.hub, self.site, self.keys, self.insecure)
+            if bundle is not None and bundle.folder is None:  # a folder of keys is bound to the run that connects
+                bundle.bound(self.run)
             return
         if self.sites is None:
             raise ValueError(
@@ -115,9 +125,9 @@ class Federation:
 
     def _require(self, name: str, holds: bool, rule: str, advice: str) -> None:
         if not holds:
-            raise ValueError(
-                f"{name}={getattr(self, name)!r} is out of range: it must be {rule}. Choose another {name}; {advice}."
-            )
+            value = getattr(self, name)
+            fault = "out of range" if name == "late" else fault_of(value, name in ("rounds", "sites"))
+            raise ValueError(f"{name}={value!r} is {fault}: it must be {rule}. Choose another {name}; {advice}.")
 
     @property
     def seconds_of_grace(self) -> float:

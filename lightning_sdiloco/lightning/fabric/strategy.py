@@ -24,7 +24,7 @@ from lightning_sdiloco.lightning.collectives import BatchWatch, waiting_for_all
 from lightning_sdiloco.lightning.fabric.loop import Loop
 from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
 from lightning_sdiloco.lightning.host.patching import check_fabric
-from lightning_sdiloco.lightning.model_format.whole_model import WholeModel
+from lightning_sdiloco.lightning.model_format.whole_model import WholeModel, check_ddp_kwargs
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
@@ -88,6 +88,7 @@ class FabricWorkerGroupStrategy(_Base):
             checkpoint_io: As for every strategy of Fabric.
             precision: As for every strategy of Fabric.
         """
+        check_ddp_kwargs(ddp_kwargs)
         arguments = WholeModel.base_arguments(
             start_method=start_method,
             ddp_kwargs=ddp_kwargs,

@@ -1,9 +1,11 @@
 """Worker groups in which every rank holds the whole model, with DistributedDataParallel among them."""
 
 import gc
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
@@ -65,25 +67,15 @@ class WholeModel(ModelFormat):
             precision_plugin: As for every Lightning strategy.
 
         Raises:
-            ValueError: If there is no such start method, or ``ddp_kwargs`` has something that the strategy itself sets.
+            ValueError: If there is no such start method, or ``ddp_kwargs`` has something that the strategy itself
+                sets, or that DistributedDataParallel does not have.
         """
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
                 f"start_method={start_method!r} is unknown: it must be 'popen', which runs the script again and is the"
                 " default, 'spawn', 'fork' or 'forkserver'. Choose one of them."
             )
-        if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
-            raise ValueError(
-                f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a dictionary, with"
-                " arguments of DistributedDataParallel. Write ddp_kwargs={'find_unused_parameters': True}, for example."
-            )
-        for name in ddp_kwargs or {}:
-            if name in _NOT_FOR_DDP:
-                raise ValueError(
-                    f"ddp_kwargs contains {name!r}, which the strategy itself sets: DistributedDataParallel runs among"
-                    " the ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with"
-                    " the strategy's own arguments."
-                )
+        check_ddp_kwargs(ddp_kwargs, "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
         return {
             "start_method": start_method,
             "process_group_backend": process_group_backend,
@@ -269,3 +261,32 @@ def _warn_of_static_graph(topology: Topology) -> None:
             " was not interrupted; without static_graph it gives the same bits.",
             topology.group_size,
         )
+
+
+def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
+    """Refuses what is not for DistributedDataParallel, or for Lightning's strategy around it.
+
+    Args:
+        ddp_kwargs: What a user gave.
+        of_lightning: Arguments of Lightning's strategy that may be in it too.
+
+    Raises:
+        ValueError: If there is something else in it.
+    """
+    if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
+        raise ValueError(
+            f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a dictionary, with"
+            " arguments of DistributedDataParallel. Write ddp_kwargs={'find_unused_parameters': True}, for example."
+        )
+    known = {*inspect.signature(DistributedDataParallel).parameters, *of_lightning} - _NOT_FOR_DDP
+    for name in ddp_kwargs or {}:
+        if name in _NOT_FOR_DDP:
+            raise ValueError(
+                f"ddp_kwargs contains {name!r}, which the strategy itself sets: DistributedDataParallel runs among"
+                " the ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with"
+                " the strategy's own arguments."
+            )
+        if name not in known:
+            near = get_close_matches(str(name), known)
+            advice = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"It has {', '.join(sorted(known))}."
+            raise ValueError(f"ddp_kwargs contains {name!r}, which DistributedDataParallel does not have. {advice}")

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from lightning_sdiloco.engine import Landing
+from lightning_sdiloco.planning import readable_rate
 
 _PREFIX = "sdiloco/"
 
@@ -110,14 +111,7 @@ def fitting(entries: dict[str, str], columns: int) -> dict[str, str]:
 
 
 def _rate(gbit_s: float) -> str:
-    """Formats a rate with three digits and a unit that suits it.
-
-    >>> _rate(1.234), _rate(0.0456), _rate(0.0), _rate(math.nan)
-    ('1.23 Gbit/s', '45.6 Mbit/s', '-', '-')
-    """
-    if gbit_s == 0 or math.isnan(gbit_s):
-        return "-"
-    return f"{gbit_s:.3g} Gbit/s" if gbit_s >= 1 else f"{1000 * gbit_s:.3g} Mbit/s"
+    return "-" if gbit_s == 0 or math.isnan(gbit_s) else readable_rate(gbit_s)
 
 
 def lay_out(trainer: Any) -> None:

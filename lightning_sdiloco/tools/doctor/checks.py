@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lightning_sdiloco.launch import BrokenConnection, Endpoints, advice
+from lightning_sdiloco.planning import readable_rate
 from lightning_sdiloco.tools.doctor.links import MeasuredLink
 
 # A direction that is so much slower than the other one has a reason.
@@ -150,12 +151,12 @@ def _bandwidths(seen: Examined) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 name,
-                f"{rate_as_text(rate)}, and {rate_as_text(back)} in the other direction",
+                f"{readable_rate(rate / 1e9)}, and {readable_rate(back / 1e9)} in the other direction",
                 f"Look for other traffic on the way from worker group {source} to {target}, and at its congestion"
                 " control: training goes at the pace of the slower direction.",
             )
         else:
-            yield Finding("ok", name, rate_as_text(rate))
+            yield Finding("ok", name, readable_rate(rate / 1e9))
 
 
 def _buffers(seen: Examined) -> Iterator[Finding]:
@@ -172,7 +173,8 @@ def _buffers(seen: Examined) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 f"buffers {link.source} -> {link.target}",
-                f"buffers of TCP may hold one connection below {rate_as_text(most)} at {1000 * link.round_trip:.3g} ms",
+                f"buffers of TCP may hold one connection below {readable_rate(most / 1e9)} at"
+                f" {1000 * link.round_trip:.3g} ms",
                 f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
                 f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
             )
@@ -215,11 +217,3 @@ def _some(names: list[str]) -> str:
 
 def _rank(rank: int, seen: Examined) -> str:
     return f"rank {rank} ({seen.endpoints[rank].host})"
-
-
-def rate_as_text(bits_per_second: float) -> str:
-    """Formats a rate with three digits."""
-    for size, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
-        if bits_per_second >= size:
-            return f"{bits_per_second / size:.3g} {unit}"
-    return f"{bits_per_second / 1e3:.3g} kbit/s"

@@ -7,11 +7,20 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from lightning_sdiloco.comm import HubMailbox, HubUnreachable, MailboxError, identity_of, is_folder, valid_until
+from lightning_sdiloco.comm import (
+    HubMailbox,
+    HubUnreachable,
+    MailboxError,
+    hub_addresses,
+    identity_of,
+    is_folder,
+    valid_until,
+)
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import ChosenQuorum
 from lightning_sdiloco.launch import reason, try_to_connect
-from lightning_sdiloco.tools.doctor.checks import Finding, rate_as_text
+from lightning_sdiloco.planning import readable_rate
+from lightning_sdiloco.tools.doctor.checks import Finding
 from lightning_sdiloco.tools.hub.asking import HubOptions
 
 _CHANNELS = 8  # as many as a site has
@@ -36,7 +45,7 @@ def examine(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[st
             f"--hub {options.hub} is a folder, and the doctor looks at a hub. A site tries its folder when it starts;"
             " sdiloco status says who is there."
         )
-    places = [_address(one.strip()) for one in str(options.hub).split(",")]
+    places = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError("Give the keys of a site, or of anybody else of the run: --keys FILE; or --insecure.")
     found: list[Finding] = []
@@ -91,13 +100,6 @@ def _reached(places: list[tuple[str, int]]) -> Iterator[Finding]:
             )
 
 
-def _address(hub: str) -> tuple[str, int]:
-    host, _, port = hub.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(f"hub={hub!r} is no address: give one with a port, such as a.example:29400.")
-    return host.strip("[]"), int(port)
-
-
 def _certificate(options: HubOptions) -> Finding:
     if options.keys is None:
         return Finding("ok", "keys", "none: whoever is on the way can read and change everything (--insecure)")
@@ -116,7 +118,7 @@ def _asked(mailbox: HubMailbox, seconds: float, numbers: dict[str, Any]) -> Iter
     yield Finding("ok", "round trip", f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone")
     for up, key, name in ((True, "to_hub", "bandwidth to the hub"), (False, "from_hub", "bandwidth from the hub")):
         numbers[f"bits_per_second_{key}"] = rate = mailbox.bandwidth(up, seconds)
-        yield Finding("ok", name, f"{rate_as_text(rate)}, over {_CHANNELS} connections")
+        yield Finding("ok", name, f"{readable_rate(rate / 1e9)}, over {_CHANNELS} connections")
     _, text = mailbox.call("status")
     numbers["status"] = status = json.loads(text)
     yield from _of_run(status)

@@ -22,6 +22,7 @@ from lightning_sdiloco.planning import (
     SharedOut,
     Waits,
     readable,
+    readable_rate,
     short,
 )
 
@@ -80,7 +81,7 @@ def hub_as_text(hub: HubLoad, settings: Settings) -> str:
     busy = f"{percent(hub.share)} of what it can" if hub.share <= 1 else f"{hub.share:.3g} times what it can"
     late = hub.flight_steps > settings.overlap_steps
     lines = [
-        f"Through a hub with {hub.gbit_s:g} Gbit/s in each direction, as a federation of {hub.sites} sites:",
+        f"Through a hub with {readable_rate(hub.gbit_s)} in each direction, as a federation of {hub.sites} sites:",
         "",
         f"  {readable(hub.bytes_in)} in and {readable(hub.bytes_out)} out for a round of all fragments:",
         f"  of each fragment a site sends one payload and gets {hub.sites - 1}",
@@ -171,7 +172,7 @@ def _circumstances(plan: Plan) -> list[str]:
     return [
         f"{plan.model.numel:,} parameters in {_fragments(plan.fragments)}, {groups.groups} groups of {ranks}",
         f"{plan.steps:,} inner steps of {groups.step_time:g} s",
-        f"{link.gbit_s:g} Gbit/s in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
+        f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
     ]
 
 
@@ -200,9 +201,9 @@ def _recommendation(plan: Plan) -> list[str]:
         f"  for which 'auto' means {', '.join(f'{name}={value:g}' for name, value in numbers.items())}",
         "",
         f"  {_fragments(chosen.fragments)}, compute utilisation {percent(prediction.utilisation)}"
-        f" ({percent(chosen.utilisation_with_margin)} at {short(MARGIN * plan.link.gbit_s)} Gbit/s)",
+        f" ({percent(chosen.utilisation_with_margin)} at {readable_rate(MARGIN * plan.link.gbit_s)})",
         f"  {readable(prediction.bytes_per_step)} per step, {readable(prediction.bytes)} in all,"
-        f" peak {short(prediction.peak_gbit_s)} Gbit/s",
+        f" peak {readable_rate(prediction.peak_gbit_s)}",
         f"  {_memory(chosen.memory)}",
     ]
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from html import escape
 
 from lightning_sdiloco.lightning import Run
+from lightning_sdiloco.planning import readable_rate
 from lightning_sdiloco.tools.report import series
-from lightning_sdiloco.tools.report.verdict import Verdict, rate_as_text, seconds_as_text
+from lightning_sdiloco.tools.report.verdict import Verdict, seconds_as_text
 
 CAPTIONS: Mapping[str, tuple[str, str]] = {
     "losses": (
@@ -129,7 +130,7 @@ def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
     if sent and about["groups"] > 1:
         tiles.append((f"1/{series.ddp_bytes_per_step(run) * steps / sent:,.0f}", "of the bytes of DDP"))
     if verdict.link is not None:
-        tiles.append((rate_as_text(verdict.link.gbit_s), "link rate while in use"))
+        tiles.append((readable_rate(verdict.link.gbit_s), "link rate while in use"))
     return tiles
 
 

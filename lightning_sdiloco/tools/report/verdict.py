@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_sdiloco.algorithm import Parameter, Settings, kind_of_all_reduce
+from lightning_sdiloco.algorithm import OVERLAP_STEPS, Parameter, Settings, kind_of_all_reduce
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.lightning import LandingRecord, Rank, Run
-from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner
+from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner, readable_rate
 from lightning_sdiloco.tools.report import series
 
 
@@ -171,7 +171,7 @@ def advise(run: Run, link: Link) -> Advice | None:
 
 def _small_changes(settings: Settings) -> Iterator[Settings]:
     """Yields the settings with one of them changed, those that change training least first."""
-    for overlap_steps in (2, 3, 4, 5, 10):
+    for overlap_steps in OVERLAP_STEPS:
         if settings.overlap_steps < overlap_steps < settings.sync_every:
             yield replace(settings, overlap_steps=overlap_steps)
     if settings.exchange != "auto":
@@ -224,7 +224,7 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
     steps = {rank.group: series.step_seconds(rank) for rank in run.heads}
     kept = f"Training kept computing for {share:.1%} of the time."
     waited = f"Of the time that it waited, {_shares(causes)}."
-    rate = f" The link carried {rate_as_text(link.gbit_s)} while fragments were on it." if link is not None else ""
+    rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it." if link is not None else ""
     if limit == "alone" and run.heads[0].about.get("site") is not None:
         return [f"{kept} {_who_counted(run.heads[0])}"]
     if limit == "alone":
@@ -310,8 +310,3 @@ def _agreement(run: Run) -> list[str]:
 def seconds_as_text(seconds: float) -> str:
     """Formats a time with three digits, in seconds or milliseconds."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def rate_as_text(gbit_s: float) -> str:
-    """Formats a rate with three digits, in Gbit/s or Mbit/s."""
-    return f"{gbit_s:.3g} Gbit/s" if gbit_s >= 0.1 else f"{1000 * gbit_s:.3g} Mbit/s"

@@ -159,7 +159,7 @@ def _federation(given: Any, rank: SimulatedRank) -> dict[str, Any] | None:
         return None
     named = (given or {}).get("init_args", given or {})
     terms = {name: named[name] for name in ("lease", "grace", "quorum", "late", "rounds") if name in named}
-    return {**terms, "hub": "memory", "run": "simulated", "site": site_name(rank.site), "insecure": True}
+    return {**terms, "hub": "memory:1", "run": "simulated", "site": site_name(rank.site), "insecure": True}
 
 
 def _refuse_what_is_measured(arguments: Mapping[str, Any]) -> None:

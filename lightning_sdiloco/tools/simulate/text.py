@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from lightning_sdiloco.planning import Link, readable
+from lightning_sdiloco.planning import Link, readable, readable_rate
 from lightning_sdiloco.tools.plan.text import new_table, percent, rendered
 from lightning_sdiloco.tools.simulate.federated import FederatedRun, Places
 from lightning_sdiloco.tools.simulate.recording import LAST
@@ -187,7 +187,7 @@ def _circumstances(where: Circumstances) -> str:
 
 
 def _described(link: Link) -> str:
-    told = f"{link.gbit_s:g} Gbit/s in each direction, {link.round_trip * 1000:g} ms round trip"
+    told = f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip"
     return told + (f", {link.loss:.3g} of the packets lost" if link.loss else "")
 
 
