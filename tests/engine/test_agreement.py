@@ -83,6 +83,22 @@ def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_group
         advance(groups, 8)
 
 
+def test_outer_parameters_in_the_shards_of_other_ranks_are_an_error() -> None:
+    def run(rank: int, world_size: int) -> None:
+        engine = StreamingDiLoCo(mlp(), worker_groups=2, sync_every=2, overlap_steps=0, fragments=[["*"]])
+        state = engine.state_dict()
+        if rank >= 2:
+            whole = torch.cat([values.flatten() for values in engine.outer_state_dict().values()])
+            state["fragments"][0]["outer"] = whole.chunk(2)[rank == 2]
+        engine.load_state_dict(state)
+        engine.step()
+        engine.step()
+
+    errors = run_ranks(run, 4, expect_failure=True)
+    assert sorted(errors) == list(range(4))
+    assert all("do not hold the same outer parameters at the launch of fragment 0" in text for text in errors.values())
+
+
 def test_groups_that_are_at_different_steps_are_an_error() -> None:
     groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=[["*"]])
     groups.engines[0]._counts.inner_steps = 4

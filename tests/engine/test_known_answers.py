@@ -137,3 +137,41 @@ def test_a_buffer_that_changes_once_late_becomes_the_mean_of_all_groups(written_
     groups.finish()
     for model in models:
         assert model.memory.tolist() == [2.0, 2.0, 2.0]
+
+
+class Counted(nn.Module):
+    """A model of one parameter and some buffers of one value, which a group sets by hand."""
+
+    def __init__(self, buffers: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, dtype=dtype))
+        for index in range(buffers):
+            self.register_buffer(f"buffer_{index}", torch.zeros((), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_landing_keeps_the_share_of_the_local_values_whatever_their_dtype(dtype: torch.dtype) -> None:
+    models = [Counted(1, dtype) for _ in range(2)]
+    choices = {"compression": "fp32", "mixing": 0.25, "outer_lr": 1.0, "outer_momentum": 0.0}
+    groups = SimulatedGroups(models, sync_every=1, overlap_steps=0, **choices)
+    for model, value in zip(models, (4.0, 8.0), strict=True):
+        model.weight.data.fill_(value)
+        model.buffer_0.fill_(value)
+    groups.step()
+    # A quarter of the own value, and three quarters of the mean, which is 6.
+    for model, expected in zip(models, (5.5, 6.5), strict=True):
+        assert model.weight.tolist() == [expected] * 3
+        assert model.buffer_0.item() == expected
+
+
+@pytest.mark.parametrize("written", [0, 62, 63, 64, 69])
+def test_of_many_buffers_each_one_that_changes_travels(written: int) -> None:
+    models = [Counted(70) for _ in range(2)]
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, mixing=0.0)
+    for step in range(1, 9):
+        if step == 3:
+            for group, model in enumerate(models):
+                model.get_buffer(f"buffer_{written}").fill_(1.0 + 2 * group)
+        groups.step()
+    for model in models:
+        assert [values.item() for values in model.buffers()] == [2.0 * (index == written) for index in range(70)]

@@ -113,7 +113,8 @@ class Run:
         return {**self.groups.outer_state_dict(), **buffers}
 
 
-WITH_STATISTICS: dict[str, Any] = {**ENGINE, "fragments": [*LAYERS[:3], ["6.*", "7.*"]]}
+# The statistics are in flight, too.
+WITH_STATISTICS: dict[str, Any] = {**ENGINE, "fragments": [*LAYERS[:2], ["4.*", "7.*"], ["6.*"]]}
 
 
 @pytest.mark.parametrize("compression", sorted(COMPRESSIONS.keys() - {"top_k", "random_block"}))
@@ -130,6 +131,8 @@ def test_flights_land_as_their_groups_would_have_landed_them(compression: str, p
             run.groups.step()
     states = run.states()
     assert len(states[0][0]["flights"]) == 3  # type: ignore[index]
+    one, other = (flight["buffers"] for of in states for flight in of[0]["flights"] if flight["travelling"])  # type: ignore[index]
+    assert not torch.equal(one[0], other[0]), "groups have statistics of their own"
     restart = restart_from(states, Settings(**choices))
     expected = run.landed()
     actual = {name: p.values.view_as(expected[name]) for name, p in restart.parameters.items()} | restart.buffers

@@ -157,6 +157,17 @@ def test_a_run_that_was_finished_continues_as_if_it_had_not_been() -> None:
     assert_same(second.run(21, STEPS), expected[20:])
 
 
+def test_what_was_requested_travels_with_the_next_launch_after_a_resume() -> None:
+    first, second = Groups(**CHOICES), Groups(**CHOICES)
+    first.run(1, 8)
+    first.groups.engines[1].request(0b101)
+    first.run(9, 9)
+    second.load(first.saved())
+    second.run(10, 18)
+    asked = [(landing.launched_at, landing.requests) for landing in second.landings]
+    assert asked == [(8, 0), (10, 0b101), (13, 0)]
+
+
 def test_the_state_of_other_fragments_is_refused() -> None:
     state = StreamingDiLoCo(mlp(), fragments=[["*"]]).state_dict()
     with pytest.raises(ValueError, match="other fragments"):

@@ -337,9 +337,14 @@ def test_four_groups_get_the_fastest_pairs_that_any_could_make(seed: int) -> Non
     assert from_the_slowest(FastestPairs(speeds=speeds).legs(0, 4)) == max(map(from_the_slowest, ways))
 
 
+@pytest.mark.parametrize("warmup_steps", [0, 1])
 @pytest.mark.parametrize("route", [FastestPairs(speeds=SPEEDS[:6]), Neighbours()], ids=["fastest", "own"])
-def test_pairs_spread_as_the_product_of_their_means(route: Route) -> None:
-    models, groups = vectors(6, route=route, **{**PURE, "sync_every": 1})
+def test_pairs_spread_as_the_product_of_their_means(route: Route, warmup_steps: int) -> None:
+    """The rounds of a route are counted from the end of the warm-up."""
+    models, groups = vectors(6, route=route, warmup_steps=warmup_steps, **{**PURE, "sync_every": 1})
+    for _ in range(warmup_steps):
+        groups.average_gradients()
+        groups.step()
     start = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
     for model, values in zip(models, start, strict=True):
         model.values.data.copy_(values)
