@@ -1,5 +1,7 @@
 """All groups hold the same outer parameters, bit for bit, or the run ends with an error that says who does not."""
 
+import copy
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -83,6 +85,18 @@ def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_group
         advance(groups, 8)
 
 
+@pytest.mark.parametrize("mean_of", [SimulatedGroups.finish, SimulatedGroups.group_mean])
+def test_outer_parameters_that_differ_are_an_error_where_the_groups_take_their_mean(
+    mean_of: Callable[[SimulatedGroups], object],
+) -> None:
+    groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=LAYERS)
+    state = copy.deepcopy(groups.engines[1].state_dict())
+    state["fragments"][2]["outer"][5] += 1e-7
+    groups.engines[1].load_state_dict(state)
+    with pytest.raises(AgreementError, match="do not hold the same outer parameters at the launch of fragment 2"):
+        mean_of(groups)
+
+
 def test_outer_parameters_in_the_shards_of_other_ranks_are_an_error() -> None:
     def run(rank: int, world_size: int) -> None:
         engine = StreamingDiLoCo(mlp(), worker_groups=2, sync_every=2, overlap_steps=0, fragments=[["*"]])
@@ -133,7 +147,11 @@ def test_local_training_is_untouched_by_showing_the_outer_model() -> None:
     before = {name: values.clone() for name, values in model.state_dict().items()}
     with engine.evaluate(), engine.evaluate():
         shown = {name: values.clone() for name, values in model.state_dict().items()}
+        state = copy.deepcopy(engine.state_dict())
     assert not torch.equal(shown["0.weight"], before["0.weight"])
     assert torch.equal(shown["0.weight"], engine.outer_state_dict()["0.weight"])
     assert torch.equal(shown["1.running_mean"], torch.zeros(3))
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+    resumed = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    StreamingDiLoCo(resumed, sync_every=50).load_state_dict(state)
+    assert all(torch.equal(values, before[name]) for name, values in resumed.named_parameters()), "it was saved, too"

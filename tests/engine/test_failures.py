@@ -89,6 +89,15 @@ def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(mixing: floa
     assert run.finite()
 
 
+def test_a_group_that_recovers_keeps_what_was_finite() -> None:
+    runs = [Run(2, sync_every=4, overlap_steps=0, fragments=LAYERS, mixing=0.5) for _ in range(2)]
+    for run, poisoned in zip(runs, ((1,), ()), strict=True):
+        run.until(3)
+        run.step(poisoned)
+    values, expected = (run.models[1].state_dict() for run in runs)
+    assert [name for name in values if not torch.equal(values[name], expected[name])] == ["0.weight", "0.bias"]
+
+
 # Codes of four bits are finite whatever they encode, so the values themselves must tell whether a group counted.
 @pytest.mark.parametrize("compression", ["fp32", "bf16", "fp4"])
 def test_the_mean_is_that_of_the_groups_that_count(compression: str) -> None:

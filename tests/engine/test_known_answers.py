@@ -139,6 +139,30 @@ def test_a_buffer_that_changes_once_late_becomes_the_mean_of_all_groups(written_
         assert model.memory.tolist() == [2.0, 2.0, 2.0]
 
 
+def test_within_the_warmup_the_outer_model_is_the_local_one_with_its_buffers() -> None:
+    model = Remembering()
+    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, warmup_steps=3)
+    optimizer = inner_optimizer("sgd", model)
+    for step in (1, 2):
+        train_step(model, optimizer, 0, step)
+        model.memory += 1.0
+        engine.average_gradients()
+        engine.step()
+    local = {name: values.clone() for name, values in model.state_dict().items()}
+    with engine.evaluate():
+        assert all(torch.equal(values, local[name]) for name, values in model.state_dict().items())
+
+
+def test_in_the_warmup_a_gradient_that_a_group_lacks_counts_as_zero() -> None:
+    models = [nn.Linear(3, 2, bias=False) for _ in range(2)]
+    groups = SimulatedGroups(models, sync_every=4, overlap_steps=1, warmup_steps=3)
+    models[0].weight.grad = torch.full((2, 3), 2.0)
+    groups.average_gradients()
+    for model in models:
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[1.0] * 3] * 2
+
+
 class Counted(nn.Module):
     """A model of one parameter and some buffers of one value, which a group sets by hand."""
 
