@@ -190,7 +190,7 @@ class Absences:
 
         Args:
             launched_at: The inner step of its launch.
-            landed_at: The current inner step, from which on the groups that were left out hold outer values.
+            landed_at: The current inner step, after whose launches the groups that were left out take outer values.
             left_out: The groups that were left out.
 
         Raises:
@@ -199,8 +199,9 @@ class Absences:
         for group in range(len(self._in_a_row)):
             if group not in left_out:
                 self._in_a_row[group] = 0
-            elif launched_at >= self._recovered_at[group]:
-                # A fragment that was launched before the group recovered reports the same event again.
+            elif launched_at > self._recovered_at[group]:
+                # A fragment that was launched before the group recovered reports the same event again. Launches come
+                # first in an inner step, so those of the step of the recovery do, too.
                 self._in_a_row[group] += 1
                 self._recovered_at[group] = landed_at
         lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]

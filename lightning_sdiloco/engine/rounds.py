@@ -95,7 +95,6 @@ class Rounds:
         self._begin_at(0)
         self.fragments = fragments_of(model, fragments, settings, topology, means.storage)
         self._ahead = ahead_of(self.fragments, settings, topology)
-        self.flights: list[Flight] = []
         self._model = model
         self._sharded = sharded_modules(model)
         self._topology = topology
@@ -147,6 +146,8 @@ class Rounds:
 
     def _begin_at(self, step: int) -> None:
         settings, self.began_at = self._settings, step
+        # What the rounds before have in flight arrives, and lands nowhere.
+        self.flights: list[Flight] = []
         # The warm-up is that of the run: rounds that begin anew have what is left of it.
         left = max(0, settings.warmup_steps - step)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)

@@ -114,12 +114,12 @@ def _search_current_folder(args: Sequence[str]) -> None:
 
     Otherwise what lies there is not run: a file that is called like a library, or like one that is not installed.
     """
-    missing = [module for module in _modules(args) if module not in sys.modules and not PathFinder.find_spec(module)]
+    missing = [module for module in _modules_in(args) if module not in sys.modules and not PathFinder.find_spec(module)]
     if any(PathFinder.find_spec(module, [""]) for module in missing):
         sys.path.append("")
 
 
-def _modules(args: Sequence[str]) -> Iterator[str]:
+def _modules_in(args: Sequence[str]) -> Iterator[str]:
     """Returns the first names of the class paths in arguments, and in the files that these name."""
     for option, following in pairwise([*args, ""]):
         name, _, value = option.partition("=")

@@ -352,6 +352,16 @@ def test_an_outlier_is_left_out_by_all_takes_the_outer_values_and_is_no_error() 
     assert run.outer > before + 10.0
 
 
+@pytest.mark.parametrize(("length", "outlying"), [(3.5, ()), (4.5, (1,))])
+def test_the_guard_compares_with_the_mean_of_the_two_in_the_middle_where_the_norms_are_even_in_number(
+    length: float, outlying: tuple[int, ...]
+) -> None:
+    run = Pushed(2, outlier_guard=2.0)
+    for before in (3.0, 1.0, 3.0, 1.0):
+        assert run.push(1.0, before).outlying == ()
+    assert run.push(1.0, length).outlying == outlying, "twice the median is 4"
+
+
 def test_without_a_guard_nobody_is_left_out() -> None:
     run = Pushed(2)
     for length in (1.0, 1.0, 1.0, 1.0, 1e6):

@@ -234,6 +234,33 @@ def test_a_residual_changes_at_landings_only_and_not_where_no_group_counts() -> 
     assert not torch.equal(first, second)
 
 
+def test_what_a_group_has_not_sent_comes_with_its_next_launch_in_two_shots_too() -> None:
+    models = [nn.Linear(12, 1, bias=False) for _ in range(3)]
+    nn.init.zeros_(models[0].weight)
+    choices = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "exchange": "two_shot"}
+    codec = ErrorFeedback(TopK(0.5, Float32()))
+    run = SimulatedGroups(models, sync_every=1, overlap_steps=0, compression=codec, **choices)
+    for model in models:
+        model.weight.data += torch.tensor([8.0, 7.0, 2.0, 1.0] * 3)
+    for expected in ([8.0, 7.0, 0.0, 0.0], [8.0, 7.0, 2.0, 1.0]):
+        run.step()
+        assert run.outer_state_dict()["weight"].tolist() == [expected * 3]
+
+
+def test_a_group_that_does_not_count_keeps_what_the_second_rounding_of_its_part_lost() -> None:
+    models = [nn.Linear(12, 1, bias=False) for _ in range(3)]
+    nn.init.zeros_(models[0].weight)
+    choices = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "compression": TopK(0.5, Float32())}
+    run = SimulatedGroups(models, sync_every=1, overlap_steps=0, exchange="two_shot", **choices)
+    # Two values of each part come from a group, which loses nothing. Their mean has four, of which two go on at once.
+    for model, own in zip(models, ([8.0, 7.0, 0.0, 0.0], [0.0, 0.0, 2.0, 1.0]), strict=False):
+        model.weight.data += torch.tensor(own * 3)
+    run.step(idle=[2])
+    assert run.outer_state_dict()["weight"].tolist() == [[4.0, 3.5, 0.0, 0.0] * 3]
+    run.step(idle=[2])
+    assert run.outer_state_dict()["weight"].tolist() == [[4.0, 3.5, 1.0, 0.5] * 3]
+
+
 # Aggregation
 
 

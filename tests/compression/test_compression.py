@@ -455,6 +455,29 @@ def test_int2_payload_byte_by_byte() -> None:
     assert len(payload) == 6
 
 
+def test_int8_and_int4_payloads_byte_by_byte() -> None:
+    # The top of 127 or 7 as bfloat16, low byte first | two's complement, ties to even | two to a byte
+    assert Int8().encode(torch.tensor([127.0, 0.5, 1.5, -2.5, -3.5])).tolist() == [0xFE, 0x42, 127, 0, 2, 254, 252]
+    assert Int4().encode(torch.tensor([7.0, 0.5, 1.5, -2.5, -3.5])).tolist() == [0xE0, 0x40, 0x07, 0xE2, 0x0C]
+
+
+@pytest.mark.parametrize("compression", [Int8(), Int4()], ids=str)
+def test_a_top_between_two_of_bfloat16_goes_up(compression: Compression) -> None:
+    for largest, top in ((1 + 2**-8, 0x3F81), (1 + 3 * 2**-8, 0x3F82), (1 + 2**-8 - 2**-23, 0x3F80)):
+        assert compression.encode(torch.tensor([-largest])).tolist()[:2] == [top & 0xFF, top >> 8]
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0**-100, -(2.0**100)])
+def test_int2_takes_the_upper_magnitude_of_two_that_are_as_near(power: float) -> None:
+    def decoded(*values: float) -> list[float]:
+        return (round_trip(Int2(), torch.tensor(values) * power) / power).tolist()
+
+    # The mean is 1.75, those of the two sets are 1 and 3, and 2 is between them.
+    assert decoded(0.5, 1.5, 0.5, 1.5, 1.0, 2.0, 3.0, 4.0) == [1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0]
+    # A value that is the mean of all belongs to the upper set, whose mean is 3 for it.
+    assert decoded(1.0, -1.0, -2.0, 4.0) == [1.0, -1.0, -3.0, 3.0]
+
+
 def test_int2_keeps_zeros_and_only_then_gives_up_the_lower_magnitude() -> None:
     values = heavy_tailed(1000)
     assert (round_trip(Int2(), values).abs() > 0).all()

@@ -1,6 +1,8 @@
 """All groups hold the same outer parameters, bit for bit, or the run ends with an error that says who does not."""
 
+import copy
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -131,6 +133,34 @@ def test_whatever_else_of_the_outer_state_differs_is_an_error_before_it_is_lande
         assert re.search(f"AgreementError: The worker groups do not hold the same {told}", error)
 
 
+@pytest.mark.parametrize("mean_of", [SimulatedGroups.finish, SimulatedGroups.group_mean])
+def test_outer_parameters_that_differ_are_an_error_where_the_groups_take_their_mean(
+    mean_of: Callable[[SimulatedGroups], object],
+) -> None:
+    groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=LAYERS)
+    state = copy.deepcopy(groups.engines[1].state_dict())
+    state["fragments"][2]["outer"][5] += 1e-7
+    groups.engines[1].load_state_dict(state)
+    with pytest.raises(AgreementError, match="do not hold the same outer parameters at the launch of fragment 2"):
+        mean_of(groups)
+
+
+def test_outer_parameters_in_the_shards_of_other_ranks_are_an_error() -> None:
+    def run(rank: int, world_size: int) -> None:
+        engine = StreamingDiLoCo(mlp(), worker_groups=2, sync_every=2, overlap_steps=0, fragments=[["*"]])
+        state = engine.state_dict()
+        if rank >= 2:
+            whole = torch.cat([values.flatten() for values in engine.outer_state_dict().values()])
+            state["fragments"][0]["outer"] = whole.chunk(2)[rank == 2]
+        engine.load_state_dict(state)
+        engine.step()
+        engine.step()
+
+    errors = run_ranks(run, 4, expect_failure=True)
+    assert sorted(errors) == list(range(4))
+    assert all("do not hold the same outer parameters at the launch of fragment 0" in text for text in errors.values())
+
+
 def test_groups_that_are_at_different_steps_are_an_error() -> None:
     groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=[["*"]])
     groups.engines[0]._counts.inner_steps = 4
@@ -165,7 +195,11 @@ def test_local_training_is_untouched_by_showing_the_outer_model() -> None:
     before = {name: values.clone() for name, values in model.state_dict().items()}
     with engine.evaluate(), engine.evaluate():
         shown = {name: values.clone() for name, values in model.state_dict().items()}
+        state = copy.deepcopy(engine.state_dict())
     assert not torch.equal(shown["0.weight"], before["0.weight"])
     assert torch.equal(shown["0.weight"], engine.outer_state_dict()["0.weight"])
     assert torch.equal(shown["1.running_mean"], torch.zeros(3))
     assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+    resumed = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    StreamingDiLoCo(resumed, sync_every=50).load_state_dict(state)
+    assert all(torch.equal(values, before[name]) for name, values in resumed.named_parameters()), "it was saved, too"

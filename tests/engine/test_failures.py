@@ -30,9 +30,11 @@ from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, backward, batch, inner_optimizer, mlp, train_step
 
 
-def poison(model: nn.Module) -> None:
-    with torch.no_grad():
-        model[0].weight[3, 4] = float("nan")
+@torch.no_grad()
+def poison(model: nn.Module, everywhere: bool = False) -> None:
+    model[0].weight[3, 4] = float("nan")
+    for parameter in model.parameters() if everywhere else ():
+        parameter.fill_(float("nan"))
 
 
 class Run:
@@ -41,15 +43,27 @@ class Run:
     def __init__(self, groups: int, **choices: Any) -> None:
         self.models = [mlp() for _ in range(groups)]
         self.optimizers = [inner_optimizer("adamw", model) for model in self.models]
-        self.engine = SimulatedGroups(self.models, [[optimizer] for optimizer in self.optimizers], **choices)
-        self.steps = 0
+        self.choices, self.steps = choices, 0
+        self.engine = self._groups()
 
-    def step(self, poisoned: tuple[int, ...] = ()) -> list[Landing]:
+    def _groups(self) -> SimulatedGroups:
+        return SimulatedGroups(self.models, [[optimizer] for optimizer in self.optimizers], **self.choices)
+
+    def resume(self) -> None:
+        """Goes on in new engines, from what a checkpoint holds."""
+        states = [engine.state_dict() for engine in self.engine.engines]
+        held = [{name: values.clone() for name, values in model.state_dict().items()} for model in self.models]
+        self.engine = self._groups()
+        for engine, state, model, values in zip(self.engine.engines, states, self.models, held, strict=True):
+            model.load_state_dict(values)
+            engine.load_state_dict(state)
+
+    def step(self, poisoned: tuple[int, ...] = (), everywhere: bool = False) -> list[Landing]:
         self.steps += 1
         for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             train_step(model, optimizer, group, self.steps)
             if group in poisoned:
-                poison(model)
+                poison(model, everywhere)
         landings = self.engine.step()
         return landings[0]
 
@@ -75,6 +89,15 @@ def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(mixing: floa
     assert run.finite()
 
 
+def test_a_group_that_recovers_keeps_what_was_finite() -> None:
+    runs = [Run(2, sync_every=4, overlap_steps=0, fragments=LAYERS, mixing=0.5) for _ in range(2)]
+    for run, poisoned in zip(runs, ((1,), ()), strict=True):
+        run.until(3)
+        run.step(poisoned)
+    values, expected = (run.models[1].state_dict() for run in runs)
+    assert [name for name in values if not torch.equal(values[name], expected[name])] == ["0.weight", "0.bias"]
+
+
 # Codes of four bits are finite whatever they encode, so the values themselves must tell whether a group counted.
 @pytest.mark.parametrize("compression", ["fp32", "bf16", "fp4"])
 def test_the_mean_is_that_of_the_groups_that_count(compression: str) -> None:
@@ -87,18 +110,27 @@ def test_the_mean_is_that_of_the_groups_that_count(compression: str) -> None:
         assert torch.equal(three.engine.outer_state_dict()[name], values)
 
 
-def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row() -> None:
+@pytest.mark.parametrize("resumed_after", [(), (5,), (9,), (4, 8)])
+def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row(resumed_after: tuple[int, ...]) -> None:
     run = Run(2, sync_every=4, overlap_steps=0, fragments=[["*"]])
-    for _ in range(11):
+    for step in range(1, 12):
         run.step(poisoned=(1,))
+        if step in resumed_after:
+            run.resume()
     with pytest.raises(AgreementError, match=r"worker group 1 was not finite 3 times in a row"):
         run.step(poisoned=(1,))
 
 
-def test_being_left_out_twice_and_then_recovering_is_no_error() -> None:
-    run = Run(2, sync_every=4, overlap_steps=0, fragments=[["*"]], compression="fp32")
-    for step in range(1, 41):
-        run.step(poisoned=(1,) if step % 12 in (4, 8) else ())
+# In the second case each event is told of twice: a fragment is launched just before the group recovers.
+@pytest.mark.parametrize(
+    ("sync_every", "overlap_steps", "fragments"), [(4, 0, [["*"]]), (8, 4, [["[02].*"], ["[46].*"]])]
+)
+def test_being_left_out_twice_and_then_recovering_is_no_error(
+    sync_every: int, overlap_steps: int, fragments: list[list[str]]
+) -> None:
+    run = Run(2, sync_every=sync_every, overlap_steps=overlap_steps, fragments=fragments, compression="fp32")
+    for step in range(1, 12 * sync_every + 1):
+        run.step((1,) if step % (3 * sync_every) in (sync_every, 2 * sync_every) else (), everywhere=True)
     assert run.finite()
 
 
@@ -213,12 +245,19 @@ def test_momentum_and_outer_parameters_stay_finite_when_a_group_is_left_out(comp
     assert all(bool(values.isfinite().all()) for values in [outer.values, outer.state["momentum_buffer"]])
 
 
-@pytest.mark.parametrize(("sync_every", "overlap_steps"), [(8, 7), (4, 3), (3, 2)])
-def test_one_event_that_several_fragments_in_flight_tell_of_counts_once(sync_every: int, overlap_steps: int) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize(("sync_every", "overlap_steps"), [(8, 7), (4, 3), (3, 2), (1, 0)])
+def test_one_event_that_several_fragments_in_flight_tell_of_counts_once(
+    sync_every: int, overlap_steps: int, resumes: bool
+) -> None:
     choices = {"sync_every": sync_every, "overlap_steps": overlap_steps, "fragments": LAYERS}
     run = Run(2, **choices, compression="fp32")
     run.until(2 * sync_every - 1)
-    landings = run.step(poisoned=(1,)) + run.until(12 * sync_every)
+    landings = run.step(poisoned=(1,), everywhere=True)
+    for step in range(run.steps + 1, 12 * sync_every + 1):
+        if resumes:
+            run.resume()
+        landings += run.until(step)
     assert sum(landing.left_out == (1,) for landing in landings) >= 2
     assert run.finite()
 

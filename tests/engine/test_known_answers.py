@@ -169,3 +169,65 @@ def test_a_buffer_that_changes_once_late_becomes_the_mean_of_all_groups(written_
     groups.finish()
     for model in models:
         assert model.memory.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_within_the_warmup_the_outer_model_is_the_local_one_with_its_buffers() -> None:
+    model = Remembering()
+    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, warmup_steps=3)
+    optimizer = inner_optimizer("sgd", model)
+    for step in (1, 2):
+        train_step(model, optimizer, 0, step)
+        model.memory += 1.0
+        engine.average_gradients()
+        engine.step()
+    local = {name: values.clone() for name, values in model.state_dict().items()}
+    with engine.evaluate():
+        assert all(torch.equal(values, local[name]) for name, values in model.state_dict().items())
+
+
+def test_in_the_warmup_a_gradient_that_a_group_lacks_counts_as_zero() -> None:
+    models = [nn.Linear(3, 2, bias=False) for _ in range(2)]
+    groups = SimulatedGroups(models, sync_every=4, overlap_steps=1, warmup_steps=3)
+    models[0].weight.grad = torch.full((2, 3), 2.0)
+    groups.average_gradients()
+    for model in models:
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[1.0] * 3] * 2
+
+
+class Counted(nn.Module):
+    """A model of one parameter and some buffers of one value, which a group sets by hand."""
+
+    def __init__(self, buffers: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, dtype=dtype))
+        for index in range(buffers):
+            self.register_buffer(f"buffer_{index}", torch.zeros((), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_landing_keeps_the_share_of_the_local_values_whatever_their_dtype(dtype: torch.dtype) -> None:
+    models = [Counted(1, dtype) for _ in range(2)]
+    choices = {"compression": "fp32", "mixing": 0.25, "outer_lr": 1.0, "outer_momentum": 0.0}
+    groups = SimulatedGroups(models, sync_every=1, overlap_steps=0, **choices)
+    for model, value in zip(models, (4.0, 8.0), strict=True):
+        model.weight.data.fill_(value)
+        model.buffer_0.fill_(value)
+    groups.step()
+    # A quarter of the own value, and three quarters of the mean, which is 6.
+    for model, expected in zip(models, (5.5, 6.5), strict=True):
+        assert model.weight.tolist() == [expected] * 3
+        assert model.buffer_0.item() == expected
+
+
+@pytest.mark.parametrize("written", [0, 62, 63, 64, 69])
+def test_of_many_buffers_each_one_that_changes_travels(written: int) -> None:
+    models = [Counted(70) for _ in range(2)]
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, mixing=0.0)
+    for step in range(1, 9):
+        if step == 3:
+            for group, model in enumerate(models):
+                model.get_buffer(f"buffer_{written}").fill_(1.0 + 2 * group)
+        groups.step()
+    for model in models:
+        assert [values.item() for values in model.buffers()] == [2.0 * (index == written) for index in range(70)]

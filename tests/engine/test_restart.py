@@ -4,6 +4,7 @@ import importlib
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
 
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo, TwoShot
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.compression import COMPRESSIONS, ByLink
 from lightning_sdiloco.engine.outer.optimizer import OuterState
@@ -27,7 +29,7 @@ from tests.engine.test_resume import through_a_file
 from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import CHOICES, StatefulBatches, assert_same, run_fit, save_folder, saving
 from tests.ranks import run_processes, run_ranks
-from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
+from tests.training import LAYERS, backward, batch, inner_optimizer, mlp, train_step
 
 ENGINE: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": LAYERS}
 IN_FLIGHT_AFTER = 20  # fragments 1, 2 and 3 are in flight, and all have momentum
@@ -115,7 +117,8 @@ class Run:
         return {**self.groups.outer_state_dict(), **buffers}
 
 
-WITH_STATISTICS: dict[str, Any] = {**ENGINE, "fragments": [*LAYERS[:3], ["6.*", "7.*"]]}
+# The statistics are in flight, too.
+WITH_STATISTICS: dict[str, Any] = {**ENGINE, "fragments": [*LAYERS[:2], ["4.*", "7.*"], ["6.*"]]}
 
 
 @pytest.mark.parametrize("compression", sorted(COMPRESSIONS.keys() - {"top_k", "random_block"}))
@@ -132,6 +135,8 @@ def test_flights_land_as_their_groups_would_have_landed_them(compression: str, p
             run.groups.step()
     states = run.states()
     assert len(states[0][0]["flights"]) == 3  # type: ignore[index]
+    one, other = (flight["buffers"] for of in states for flight in of[0]["flights"] if flight["travelling"])  # type: ignore[index]
+    assert not torch.equal(one[0], other[0]), "groups have statistics of their own"
     restart = restart_from(states, Settings(**choices))
     expected = run.landed()
     actual = {name: p.values.view_as(expected[name]) for name, p in restart.parameters.items()} | restart.buffers
@@ -169,6 +174,24 @@ def test_flights_land_without_buffers_that_are_not_finite() -> None:
     restart = restart_from(states, Settings(**choices))
     assert restart.buffers["7.running_var"].isfinite().all()
     assert_same(restart.buffers, {name: run.landed()[name] for name in restart.buffers})
+
+
+def test_a_flight_lands_with_the_guard_and_the_parts_that_its_groups_had() -> None:
+    models = [nn.Linear(200, 1, bias=False) for _ in range(2)]
+    choices = {"sync_every": 2, "overlap_steps": 1, "outlier_guard": 2.0, "compression": "int4"}
+    groups = SimulatedGroups(models, exchange=TwoShot((0.8, 0.2)), **choices)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(1, 11):
+        for group, model in enumerate(models):
+            # What the second group sends last is far longer than what it sent before.
+            length = 100.0 if group and step > 8 else 1.0
+            model.weight.data += length * torch.randn(1, 200, generator=generator)
+        groups.step()
+    restart = restart_from([[engine.state_dict()] for engine in groups.engines], Settings(**choices))
+    (landing,) = [landing for engine in groups.engines[:1] for landing in engine.land_all()]
+    groups.engines[1].land_all()
+    assert landing.outlying == (1,)
+    assert torch.equal(restart.parameters["weight"].values, groups.outer_state_dict()["weight"].flatten())
 
 
 @pytest.mark.parametrize("case", ["a group is missing", "another outer optimizer"])
@@ -232,6 +255,53 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
         for e in after.engines
         for a, b in zip(e._cut.rounds.fragments, after.engines[0]._cut.rounds.fragments, strict=True)
     )
+
+
+@pytest.mark.parametrize(("warmup_steps", "left"), [(0, 0), (IN_FLIGHT_AFTER - 1, 0), (IN_FLIGHT_AFTER + 3, 3)])
+def test_rounds_that_start_anew_have_what_is_left_of_the_warmup_and_resume_bit_for_bit(
+    warmup_steps: int, left: int
+) -> None:
+    choices: dict[str, Any] = {"sync_every": 3, "overlap_steps": 1, "warmup_steps": warmup_steps}
+    restart = restart_from(Run(IN_FLIGHT_AFTER, **WITH_STATISTICS).states(), Settings())
+    models, others = ([mlp() for _ in range(2)] for _ in range(2))
+    whole, resumed = SimulatedGroups(models, **choices), SimulatedGroups(others, **choices)
+    for engine in whole.engines:
+        engine.restart(restart)
+    assert trained_further(whole, models, 7) == [True] * left + [False] * (7 - left)
+    for engine, stopped in zip(resumed.engines, whole.engines, strict=True):
+        engine.load_state_dict(through_a_file(stopped.state_dict()))
+    trained_further(whole, models, 7)
+    trained_further(resumed, others, 7)
+    assert_same(resumed.outer_state_dict(), whole.outer_state_dict())
+    for model, other in zip(models, others, strict=True):
+        assert_same(other.state_dict(), model.state_dict())
+
+
+def trained_further(groups: SimulatedGroups, models: list[nn.Sequential], steps: int) -> list[bool]:
+    """Whether each of some more inner steps is one of the warm-up."""
+    warm = []
+    for _ in range(steps):
+        warm.append(groups.engines[0].is_warming_up)
+        optimizers = [inner_optimizer("sgd", model) for model in models]
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            backward(model, optimizer, group, groups.engines[0].inner_steps)
+        groups.average_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+        groups.step()
+    return warm
+
+
+def test_all_buffers_travel_with_the_first_launch_after_a_restart() -> None:
+    models = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, mixing=0.0)
+    restart = restart_from([[engine.state_dict()] for engine in groups.engines], Settings())
+    for group, (engine, model) in enumerate(zip(groups.engines, models, strict=True)):
+        engine.restart(restart)
+        model[1].running_mean.fill_(float(group))
+    groups.step()
+    groups.step()
+    assert [model[1].running_mean.tolist() for model in models] == [[0.5, 0.5]] * 2
 
 
 def test_another_number_of_ranks_in_a_group_takes_the_shards_apart_and_puts_them_together() -> None:
@@ -434,6 +504,23 @@ def test_a_recut_gives_all_groups_the_new_buffers_of_the_first() -> None:
 
     one, other = run_ranks(run, 2)
     assert torch.equal(one, other)
+
+
+def test_after_a_recut_new_fragments_have_the_learning_rate_of_the_others() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    schedule = partial(LinearLR, start_factor=0.1, total_iters=100)
+    engine = StreamingDiLoCo(
+        model, sync_every=4, overlap_steps=0, layers_per_fragment=1, outer_lr=1.0, outer_lr_schedule=schedule
+    )
+    before = [landing for _ in range(15) for landing in engine.step()]
+    model[0].requires_grad_(True)
+    engine.recut()
+    after = [landing for _ in range(7) for landing in engine.step()]
+    assert {landing.fragment for landing in after} == set(range(4))
+    rates = {landing.outer_lr for landing in after}
+    assert len(rates) == 1
+    assert min(rates) > max(landing.outer_lr for landing in before)
 
 
 def test_a_recut_that_only_one_rank_wants_is_refused_everywhere() -> None:

@@ -21,7 +21,9 @@ CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": [*L
 
 
 def model_with_statistics(seed: int) -> nn.Sequential:
-    return nn.Sequential(*mlp(seed), nn.BatchNorm1d(3))
+    model = nn.Sequential(*mlp(seed), nn.BatchNorm1d(3))
+    model.register_buffer("seldom", torch.zeros(2))
+    return model
 
 
 def through_a_file(value: Any) -> Any:
@@ -50,6 +52,7 @@ class Groups:
             for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
                 if group not in idle:
                     backward(model, optimizer, group, step)
+                    model.seldom += (group + 1) * (step % 16 == 15)
             self.groups.average_gradients(idle=idle)
             for group, optimizer in enumerate(self.optimizers):
                 if group not in idle:
@@ -100,7 +103,7 @@ def test_stopping_before_during_and_after_flights(compression: str) -> None:
     for step in range(1, STEPS + 1):
         # Also shows that taking the state changes nothing in the run that goes on.
         assert_same(first.run(step, step), [expected[step - 1]])
-        if step not in (1, 7, 8, 9, 12, 13, 14, 15, 23):
+        if step not in (1, 7, 8, 9, 12, 13, 14, 15, 17, 23):
             continue
         second = Groups(compression=compression, **CHOICES)
         second.load(first.saved())
@@ -191,6 +194,17 @@ def test_several_fragments_were_in_flight_at_some_of_these_stops() -> None:
     assert {0, 1, 2} <= set(counts)
 
 
+def test_engines_that_went_on_go_back_to_what_they_were() -> None:
+    groups = Groups(**CHOICES)
+    groups.run(1, 15)
+    saved = groups.saved()
+    # A fragment is in flight, and the next one is about to be launched.
+    expected = groups.run(16, 23)
+    assert groups.groups.engines[0].in_flight
+    groups.load(saved)
+    assert_same(groups.run(16, 23), expected)
+
+
 def test_a_run_that_was_finished_continues_as_if_it_had_not_been() -> None:
     expected = Groups(**CHOICES).run(1, STEPS)
     first = Groups(**CHOICES)
@@ -199,6 +213,19 @@ def test_a_run_that_was_finished_continues_as_if_it_had_not_been() -> None:
     second = Groups(**CHOICES)
     second.load(first.saved())
     assert_same(second.run(21, STEPS), expected[20:])
+
+
+@pytest.mark.parametrize("stopped_after", [9, 11])
+def test_what_was_requested_before_a_stop_reaches_all_groups(stopped_after: int) -> None:
+    """It waits for a launch, or is in flight."""
+    first, second = Groups(**CHOICES), Groups(**CHOICES)
+    first.run(1, 8)
+    first.groups.engines[1].request(0b101)
+    first.run(9, stopped_after)
+    second.load(first.saved())
+    second.run(stopped_after + 1, 18)
+    asked = [(landing.launched_at, landing.requests) for landing in second.landings]
+    assert asked == [(8, 0), (10, 0b101), (13, 0)]
 
 
 def test_the_state_of_other_fragments_is_refused() -> None:

@@ -237,7 +237,7 @@ def test_digests_are_checked_between_partners() -> None:
         groups.step()
 
 
-@pytest.mark.parametrize("at", [2, 5, 9])
+@pytest.mark.parametrize("at", [2, 5, 9, 10])
 @pytest.mark.parametrize("route", [RandomPairs(), Ring()], ids=["random", "ring"])
 def test_a_run_resumes_bit_for_bit(route: Route, at: int) -> None:
     outer = {} if isinstance(route, Ring) else OUTER
@@ -261,13 +261,25 @@ def test_a_run_resumes_bit_for_bit(route: Route, at: int) -> None:
 
 
 def test_rounds_start_anew_from_the_mean() -> None:
-    models, groups = vectors(4, overlap_steps=0, mixing=0.0, route=RandomPairs(), **OUTER)
-    for _ in range(8):
+    models = [Vector() for _ in range(4)]
+    for model in models:
+        model.register_buffer("seen", torch.zeros(2))
+    groups = SimulatedGroups(models, **{**CHOICES, "fragments": [["*"]], "mixing": 0.0}, route=RandomPairs(), **OUTER)
+    for _ in range(9):
         for group, model in enumerate(models):
             model.train_to(torch.full((64,), float(group)))
+            model.seen += group
         groups.step()
-    restart: Restart = restart_from([[engine.state_dict()] for engine in groups.engines], Settings())
+    states = [engine.state_dict() for engine in groups.engines]
+    restart: Restart = restart_from([[state] for state in states], Settings())
     assert torch.allclose(restart.parameters["values"].values.double(), own_outer(groups).mean(0))
+    own = [state["fragments"][0] for state in states]
+    for joined, parts in (
+        (restart.parameters["values"].state["momentum_buffer"], [of["state"]["momentum_buffer"] for of in own]),
+        (restart.buffers["seen"], [of["buffers"][0] for of in own]),
+    ):
+        assert torch.allclose(joined, torch.stack(parts).mean(0))
+        assert not torch.allclose(joined, parts[0])
 
 
 def test_a_group_without_finite_values_takes_those_of_its_partner() -> None:
@@ -337,9 +349,14 @@ def test_four_groups_get_the_fastest_pairs_that_any_could_make(seed: int) -> Non
     assert from_the_slowest(FastestPairs(speeds=speeds).legs(0, 4)) == max(map(from_the_slowest, ways))
 
 
+@pytest.mark.parametrize("warmup_steps", [0, 1])
 @pytest.mark.parametrize("route", [FastestPairs(speeds=SPEEDS[:6]), Neighbours()], ids=["fastest", "own"])
-def test_pairs_spread_as_the_product_of_their_means(route: Route) -> None:
-    models, groups = vectors(6, route=route, **{**PURE, "sync_every": 1})
+def test_pairs_spread_as_the_product_of_their_means(route: Route, warmup_steps: int) -> None:
+    """The rounds of a route are counted from the end of the warm-up."""
+    models, groups = vectors(6, route=route, warmup_steps=warmup_steps, **{**PURE, "sync_every": 1})
+    for _ in range(warmup_steps):
+        groups.average_gradients()
+        groups.step()
     start = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
     for model, values in zip(models, start, strict=True):
         model.values.data.copy_(values)
