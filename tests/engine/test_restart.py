@@ -166,7 +166,7 @@ def test_flights_land_in_the_code_that_each_was_sent_in() -> None:
 
 def test_flights_land_without_buffers_that_are_not_finite() -> None:
     choices = {**WITH_STATISTICS, "overlap_steps": 1}
-    run = Run(13, **choices)
+    run = Run(11, **choices)
     run.models[1][7].running_var[1] = float("nan")
     run.groups.step()
     states = run.states()
