@@ -231,3 +231,25 @@ def test_of_many_buffers_each_one_that_changes_travels(written: int) -> None:
         groups.step()
     for model in models:
         assert [values.item() for values in model.buffers()] == [2.0 * (index == written) for index in range(70)]
+
+
+def test_who_recovers_takes_the_outer_value_of_a_buffer_that_did_not_travel() -> None:
+    models = [Counted(1) for _ in range(2)]
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, mixing=0.5)
+    for step in range(1, 7):
+        if step == 3:
+            models[1].weight.data.fill_(float("nan"))
+            models[1].buffer_0.fill_(float("nan"))
+        groups.step()
+    assert [model.buffer_0.item() for model in models] == [0.0, 0.0], "it would spread with the next launch"
+
+
+def test_who_finishes_within_the_warmup_leaves_the_mean_in_float32_in_any_case() -> None:
+    models = [Counted(1) for _ in range(2)]
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, warmup_steps=5, final_sync=False)
+    groups.average_gradients()
+    for group, model in enumerate(models):
+        model.weight.data.copy_(torch.tensor([1.0, 1.25, 100.25]) * (1 + 2 * group))
+    groups.step()
+    groups.finish()
+    assert [model.weight.tolist() for model in models] == [[2.0, 2.5, 200.5]] * 2

@@ -63,8 +63,10 @@ class Groups:
         return seen
 
     def seen(self) -> dict[str, Tensor]:
-        """Everything that must be the same: local and outer values, inner state, counts."""
+        """Everything that must be the same: local and outer values, buffers too, inner state, counts."""
         values = {f"outer {name}": tensor for name, tensor in self.groups.outer_state_dict().items()}
+        with self.groups.engines[0].evaluate():
+            values |= {f"shown {name}": tensor.clone() for name, tensor in self.models[0].state_dict().items()}
         for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             values |= {f"{group} {name}": tensor.clone() for name, tensor in model.state_dict().items()}
             for index, state in enumerate(optimizer.state.values()):
