@@ -139,7 +139,9 @@ class LateArithmetic:
 
     def apply(self, record: Record, blobs: Blobs, before: OuterState, encoded: Encoded | None) -> Stepped:
         """See `SiteArithmetic.apply`."""
-        late = sorted(self._hub.late.get((record.fragment, record.round - 1), []), key=lambda came: came[0].site)
+        # The last round is no outer step, but the mean of what the sites hold.
+        came = [] if record.final else self._hub.late.get((record.fragment, record.round - 1), [])
+        late = sorted(came, key=lambda came: came[0].site)
         more = [replace(own, weight=max(1, round(WEIGHT * own.weight))) for own, _ in late]
         every = {**blobs, **{key: blob for _, its in late for key, blob in its.items()}}
         return self._arithmetic.apply(replace(record, counted=(*record.counted, *more)), every, before, encoded)

@@ -216,7 +216,8 @@ class Follower:
         """Does the first half of `launch`, for those who encode while training goes on.
 
         Returns:
-            What is to be launched, without payloads, and with the digest that the outer parameters should have.
+            What is to be launched, without payloads, and with the digest that the outer parameters should have. Where
+            it is `exact`, payloads are float32.
         """
         own = self.fragments[fragment]
         assert own.digest is not None, "what has no outer parameters cannot launch"
@@ -230,6 +231,7 @@ class Follower:
             own.digest,
             payloads=(),
             steps=own.steps,
+            exact=own.is_last(self.terms),
         )
         own.launch(sent, step)
         return sent

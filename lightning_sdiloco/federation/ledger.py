@@ -12,8 +12,15 @@ between two of its calls, and tells nobody before:
         ledger.append(record)
         tell everybody
 
+    tell everybody the calls of their fragments
+
 No other call comes between ``due`` and the last ``append``. If somebody else has created a record of that number, there
 is a second hub: this one tells nobody, and begins anew from what is durable.
+
+[Note: the last round] What comes of a last round replaces the parameters of all sites, and no later round makes up for
+what rounding loses of it: it takes what was sent in float32 alone. By the charter all know the last round when they
+launch. An operator ends a run at any time, and then something may be open, or on its way, that was not: its round
+closes as any other, with an outer step, and the next one is called as the last, though nobody has launched for it.
 """
 
 from collections import deque
@@ -261,16 +268,20 @@ class Ledger:
             Refused: If that life has not said hello.
         """
         self._member(site, life)
-        if call in self.calls():
-            self.open[call.fragment].arrived.setdefault(site, now)
+        round = self.open.get(call.fragment)
+        if round and call == self._call(call.fragment):
+            round.arrived.setdefault(site, now)
 
     def calls(self) -> list[Call]:
-        """Returns the rounds that are open, for those who have not launched yet."""
-        return [self._call(fragment) for fragment in self.open]
+        """Returns the rounds for which to launch: those that are open, and all that are the last by an operator."""
+        waiting = range(self.terms.fragments) if self._ending else ()
+        last = [p for p in waiting if p not in self.open and not self.has_ended(p)]
+        return [self._call(fragment) for fragment in (*self.open, *last)]
 
     def _call(self, fragment: int) -> Call:
-        round = self.closed[fragment].round + 1
-        return Call(fragment, round, self._ending or self.terms.is_last(round))
+        number, round = self.closed[fragment].round + 1, self.open.get(fragment, OpenRound())
+        is_exact = all(own.exact for own in round.here.values() if not own.reason)
+        return Call(fragment, number, is_exact and (self._ending or self.terms.is_last(number)))
 
     # What counts
 
@@ -380,7 +391,7 @@ class Ledger:
     # The end
 
     def end(self) -> None:
-        """Makes the next round of every fragment the last, by the word of an operator; again after every start."""
+        """Ends the run, by the word of an operator, and again after every start; see [Note: the last round]."""
         self._ending = True
 
     def has_ended(self, fragment: int) -> bool:

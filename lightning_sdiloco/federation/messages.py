@@ -74,12 +74,13 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a round: somebody has launched for it.
+    """Calls a round: somebody has launched for it, or it is the last.
 
     Attributes:
         fragment: The fragment.
         round: The round.
-        final: Whether it is the last of its fragment: then everybody launches, with as few steps as there may be.
+        final: Whether it is the last of its fragment: then everybody launches, with as few steps as there may be, and
+            in float32.
     """
 
     fragment: int

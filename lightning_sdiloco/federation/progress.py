@@ -149,6 +149,10 @@ class Progress:
         """The call of the round that lands next, if it was heard."""
         return self.call if self.call and self.call.round == self.next_round else None
 
+    def is_last(self, terms: Terms) -> bool:
+        """Tells whether the round that lands next is the last, as far as the site knows: by the charter, or a call."""
+        return terms.is_last(self.next_round) or (self.called is not None and self.called.final)
+
     @property
     def stands(self) -> bool:
         """Whether the round that lands next has a launch of this site already, and takes no other."""

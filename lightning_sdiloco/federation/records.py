@@ -33,6 +33,7 @@ from lightning_sdiloco.federation.parsing import (
 MOST_BYTES = 128 << 10
 """How long the text of a record, a contribution or a message may be: it names payloads, it does not hold them."""
 _MOST_SHARDS = 4096
+_IF_SO = "steps", "exact"
 _REASON = ("not finite", "no samples", "other outer parameters")
 
 
@@ -88,6 +89,8 @@ class Contribution:
         finite: Whether all values are.
         norm_squared: The squared norm of the outer gradient; 0 where values are not finite.
         steps: Inner steps trained since the site was last counted; 0 if that is not known.
+        exact: Whether it is sent in float32, whatever the compression of the run: for a last round; see
+            [Note: the last round].
     """
 
     fragment: int
@@ -101,6 +104,7 @@ class Contribution:
     finite: bool = True
     norm_squared: float = 0.0
     steps: int = 0
+    exact: bool = False
 
     @property
     def launch(self) -> Launch:
@@ -110,13 +114,14 @@ class Contribution:
     @property
     def reason(self) -> str:
         """Why it cannot count whatever the others say; empty if it can."""
-        return "not finite" if not self.finite else "" if self.weight else "no samples"
+        # What a site holds is in the last mean, whether it has trained since or not.
+        return "not finite" if not self.finite else "" if self.weight or self.exact else "no samples"
 
     def described(self) -> dict[str, Any]:
         """Returns it as an object of JSON."""
         said = {**vars(self), "payloads": [list(payload) for payload in self.payloads]}
-        # What is not known is not said: so texts from before it was have the keys that they had.
-        return said if self.steps else {name: value for name, value in said.items() if name != "steps"}
+        # What is not so is not said: so texts from before it was known have the keys that they had.
+        return {name: value for name, value in said.items() if value or name not in _IF_SO}
 
     def to_bytes(self) -> bytes:
         """Returns its text."""
@@ -138,7 +143,7 @@ def contribution(value: Any, name: str = "contribution") -> Contribution:
         **fields(
             value,
             name,
-            ("steps",),
+            _IF_SO,
             fragment=whole(0, MOST_FRAGMENTS - 1),
             round=whole(1),
             site=text(NAME),
@@ -150,6 +155,7 @@ def contribution(value: Any, name: str = "contribution") -> Contribution:
             finite=boolean,
             norm_squared=number,
             steps=whole(),
+            exact=boolean,
         )
     )
 
@@ -193,7 +199,7 @@ class Record:
         previous: The key of the record of the round before; that of the charter for the first.
         counted: The contributions that count, in the order in which they are added up.
         left_out: The others that were there in time.
-        final: Whether it is the last round of its fragment: the plain mean, and no outer step.
+        final: Whether it is the last round of its fragment: the plain mean of what the sites hold, and no outer step.
         timings: When contributions came: those of this round, and those that have come too late since the last record.
     """
 

@@ -77,7 +77,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Called:
-    """Somebody has launched for a round.
+    """Somebody has launched for a round, or it is the last.
 
     Attributes:
         call: The call.

@@ -332,12 +332,12 @@ class Coordinator:
         self._wake()
 
     def end(self) -> None:
-        """Makes the next round of every fragment the last."""
+        """Ends the run, and tells all for which rounds to launch; see [Note: the last round]."""
         with self._lock:
             ledger = self.ledger
             self.history.end()
             ledger.end()
-            log.warning("an operator ends the run with the next round of every fragment")
+            log.warning("an operator ends the run: what is open closes, and then comes the last round")
             for call in ledger.calls():
                 self._tell(call_event(call))
         self._wake()
@@ -407,4 +407,6 @@ class Coordinator:
             ledger.append(record)
             self.statistics.record(record)
             self._tell(recorded_event(record))
+            for call in (call for call in ledger.calls() if call.fragment == record.fragment):
+                self._tell(call_event(call))
         self.history.keep_anchors(ledger.anchors.headers)

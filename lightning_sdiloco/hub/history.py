@@ -157,7 +157,7 @@ class History:
         self.journal.note({**gone, **({f"evicted/{site}/{life}": b""} if life else {})})
 
     def end(self) -> None:
-        """Writes that the run ends with the next round of every fragment."""
+        """Writes that an operator has ended the run."""
         self.journal.note({"ending": b"1"})
 
     def anchor(self, header: StateHeader, parts: Sequence[Payload]) -> None:

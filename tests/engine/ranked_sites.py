@@ -106,6 +106,7 @@ class Rank:
     site: str
     engine: StreamingDiLoCo
     connection: Weighed
+    hub: VirtualHub
 
     @property
     def world(self) -> FederatedWorld:
@@ -204,4 +205,4 @@ def joined(
 
     federation = Here("hub:1", "run", site, insecure=True, lease=2.0, grace=grace)
     engine = StreamingDiLoCo(model, topology=topology, layers_per_fragment=1, federation=federation, **choices)
-    return Rank(site, engine, made[0])
+    return Rank(site, engine, made[0], hub)

@@ -40,14 +40,19 @@ class VirtualHub(InProcessHub):
         return [[own.site for own in record.counted] for record in self.records() if record.fragment == fragment]
 
 
-def here(connection: InProcessConnection, late: Literal["drop", "carry"] = "carry", grace: float = 1.0) -> Federation:
+def here(
+    connection: InProcessConnection,
+    late: Literal["drop", "carry"] = "carry",
+    grace: float = 1.0,
+    rounds: int | None = None,
+) -> Federation:
     """The federation of a hub in this process."""
 
     class Here(Federation):
         def connect(self, ranks: int = 1) -> Connection:
             return connection
 
-    return Here("hub:1", "run", connection.site, insecure=True, lease=2.0, grace=grace, late=late)
+    return Here("hub:1", "run", connection.site, insecure=True, lease=2.0, grace=grace, late=late, rounds=rounds)
 
 
 class Site:
@@ -63,6 +68,7 @@ class Site:
         late: Literal["drop", "carry"] = "carry",
         joins: bool = True,
         grace: float = 1.0,
+        rounds: int | None = None,
         **choices: Any,
     ) -> None:
         self.hub, self.index = hub, index
@@ -70,7 +76,7 @@ class Site:
         self.optimizer = inner_optimizer(inner, self.model)
         self.connection = connection or hub.connect(f"s{index}")
         self.step = 0
-        self.federation = here(self.connection, late, grace)
+        self.federation = here(self.connection, late, grace, rounds)
         self.engine = StreamingDiLoCo(
             self.model,
             topology=replace(Topology(), background=InlineBackground.connect(1)[0]),

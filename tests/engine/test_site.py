@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sdiloco import DelayedNesterov, Federation, SimulatedGroups
 from lightning_sdiloco.comm import add_keys, init_keys
@@ -612,6 +613,159 @@ def test_ranks_share_what_their_site_sends_and_fetches() -> None:
         # The rest is in flight.
         assert 0.5 * rank.connection.sent < report["bytes_sent"] < rank.connection.sent
         assert report["bytes_received"] == rank.connection.fetched_bytes
+
+
+WIDE = 300 * 301 + 301 * 40
+Kept = list[dict[str, Tensor | None]]
+
+
+def kept(rank: Rank) -> Kept:
+    """The outer optimizer state and error feedback of a rank, by fragment."""
+    fragments = rank.engine._cut.rounds.fragments
+    return [{**own.outer.state, "memory": own.memory, "tuning": own.tuning} for own in fragments]
+
+
+def ended(
+    ranks: Sequence[int], steps: int, values: Sequence[Tensor], **choices: Any
+) -> tuple[list[list[Rank]], list[tuple[Rank, Kept]]]:
+    """Ends a run of 100,000 parameters after so many steps, and trains on until it is over.
+
+    Args:
+        ranks: The ranks of each site.
+        steps: The steps.
+        values: What every inner step of a site makes of its parameters.
+        **choices: Of the engine.
+
+    Returns:
+        The ranks of each site, and of all of them what was `kept` before the end.
+    """
+    before = list[tuple[Rank, Kept]]()
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: int, number: int) -> None:
+        nn.utils.vector_to_parameters(values[site].clone(), model.parameters())
+
+    def at(rank: Rank, number: int) -> None:
+        if number == steps:
+            assert not rank.engine.in_flight
+            before.append((rank, copy.deepcopy(kept(rank))))
+            if rank.site == "s0" and not rank.engine.topology.group_rank:
+                rank.hub.coordinator.end()
+
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 40))
+    longest = steps + 2 * CHOICES["sync_every"]
+    sites = train_ranked(ranks, longest, lambda: copy.deepcopy(made), step, (1,) * len(ranks), at, **choices)
+    assert all(rank.world.is_over for site in sites for rank in site)
+    return sites, before
+
+
+@pytest.mark.parametrize("ranks", [(1, 1, 1), (4, 2, 1)])
+@pytest.mark.parametrize("steps", [3, 15])
+@pytest.mark.parametrize(
+    "compression",
+    ["fp4", "fp4+memory", "sparse", KEPT, ByLink(["fp4", "sparse"], within=1000.0)],
+    ids=["fp4", "memory", "sparse", "kept", "by_link"],
+)
+def test_a_run_ends_with_what_all_its_sites_hold(compression: Any, steps: int, ranks: tuple[int, ...]) -> None:
+    sites, before = ended(ranks, steps, [torch.full((WIDE,), 0.999)] * 3, compression=compression, **CHOICES)
+    for site in sites:
+        outer = torch.cat(list(whole(site).values()))
+        assert torch.allclose(outer, torch.full((WIDE,), 0.999), rtol=2**-8, atol=0.0)
+    for rank, held in before:
+        # The end is no outer step, and leaves nothing out that could be made up for.
+        torch.testing.assert_close(kept(rank), held, rtol=0, atol=0)
+
+
+def test_a_run_ends_with_the_plain_mean_in_float32() -> None:
+    draws = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    values = [torch.empty(WIDE).uniform_(0.5, 1.5, generator=draw) for draw in draws]
+    sites, _ = ended((2, 1, 1), 3, values, outer_clip_norm=0.05, **CHOICES)
+    mean = torch.stack(values).double().mean(dim=0).float()
+    for site in sites:
+        assert torch.allclose(torch.cat(list(whole(site).values())), mean, rtol=2**-8, atol=0.0)
+
+
+def over(sites: Sequence[Site]) -> dict[int, list[Record]]:
+    """Trains until the run is over, which is soon; returns its records, by fragment."""
+    for _ in range(12):
+        train([site for site in sites if not site.world.is_over], 1)
+        if all(site.world.is_over for site in sites):
+            break
+    assert all(site.world.is_over for site in sites)
+    assert equal(sites[0].outer(), sites[1].outer())
+    records = {fragment: [r for r in sites[0].hub.records() if r.fragment == fragment] for fragment in range(4)}
+    for of_fragment in records.values():
+        assert [record.final for record in of_fragment] == [False] * (len(of_fragment) - 1) + [True]
+        assert all(own.exact for own in of_fragment[-1].counted)
+    return records
+
+
+def test_a_run_that_ends_by_its_charter_sends_its_last_round_alone_in_float32() -> None:
+    sites = founded(2, rounds=2, **CHOICES)
+    train(sites, 15)
+    for of_fragment in over(sites).values():
+        assert [[own.exact for own in record.counted] for record in of_fragment] == [[False, False], [True, True]]
+
+
+@pytest.mark.parametrize("hub_dies", [False, True])
+def test_a_round_that_is_open_when_an_operator_ends_the_run_closes_as_any_other_and_the_last_follows(
+    hub_dies: bool,
+) -> None:
+    sites = founded(2, **CHOICES)
+    train(sites, 7)
+    sites[0].train()
+    hub = sites[0].hub
+    hub.coordinator.end()
+    assert list(hub.coordinator.ledger.open) == [0]
+    if hub_dies:
+        hub.restart()
+        for site in reversed(sites):
+            site.mended()
+    sites[1].train()
+    records = over(sites)
+    assert [len(of_fragment) for of_fragment in records.values()] == [2, 1, 1, 1]
+    assert [[own.exact for own in record.counted] for record in records[0]] == [[False, False], [True, True]]
+
+
+def test_what_is_sent_in_float32_is_read_so_beside_what_is_not() -> None:
+    still, other = founded(2, **CHOICES, outer_lr=1.0, outer_momentum=0.0)
+    still.optimizer.param_groups[0]["lr"] = 0.0
+    train([still, other], 7)
+    held, send = list[Any](), still.connection.contribute
+    still.connection.contribute = lambda *sent: held.append(sent)
+    still.train()
+    still.connection.contribute = send
+    still.hub.coordinator.end()
+    other.train()
+    fragment = other.engine._cut.rounds.fragments[0]
+    mean = (fragment.outer.values + fragment.layout.read()) / 2
+    for sent in held:
+        send(*sent)
+    (first,) = still.hub.records()
+    assert [own.exact for own in first.counted] == [False, True]
+    still.engine.land_due()
+    other.engine.land_due()
+    train([still, other], CHOICES["overlap_steps"])
+    assert [site.world.follower.fragments[0].applied.round for site in (still, other)] == [1, 1]
+    assert torch.allclose(other.outer()[0], mean, rtol=1e-6, atol=1e-7)
+    assert [len(of_fragment) for of_fragment in over([still, other]).values()] == [2, 1, 1, 1]
+
+
+def test_a_checkpoint_of_the_last_launch_holds_the_same_bytes() -> None:
+    sites = founded(2, **CHOICES)
+    train(sites, 3)
+    sites[0].hub.coordinator.end()
+    sites[0].connection.contribute = lambda *sent: None
+    sites[0].train()
+    state = saved(sites[0])
+    launched = [own.flight.own for own in sites[0].world.follower.fragments if own.flight]
+    assert [own.exact for own in launched] == [True] * 4
+    sites[0].die()
+    sites[0] = started_again(sites[0], state, 4)
+    records = over(sites)
+    assert [[own for own in record.counted if own.site == "s0"] for (record,) in records.values()] == [
+        [own] for own in launched
+    ]
 
 
 def test_a_site_with_other_settings_is_refused_and_told_which() -> None:

@@ -107,12 +107,24 @@ class SimulatedHub:
     def announce(self, record: Record) -> None:
         self.world.recorded(record)
         self.tell("record", record, self.payloads(record))
+        self.call(record.fragment)
         self.disk.anchors = [anchor for anchor in self.disk.anchors if anchor[0] in self.ledger.anchors.headers]
         self.disk.drop_payloads(self.ledger.kept)
         if record.seq % ANCHOR_EVERY == 0:
             donor = self.ledger.source("the hub", self.world.now)
             if isinstance(donor, str):
                 self.world.tell(donor, None, "donate", None)
+
+    def call(self, *fragments: int) -> None:
+        for call in self.ledger.calls():
+            if call.fragment in fragments:
+                self.tell("call", call)
+
+    def end(self) -> None:
+        """Ends the run, as an operator says."""
+        self.disk.ending = True
+        self.ledger.end()
+        self.call(*range(self.world.terms.fragments))
 
     def payloads(self, record: Record) -> list[bytes] | None:
         try:
@@ -139,8 +151,9 @@ class SimulatedHub:
             and all(last.round - own <= RETENTION for last, own in zip(closed, applied, strict=True))
         ]
 
-    def is_ending(self, fragment: int) -> bool:
-        return self.disk.ending
+    def is_last(self, fragment: int) -> bool:
+        """Whether the open round of a fragment is the last: nothing that may count in it was rounded."""
+        return self.disk.ending and all(own.exact or own.reason for own in self.ledger.open[fragment].here.values())
 
     # Messages
 
@@ -188,8 +201,7 @@ class SimulatedHub:
             return
         self.world.judge.counts[answer.value] += 1
         if answer is Answer.OPEN:
-            call = next(call for call in self.ledger.calls() if call.fragment == own.fragment)
-            self.tell("call", call)
+            self.call(own.fragment)
             self.close()
 
     def on_skip(self, site: str, life: str, call: Call) -> None:

@@ -8,6 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lightning_sdiloco.federation import RETENTION, Contribution, Landing, Record
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ class Sent:
     ids: list[int]
     lineage: str
     digest: int
+    local: np.ndarray
     acknowledged_by: "SimulatedHub | None" = None
 
 
@@ -43,7 +46,7 @@ class Judge:
 
     def launched(self, site: "SimulatedSite", own: Contribution, ids: list[int]) -> None:
         values = site.values[own.fragment]
-        self.sent[own] = Sent(list(ids), values.lineage, values.digest())
+        self.sent[own] = Sent(list(ids), values.lineage, values.digest(), values.local.copy())
         self.deny(own.weight != len(ids) * site.samples, f"{site.name} weighs {own.weight} for {len(ids)} steps")
         early = len(ids) < site.world.terms.least_steps and not (site.finishing or site.hears_of_the_end(own.fragment))
         self.deny(early, f"{site.name} launched after {len(ids)} steps")
@@ -76,7 +79,12 @@ class Judge:
         if landing is Landing.CARRY:
             self.deny(bool(counted), f"{where}: carries {len(counted)} steps that were counted")
 
-        if landing is Landing.TAKE and not record.final:
+        if record.final:
+            mean = np.mean([self.sent[own].local for own in record.counted], axis=0)
+            # An outer parameter that a flipped bit has made huge leaves little of a float32.
+            lost = 2.0**-20 * np.abs(old.outer)
+            self.deny(not (np.abs(new.outer - mean) <= 2.0**-8 * np.abs(mean) + lost).all(), f"{where}: no exact mean")
+        elif landing is Landing.TAKE:
             mine = record.of(site.name)
             earlier = mine is not None and self.sent[mine].ids != flight
             self.deny(not (earlier or site.is_not_finite[p]), f"{where}: dropped what it holds")
@@ -138,7 +146,8 @@ class Judge:
             self.deny(lost and acknowledged, f"{where} forgot what {site} had contributed")
         for entry in record.left_out:
             own = disk.contributions.get((record.fragment, entry.site))
-            wrong = own is None or not own.finite or not own.weight or self.sent[own].digest != record.digest
+            wrong = own is None or not own.finite or not (own.weight or own.exact)
+            wrong = wrong or self.sent[own].digest != record.digest
             self.deny(not wrong, f"{where} leaves {entry.site} out: {entry.reason}")
         self.counts["left out"] += len(record.left_out)
 
@@ -153,7 +162,7 @@ class Judge:
             here = f"round {ledger.closed[p].round + 1} of {p}"
             # For the time of a lease a hub that was started waits for those before, also to know how many there are.
             settled = now > hub.started + terms.lease
-            over = not hub.is_ending(p) and now > min(round.arrived.values()) + terms.grace
+            over = not hub.is_last(p) and now > min(round.arrived.values()) + terms.grace
             over = over and (settled or isinstance(terms.quorum, int))
             alone = settled and all(site in round.arrived for site in living)
             # What has just changed is seen by the next tick.

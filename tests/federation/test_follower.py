@@ -193,6 +193,38 @@ def test_the_last_round_takes_the_outer_values_and_ends_the_run() -> None:
     assert made.finished
 
 
+def test_a_last_round_is_launched_exactly_by_the_charter_or_by_a_call_of_that_round() -> None:
+    made = follower(terms=replace(TERMS, rounds=2))
+    sent = launched(made)
+    assert not sent.exact
+    made.land(record(1, sent), DIGEST, 8)
+    trained(made, 20)
+    assert made.begin(0, 40).exact
+    called = follower()
+    called.hear(Call(0, 1, final=True))
+    assert called.launches(0) == [0]
+    last = called.launch(0, 0, DIGEST, own().payloads)
+    assert last is not None
+    assert (last.exact, last.weight, last.reason) == (True, 0, "")
+    again = follower()
+    again.load_state_dict(called.state_dict(), [DIGEST])
+    assert again.outstanding() == [last]
+
+
+def test_what_is_launched_before_the_last_call_stays_what_it_is_and_the_next_launch_is_exact() -> None:
+    made = follower()
+    sent = launched(made)
+    made.hear(Call(0, 1, final=True))
+    assert made.outstanding() == [sent]
+    assert not sent.exact
+    made.hear(Call(0, 2, final=True))
+    first = record(1, sent)
+    made.learn(first)
+    assert made.land(first, DIGEST, 8) is Landing.MIX
+    assert made.launches(23) == [0]
+    assert made.begin(0, 23).exact
+
+
 def test_a_call_is_answered_with_a_quarter_of_the_steps_and_skipped_below() -> None:
     made = follower()
     trained(made, 4)

@@ -262,7 +262,7 @@ def test_a_wrong_anchor_is_dropped() -> None:
 
 def test_the_last_round_waits_for_all_who_live_and_then_it_is_over() -> None:
     made = ledger("a", "b", rounds=1)
-    offer(made, own("a"))
+    offer(made, own("a", exact=True))
     assert made.calls() == [Call(0, 1, final=True)]
     assert close(made, 9.0) == []
     beat(made, "a", 9.0)
@@ -274,9 +274,62 @@ def test_the_last_round_waits_for_all_who_live_and_then_it_is_over() -> None:
 def test_an_operator_ends_a_run_with_the_next_round() -> None:
     made = ledger("a")
     made.end()
-    offer(made, own("a"))
+    assert made.calls() == [Call(0, 1, final=True)]
+    offer(made, own("a", exact=True))
     assert close(made, 1.0)[0].final
     assert made.has_ended(0)
+    assert made.calls() == []
+
+
+def test_what_is_open_when_an_operator_ends_a_run_closes_as_any_other_and_the_next_round_is_the_last() -> None:
+    made = ledger("a", "b")
+    offer(made, own("a"), now=1.0)
+    made.end()
+    assert made.calls() == [Call(0, 1)]
+    assert close(made, 2.99) == []
+    (first,) = close(made, 3.0)
+    assert not first.final
+    assert made.calls() == [Call(0, 2, final=True)]
+    made.skip("b", life(), Call(0, 2, final=True), 3.1)
+    offer(made, own("b", 2, exact=True), now=3.1)
+    assert close(made, 9.0) == []
+    offer(made, own("a", 2, exact=True), now=9.0)
+    (last,) = close(made, 9.0)
+    assert (sites_of(last), last.final) == (["a", "b"], True)
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_one_contribution_that_is_not_exact_makes_a_round_none_that_is_the_last(order: tuple[str, str]) -> None:
+    made = ledger("a", "b")
+    made.end()
+    sent = {"a": own("a", exact=True), "b": own("b")}
+    offer(made, *(sent[site] for site in order))
+    (record,) = close(made, 1.0)
+    assert (sites_of(record), record.final) == (["a", "b"], False)
+    assert made.calls() == [Call(0, 2, final=True)]
+
+
+def test_what_cannot_count_keeps_no_round_from_being_the_last() -> None:
+    made = ledger("a", "b")
+    made.end()
+    offer(made, own("a", exact=True), replace(own("b"), finite=False))
+    (record,) = close(made, 1.0)
+    assert (sites_of(record), record.final) == (["a"], True)
+
+
+def test_who_has_trained_nothing_since_is_in_the_last_mean_too() -> None:
+    made = ledger("a", "b")
+    made.end()
+    offer(made, own("a", exact=True, weight=0), own("b", exact=True, weight=0))
+    (record,) = close(made, 1.0)
+    assert (sites_of(record), record.final) == (["a", "b"], True)
+
+
+def test_what_is_exact_makes_no_round_the_last_that_is_not() -> None:
+    made = ledger("a")
+    offer(made, own("a", exact=True))
+    assert made.calls() == [Call(0, 1)]
+    assert not close(made, 1.0)[0].final
 
 
 def test_a_run_is_founded_once_by_sites_with_one_charter() -> None:

@@ -251,6 +251,12 @@ def _(patch: Patch) -> None:
     patch(Ledger, "end", lambda self: None)
 
 
+@mutant("rule 12: a last round takes what was rounded")
+def _(patch: Patch) -> None:
+    call = Ledger._call
+    patch(Ledger, "_call", lambda self, p: replace(call(self, p), final=self._ending))
+
+
 @mutant("rule 13: a checkpoint does not say which flight it holds")
 def _(patch: Patch) -> None:
     load = Follower.load_state_dict

@@ -50,6 +50,7 @@ def records(draw: Any) -> Record:
             digest,
             tuple(draw(st.lists(st.builds(Payload, KEYS, WHOLE), max_size=2))),
             norm_squared=draw(st.floats(0, 1e30)),
+            exact=draw(st.booleans()),
         )
         for site in sites
     )
@@ -131,6 +132,7 @@ RECORD = Record(9, 1, 5, "ef" * 32, (OWN, replace(OWN, site="site-b")))
         ("payloads", [["cd" * 32, -1]]),
         ("payloads", {}),
         ("finite", 1),
+        ("exact", 1),
         ("norm_squared", -1.0),
         ("unknown", 1),
     ],
@@ -176,9 +178,15 @@ def test_the_key_of_a_record_depends_on_all_that_it_says() -> None:
             {"final": True},
             {"left_out": (LeftOut("c", "no samples"),)},
             {"counted": (OWN,)},
+            {"counted": (OWN, replace(OWN, site="site-b", exact=True))},
         )
     ]
-    assert len({RECORD.key, *(other.key for other in others)}) == 6
+    assert len({RECORD.key, *(other.key for other in others)}) == 7
+
+
+def test_a_contribution_that_is_not_exact_says_what_it_said_before_there_were_others() -> None:
+    assert "exact" not in OWN.described()
+    assert Contribution.from_bytes(replace(OWN, weight=0, exact=True).to_bytes()).reason == ""
 
 
 # The charter

@@ -21,9 +21,10 @@ def own(
     weight: int = 100,
     digest: int = DIGEST,
     born: int = 1,
+    exact: bool = False,
 ) -> Contribution:
     payload = Payload(f"{ord(site[0]):02x}{round:02x}{born:02x}" + "0" * 58, 8)
-    return Contribution(0, round, site, life(born), previous, weight, digest, (payload,))
+    return Contribution(0, round, site, life(born), previous, weight, digest, (payload,), exact=exact)
 
 
 def record(round: int, *counted: Contribution, previous: str = CHARTER, final: bool = False) -> Record:

@@ -317,8 +317,7 @@ class World:
             self.judge.halts["the run waits for an operator"] += 1
             return self.judge
         self.check_quiet()
-        self.disk.ending = True
-        self.hub.ledger.end()
+        self.hub.end()
         until = self.now + ENDING
         self.run_until(lambda: self.now > until or all(site.gone_for_good for site in self.sites.values()))
         self.check_end()

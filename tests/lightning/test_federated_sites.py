@@ -271,8 +271,10 @@ def test_a_torchrun_of_eight_ranks_sends_as_much_as_a_site_of_one_and_counts_by_
         for own, ranks in ((record.of("a"), 8), (record.of("b"), 1)):
             if own is not None:
                 assert (own.weight, len(own.payloads)) == (own.steps * BATCH * ranks, ranks)
-    # Eight ranks send the bytes of one, an eighth each.
+    # Eight ranks send the bytes of one, an eighth each; for the last round both send float32.
     for record in federation.together():
+        if len({own.exact for own in record.counted}) > 1:
+            continue
         first, second = (sum(payload.size for payload in own.payloads) for own in record.counted)
         assert first == pytest.approx(second, rel=0.02)
     *sent, _ = (end["report"]["bytes_sent"] for end in ends)

@@ -1,7 +1,8 @@
 """The arithmetic of a site: its outer gradient becomes bytes, and what a record counts becomes new outer parameters.
 
 It is that of the fixed world: the same compression, weights, mean and outer step, in the order of the record. So a
-federation in which nobody is ever late has the bits of the fixed world.
+federation in which nobody is ever late has the bits of the fixed world. What is sent for a last round is float32, and
+its record takes the plain mean, as the final exchange does there; see [Note: the last round].
 """
 
 import ctypes
@@ -23,9 +24,10 @@ from lightning_sdiloco.algorithm import (
     all_reduce_for,
     combined,
     digest,
+    plain,
 )
 from lightning_sdiloco.comm import Topology, key_of
-from lightning_sdiloco.compression import Kernels, mean_over_senders, weighted_mean
+from lightning_sdiloco.compression import Kernels, mean_over_senders, resolve, weighted_mean
 from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
 from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
@@ -78,9 +80,10 @@ class Stepped(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """Holds what came of a site: how many ranks it has, and their payloads by rank, on the host."""
+    """Holds what came of a site: how many ranks it has, how it encodes, and their payloads by rank, on the host."""
 
     ranks: int
+    all_reduce: AllReduce
     payloads: dict[int, Tensor]
 
 
@@ -107,17 +110,21 @@ class SiteArithmetic:
         # All is done in the first stage of the background, whose communicator this is.
         self._site, self._rank, self._ranks = topology.stages[0], topology.group_rank, topology.group_size
         self._schedule = schedule
-        self._all_reduce = all_reduce_for(
-            settings.exchange, topology.num_groups, settings.codec, settings.landing.kept, kernels
+        self._all_reduce, self._exact_all_reduce = (
+            all_reduce_for(settings.exchange, topology.num_groups, codec, settings.landing.kept, kernels)
+            for codec in (settings.codec, resolve("fp32"))
         )
         self._aggregation, self._landing = Aggregation(settings.outer_clip_norm), settings.landing
 
-    def encode(self, snapshot: LaunchSnapshot, round: int) -> Encoded:
-        """Encodes what a launch has read."""
+    def encode(self, snapshot: LaunchSnapshot, begun: Contribution) -> Encoded:
+        """Encodes what a launch has read. What is exact leaves nothing out, and what was left out before stays so."""
         fragment, gradient = self._fragments[snapshot.fragment], snapshot.gradient
         memory = None if fragment.memory is None else fragment.storage.load(fragment.memory)
         tuning = None if fragment.tuning is None else fragment.storage.load(fragment.tuning)
-        encoded = self._at(snapshot.fragment, round, snapshot.choice).encode(gradient, memory, tuning)
+        if begun.exact:
+            encoded = self._exact_all_reduce.encode(gradient, None)._replace(memory=memory, tuning=tuning)
+        else:
+            encoded = self._at(snapshot.fragment, begun.round, snapshot.choice).encode(gradient, memory, tuning)
         buffers = [buffer.reshape(-1).view(torch.uint8) for buffer in snapshot.buffers]
         # Rank 0 speaks for the buffers.
         blob = to_bytes(torch.cat([encoded.payloads[0], *(buffers if self._rank == 0 else ())]))
@@ -149,13 +156,14 @@ class SiteArithmetic:
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
         memory, tuning = (None, None) if own is None else (own.memory, own.tuning)
         values = fragment.storage.load(before.values)
-        count = self._aggregation.count([_control(own) for own in record.counted])
+        controls = [_control(own) for own in record.counted]
+        count = plain(controls) if record.final else self._aggregation.count(controls)
         sites = self._received(record, blobs)
-        mean = self._mean(fragment, self._at(record.fragment, record.round), sites, count, values)
+        mean = self._mean(fragment, sites, count, values)
         decoded = span_from(began, values.device)
         # The outer step takes the mean.
         norm, began = whole_norm(mean, self._site), time.perf_counter()
-        outer = outer_step(fragment, before, values, mean, counts=True, final=record.final)
+        outer = outer_step(fragment, before, values, mean, counts=bool(count.factors), final=record.final)
         gathered = fragment.layout.all_gather(outer.values, self._site)
         buffers = self._mean_buffers(fragment, record, sites)
         result = SyncResult(
@@ -167,7 +175,7 @@ class SiteArithmetic:
             gathered=[gathered],
             buffers=buffers,
             weighing=fragment.weighing,
-            controls=[_control(own) for own in record.counted],
+            controls=controls,
             left_out=(),
             changed=-1,
             counted=count,
@@ -198,7 +206,9 @@ class SiteArithmetic:
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Site]:
         """Returns what came of each site: of one of as many ranks what this rank needs, of others everything."""
         of_ranks = [_fetched_by(rank, self._ranks, record) for rank in range(self._ranks)]
-        sites = [_Site(len(own.payloads), {}) for own in record.counted]
+        rounded = self._at(record.fragment, record.round)
+        encoded_by = [self._exact_all_reduce if own.exact else rounded for own in record.counted]
+        sites = [_Site(len(own.payloads), by, {}) for own, by in zip(record.counted, encoded_by, strict=True)]
         for site, place, payload in of_ranks[self._rank]:
             sites[site].payloads[place] = to_tensor(blobs[payload.key])
         if any(site.ranks != self._ranks for site in sites):
@@ -217,30 +227,23 @@ class SiteArithmetic:
             for (site, place, _), part in zip(fetched, parts, strict=True):
                 sites[site].payloads.setdefault(place, part)
 
-    def _mean(
-        self, fragment: FragmentState, all_reduce: AllReduce, sites: Sequence[_Site], count: Count, like: Tensor
-    ) -> Tensor:
+    def _mean(self, fragment: FragmentState, sites: Sequence[_Site], count: Count, like: Tensor) -> Tensor:
         """Returns the mean of what sites sent: that of this rank's shard."""
-        layout = fragment.layout
-        if all(site.ranks == self._ranks for site in sites):
+        layout, all_reduce = fragment.layout, sites[0].all_reduce
+        if all(site.ranks == self._ranks and site.all_reduce is all_reduce for site in sites):
             end = all_reduce.payload_bytes(layout.length)
             return all_reduce.mean(
                 [site.payloads[self._rank][:end].to(like.device) for site in sites], count, like=like
             )
-        compression, factors = all_reduce.compression, count.factors.items()
-        decoded = [self._stretch(layout, all_reduce, site, compression.decode, like) for site in sites]
-        if not compression.counts_senders():
+        codes, factors = [site.all_reduce.compression for site in sites], count.factors.items()
+        decoded = [self._stretch(layout, site, code.decode, like) for site, code in zip(sites, codes, strict=True)]
+        if not any(code.counts_senders() for code in codes):
             return weighted_mean(((decoded[index], factor) for index, factor in factors), like)
-        places = [self._stretch(layout, all_reduce, site, compression.places, like) for site in sites]
+        places = [self._stretch(layout, site, code.places, like) for site, code in zip(sites, codes, strict=True)]
         return mean_over_senders(((decoded[index], places[index], factor) for index, factor in factors), like)
 
     def _stretch(
-        self,
-        layout: FragmentLayout,
-        all_reduce: AllReduce,
-        site: _Site,
-        read: Callable[[Tensor, Tensor], None],
-        like: Tensor,
+        self, layout: FragmentLayout, site: _Site, read: Callable[[Tensor, Tensor], None], like: Tensor
     ) -> Tensor:
         """Reads what of a site's payloads belongs to the shard of this rank."""
         stretch, position = torch.zeros_like(like), 0
@@ -248,7 +251,7 @@ class SiteArithmetic:
             first, last = max(position, layout.start), min(position + length, layout.start + layout.length)
             if first < last:
                 values = like.new_empty(length)
-                payload = site.payloads[place][: all_reduce.payload_bytes(length)].to(like.device)
+                payload = site.payloads[place][: site.all_reduce.payload_bytes(length)].to(like.device)
                 read(payload, values)
                 stretch[first - layout.start : last - layout.start] = values[first - position : last - position]
             position += length

@@ -66,7 +66,7 @@ class Launches:
         self._start(snapshot, begun, (began, time.perf_counter()))
 
     def _start(self, snapshot: LaunchSnapshot, begun: Contribution, launch: Span) -> None:
-        pending = in_background(self._background, lambda: self._arithmetic.encode(snapshot, begun.round))
+        pending = in_background(self._background, lambda: self._arithmetic.encode(snapshot, begun))
         flight = Flight(snapshot, pending, launch)
         self._launched[snapshot.fragment] = Launched(flight, begun, pending)
         self._rounds.flights.append(flight)

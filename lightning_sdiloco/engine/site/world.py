@@ -250,7 +250,7 @@ class FederatedWorld:
             mixes = landing in (Landing.MIX, Landing.DROP)
             rule = stepped.result.rule if mixes else Mix(0.0)
             fragment.land(stepped.result, rule, 0, own if mixes else -1, record.final)
-        if landing is Landing.TAKE:
+        if landing is Landing.TAKE and not record.final:
             fragment.memory = fragment.tuning = None
         if not was_finite:
             optimizers, in_group = self._means.inner_optimizers, self._topology.in_group
