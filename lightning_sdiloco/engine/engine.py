@@ -378,12 +378,14 @@ class StreamingDiLoCo:
         All ranks must call it. Until `has_landed` it is what to evaluate.
         """
         self._cut.require_open("group_mean()")
-        return self._cut.rounds.group_mean(self.inner_steps, self._counts)
+        with self._cut.view.hidden():
+            return self._cut.rounds.group_mean(self.inner_steps, self._counts)
 
     def launch_mean(self) -> Callable[[], GroupMean]:
         """Does the first half of `group_mean`, with all fragments in flight; what it returns waits for the others."""
         self._cut.require_open("group_mean()")
-        return self._cut.rounds.launch_mean(self.inner_steps, self._counts)
+        with self._cut.view.hidden():
+            return self._cut.rounds.launch_mean(self.inner_steps, self._counts)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.

@@ -84,6 +84,19 @@ class OuterView:
             self.load_local(self._stash)
             self._stash = None
 
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Puts the local values back inside a ``with`` block, if something else is shown, and then that again."""
+        if self._stash is None:
+            yield
+            return
+        shown = [tensor.detach().clone() for tensor in self._tensors()]
+        self.load_local(self._stash)
+        try:
+            yield
+        finally:
+            self.load_local(shown)
+
     @torch.no_grad()
     def write_outer(self) -> None:
         """Overwrites the local values with the outer ones, one fragment after the other. In-group collective."""
@@ -132,6 +145,7 @@ class OuterView:
             return [tensor.cpu() for tensor in self._stash]
         return [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
 
+    @torch.no_grad()
     def load_local(self, values: Sequence[Tensor]) -> None:
         """Overwrites the local values with others, in the order of `local_values`."""
         for tensor, own in zip(self._tensors(), values, strict=True):

@@ -93,10 +93,10 @@ class Evaluation:
         if self._groups.failed and self._groups.topology.group_size > 1:
             self._groups.warn_of_local_parameters()
             return local()
-        if self._mean is None and not (engine.has_landed and engine.settings.shares):
+        if self._mean is None and not self._is_showing and not (engine.has_landed and engine.settings.shares):
             if self._saves_with_all:
                 self._mean = self._exchanged(engine)
-            elif not engine.has_landed and not self._is_showing:
+            elif not engine.has_landed:
                 self._warn_of_local(engine)
                 return local()
         with engine.evaluate(self._mean):

@@ -66,6 +66,21 @@ def test_in_fp32_it_is_the_plain_mean_of_parameters_and_buffers() -> None:
             torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_it_is_that_of_local_values_whatever_is_shown() -> None:
+    trained = Trained(2)
+    trained.step()
+    expected = trained.shown()
+    for engine in trained.groups.engines:
+        engine.show_outer()
+    outer = {name: values.clone() for name, values in trained.models[0].state_dict().items()}
+    mean = trained.groups.group_mean()
+    assert all(torch.equal(values, outer[name]) for name, values in trained.models[0].state_dict().items())
+    for engine in trained.groups.engines:
+        engine.show_local()
+    with trained.groups.engines[0].evaluate(mean):
+        assert all(torch.equal(values, expected[name]) for name, values in trained.models[0].state_dict().items())
+
+
 @pytest.mark.parametrize("compression", ["fp4", "sparse"])
 def test_it_is_what_a_fit_that_ends_there_leaves(compression: str) -> None:
     trained = Trained(2, compression=compression)
