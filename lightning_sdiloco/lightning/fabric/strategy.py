@@ -123,7 +123,7 @@ class FabricWorkerGroupStrategy(_Base):
         self._groups = ConnectedGroups()
         self._results = Results(options)
         self._wrapped: list[DistributedDataParallel] = []
-        self._saves_with_all = False
+        self._saves_with_all = self._saved_alone = False
         self._loop = Loop(options, self._groups, self._results)
         self._watch = BatchWatch(self._groups, _ADVICE)
         super().__init__(timeout=options.settings.timeout, **arguments)
@@ -274,8 +274,10 @@ class FabricWorkerGroupStrategy(_Base):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, except after an exception, and explains what may be wrong if they do not come."""
-        if self._is_alone:
+        """Waits for all ranks, and explains what may be wrong if they do not come."""
+        # Fabric waits after each save.
+        saved_alone, self._saved_alone = self._saved_alone, False
+        if saved_alone and self._is_alone:
             return
         with waiting_for_all(self._groups, args, self.engine):
             super().barrier(*args, **kwargs)
@@ -296,6 +298,7 @@ class FabricWorkerGroupStrategy(_Base):
         save = super().save_checkpoint
         if self._is_alone:
             save(path, state, *args, **kwargs)
+            self._saved_alone = True
             return
         self._saves_with_all = True
         try:
