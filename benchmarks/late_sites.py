@@ -212,7 +212,7 @@ def _here(connection: InProcessConnection, late: Literal["carry", "drop"]) -> Fe
         def connect(self, ranks: int = 1) -> Connection:
             return connection
 
-    return Here("hub", "late", connection.site, insecure=True, lease=1e6, grace=GRACE, late=late)
+    return Here("hub:1", "late", connection.site, insecure=True, lease=1e6, grace=GRACE, late=late)
 
 
 class Rhythm(NamedTuple):

@@ -28,7 +28,7 @@ from lightning_sdiloco.algorithm import (
 )
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine.checkpoint.ranks import load, save
+from lightning_sdiloco.engine.checkpoint.ranks import load, require_processes, save
 from lightning_sdiloco.engine.cut_model import CutModel
 from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
 from lightning_sdiloco.engine.measurements import LinkRate, Span, StepClock
@@ -430,6 +430,7 @@ class StreamingDiLoCo:
         the mean of the groups, a folder has a file for every rank: state of engine and ``inner_optimizers``, local
         parameters, and random numbers.
         """
+        require_processes(self.topology)
         is_trained = self.has_landed or self.is_finished
         outer = self.outer_state_dict() if is_trained else self.named_mean(self.group_mean())
         save(str(path), self.topology, self.settings, self.state_dict(), outer, self._cut.means.inner_optimizers)

@@ -42,9 +42,8 @@ class LaunchSnapshot(NamedTuple):
         fragment: The fragment.
         step: The inner step of the launch.
         outer: Outer parameters of this rank's shard, shape ``(length,)``, float32, on the device. Nobody
-            writes to them. Zeros where groups may hold unlike ones.
-        gradient: Outer gradient of the shard, of the same shape: ``outer`` minus the local values. Where the purpose
-            is exact, nothing minus what it is about: a difference would round.
+            writes to them. Where the purpose is exact a single 0, because a difference to them would round.
+        gradient: Outer gradient of the shard, of shape ``(length,)``: ``outer`` minus what the purpose is about.
         buffers: Copies of the buffers that belong to the fragment.
         travelling: Indices of the buffers that travel this time.
         requests: What this rank asks of all groups, one bit each.
@@ -69,16 +68,6 @@ class LaunchSnapshot(NamedTuple):
     step_time: float = 0.0
     choice: int = 0
     leg: tuple[int, ...] = ()
-
-    @property
-    def base(self) -> Tensor:
-        """What ``gradient`` is a difference to: the outer parameters, or a single 0 where the purpose is exact."""
-        return self.outer.new_zeros(()) if self.purpose.is_exact else self.outer
-
-    @property
-    def change(self) -> Tensor:
-        """The outer gradient, whatever travels."""
-        return self.outer + self.gradient if self.purpose is Purpose.MEAN else self.gradient
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values and tensors on the host, without outer parameters and what the process decides."""

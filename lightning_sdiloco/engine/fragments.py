@@ -131,12 +131,14 @@ class FragmentState:
 
     def snapshot(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> LaunchSnapshot:
         """Reads all that a flight takes along, and changes nothing; the arguments are those of `launch`."""
-        outer = self._zeros() if purpose is Purpose.START else self.load_outer()
-        began = outer if self.ahead is None else self.ahead.values
-        gradient = self.layout.outer_gradient(self._zeros() if purpose.is_exact else began)
-        if purpose is Purpose.MEAN and began is not outer:
-            # The inner steps of this group, as if they had begun from the outer parameters.
-            gradient -= outer - began
+        if purpose.is_exact:
+            outer, gradient = self._zero(), self.layout.read().neg_()
+            if purpose is Purpose.MEAN and self.ahead is not None:
+                # The inner steps of this group, as if they had begun from the outer parameters.
+                gradient -= self.load_outer() - self.ahead.values
+        else:
+            outer = self.load_outer()
+            gradient = self.layout.outer_gradient(outer if self.ahead is None else self.ahead.values)
         return LaunchSnapshot(
             fragment=self.index,
             step=step,
@@ -159,13 +161,18 @@ class FragmentState:
             alike = [self.storage.load(self.anchor)]
         elif snapshot.purpose in (Purpose.ROUND, Purpose.MEAN):
             buffers = [buffer.reshape(-1) for buffer in self.buffers.outer]
-            alike = [snapshot.outer, torch.cat(buffers)] if buffers else [snapshot.outer]
+            outer = self.storage.load(self.outer.values) if snapshot.purpose is Purpose.MEAN else snapshot.outer
+            alike = [outer, torch.cat(buffers)] if buffers else [outer]
         elif snapshot.purpose is Purpose.START and self.shares:
             # In a warm-up outer values are local ones: unlike hardware may round them in unlike ways, or a group is
             # idle. Their mean is the same in all groups, and what the outer optimizer makes of it only if its state is.
             alike = [one for one in self.outer.state.values() if isinstance(one, Tensor)]
             rounds = self.outer.rounds
         return combined([rounds, *(digest(values, start=self.layout.start) for values in alike)])
+
+    def change(self, purpose: Purpose, gradient: Tensor) -> Tensor:
+        """Returns an outer gradient, or a mean of some, as what it is for the outer parameters of now."""
+        return gradient if purpose is not Purpose.MEAN else self.storage.load(self.outer.values) + gradient
 
     def gradient_snapshot(self, step: int, deadline: float, trains: bool, requests: int) -> LaunchSnapshot:
         """Reads what a flight takes along for the mean of the gradients, and changes nothing.
@@ -176,11 +183,11 @@ class FragmentState:
             trains: Whether this group has any.
             requests: What this rank asks of all groups.
         """
-        zeros = self._zeros()
+        zeros = self._zero().new_zeros(self.layout.length)
         return LaunchSnapshot(
             fragment=self.index,
             step=step,
-            outer=zeros,
+            outer=self._zero(),
             gradient=self.layout.negated_gradients(zeros) if trains else zeros,
             buffers=[],
             travelling=[],
@@ -190,8 +197,8 @@ class FragmentState:
             purpose=Purpose.GRADIENT,
         )
 
-    def _zeros(self) -> Tensor:
-        return self.layout.held[0].new_zeros(self.layout.length, dtype=torch.float32)
+    def _zero(self) -> Tensor:
+        return self.layout.held[0].new_zeros((), dtype=torch.float32)
 
     def take_local(self) -> None:
         """Takes the local values for the outer ones."""

@@ -237,10 +237,10 @@ class Pipeline:
         kept, fragment, group = averaged.kept, self._fragments[snapshot.fragment], self._topology.stages[_STEP]
         gradient, residual, onward, on_link_s = self._assembled(snapshot, averaged)
         # The outer step takes the gradient.
-        gradient_norm = whole_norm(snapshot._replace(gradient=gradient).change, group)
+        gradient_norm = whole_norm(fragment.change(snapshot.purpose, gradient), group)
         began, storage = time.perf_counter(), fragment.storage
         counts, final = bool(averaged.counted.factors), snapshot.purpose is not Purpose.ROUND
-        outer = outer_step(fragment, fragment.outer, snapshot.base, gradient, counts=counts, final=final)
+        outer = outer_step(fragment, fragment.outer, snapshot.outer, gradient, counts=counts, final=final)
         rule = self._rule(snapshot, averaged)
         rows = rule.gathered(snapshot.gradient, snapshot.outer, outer.values)
         gathered = [fragment.layout.all_gather(row, group) for row in rows]
@@ -328,7 +328,8 @@ class Pipeline:
 
     def _control(self, snapshot: LaunchSnapshot, fragment: FragmentState) -> Tensor:
         """Returns the control vector of this group, as bytes. In-group collective."""
-        norm, is_gradient = norm_squared(snapshot.change), snapshot.purpose is Purpose.GRADIENT
+        norm = norm_squared(fragment.change(snapshot.purpose, snapshot.gradient))
+        is_gradient = snapshot.purpose is Purpose.GRADIENT
         own = Control(
             fragment=snapshot.fragment,
             step=snapshot.step,

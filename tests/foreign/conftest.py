@@ -1,3 +1,3 @@
 """Files of this folder that import what only the environment of `make foreign` has."""
 
-collect_ignore_glob = ["projects/*"]
+collect_ignore_glob = ["projects/*", "litgpt_loop.py"]

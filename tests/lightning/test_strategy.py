@@ -404,13 +404,13 @@ def test_a_checkpoint_holds_the_outer_model_and_loads_without_the_package(distri
 
         class Saving(importlib.import_module(distribution).Callback):  # type: ignore[misc]
             def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-                if trainer.global_step == 7:  # one fragment has landed, two are in flight
+                if trainer.global_step == 11:  # all fragments have landed, and two are in flight again
                     local = {name: p.detach().clone() for name, p in module.named_parameters()}
                     trainer.save_checkpoint(tmp_path / "in_flight.ckpt")
                     assert all(torch.equal(p, local[name]) for name, p in module.named_parameters())
                     saved.append(trainer.strategy.outer_state_dict())
 
-        fit(rank, world_size, 2, 9, SHORT, distribution, trainer_choices={"callbacks": [Saving()]})
+        fit(rank, world_size, 2, 13, SHORT, distribution, trainer_choices={"callbacks": [Saving()]})
         return saved[0]
 
     outer, _ = run_processes(run, 2)

@@ -58,10 +58,13 @@ def test_the_json_has_all_numbers(capsys: pytest.CaptureFixture[str], tmp_path: 
     (only,) = answer["runs"]
     assert [len(losses) for losses in only["losses"]] == [12, 12]
     assert only["inner_steps"] == [12, 12]
-    # Two fragments were launched after 6 to 12 inner steps and once more at the end.
-    launches = {6: [0], 9: [1], 12: [0], "end": [0, 1]}
-    sizes = [resolve("fp4").wire_bytes(size) + CONTROL_BYTES for size in fragment_sizes()]
-    payload = sum(sizes[fragment] for fragments in launches.values() for fragment in fragments)
+    # Two fragments were launched after 6, 9 and 12 inner steps, and once more at the end.
+    launches = {"fp4": [0, 1, 0], "fp32": [0, 1]}
+    payload = sum(
+        resolve(code).wire_bytes(fragment_sizes()[fragment]) + CONTROL_BYTES
+        for code, fragments in launches.items()
+        for fragment in fragments
+    )
     assert payload <= only["bytes_sent"][0] <= payload + 5 * 2 * 8 * 4, "and buffers of BatchNorm"
     prediction = only["prediction"]
     assert prediction["seconds"] > 12 * 0.1

@@ -109,6 +109,15 @@ def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Writte
     return [outcome.value for outcome in every]
 
 
+def require_processes(topology: Topology) -> None:
+    """Refuses to save worker groups that are simulated in one process."""
+    if topology.world.size != topology.num_groups * topology.group_size:
+        raise ValueError(
+            "save() writes one file per process, and these worker groups are simulated in one. Save state_dict() of"
+            " each engine instead."
+        )
+
+
 def write_own(
     path: str,
     topology: Topology,
@@ -126,15 +135,7 @@ def write_own(
         state: Its state.
         inner_optimizers: The optimizers of the training loop.
         **others: What else this rank holds.
-
-    Raises:
-        ValueError: If the worker groups are simulated in one process.
     """
-    if topology.world.size != topology.num_groups * topology.group_size:
-        raise ValueError(
-            "save() writes one file per process, and these worker groups are simulated in one. Save state_dict() of"
-            " each engine instead."
-        )
     optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
     own = {"engine": state, "optimizer_states": optimizer_states, "random": files.random_state(), **others}
     return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
