@@ -567,13 +567,13 @@ def half(distribution: str, seed: int) -> Any:
 
 def test_state_dict_has_the_dtypes_of_the_parameters_and_resuming_the_float32_values(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> Any:
-        keep = saving(tmp_path, every_n_train_steps=16)
+        keep = saving(tmp_path, every_n_train_steps=21)
         return run_fit(rank, world_size, STEPS, [keep], make=half, precision="bf16-true")
 
     expected = run_processes(run, 2)
-    path = tmp_path / "step=16.ckpt"
+    path = tmp_path / "step=21.ckpt"
     checkpoint = torch.load(path, weights_only=True)
-    trace = expected[0]["trace"][16].items()
+    trace = expected[0]["trace"][21].items()
     outer = {name.removeprefix("outer "): values for name, values in trace if name.startswith("outer ")}
     for name, values in outer.items():
         assert values.dtype == torch.float32

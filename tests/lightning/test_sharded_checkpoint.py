@@ -65,8 +65,11 @@ def test_a_sharded_fit_resumed_from_any_step_gives_the_same_bits(
             for at, values in one["trace"].items():
                 assert_same(values, other["trace"][at])
             assert_same(one["outer"], other["outer"])
-            counted = ("inner_steps", "launches", "landings", "bytes_sent")
+            counted = ("inner_steps", "launches", "landings")
             assert all(one["report"][key] == other["report"][key] for key in counted)
+            # Files of the first ten steps hold the mean of the groups, which they exchange.
+            sent, through = one["report"]["bytes_sent"], other["report"]["bytes_sent"]
+            assert sent == through if step >= 10 else sent < through
 
 
 IN_PLAIN_TORCH = """
@@ -89,22 +92,22 @@ print("same")
 
 def test_a_sharded_folder_is_the_outer_model_in_plain_torch(tmp_path: Path) -> None:
     # Saved in flight, where local parameters are others.
-    ranks = run(2, (2, 2), saving(tmp_path, every_n_train_steps=7), steps=8)
-    outer = {name.removeprefix("outer "): v for name, v in ranks[0]["trace"][7].items() if name.startswith("outer ")}
+    ranks = run(2, (2, 2), saving(tmp_path, every_n_train_steps=12), steps=13)
+    outer = {name.removeprefix("outer "): v for name, v in ranks[0]["trace"][12].items() if name.startswith("outer ")}
     torch.save(outer, tmp_path / "expected.pt")
-    paths = map(str, (tmp_path / "step=7.ckpt", tmp_path / "expected.pt", tmp_path / "converted.pt"))
+    paths = map(str, (tmp_path / "step=12.ckpt", tmp_path / "expected.pt", tmp_path / "converted.pt"))
     done = subprocess.run([sys.executable, "-c", IN_PLAIN_TORCH, *paths], capture_output=True, text=True, timeout=60)
     assert done.stdout == "same\n", done.stderr
-    assert "outer net.0.weight" in ranks[0]["trace"][7]
+    assert "outer net.0.weight" in ranks[0]["trace"][12]
 
 
 def test_a_single_file_is_the_outer_model_for_a_model_that_is_not_sharded(tmp_path: Path) -> None:
-    ranks = run(2, (2, 1), saving(tmp_path, every_n_train_steps=7), steps=8, save_distributed_checkpoint=False)
+    ranks = run(2, (2, 1), saving(tmp_path, every_n_train_steps=12), steps=13, save_distributed_checkpoint=False)
     model = sharded.plain(seed=1)
-    model.load_state_dict(torch.load(tmp_path / "step=7.ckpt", weights_only=True)["state_dict"])
+    model.load_state_dict(torch.load(tmp_path / "step=12.ckpt", weights_only=True)["state_dict"])
     assert_same(
         {f"outer {name}": values for name, values in model.state_dict().items()},
-        {name: values for name, values in ranks[0]["trace"][7].items() if name.startswith("outer ")},
+        {name: values for name, values in ranks[0]["trace"][12].items() if name.startswith("outer ")},
     )
 
 
