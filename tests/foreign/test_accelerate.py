@@ -35,10 +35,11 @@ def test_the_example_of_accelerate_goes_on_where_it_was_stopped(ranks: int, tmp_
 
     def loss(*arguments: Any) -> str:
         printed = torchrun(ranks, example, *arguments, folder=tmp_path)
-        return next(line for line in printed.splitlines() if line.startswith("loss"))
+        # Without the bytes: what is saved before all fragments have landed takes an exchange.
+        return next(line for line in printed.splitlines() if line.startswith("loss")).split(",")[0]
 
     whole = loss("--steps", 44, "--folder", "whole")
-    assert float(whole.split()[1].rstrip(",")) < 4.0
+    assert float(whole.split()[1]) < 4.0
     loss("--steps", 22, "--folder", "half")  # a fragment is in flight then
     assert loss("--steps", 44, "--folder", "half", "--resume") == whole
 
