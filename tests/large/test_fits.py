@@ -22,7 +22,8 @@ from tests.small_disk import small_disk
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
 
 SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "layers_per_fragment": 100}
-STEPS, SAVED = 11, 6
+# All fragments have landed once when the fit is saved, and some are in flight again.
+STEPS, SAVED = 15, 10
 
 
 class Batches:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.engine import (
+    GroupMean,
     Landing,
     Saved,
     StreamingDiLoCo,
@@ -58,6 +59,8 @@ class Loop:
         self._samples, self.trained = 0, 1
         self._unfinished = _Unfinished()
         self._announcement: Announcement | None = None
+        # What was exchanged since the last inner step, for all who evaluate and save before the next one.
+        self._mean: GroupMean | None = None
 
     @property
     def engine(self) -> StreamingDiLoCo | None:
@@ -137,6 +140,7 @@ class Loop:
         return self.landings
 
     def _step(self, engine: StreamingDiLoCo, **trained: Any) -> None:
+        self._mean = None
         self.landings = engine.step(**trained)
         self._samples, self.trained = 0, 1
         self._unfinished.inner_steps = engine.inner_steps
@@ -167,7 +171,7 @@ class Loop:
             # Called when the loop is dropped, or at the end of the process.
             weakref.finalize(self, self._unfinished.warn)
         self._results.read(engine)
-        self._announcement = None
+        self._announcement = self._mean = None
         return engine
 
     def _trained(self) -> nn.Module:
@@ -193,7 +197,13 @@ class Loop:
         self._unfinished.inner_steps = 0
         return self.landings
 
-    # Checkpoints
+    # What is evaluated and saved
+
+    def mean_shown(self, engine: StreamingDiLoCo) -> GroupMean | None:
+        """Returns the mean of the groups where it stands for the outer model. Then all ranks must call it."""
+        if self._mean is None and not (engine.has_landed and engine.settings.shares):
+            self._mean = engine.group_mean()
+        return self._mean
 
     def shown_in_file(self, with_all: bool) -> AbstractContextManager[None]:
         """Shows the model that a checkpoint holds, inside a ``with`` block, and says what it lacks.
@@ -209,7 +219,7 @@ class Loop:
                 f"The checkpoint after inner step {step} holds the mean of the worker groups, for which these exchanged"
                 " all fragments in float32: what fabric.strategy.finish() would end with."
             )
-            return engine.evaluate(engine.group_mean())
+            return engine.evaluate(self.mean_shown(engine))
         if not engine.has_landed:
             _log.warning(
                 "A state_dict of worker group %d is taken after inner step %d, before every fragment has landed once."

@@ -165,7 +165,7 @@ class FabricWorkerGroupStrategy(_Base):
         if engine is None or engine.is_finished:
             yield
             return
-        mean = None if engine.has_landed and engine.settings.shares else engine.group_mean()
+        mean = self._loop.mean_shown(engine)
         # A forward pass without gradients makes DistributedDataParallel skip the buffers of the next training step.
         due = [wrapped.require_forward_param_sync for wrapped in self._wrapped]
         try:
