@@ -109,7 +109,12 @@ class Fit:
         self.steps = InnerSteps()
         self.checkpointer = Checkpointer(trainer, parts.groups, self.options, parts.model_format, self.requests)
         self.evaluation = Evaluation(
-            trainer, self.steps, parts.groups, parts.model_format, parts.options.evaluate, lambda: self._is_ending
+            trainer,
+            self.steps,
+            parts.groups,
+            parts.model_format,
+            parts.options.evaluate,
+            lambda: self._signals is not None and self._signals.is_ending,
         )
         self.watch = BatchWatch(parts.groups, _ADVICE)
         self._patches = ExitStack()
@@ -121,11 +126,6 @@ class Fit:
         self._epoch_begins = False
         self._has_gathered = False
         self._is_closed = False
-
-    @property
-    def _is_ending(self) -> bool:
-        """Whether a signal ends the fit: there may be little time left."""
-        return self._signals is not None and self._signals.is_ending
 
     # Start
 
