@@ -251,6 +251,9 @@ class Ledger:
         answer = self.examine(own, life)
         if answer is Answer.OPEN:
             self._take(own, now, now)
+            # A new launch shows that its site follows, a moment before its next beat says so.
+            member = self.members[own.site]
+            member.follows = member.follows or own.life == life
             self._timings.arrives(own, now, self.open[own.fragment].opened)
         elif answer is Answer.LATE:
             self._timings.arrives_late(own, now)

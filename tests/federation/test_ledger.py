@@ -121,6 +121,18 @@ def test_a_site_that_skips_is_not_waited_for() -> None:
     assert sites_of(close(made, 1.1)[0]) == ["a"]
 
 
+@pytest.mark.parametrize("sender", [1, 2])
+def test_a_site_is_awaited_from_its_first_launch_on_but_not_for_a_flight_of_an_earlier_life(sender: int) -> None:
+    made = ledger("a")
+    # It has not beaten since.
+    made.hello(Hello("run", "b", life(sender), CHARTER, tuple(made.closed)), 0.0)
+    made.contribute(own("b", born=1), life(sender), 1.0)
+    offer(made, own("a"))
+    assert sites_of(close(made, 1.0)[0]) == ["a", "b"]
+    offer(made, own("a", round=2), now=1.1)
+    assert len(close(made, 1.2)) == (0 if sender == 1 else 1)
+
+
 def test_the_largest_camp_counts_and_the_others_are_left_out() -> None:
     made = ledger("a", "b", "c")
     offer(made, own("a"), own("b", digest=8), own("c"))
