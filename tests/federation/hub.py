@@ -194,6 +194,9 @@ class SimulatedHub:
                 self.disk.contributions[own.fragment, own.site] = own
                 answer = self.ledger.contribute(own, life, self.world.now)
                 self.world.judge.sent[own].acknowledged_by = self
+                if own.life == life and site in self.beats:
+                    # A launch of this life: it follows.
+                    self.beats[site] = (self.beats[site][0], True, self.beats[site][2])
             elif answer is Answer.LATE:
                 self.ledger.contribute(own, life, self.world.now)
         except Refused:
