@@ -26,7 +26,7 @@ class StreamingDiLoCoCallback(InnerStepHooks, Callback):
     """See `InnerStepHooks`."""
 
 
-class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):  # noqa: D101
+class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):
     __doc__ = StreamingDiLoCoMonitorMixin.__doc__
 
 

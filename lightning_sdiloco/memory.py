@@ -22,16 +22,7 @@ _HUGE = 1 << 22
 
 
 def new_vector(numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns an uninitialised vector.
-
-    The host's allocator keeps vectors of up to 32 MiB when they are freed, in every thread for itself: the threads of
-    the background would hold several times what is in flight. A long vector on the host therefore has pages of its own.
-
-    Args:
-        numel: Number of values.
-        device: Where.
-        dtype: Of what type.
-    """
+    """Returns an uninitialised vector."""
     size = numel * dtype.itemsize
     if device.type != "cpu" or size < _LONG or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(numel, dtype=dtype, device=device)
@@ -39,11 +30,7 @@ def new_vector(numel: int, device: torch.device, dtype: torch.dtype = torch.floa
 
 
 class SparePages:
-    """Asks to keep pages that are no longer used for the vectors that come next, as long as this object lives.
-
-    Args:
-        size: So many bytes, at most.
-    """
+    """Asks to keep pages that are no longer used for the vectors that come next, as long as this object lives."""
 
     def __init__(self, size: int) -> None:
         _SPARES.ask(id(self), size)
@@ -51,11 +38,7 @@ class SparePages:
 
 
 class _Spares:
-    """Lends pages, and keeps those that come back while somebody asks for it.
-
-    Pages come back in whatever thread, even in the middle of a call of this object. So nobody ever waits for the lock:
-    without it, pages are made and given back as if there were no spare ones.
-    """
+    """Lends pages, and keeps those that come back while somebody asks for it."""
 
     def __init__(self) -> None:
         self._asked: dict[int, int] = {}

@@ -35,14 +35,7 @@ _FLAGS = ("-O3", "-std=c99", "-ffp-contract=off", "-fPIC", "-shared")
 
 
 class NativeLibrary:
-    """A file of C as a library. See [Note: compiled in the background].
-
-    Args:
-        source: The file of C.
-        functions: The types of the arguments of each function; none returns anything.
-        is_proven: Tells whether the library does what it should.
-        folder: Where libraries are kept, by default in the user's cache.
-    """
+    """A file of C as a library. See [Note: compiled in the background]."""
 
     def __init__(
         self,
@@ -113,10 +106,7 @@ class NativeLibrary:
 
 @contextmanager
 def _own(folder: Path) -> Iterator[Path]:
-    """Opens a folder that is this user's alone, and makes it so if it is not there: see [Note: what is loaded].
-
-    Yields a path that stays this folder where others can rename it, on systems that have one.
-    """
+    """Opens a folder that is this user's alone, and makes it so if it is not there: see [Note: what is loaded]."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

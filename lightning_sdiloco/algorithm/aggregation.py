@@ -136,26 +136,14 @@ def may_count(controls: Sequence[Control]) -> list[int]:
 
 
 def by_training(controls: Sequence[Control], counted: Sequence[int]) -> dict[int, float]:
-    """Returns the factors of groups that count by the inner steps that they trained.
-
-    Args:
-        controls: What every group said at the launch.
-        counted: The groups that count.
-    """
+    """Returns the factors of groups that count by the inner steps that they trained."""
     total = sum(controls[group].weight for group in counted)
     # In this order, a whole number over a whole number: exactly 1 where the weights are equal.
     return {group: len(counted) * controls[group].weight / total for group in counted}
 
 
 def remembered(norms: Norms, controls: Sequence[Control]) -> list[list[float]]:
-    """Returns the norms to remember once a flight has landed.
-
-    Groups that the guard left out are among them, so that it accepts a lasting change after some rounds.
-
-    Args:
-        norms: The norms that were remembered before, by group.
-        controls: What every group said at the launch.
-    """
+    """Returns the norms to remember once a flight has landed."""
     return [
         [*last, control.norm][-_REMEMBERED:] if _may_count(control) else list(last)
         for last, control in zip(norms, controls, strict=True)
@@ -186,16 +174,7 @@ class Absences:
         self._recovered_at = [0] * groups
 
     def count(self, launched_at: int, landed_at: int, left_out: Sequence[int]) -> None:
-        """Counts the absences of one landing.
-
-        Args:
-            launched_at: The inner step of its launch.
-            landed_at: The current inner step, after whose launches the groups that were left out take outer values.
-            left_out: The groups that were left out.
-
-        Raises:
-            AgreementError: If a group does not recover.
-        """
+        """Counts the absences of one landing."""
         for group in range(len(self._in_a_row)):
             if group not in left_out:
                 self._in_a_row[group] = 0

@@ -64,12 +64,7 @@ def _in_one_pass(native: ctypes.CDLL, words: Tensor, start: int) -> int:
 
 
 def _weigh(words: Tensor, start: int, total: Tensor) -> None:
-    """Adds to a total the sum of all words, each times its weight: twice its position plus 1.
-
-    An odd weight is invertible modulo 2**64, so no change of a single word goes unseen. The position of a word is that
-    of its row plus that within the row, so it is enough to weigh the sums of rows and of columns. That is cheaper than
-    a product for every word.
-    """
+    """Adds to a total the sum of all words, each times its weight: twice its position plus 1."""
     whole = words.numel() // _ROW * _ROW
     for part, at in ((words[:whole].view(-1, _ROW), start), (words[whole:].view(1, -1), start + whole)):
         rows = torch.arange(len(part), device=part.device) * _ROW + at

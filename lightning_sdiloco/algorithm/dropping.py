@@ -12,13 +12,7 @@ _THRESHOLDS = 200
 
 
 class Drop(NamedTuple):
-    """What a budget is expected to do.
-
-    Attributes:
-        budget: Seconds after which a rank drops the micro-batches that are left, but for the last; ``inf``: none.
-        dropped: Share of the micro-batches that is dropped.
-        gain: By how much more micro-batches are trained in a second: 0.05 is 5 %.
-    """
+    """What a budget is expected to do."""
 
     budget: float
     dropped: float = 0.0

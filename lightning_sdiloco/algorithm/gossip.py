@@ -15,13 +15,7 @@ _MOST_LOST = 0.01
 
 
 class Brought(NamedTuple):
-    """What a group brings to its leg, of a shard: flat and float32.
-
-    Attributes:
-        values: Where it is, less the anchor: what is encoded.
-        gradient: Its outer parameters minus where it is.
-        twin: The second vector of a momentum.
-    """
+    """What a group brings to its leg, of a shard: flat and float32."""
 
     values: Tensor
     gradient: Tensor
@@ -29,12 +23,7 @@ class Brought(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a group takes from its leg.
-
-    Attributes:
-        gradient: The outer gradient of its outer step.
-        twin: The second vector of a momentum.
-    """
+    """What a group takes from its leg."""
 
     gradient: Tensor
     twin: Tensor | None
@@ -43,15 +32,7 @@ class Taken(NamedTuple):
 def bring(
     outer: Tensor, gradient: Tensor, anchor: Tensor, twin: Tensor | None = None, momentum: Momentum | None = None
 ) -> Brought:
-    """Returns what a group brings to its leg. Writes to none of the tensors.
-
-    Args:
-        outer: Its outer parameters at the launch.
-        gradient: Its outer gradient: ``outer`` minus local values.
-        anchor: What all groups share.
-        twin: The second vector; None while it is the outer parameters.
-        momentum: The momentum, if there is one.
-    """
+    """Returns what a group brings to its leg. Writes to none of the tensors."""
     local = outer - gradient
     if momentum is None:
         return Brought(local - anchor, gradient, None)
@@ -65,17 +46,7 @@ def bring(
 def take(
     brought: Brought, own: Tensor, mean: Tensor, outer: Tensor, anchor: Tensor, finite: bool, momentum: Momentum | None
 ) -> Taken:
-    """Returns what a group takes from its leg.
-
-    Args:
-        brought: What it brought.
-        own: What it brought as the others decode it.
-        mean: The mean of what the groups of the leg brought that are finite, itself among them if it is.
-        outer: Its outer parameters at the launch.
-        anchor: What all groups share.
-        finite: Whether what it brought is finite. If not, it takes what the others brought.
-        momentum: The momentum, if there is one.
-    """
+    """Returns what a group takes from its leg."""
     if not finite:
         return Taken((outer - anchor).sub_(mean), None if momentum is None else anchor + mean)
     # What the compression lost of the own values stays here.
@@ -87,11 +58,7 @@ def take(
 
 
 def check_compression(compression: str | Compression) -> None:
-    """Refuses a compression that does not suit a route on which groups hold outer parameters of their own.
-
-    Raises:
-        ValueError: If it is one that remembers or chooses what it sends, or loses too much.
-    """
+    """Refuses a compression that does not suit a route on which groups hold outer parameters of their own."""
     codec = resolve(compression)
     advice = "Choose 'int8', 'bf16' or 'fp32', or RandomK(every, Int8()), by which all send the same values."
     if codec.remembers() or codec.chosen_share() < 1 or codec.varies():

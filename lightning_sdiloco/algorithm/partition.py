@@ -15,13 +15,7 @@ _ALIKE = 0.5
 
 
 class Parameter(NamedTuple):
-    """What the partition has to know about a trainable parameter.
-
-    Attributes:
-        name: Its name as in ``named_parameters()``.
-        nbytes: Its size in bytes.
-        ndim: Its number of dimensions.
-    """
+    """What the partition has to know about a trainable parameter."""
 
     name: str
     nbytes: int
@@ -47,12 +41,7 @@ class Fragment:
 
 
 class Partition(NamedTuple):
-    """The fragments of a model.
-
-    Attributes:
-        fragments: The fragments, in the order of their offsets.
-        fell_back: True where blocks were asked for and none were found, so that the fragments are balanced instead.
-    """
+    """The fragments of a model."""
 
     fragments: tuple[Fragment, ...]
     fell_back: bool = False
@@ -113,14 +102,7 @@ def partition(
 
 
 def check_fragments(fragments: Any) -> None:
-    """Raises an error for what cannot be a choice of fragments, whatever the model.
-
-    Args:
-        fragments: What a user gave.
-
-    Raises:
-        ValueError: If it is neither a known name nor a list of non-empty lists of patterns.
-    """
+    """Raises an error for what cannot be a choice of fragments, whatever the model."""
     if isinstance(fragments, str) and fragments not in ("strided", "sequential", "balanced"):
         raise ValueError(
             f"fragments={fragments!r} is unknown. It is 'strided', 'sequential', 'balanced', or a list of lists of"

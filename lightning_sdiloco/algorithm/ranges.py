@@ -46,18 +46,7 @@ def require_whole(name: str, value: Any, least: int, advice: str) -> None:
 
 
 def require(holds: bool, name: str, value: Any, rule: str, advice: str) -> None:
-    """Refuses a setting unless it is in its range.
-
-    Args:
-        holds: Whether it is.
-        name: Its name.
-        value: What was given.
-        rule: What holds of those that are, as a sentence without its end.
-        advice: What helps to choose another one, as such a sentence.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Refuses a setting unless it is in its range."""
     if not holds:
         raise ValueError(f"{name}={value!r} is {_fault(name, value)}: {rule}. Choose another {name}; {advice}.")
 

@@ -15,13 +15,7 @@ OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
 
 
 class OuterStep(NamedTuple):
-    """What the outer step and the landing after it do.
-
-    Attributes:
-        outer_lr: Learning rate of the outer Nesterov SGD.
-        outer_momentum: Its momentum.
-        mixing: Share of the local parameters that is kept on landing.
-    """
+    """What the outer step and the landing after it do."""
 
     outer_lr: float
     outer_momentum: float

@@ -20,13 +20,7 @@ from lightning_sdiloco.memory import new_vector
 
 
 class Encoded(NamedTuple):
-    """An outer gradient as it is sent.
-
-    Attributes:
-        payloads: The payload for each group, in their order.
-        memory: What the compression remembers if the payload counts.
-        tuning: What it takes over to the next launch, if the payload counts; see `Compression.tuning`.
-    """
+    """An outer gradient as it is sent."""
 
     payloads: list[Tensor]
     memory: Tensor | None
@@ -34,26 +28,14 @@ class Encoded(NamedTuple):
 
 
 class SecondHop(NamedTuple):
-    """One part of the mean, encoded again by the group that computed it.
-
-    Attributes:
-        payload: The payload for every group.
-        residual: What this second rounding lost; it is added to the next mean.
-    """
+    """One part of the mean, encoded again by the group that computed it."""
 
     payload: Tensor
     residual: Tensor
 
 
 class AllReduce(ABC):
-    """Turns the outer gradients of all groups into their mean.
-
-    Args:
-        groups: Number of worker groups.
-        compression: How outer gradients are encoded.
-        mixing: Share of the local parameters that is kept on landing.
-        kernels: What encodes and computes the means.
-    """
+    """Turns the outer gradients of all groups into their mean."""
 
     def __init__(self, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER) -> None:
         self.groups = groups
@@ -62,12 +44,7 @@ class AllReduce(ABC):
         self._kernels = kernels
 
     def at(self, step: int, choice: int = 0) -> "AllReduce":
-        """Returns the all-reduce for the launch after an inner step: itself, unless chance or its sender decides.
-
-        Args:
-            step: The inner step.
-            choice: In which code of the compression this group sends; see `Compression.choice`.
-        """
+        """Returns the all-reduce for the launch after an inner step: itself, unless chance or its sender decides."""
         compression = self.compression.at(step).chosen(choice)
         if compression is self.compression:
             return self
@@ -82,41 +59,18 @@ class AllReduce(ABC):
 
     @abstractmethod
     def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
-        """Encodes the outer gradient of a shard for every group.
-
-        Args:
-            gradient: The outer gradient, float32 of shape ``(numel,)``.
-            memory: What the compression remembers from earlier launches, of the same shape.
-            tuning: What else it takes over from them.
-        """
+        """Encodes the outer gradient of a shard for every group."""
 
     @abstractmethod
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop | None:
-        """Encodes the mean of this group's part for all groups; returns None if the part is the whole shard.
-
-        Args:
-            mean: The mean of what all groups sent to this one.
-            residual: What the second rounding of this part lost before.
-        """
+        """Encodes the mean of this group's part for all groups; returns None if the part is the whole shard."""
 
     @abstractmethod
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Assembles the mean of a whole shard from the second hops of all groups.
-
-        Args:
-            payloads: What each group sent in its second hop.
-            like: The outer gradient, for its size and device.
-        """
+        """Assembles the mean of a whole shard from the second hops of all groups."""
 
     def mean(self, payloads: Sequence[Tensor], count: Count, like: Tensor, group: int = 0) -> Tensor:
-        """Returns the float32 mean of the groups that count, summed in their order, so that all get the same bits.
-
-        Args:
-            payloads: What every group sent to this one.
-            count: The groups that count, and their weights.
-            like: An outer gradient of the whole shard, for its size and device.
-            group: This group.
-        """
+        """Returns the float32 mean of the groups that count, summed in their order, so that all get the same bits."""
         numel = self.part_numel(like.numel(), group)
         # It gives its shape and its device alone.
         part = like[:numel] if numel <= like.numel() else like.new_empty(numel)
@@ -126,12 +80,7 @@ class AllReduce(ABC):
 
     @abstractmethod
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Decodes what this group sends, just as the other groups will.
-
-        Args:
-            payloads: The payload for each group.
-            like: The outer gradient, for its size and device.
-        """
+        """Decodes what this group sends, just as the other groups will."""
 
     def reduce_locally(
         self,
@@ -142,16 +91,7 @@ class AllReduce(ABC):
         tunings: Sequence[Tensor | None] | None = None,
         choices: Sequence[int] | None = None,
     ) -> Tensor:
-        """Computes, in one process that has everything, the mean that all groups would get.
-
-        Args:
-            gradients: The outer gradient of a shard in every group.
-            memories: What the compression of each group remembers.
-            residuals: What the second rounding of each group's part lost before.
-            count: The groups that count, and their weights.
-            tunings: What else the compression of each group takes over from earlier launches; None for nothing.
-            choices: In which code of the compression each group sent; None for the first.
-        """
+        """Computes, in one process that has everything, the mean that all groups would get."""
         each = zip(gradients, memories, tunings or [None] * len(gradients), strict=True)
         codes = [self._with(self.compression.chosen(choice)) for choice in choices or [0] * len(gradients)]
         sent = [code.encode(*own).payloads for code, own in zip(codes, each, strict=True)]
@@ -228,18 +168,7 @@ class OneShotAllReduce(AllReduce):
 
 
 class TwoShotAllReduce(AllReduce):
-    """Lets every group sum one part of the shard and send its mean, encoded again, to all others.
-
-    What the second rounding loses is treated as error feedback treats the first: the group that computes the mean adds
-    the loss to the next one. All groups, the sender included, decode the bytes that were sent.
-
-    Args:
-        groups: Number of worker groups.
-        compression: How outer gradients are encoded.
-        mixing: Share of the local parameters that is kept on landing.
-        kernels: What encodes and computes the means.
-        shares: The share of a shard that each group averages; None for equal parts.
-    """
+    """Lets every group sum one part of the shard and send its mean, encoded again, to all others."""
 
     def __init__(
         self,
@@ -336,15 +265,7 @@ _BY_NAME: dict[str, type[AllReduce]] = {"gather": OneShotAllReduce, "two_shot": 
 
 
 def check_exchange(exchange: Any, compression: Compression) -> None:
-    """Raises an error for what is no exchange, or does not suit a compression.
-
-    Args:
-        exchange: Its name, or a `TwoShot`.
-        compression: The compression.
-
-    Raises:
-        ValueError: If it is not one.
-    """
+    """Raises an error for what is no exchange, or does not suit a compression."""
     is_two_shot = exchange == "two_shot" or isinstance(exchange, TwoShot)
     if is_two_shot and (compression.varies() or compression.counts_senders()):
         why = "its payloads differ in length" if compression.varies() else "over='senders' asks who sent a value"
@@ -360,12 +281,7 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
 
 
 def kind_of_all_reduce(exchange: str | TwoShot, groups: int, compression: Compression) -> type[AllReduce]:
-    """Returns the kind of all-reduce that an exchange stands for.
-
-    ``"auto"`` means the kind that sends fewer bytes: two shots for more than two groups. For two groups it means one
-    shot: both kinds send the same, and one shot rounds only once. It means one shot, too, where the mean has more
-    values than fit into a payload: with two shots most of the mean would have to wait for later ones.
-    """
+    """Returns the kind of all-reduce that an exchange stands for."""
     if isinstance(exchange, TwoShot):
         return TwoShotAllReduce
     if exchange == "auto":
@@ -376,18 +292,7 @@ def kind_of_all_reduce(exchange: str | TwoShot, groups: int, compression: Compre
 def all_reduce_for(
     exchange: str | TwoShot, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER
 ) -> AllReduce:
-    """Makes the all-reduce that an exchange stands for. `AllReduce.at` returns the one for a single launch.
-
-    Args:
-        exchange: Name of the exchange, or a `TwoShot`.
-        groups: Number of worker groups.
-        compression: How outer gradients are encoded.
-        mixing: Share of the local parameters that is kept on landing.
-        kernels: What encodes and computes the means.
-
-    Raises:
-        ValueError: If a `TwoShot` does not suit so many groups, or its links are not known.
-    """
+    """Makes the all-reduce that an exchange stands for. `AllReduce.at` returns the one for a single launch."""
     if isinstance(exchange, TwoShot):
         return TwoShotAllReduce(groups, compression, mixing, kernels, exchange.shares(groups))
     return kind_of_all_reduce(exchange, groups, compression)(groups, compression, mixing, kernels)

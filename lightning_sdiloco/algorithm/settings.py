@@ -280,10 +280,7 @@ class Settings:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The numbers of outer step and landing, as far as they are chosen: by name, as in `OuterStep`.
-
-        Where ``outer_optimizer`` replaces the Nesterov SGD there is only that of the landing.
-        """
+        """The numbers of outer step and landing, as far as they are chosen: by name, as in `OuterStep`."""
         values = {name: getattr(self, name) for name in OuterStep._fields}
         return {name: value for name, value in values.items() if value != AUTO and not isinstance(value, LandingRule)}
 
@@ -324,12 +321,7 @@ class Settings:
         return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)
 
     def taken_from(self, saved: Mapping[str, str] | None) -> "Settings":
-        """Returns the settings with the numbers of a checkpoint in place of ``"auto"``.
-
-        Args:
-            saved: The settings of the checkpoint, as text; ``'auto'`` there if it was saved before the choice. None:
-                those of an earlier version that did not save them.
-        """
+        """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
         texts = {name: (EARLIER if saved is None else saved).get(name, repr(AUTO)) for name in self._left_open}
         # A landing rule cannot be read from text: what is compared afterwards tells that it is another one.
         numbers = {name: text for name, text in texts.items() if not text.endswith(")")}
@@ -349,14 +341,7 @@ class Settings:
         return self.codec.remembers() and self.codec.chosen_share() <= SPARSE
 
     def better_for_sparse(self, num_groups: int) -> dict[str, float]:
-        """Returns what to choose in place of numbers that are known not to suit a sparse compression.
-
-        Args:
-            num_groups: Number of worker groups.
-
-        Returns:
-            Rate and momentum of the outer step; nothing where the compression is not sparse, or they suit it.
-        """
+        """Returns what to choose in place of numbers that are known not to suit a sparse compression."""
         chosen = self.chosen_for(num_groups).numbers
         least, most = self.gains_for_sparse
         if not self._is_sparse or self.outer_optimizer is not None:
@@ -379,12 +364,7 @@ class Settings:
 
     @staticmethod
     def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-        """Tells in which settings a checkpoint differs from a run, in a sentence for each.
-
-        Args:
-            saved: What `fixed_by_a_checkpoint` returned when it was saved, perhaps of an earlier version.
-            now: What it returns now.
-        """
+        """Tells in which settings a checkpoint differs from a run, in a sentence for each."""
         names = [*now, *(name for name in _LEFT_OUT_IF_NONE if name in saved and name not in now)]
         return [
             f"{name} was {saved.get(name)}, now it is {now.get(name)}"

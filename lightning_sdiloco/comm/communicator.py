@@ -14,14 +14,7 @@ from lightning_sdiloco.comm.staging import to_device, to_host
 
 
 class Outcome(NamedTuple):
-    """What came of something that all ranks tried.
-
-    Attributes:
-        value: What it returned.
-        failure: Names of the classes of the exception that it raised, its own first; none if it raised none.
-        text: The text of the exception.
-        raised: The exception itself, on the rank that it was raised on.
-    """
+    """What came of something that all ranks tried."""
 
     value: Any
     failure: tuple[str, ...] = ()
@@ -30,19 +23,7 @@ class Outcome(NamedTuple):
 
 
 class Communicator:
-    """Gathers and broadcasts among some ranks. A single rank needs no process group.
-
-    A communicator belongs to one thread: collectives of one process group must be issued in the same order everywhere.
-
-    Args:
-        process_group: The ranks, or None for a single rank.
-
-    Attributes:
-        process_group: The same.
-        size: How many ranks there are.
-        rank: Which of them this one is.
-        is_on_host: Whether tensors go through the hosts.
-    """
+    """Gathers and broadcasts among some ranks. A single rank needs no process group."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.process_group = process_group
@@ -51,10 +32,7 @@ class Communicator:
         self.is_on_host = process_group is not None and dist.get_backend(process_group) in ("gloo", SHARED)
 
     def begun(self) -> int:
-        """Returns how many collectives anybody has begun in the process group on this rank, with gloo and NCCL.
-
-        With another backend, which does not count them, it is the same number again and again.
-        """
+        """Returns how many collectives anybody has begun in the process group on this rank, with gloo and NCCL."""
         if (group := self.process_group) is None:
             return 0
         # Where each device has a backend of its own, each of them counts.
@@ -73,20 +51,12 @@ class Communicator:
         return [to_device(part, tensor.device) for part in received]
 
     def all_gather_with_gradients(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, stacked, through which gradients flow back to the rank that they are from.
-
-        The gradient of a rank's tensor is the sum over the ranks, as with ``torch.distributed.nn.all_gather``, which
-        on gloo works in process groups with rank 0 only.
-        """
+        """Returns the tensors of all ranks, stacked; gradients flow back to the rank that each is from."""
         gathered: Tensor = _AllGather.apply(tensor, self)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Returns what the ranks hold for this one: their parts of that number along the first dimension, stacked.
-
-        Args:
-            tensor: One part for each rank. All ranks must have the same shape and dtype.
-        """
+        """Returns what the ranks hold for this one: their parts of that number along the first dimension, stacked."""
         if self.size == 1:
             return tensor
         sent = self._staged(tensor).contiguous()
@@ -95,10 +65,7 @@ class Communicator:
         return to_device(received, tensor.device)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Returns the plain values of all ranks, in the order of the ranks; see `plain_values`.
-
-        Nothing is pickled: whoever is taken for a rank can say something wrong, and not run code in the others.
-        """
+        """Returns the plain values of all ranks, in the order of the ranks; see `plain_values`."""
         if self.size == 1:
             return [value]
         # Such as "cpu:gloo,cuda:nccl": any device that the group carries will do.
@@ -144,8 +111,6 @@ class Communicator:
 
 
 class _AllGather(torch.autograd.Function):
-    """See `Communicator.all_gather_with_gradients`."""
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, communicator: Communicator) -> Tensor:
         ctx.communicator = communicator

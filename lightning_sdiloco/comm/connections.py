@@ -20,18 +20,7 @@ _FIELDS = struct.Struct("=24x I 40x I 28x I 16x Q 20x I 4x I Q Q")
 
 
 class Counters(NamedTuple):
-    """Tells what a connection has sent so far.
-
-    Attributes:
-        nbytes: Bytes that the other side has acknowledged.
-        packets: Packets with data, those that were sent again among them.
-        sent_again: Packets that were sent again.
-        busy_s: Seconds in which there was something to send, or to be acknowledged.
-        round_trip: Seconds of a round trip, lately.
-        shortest_round_trip: Seconds of the shortest one in the last minutes.
-        bytes_per_s: What it delivered lately.
-        on_the_way: Packets that have not been acknowledged.
-    """
+    """Tells what a connection has sent so far."""
 
     nbytes: int
     packets: int
@@ -43,11 +32,7 @@ class Counters(NamedTuple):
     on_the_way: int
 
     def since(self, before: "Counters") -> "Counters":
-        """Returns what it has sent since then, with the round trips and the speed of now.
-
-        Before the first acknowledgement nothing has been sent. So the round trip that it takes is taken off the seconds
-        if nothing was on the way then.
-        """
+        """Returns what it has sent since then, with the round trips and the speed of now."""
         waited = 0.0 if before.on_the_way else self.shortest_round_trip
         return self._replace(
             nbytes=self.nbytes - before.nbytes,
@@ -58,14 +43,7 @@ class Counters(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """A connection of this process, whoever has opened it.
-
-    It is never kept open: its owner may close it at any time.
-
-    Attributes:
-        descriptor: Its file descriptor.
-        inode: What tells it from another one that has the same descriptor later.
-    """
+    """A connection of this process, whoever has opened it."""
 
     descriptor: int
     inode: int
@@ -86,11 +64,7 @@ class Connection(NamedTuple):
         return found
 
     def counters(self) -> Counters:
-        """Returns what the kernel has counted.
-
-        Raises:
-            OSError: If the connection is no longer there, or the kernel does not count.
-        """
+        """Returns what the kernel has counted."""
         with self._opened() as opened:
             told = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         if len(told) < _INFO_BYTES:
@@ -99,11 +73,7 @@ class Connection(NamedTuple):
         return Counters(acked, packets, again, 1e-6 * busy, 1e-6 * trip, 1e-6 * shortest, float(rate), on_the_way)
 
     def limit(self, bytes_per_s: float | None) -> None:
-        """Lets it send that fast at most; None: as fast as its congestion control allows.
-
-        Raises:
-            OSError: If the connection is no longer there.
-        """
+        """Lets it send that fast at most; None: as fast as its congestion control allows."""
         rate = _UNLIMITED if bytes_per_s is None else max(1, int(bytes_per_s))
         with self._opened() as opened:
             opened.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", rate))

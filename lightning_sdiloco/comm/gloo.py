@@ -30,11 +30,7 @@ _LONGEST_NS = 90_000_000
 
 
 class SharedGloo:
-    """Makes process groups that share a device.
-
-    Args:
-        like: A process group whose device they share; None to share that of the first one.
-    """
+    """Makes process groups that share a device."""
 
     def __init__(self, like: dist.ProcessGroup | None = None) -> None:
         self._devices = devices_of(_gloo_of(like))

@@ -59,11 +59,7 @@ class GroupLayout:
 
 
 def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
-    """Returns its argument, if it is a possible number of worker groups or ``"auto"``.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Returns its argument, if it is a possible number of worker groups or ``"auto"``."""
     if isinstance(worker_groups, str) and worker_groups == "auto":
         return "auto"
     is_whole = isinstance(worker_groups, Integral) and not isinstance(worker_groups, bool)

@@ -36,15 +36,7 @@ _REMEMBERED = 8
 
 
 class Sent(NamedTuple):
-    """Tells how the last messages got through.
-
-    Attributes:
-        nbytes: Bytes that the receivers have acknowledged.
-        seconds: How long the slowest connection sent, without a round trip.
-        queued_s: Seconds for which the last packets waited in queues.
-        lost: Share of the packets that were sent again.
-        delivered: Bytes per second of all connections together, in the end.
-    """
+    """Tells how the last messages got through."""
 
     nbytes: int
     seconds: float
@@ -118,11 +110,7 @@ class Pace:
 
 
 class Pacing:
-    """Paces the connections of a rank over which messages leave together. Its methods may be called by any thread.
-
-    Args:
-        connections: The connections; without any, nothing is paced.
-    """
+    """Paces the connections of a rank over which messages leave together. Its methods may be called by any thread."""
 
     def __init__(self, connections: Set[Connection] = frozenset()) -> None:
         self._connections = list(connections)
@@ -132,11 +120,7 @@ class Pacing:
         self._lock = threading.Lock()
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Learns from the last messages how fast the next ones may leave; call it before they do.
-
-        Args:
-            sizes: Their bytes.
-        """
+        """Learns from the last messages how fast the next ones may leave; call it before they do."""
         nbytes = sum(sizes)
         with self._lock:
             if not self._connections or not nbytes:

@@ -30,11 +30,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Returns the value of which `encode` made bytes; tensors are on the host.
-
-    Raises:
-        ValueError: If they are of something else.
-    """
+    """Returns the value of which `encode` made bytes; tensors are on the host."""
     end = _HEAD + int.from_bytes(data[:_HEAD], "little")
     try:
         return _Buffers(memoryview(data)[end:]).value(json.loads(bytes(data[_HEAD:end])))

@@ -7,12 +7,7 @@ from lightning_sdiloco.memory import new_vector
 
 
 def page_locked(values: Tensor, device: torch.device) -> Tensor:
-    """Returns uninitialised host memory for what a tensor holds, which a device can reach by itself.
-
-    Args:
-        values: A tensor on any device.
-        device: The device that is to reach the memory.
-    """
+    """Returns uninitialised host memory for what a tensor holds, which a device can reach by itself."""
     if device.type == "cpu":
         return new_vector(values.numel(), device, values.dtype).view(values.shape)
     # torch keeps what is freed for the next tensor of that size: locking pages takes longer than a copy.
@@ -20,11 +15,7 @@ def page_locked(values: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Copies a tensor to the host. The calling thread waits for the copy, the accelerator does not.
-
-    Args:
-        values: A tensor on any device. One that is on the host already is returned as it is.
-    """
+    """Copies a tensor to the host. The calling thread waits for the copy, the accelerator does not."""
     if values.device.type == "cpu":
         return values
     copied = page_locked(values, values.device).copy_(values, non_blocking=True)
@@ -33,10 +24,5 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to a device without waiting; only what this thread gives the device from now on may use it.
-
-    Args:
-        values: A tensor on any device. One that is there already is returned as it is.
-        device: The device.
-    """
+    """Copies a tensor to a device without waiting; only what this thread gives the device from now on may use it."""
     return values.to(device, non_blocking=True)

@@ -26,24 +26,7 @@ STAGES = 3
 
 @dataclass(frozen=True)
 class Topology:
-    """All that a rank knows about the others: the only door to the network.
-
-    Attributes:
-        num_groups: Number of worker groups (M in the paper).
-        group_index: The worker group of this rank.
-        group_size: Number of ranks in a group, each of which exchanges one shard of a fragment.
-        group_rank: The number of this rank in its group; it exchanges the shard of that number.
-        world: All ranks; used only before training starts.
-        peers: The ranks with the same shard, one of each group; used only before training starts.
-        in_group: The ranks of this group; for the training thread.
-        in_site: The ranks of a group that is alone in its world, through the hosts; for the training thread.
-        stages: The ranks of this group, once for each stage of the background.
-        control: The exchange for control vectors, where they wait behind no outer gradient.
-        progress: The exchange for what groups say of their place in an epoch; for the training thread.
-        exchange: The exchange for outer gradients. What was launched first travels first.
-        second_hop: The exchange for the means of the second hop.
-        background: Runs the stages of flights, made for a device; None lets the engine make its own.
-    """
+    """All that a rank knows about the others: the only door to the network."""
 
     num_groups: int = 1
     group_index: int = 0
@@ -97,19 +80,7 @@ class Topology:
         joining: Callable[[], AbstractContextManager[None]] | None = None,
         on_device: DeviceBackend | None = None,
     ) -> "Topology":
-        """Makes the process groups of this rank, once for each layout. All ranks must call it.
-
-        Args:
-            layout: The worker groups.
-            timeout: How long one flight may take.
-            joining: The context in which process groups between worker groups are made, where they listen on another
-                interface than the default one.
-            on_device: What carries outer gradients and the means of the second hop from device to device; by default
-                they go through the hosts, over gloo.
-
-        Raises:
-            ValueError: If the devices of the worker groups cannot reach each other.
-        """
+        """Makes the process groups of this rank, once for each layout. All ranks must call it."""
         key = (layout, timeout, on_device)
         if key not in _made or _made[key].is_stale():
             _made[key] = Topology._make(layout, timeout, joining, on_device)
@@ -166,26 +137,12 @@ _made: dict[tuple[GroupLayout, timedelta, DeviceBackend | None], Topology] = {}
 
 @functools.cache
 def _settle_at_exit() -> None:
-    """Gives gloo's threads a moment when the interpreter ends.
-
-    A thread of gloo drops the tensors of a collective shortly after the collective has returned. If the interpreter is
-    gone by then, as may happen after the last collective of a process, the process aborts although all went well.
-    """
+    """Gives gloo's threads a moment when the interpreter ends."""
     atexit.register(time.sleep, 0.2)
 
 
 def mesh_of(layout: GroupLayout, device: str, data_parallel: int, tensor_parallel: int, timeout: timedelta) -> Any:
-    """Makes a mesh of the ranks of this group, once for each shape. All ranks must call it.
-
-    It is a part of a mesh over the world, so that all ranks make all process groups in the same order.
-
-    Args:
-        layout: The worker groups.
-        device: Type of the devices.
-        data_parallel: Size of the first dimension.
-        tensor_parallel: Size of the second dimension.
-        timeout: How long a collective may take.
-    """
+    """Makes a mesh of the ranks of this group, once for each shape. All ranks must call it."""
     shape = (layout.worker_groups, data_parallel, tensor_parallel)
     world, mesh = _meshes.get((shape, device, timeout), (None, None))
     if world is not dist.group.WORLD:

@@ -11,10 +11,7 @@ from lightning_sdiloco.memory import new_vector
 
 
 class BlockCodec(Protocol):
-    """A compression as functions of whole blocks, which `compression.kernels` compiles into one pass each.
-
-    A payload is the bytes of the scales, then those of the codes.
-    """
+    """A compression as functions of whole blocks, which `compression.kernels` compiles into one pass each."""
 
     def wire_bytes(self, numel: int) -> int:
         """Returns the size in bytes of the payload of ``numel`` values."""
@@ -247,8 +244,5 @@ class Compression(ABC):
 
 
 def divide(total: Tensor, groups: int) -> Tensor:
-    """Divides a sum by how many groups are in it, if there are any, and returns it.
-
-    The divisor is on the device: an accelerator would multiply by the reciprocal of a divisor on the host.
-    """
+    """Divides a sum by how many groups are in it, if there are any, and returns it."""
     return total.div_(total.new_full((), groups)) if groups else total

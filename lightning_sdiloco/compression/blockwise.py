@@ -19,11 +19,7 @@ from lightning_sdiloco.memory import new_vector
 
 
 class Scratch:
-    """Working memory that is reused for each chunk in turn: allocating it anew would cost more than the arithmetic.
-
-    Args:
-        device: The device of the memory.
-    """
+    """Working memory that is reused for each chunk in turn: allocating it anew would cost more than the arithmetic."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -199,10 +195,7 @@ class Blockwise(Compression):
 
 
 def chunk_length(device: torch.device) -> int:
-    """Returns how many values to handle at a time.
-
-    On a CPU these are as many as stay in the cache (4 MiB), elsewhere enough to hide the launch of a kernel.
-    """
+    """Returns how many values to handle at a time."""
     return 1 << 20 if device.type == "cpu" else 1 << 23
 
 
@@ -250,17 +243,7 @@ def magnitude_bits(values: Tensor, scratch: Scratch) -> Tensor:
 
 
 def look_up(codes: Tensor, make_table: Callable[[torch.device], Tensor], scratch: Scratch) -> Tensor:
-    """Looks up the float32 values that each byte stands for.
-
-    Args:
-        codes: The bytes.
-        make_table: Makes the table for a device: 256 words of any dtype, each with the bits of the values of one byte.
-            It is a function with a cache, which torch.compile cannot trace.
-        scratch: Working memory.
-
-    Returns:
-        Flat float32 tensor, in the order of the bytes. Each byte gives as many values as fit into a word of the table.
-    """
+    """Looks up the float32 values that each byte stands for."""
     if torch.compiler.is_compiling():
         table = make_table.__wrapped__(codes.device)  # type: ignore[attr-defined]
         return table.view(torch.float32).view(256, -1)[codes.to(torch.int32)].view(-1)

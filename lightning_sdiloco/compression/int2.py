@@ -68,10 +68,7 @@ class Int2(Blockwise):
 
 
 def _two_means(magnitudes: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Returns, computed in float64, the mean of the magnitudes below their mean, and the mean of the others.
-
-    Magnitudes are float32 bits, which have the order of integers. Comparing them as float64 would be slow.
-    """
+    """Returns, computed in float64, the mean of the magnitudes below their mean, and the mean of the others."""
     doubles = scratch.take("doubles", magnitudes.numel(), torch.float64).view_as(magnitudes)
     mean = doubles.copy_(magnitudes.view(torch.float32)).mean(1)
     least = mean.to(torch.float32)

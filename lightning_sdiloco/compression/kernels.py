@@ -126,10 +126,7 @@ EAGER = EagerKernels()
 
 
 class CompiledKernels(Kernels):
-    """Runs one compiled kernel for each pass, for every compression that has `Compression.blocks`.
-
-    Every other compression runs eagerly. See [Note: compiled programs prove themselves].
-    """
+    """Runs one compiled kernel for each pass, for every compression that has `Compression.blocks`."""
 
     name = "compiled"
 

@@ -98,11 +98,7 @@ class MXFP4(Blockwise):
 
 
 def _exponent_of(largest: Tensor, below: int, lowest: int) -> Tensor:
-    """Returns the biased exponent of the largest magnitude, less ``below``.
-
-    The result is at least ``lowest + 1``, so that the lowest level of a block is a normal number: a device may flush
-    others to zero. It is at most that of the largest finite magnitude, also for blocks that are not finite.
-    """
+    """Returns the biased exponent of the largest magnitude, less ``below``."""
     return (largest >> _EXPONENT).sub_(below).clamp_(lowest + 1, 254 - below)
 
 

@@ -73,10 +73,7 @@ class TopK(Compression):
 
     @override
     def __repr__(self) -> str:
-        """Returns the class and its arguments, without those of later versions that have their defaults.
-
-        So the text in a checkpoint of an earlier version is that of the same compression.
-        """
+        """Returns the class and its arguments, without those of later versions that have their defaults."""
         given = {own.name: getattr(self, own.name) for own in fields(self) if own.repr}
         texts = [
             f"{own.name}={given[own.name]!r}" for own in fields(self) if own.repr and given[own.name] != own.default

@@ -13,15 +13,7 @@ from lightning_sdiloco.engine.parameters.sharding import described, is_sharded, 
 
 
 def require_same_settings(settings: Mapping[str, str], world: Communicator) -> None:
-    """Refuses settings that differ between ranks. All ranks must call it.
-
-    Args:
-        settings: Every setting as text.
-        world: All ranks.
-
-    Raises:
-        ValueError: On every rank, with the name of each setting that differs and its values.
-    """
+    """Refuses settings that differ between ranks. All ranks must call it."""
     differences = _differences(world.all_gather_object(dict(settings)))
     if differences:
         raise ValueError(
@@ -31,15 +23,7 @@ def require_same_settings(settings: Mapping[str, str], world: Communicator) -> N
 
 
 def require_same_model(model: nn.Module, world: Communicator) -> None:
-    """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All ranks must call it.
-
-    Args:
-        model: The model of this rank.
-        world: All ranks.
-
-    Raises:
-        ValueError: On every rank, with the first parameters that differ.
-    """
+    """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All ranks must call it."""
     signatures = world.all_gather_object(_signature(model))
     # Tensors are paired by their order, so that must be the same too.
     differences = _differences(signatures) or _differences([_positions(signature) for signature in signatures])
@@ -52,15 +36,7 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
 
 
 def require_own_group(model: nn.Module, topology: Topology) -> None:
-    """Refuses a model that is trained by other ranks than those of its worker group.
-
-    Args:
-        model: The model as it was given, with whatever wraps it or a part of it.
-        topology: The ranks of this group.
-
-    Raises:
-        ValueError: If a wrapper averages gradients over other ranks, or parameters are sharded over them.
-    """
+    """Refuses a model that is trained by other ranks than those of its worker group."""
     for name, parameter in model.named_parameters():
         if others := sorted(set(ranks_of(parameter)) - set(topology.ranks)):
             raise ValueError(
@@ -98,12 +74,7 @@ def _listed(ranks: list[int]) -> str:
 
 
 def align_model(model: nn.Module, topology: Topology) -> None:
-    """Gives all groups the parameters and buffers of the first, unless they are the same already. All must call it.
-
-    Args:
-        model: The model of this rank, the same on all ranks but for its values.
-        topology: All ranks.
-    """
+    """Gives all groups the parameters and buffers of the first, unless they are the same already. All must call it."""
     if not is_aligned(model, topology):
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor, topology)
@@ -115,13 +86,7 @@ def broadcast(tensor: Tensor, topology: Topology) -> None:
 
 
 def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) -> bool:
-    """Tells whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it.
-
-    Args:
-        model: The model of this rank.
-        topology: All ranks.
-        with_buffers: Whether buffers count.
-    """
+    """Tells whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
     reshard(model)
     tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
     whole, parts = _digests(t for t in tensors if not is_sharded(t)), _digests(t for t in tensors if is_sharded(t))

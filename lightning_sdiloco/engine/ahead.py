@@ -28,16 +28,7 @@ from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer
 
 
 class Ahead:
-    """Makes the own outer steps of a group, in the training thread.
-
-    Args:
-        fragments: The records.
-        settings: What makes the outer optimizer, and its landing rule.
-        topology: The ranks of this group.
-
-    Raises:
-        ValueError: If the outer optimizer is not linear.
-    """
+    """Makes the own outer steps of a group, in the training thread."""
 
     def __init__(self, fragments: Sequence[FragmentState], settings: Settings, topology: Topology) -> None:
         require_linear(settings)
@@ -50,12 +41,7 @@ class Ahead:
         self._initial = [own.state for own in self._optimizer.take_initial()]
 
     def step(self, fragment: FragmentState, snapshot: LaunchSnapshot) -> None:
-        """Makes an own step with what a launch read, from which the next inner steps begin. In-group collective.
-
-        Args:
-            fragment: The record.
-            snapshot: What the launch read.
-        """
+        """Makes an own step with what a launch read, from which the next inner steps begin. In-group collective."""
         # What is not finite is no step: the group takes the outer values at the landing.
         is_finite = torch.linalg.vector_norm(snapshot.gradient).isfinite()
         own = torch.where(is_finite, snapshot.gradient, snapshot.gradient.new_zeros(())).mul_(self._share)

@@ -18,16 +18,7 @@ _log = logging.getLogger(__name__)
 def outer_step(
     fragment: FragmentState, before: OuterState, values: Tensor, gradient: Tensor, *, counts: bool, final: bool
 ) -> OuterState:
-    """Returns the outer state after a landing; its values are on the device of the gradient.
-
-    Args:
-        fragment: The fragment.
-        before: Its outer state before, stored.
-        values: The outer parameters of that state, on the device.
-        gradient: Mean outer gradient of the shard. It may be overwritten.
-        counts: Whether anybody has trained.
-        final: Whether it is the end: then it moves without learning rate and momentum.
-    """
+    """Returns the outer state after a landing; its values are on the device of the gradient."""
     if not final and counts:
         return fragment.optimizer.step(fragment.index, before, values, gradient)
     return before._replace(values=torch.sub(values, gradient, out=gradient) if final else values, lr=0.0)
@@ -36,14 +27,7 @@ def outer_step(
 def mean_of_buffers(
     tails: Mapping[str, Tensor], outer: Mapping[str, Tensor], *, keeps: bool = True, says: bool = True
 ) -> Tensor:
-    """Returns the plain mean of buffers, flat; see `finite_mean`.
-
-    Args:
-        tails: Those of each that counts, by who it is: float32, flat, as bytes.
-        outer: The outer buffers of now by name.
-        keeps: Whether an outer buffer stays as it was where nobody's is finite.
-        says: Whether to warn of what is not finite.
-    """
+    """Returns the plain mean of buffers, flat; see `finite_mean`."""
     rows = torch.stack([tail.clone().view(torch.float32) for tail in tails.values()])
     if bool(rows.isfinite().all()):
         return rows.mean(dim=0)
@@ -63,12 +47,7 @@ def mean_of_buffers(
 
 
 def finite_mean(rows: Tensor, outer: Tensor | None) -> Tensor:
-    """Returns the plain mean of a buffer over the groups in which all of it is finite.
-
-    Args:
-        rows: The buffer of each group.
-        outer: What to return where that is in none; None: the mean over all.
-    """
+    """Returns the plain mean of a buffer over the groups in which all of it is finite."""
     finite = _are_finite(rows)
     return rows[finite].mean(dim=0) if any(finite) else rows.mean(dim=0) if outer is None else outer
 
@@ -91,10 +70,7 @@ def whole_norm(gradient: Tensor, group: Communicator) -> float:
 
 
 def span_from(began: float, device: torch.device) -> Span:
-    """Ends a part of a flight: waits for the stream of the background, so that the part holds what it started.
-
-    The training thread and its stream wait for nothing.
-    """
+    """Ends a part of a flight: waits for the stream of the background, so that the part holds what it started."""
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
     return began, time.perf_counter()

@@ -67,14 +67,7 @@ class Background(ABC):
 
 
 class ThreadBackground(Background):
-    """Runs every stage in a worker thread of its own, beside the training thread.
-
-    The threads are daemons: a peer that never answers must not keep the process from ending.
-
-    Args:
-        device: The device of the tensors. On an accelerator the threads work on a stream of their own, which first
-            waits for what the training stream had enqueued when the flight started.
-    """
+    """Runs every stage in a worker thread of its own, beside the training thread."""
 
     def __init__(self, device: torch.device) -> None:
         work = [_Queue() for _ in range(STAGES)]
@@ -184,15 +177,7 @@ def _work_off(work: _Queue, following: _Queue | None, streams: _Streams | None) 
 
 
 class InlineBackground(Background):
-    """Runs without threads: the first stage when a flight starts, the others when its result is asked for.
-
-    Before the last stage of one group's flight, the others' flights of the same number run as far: in it a group waits
-    for what the others do in the stage before.
-
-    Args:
-        flights: The flights that the groups in this process have started, by their number; see `connect`.
-        groups: Number of those groups.
-    """
+    """Runs without threads: the first stage when a flight starts, the others when its result is asked for."""
 
     def __init__(self, flights: "dict[int, list[_Inline[Any]]]", groups: int) -> None:
         self._flights = flights

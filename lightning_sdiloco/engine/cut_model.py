@@ -31,36 +31,7 @@ from lightning_sdiloco.engine.world import FixedWorld, World
 
 
 class CutModel:
-    """Holds a model with the settings by which it is cut, and all that is made anew with other ones.
-
-    Those are `rounds`, `view`, `warmup` and `world`. They change with the fragments, when parameters are frozen or
-    become trainable, and with the settings, when these are chosen after the first inner steps: then the outer state
-    goes over by the names of its parameters. With the settings of a checkpoint its state comes too.
-
-    All ranks must make it, and call what it has alike.
-
-    Args:
-        model: The model that is trained. It takes the values of the first group where the groups differ.
-        given: The settings as they were given.
-        topology: The ranks of this group and the way to the others.
-        inner_optimizers: The optimizers whose state is dropped where it is not finite.
-        link: What the link of this rank carries.
-        federation: What these ranks are a site of.
-
-    Attributes:
-        model: The model itself, without what wraps it.
-        given: The settings as they were given: what is ``"auto"`` there is chosen anew.
-        settings: The same, with numbers.
-        means: What all rounds share.
-        rounds: Those of the fragments.
-        view: What shows their outer parameters.
-        warmup: The first inner steps, as far as they are still to come.
-        world: With whom the model is trained.
-        is_closed: Whether the background has ended.
-
-    Raises:
-        ValueError: If settings or models differ between ranks, or the model cannot be cut as asked.
-    """
+    """Holds a model with the settings by which it is cut, and all that is made anew with other ones."""
 
     rounds: Rounds
     view: OuterView
@@ -148,21 +119,13 @@ class CutModel:
 
     @torch.no_grad()
     def restart(self, restart: Restart, step: int) -> None:
-        """Starts the rounds anew after an inner step, where an earlier run was: on all ranks, with the same `Restart`.
-
-        Parameters that the earlier run did not train keep their values. So do those that never landed there: what the
-        groups made of them is in the model that the checkpoint holds.
-        """
+        """Restarts the rounds where an earlier run was, on all ranks, with the same `Restart`."""
         landed = {name: own for name, own in restart.parameters.items() if own.rounds}
         self.rounds.begin(NamedOuter(landed, restart.buffers), step)
         self.view.write_outer()
 
     def choose(self, settings: Settings, step: int) -> None:
-        """Goes on after an inner step as if these had been the settings from the start.
-
-        Raises:
-            RuntimeError: If a launch was due by then, or would have been.
-        """
+        """Goes on after an inner step as if these had been the settings from the start."""
         self.rounds.require_no_launch(step, settings)
         self._go_on_with(settings)
 
@@ -189,18 +152,7 @@ class CutModel:
 
     @torch.no_grad()
     def recut(self, step: int, counts: Counts) -> Iterator[Landing]:
-        """Cuts the model anew after an inner step, for the parameters that are trainable now.
-
-        Args:
-            step: The inner step.
-            counts: Where the bytes are counted if the mean of the groups is needed.
-
-        Yields:
-            What was in flight and lands first. Nothing is cut before all of it has landed.
-
-        Raises:
-            ValueError: If other parameters are trainable in other ranks, or the model cannot follow.
-        """
+        """Cuts the model anew after an inner step, for the parameters that are trainable now."""
         before = self.rounds.fragments
         if not self.settings.shares:
             raise ValueError(

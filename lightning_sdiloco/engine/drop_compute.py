@@ -62,23 +62,7 @@ class DropCompute:
 
 
 class DroppingLoader:
-    """Yields what a loader yields, and None for micro-batches that are left out; see `DropCompute`.
-
-    Args:
-        drop: The choices.
-        loader: What yields the micro-batches; it has a length.
-        clock: The time in seconds.
-
-    Attributes:
-        loader: The same.
-        length: Micro-batches of an epoch.
-        budget: Seconds that a rank computes; ``inf`` as long as ``"auto"`` has not chosen, or where it drops none.
-        trained: How many micro-batches of this inner step were not left out, for ``engine.step(trained=...)``.
-        dropped: How many micro-batches were left out so far.
-
-    Raises:
-        ValueError: If the loader has no length.
-    """
+    """Yields what a loader yields, and None for micro-batches that are left out; see `DropCompute`."""
 
     def __init__(self, drop: DropCompute, loader: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         if not hasattr(loader, "__len__"):
@@ -96,11 +80,7 @@ class DroppingLoader:
         self._events: list[Any] = []
 
     def follow(self, engine: StreamingDiLoCo) -> "DroppingLoader":
-        """Learns from an engine who is in its group, and returns itself. A Trainer calls it.
-
-        Raises:
-            ValueError: If the ranks of the group meet in every micro-batch, so that none may leave one out.
-        """
+        """Learns from an engine who is in its group, and returns itself. A Trainer calls it."""
         if engine.topology.group_size > 1:
             _refuse_what_meets(engine._cut.model)
         self._all_gather = engine.topology.in_group.all_gather_object
@@ -195,10 +175,7 @@ def _alone(table: list[list[float]]) -> list[list[list[float]]]:
 
 
 def _computed(every: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
-    """Returns seconds of every micro-batch, by rank and step, and those of a step in which no rank computes.
-
-    The last micro-batch ends with the wait for other ranks, and is taken to be as long as the others of its step.
-    """
+    """Returns seconds of every micro-batch, by rank and step, and those of a step in which no rank computes."""
     times = []
     for rank in every:
         ends = [[0.0, *row[:-1]] for row in rank]

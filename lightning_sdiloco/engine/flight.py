@@ -36,24 +36,7 @@ class Purpose(Enum):
 
 
 class LaunchSnapshot(NamedTuple):
-    """Holds what a launch reads: from here on the training thread may change the model.
-
-    Attributes:
-        fragment: The fragment.
-        step: The inner step of the launch.
-        outer: Outer parameters of this rank's shard, shape ``(length,)``, float32, on the device. Nobody
-            writes to them. Where the purpose is exact a single 0, because a difference to them would round.
-        gradient: Outer gradient of the shard, of shape ``(length,)``: ``outer`` minus what the purpose is about.
-        buffers: Copies of the buffers that belong to the fragment.
-        travelling: Indices of the buffers that travel this time.
-        requests: What this rank asks of all groups, one bit each.
-        weight: Micro-batches that this rank trained since its group's own last launch of the fragment.
-        deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
-        purpose: What the flight is for.
-        step_time: Seconds of an inner step of this rank; 0 where that is not known.
-        choice: In which of the compression's codes it is sent; see `Compression.choice`.
-        leg: The groups that exchange with each other, if not all do so; see [Note: gossip].
-    """
+    """Holds what a launch reads: from here on the training thread may change the model."""
 
     fragment: int
     step: int
@@ -85,13 +68,7 @@ class LaunchSnapshot(NamedTuple):
 
     @staticmethod
     def of(state: dict[str, Any], outer: Tensor, deadline: float) -> "LaunchSnapshot":
-        """Restores what `state_dict` returned of a flight for a round; copies the tensors.
-
-        Args:
-            state: What was saved.
-            outer: Outer parameters of the shard, as at the launch.
-            deadline: When all groups must have answered.
-        """
+        """Restores what `state_dict` returned of a flight for a round; copies the tensors."""
         tensors = {
             "outer": outer,
             "gradient": state["gradient"].to(outer.device, copy=True),
@@ -101,30 +78,7 @@ class LaunchSnapshot(NamedTuple):
 
 
 class SyncResult(NamedTuple):
-    """Holds what a flight brings, for its landing; see [Note: fragment tensors].
-
-    Attributes:
-        outer: Outer state of the shard after the outer step, stored.
-        memory: Error feedback of the shard, for the case that the group counts in the mean, stored.
-        residual: What the second rounding lost of this group's part of the shard, stored.
-        rule: How this group takes the result in.
-        gathered: What the rule wants, flat, float32, as far as this rank holds the fragment; see `LandingRule`.
-        buffers: New outer buffers by their index.
-        weighing: What the weighing of the groups remembers of this flight and those before.
-        controls: The control vectors of all groups, in their order.
-        left_out: The groups whose outer gradient was not finite.
-        changed: The buffers of the fragment that changed in any group, one bit each.
-        counted: How much each group counts in the mean.
-        gradient_norm: Norm of the mean outer gradient of the whole fragment.
-        bytes_sent: Bytes that this rank sent to other groups for this flight.
-        bytes_received: Bytes that this rank received from other groups for this flight.
-        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if that cannot be told.
-        spans: When the parts of the flight began and ended, by their names.
-        diagnostics: How far the groups agree, if asked for.
-        sends_bytes_per_s: What the link of this rank carries to each other group; 0 if that is not known.
-        tuning: What else the compression takes over to the next launch in that case, stored.
-        twin: The second vector of a route's momentum, stored.
-    """
+    """Holds what a flight brings, for its landing; see [Note: fragment tensors]."""
 
     outer: OuterState
     memory: Tensor | None
@@ -149,12 +103,7 @@ class SyncResult(NamedTuple):
 
 
 class GroupMean(NamedTuple):
-    """Holds the plain mean, over the groups, of what each group holds; see `StreamingDiLoCo.group_mean`.
-
-    Attributes:
-        gathered: The parameters of each fragment, flat, float32, as far as this rank holds them, stored.
-        buffers: The buffers of each fragment by their index.
-    """
+    """Holds the plain mean, over the groups, of what each group holds; see `StreamingDiLoCo.group_mean`."""
 
     gathered: list[Tensor]
     buffers: list[dict[int, Tensor]]
@@ -162,13 +111,7 @@ class GroupMean(NamedTuple):
 
 @dataclass(frozen=True)
 class Flight:
-    """Holds a fragment in flight.
-
-    Attributes:
-        snapshot: What it took along.
-        pending: What it brings.
-        launch: When it was launched.
-    """
+    """Holds a fragment in flight."""
 
     snapshot: LaunchSnapshot
     pending: Pending[SyncResult]

@@ -60,28 +60,7 @@ from lightning_sdiloco.engine.parameters.naming import trainable
 
 
 class FragmentState:
-    """Holds all that a rank remembers of one fragment; see [Note: fragment tensors].
-
-    Args:
-        index: The fragment.
-        layout: Its parameters, and the shard of this rank.
-        buffers: Its buffers, and their outer values.
-        outer: Outer parameters and outer optimizer state of the shard, stored.
-        weighing: What the weighing of the groups remembers at the beginning.
-        optimizer: The outer optimizer.
-        storage: Where outer state rests.
-        shares: Whether all groups hold the same outer parameters.
-
-    Attributes:
-        memory: Error feedback of the compression.
-        tuning: What else it takes over from earlier launches; see `Compression.tuning`.
-        residual: What the second rounding of the mean lost.
-        anchor: The outer parameters with which the rounds began, if groups hold some of their own.
-        twin: The second vector of a route's momentum.
-        ahead: Where the inner steps of this group began, if not from the outer parameters.
-        weighing: What the weighing of the groups remembers.
-        weight: Micro-batches that this rank has trained since its group's last launch of the fragment.
-    """
+    """Holds all that a rank remembers of one fragment; see [Note: fragment tensors]."""
 
     def __init__(
         self,
@@ -117,14 +96,7 @@ class FragmentState:
         self._prefetched = self.storage.prefetch(self.outer.values)
 
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> LaunchSnapshot:
-        """Reads all that a flight takes along. From here on the group counts its inner steps anew.
-
-        Args:
-            step: The inner step of the launch.
-            deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
-            purpose: What it is for.
-            requests: What this rank asks of all groups.
-        """
+        """Reads all that a flight takes along. From here on the group counts its inner steps anew."""
         snapshot = self.snapshot(step, deadline, purpose, requests)
         self.weight = 0
         return snapshot
@@ -175,14 +147,7 @@ class FragmentState:
         return gradient if purpose is not Purpose.MEAN else self.storage.load(self.outer.values) + gradient
 
     def gradient_snapshot(self, step: int, deadline: float, trains: bool, requests: int) -> LaunchSnapshot:
-        """Reads what a flight takes along for the mean of the gradients, and changes nothing.
-
-        Args:
-            step: The inner step that they belong to.
-            deadline: When all groups must have answered, on the clock of ``time.monotonic()``.
-            trains: Whether this group has any.
-            requests: What this rank asks of all groups.
-        """
+        """Reads what a flight takes along for the mean of the gradients, and changes nothing."""
         zeros = self._zero().new_zeros(self.layout.length)
         return LaunchSnapshot(
             fragment=self.index,
@@ -223,15 +188,7 @@ class FragmentState:
         return prefetched.result()
 
     def land(self, result: SyncResult, rule: LandingRule, steps: int, group: int, final: bool) -> None:
-        """Makes the result of a flight the outer state that everybody sees, and takes it into the local values.
-
-        Args:
-            result: The result.
-            rule: How.
-            steps: Inner steps since the launch.
-            group: This worker group.
-            final: Whether it is the result of the final exchange.
-        """
+        """Makes the result of a flight the outer state that everybody sees, and takes it into the local values."""
         self.outer = result.outer
         if final:
             self._begin_from_outer()
@@ -250,12 +207,7 @@ class FragmentState:
         self.buffers.mix(rule.kept, result.buffers)
 
     def carry(self, result: SyncResult, moved: Tensor) -> None:
-        """Makes a result that nothing of the own counts in the outer state, and moves the local values along.
-
-        Args:
-            result: The result.
-            moved: By how much the outer parameters move, as far as this rank holds the fragment.
-        """
+        """Makes a result that nothing of the own counts in the outer state, and moves the local values along."""
         self.outer = result.outer
         self.layout.shift(moved)
         self.buffers.commit(result.buffers, result.changed)
@@ -265,44 +217,25 @@ class FragmentState:
         return self.layout.all_gather(self.storage.load(self.outer.values), group)
 
     def write_outer(self, group: Communicator) -> Tensor:
-        """Writes outer parameters and buffers into the model. In-group collective.
-
-        Returns:
-            What `gathered` returns.
-        """
+        """Writes outer parameters and buffers into the model. In-group collective."""
         gathered = self.gathered(group)
         self.layout.write(gathered)
         self.buffers.write()
         return gathered
 
     def write(self, gathered: Tensor, buffers: Mapping[int, Tensor]) -> None:
-        """Writes other values into the model.
-
-        Args:
-            gathered: The parameters as far as this rank holds them, flat, stored.
-            buffers: The buffers by index.
-        """
+        """Writes other values into the model."""
         self.layout.write(self.storage.load(gathered))
         self.buffers.write_values(buffers)
 
     def named(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host, by name. In-group collective where ranks hold parts of them.
-
-        Args:
-            gathered: What `gathered` returns, or for a group of one rank the outer parameters where they rest.
-            group: The ranks of the group.
-        """
+        """Copies the outer parameters to the host, by name. In-group collective where ranks hold parts of them."""
         # What rests on the host is copied there once, and not by way of the device.
         shard = self.outer.values if group.size == 1 else self.storage.load(self.outer.values)
         return self.layout.named(gathered, shard, group)
 
     def named_mean(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Copies other values to the host, by name, as `named` does the outer ones.
-
-        Args:
-            gathered: The parameters as far as this rank holds them, flat, stored.
-            group: The ranks of the group.
-        """
+        """Copies other values to the host, by name, as `named` does the outer ones."""
         if group.size == 1:
             return self.layout.named(gathered, gathered, group)
         gathered = self.storage.load(gathered)
@@ -354,21 +287,7 @@ def _on_host(values: Tensor | None) -> Tensor | None:
 def fragments_of(
     model: nn.Module, fragments: Sequence[Fragment], settings: Settings, topology: Topology, storage: OuterStorage
 ) -> list[FragmentState]:
-    """Takes the model as it is for the outer one, and returns the record of each of its fragments.
-
-    In-group collective where parameters are sharded.
-
-    Args:
-        model: The model.
-        fragments: Its fragments.
-        settings: What makes the outer optimizer.
-        topology: The ranks of this group.
-        storage: Where outer state rests.
-
-    Raises:
-        ValueError: If a parameter or buffer is sharded in a way that is not supported, or the outer optimizer does not
-            suit flat shards.
-    """
+    """Takes the model as it is for the outer one, and returns the record of each of its fragments."""
     layouts, buffers = layouts_of(fragments, trainable(model), topology), buffers_of(model, fragments)
     optimizer = outer_optimizer_for(settings, [storage.store(layout.read()) for layout in layouts], storage)
     parts = zip(layouts, buffers, optimizer.take_initial(), strict=True)

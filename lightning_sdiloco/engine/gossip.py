@@ -11,12 +11,7 @@ from lightning_sdiloco.engine.fragments import FragmentState
 
 
 class Gossip:
-    """Brings a shard to its leg, and takes from it.
-
-    Args:
-        settings: With the route.
-        topology: The ranks of this group.
-    """
+    """Brings a shard to its leg, and takes from it."""
 
     def __init__(self, settings: Settings, topology: Topology) -> None:
         self._momentum = settings.routing.momentum(topology.num_groups)
@@ -37,17 +32,7 @@ class Gossip:
         mean: Tensor,
         count: Count,
     ) -> Taken:
-        """Returns what this group takes from its leg.
-
-        Args:
-            snapshot: What the launch read.
-            fragment: Its fragment.
-            brought: What this group brought.
-            all_reduce: How it is encoded.
-            payloads: What all groups of the leg sent, by group.
-            mean: Their mean.
-            count: Those of them that are finite.
-        """
+        """Returns what this group takes from its leg."""
         own = all_reduce.decode_own([payloads[self._group]], snapshot.gradient)
         finite, anchor = self._group in count.factors, anchor_of(fragment)
         return take(brought, own, mean, snapshot.outer, anchor, finite, self._momentum)

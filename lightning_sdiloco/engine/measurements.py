@@ -81,19 +81,7 @@ class LinkRate:
 
 
 class Diagnostics(NamedTuple):
-    """Tells how far the groups agree on a fragment, and what became of its outer gradient.
-
-    What cannot be known is ``nan``.
-
-    Attributes:
-        cosines: Cosine between what each group sent, decoded, and the mean, by group. Where a group adds up a part of
-            a fragment only, over this part.
-        local_distance: Norm of the outer gradient of this group over that of the outer parameters, at the launch: how
-            far its local parameters had moved away.
-        outer_momentum_norm: Norm of the outer momentum after the outer step.
-        compression_error: Norm of what the compression of this group's outer gradient lost, over that of the outer
-            gradient.
-    """
+    """Tells how far the groups agree on a fragment, and what became of its outer gradient."""
 
     cosines: tuple[float, ...]
     local_distance: float
@@ -137,13 +125,7 @@ def lost(gradient: Tensor, decoded: Tensor) -> Tensor:
 
 
 def agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tensor) -> Tensor:
-    """Returns the squared norm of a mean; then, by group, that of what it sent and its inner product with the mean.
-
-    Args:
-        payloads: What every group sent.
-        compression: How it is encoded.
-        mean: Their mean.
-    """
+    """Returns the squared norm of a mean; then, by group, that of what it sent and its inner product with the mean."""
     sums, decoded = [_sums([mean])], torch.empty_like(mean)
     for payload in payloads:
         if not payload.numel():  # Nothing came from this group.

@@ -20,13 +20,7 @@ _UNKNOWN = Control(0, 0, 0, 0, 0, norm_squared=math.nan, changed=0, finite=True)
 
 
 class Received(NamedTuple):
-    """Holds what came of all groups, in their order.
-
-    Attributes:
-        controls: Their control vectors.
-        payloads: Their payloads: views of the messages.
-        tails: The buffers behind them, as bytes; empty unless this is rank 0 of its group, which speaks for it.
-    """
+    """Holds what came of all groups, in their order."""
 
     controls: list[Control]
     payloads: list[Tensor]
@@ -34,13 +28,7 @@ class Received(NamedTuple):
 
 
 def put_together(head: Tensor, payloads: Sequence[Tensor], tail: Sequence[Tensor]) -> list[Tensor]:
-    """Makes the messages to all groups, one for those that follow each other with the same payload.
-
-    Args:
-        head: The device's part of the control vector.
-        payloads: The payload for each group.
-        tail: Buffers, as bytes.
-    """
+    """Makes the messages to all groups, one for those that follow each other with the same payload."""
     messages: list[Tensor] = []
     for group, payload in enumerate(payloads):
         # A payload that goes to all groups becomes one message.
@@ -50,13 +38,7 @@ def put_together(head: Tensor, payloads: Sequence[Tensor], tail: Sequence[Tensor
 
 
 def take_apart(words: Sequence[Tensor], messages: Sequence[Tensor], tail_bytes: int) -> Received:
-    """Takes apart what came of all groups.
-
-    Args:
-        words: The host's part of their control vectors.
-        messages: Their messages; empty ones of those who are no partners.
-        tail_bytes: Bytes of the buffers at the end of each message.
-    """
+    """Takes apart what came of all groups."""
     heads = [
         message[:_HEAD_BYTES].to(word.device) if message.numel() else _UNKNOWN
         for word, message in zip(words, messages, strict=True)

@@ -19,30 +19,18 @@ class Prefetched(ABC):
 
 
 class OuterStorage(ABC):
-    """Stores tensors of a device. A stored tensor is never written to.
-
-    Args:
-        device: The device.
-    """
+    """Stores tensors of a device. A stored tensor is never written to."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @abstractmethod
     def store(self, values: Tensor) -> Tensor:
-        """Stores a tensor to which nobody writes from here on. May wait for the device.
-
-        Args:
-            values: A tensor on the device, or one that is stored already.
-        """
+        """Stores a tensor to which nobody writes from here on. May wait for the device."""
 
     @abstractmethod
     def store_copy(self, values: Tensor) -> Tensor:
-        """Stores a copy of a tensor. May wait for the device.
-
-        Args:
-            values: A tensor on any device.
-        """
+        """Stores a copy of a tensor. May wait for the device."""
 
     @abstractmethod
     def load(self, stored: Tensor) -> Tensor:
@@ -83,11 +71,7 @@ class OnDevice(OuterStorage):
 
 
 class OnHost(OuterStorage):
-    """Stores in page-locked memory of the host: the device holds what is in flight or about to be launched.
-
-    Args:
-        device: An accelerator.
-    """
+    """Stores in page-locked memory of the host: the device holds what is in flight or about to be launched."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -134,11 +118,6 @@ class _OnItsWay(Prefetched):
 
 
 def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
-    """Chooses where outer state rests. On a CPU, device and host are the same memory.
-
-    Args:
-        device: The device of the shards.
-        offload: Whether to store it on the host; ``"auto"``: where the device is CUDA.
-    """
+    """Chooses where outer state rests. On a CPU, device and host are the same memory."""
     on_host = device.type == "cuda" if offload == "auto" else offload
     return OnHost(device) if on_host and device.type != "cpu" else OnDevice(device)

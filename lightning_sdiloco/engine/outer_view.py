@@ -26,17 +26,7 @@ from lightning_sdiloco.engine.parameters.sharding import local, reshard
 
 
 class OuterView:
-    """Shows outer parameters and buffers in the model, and puts the local ones back.
-
-    Args:
-        model: The model.
-        fragments: Its fragments.
-        in_group: The ranks of this group.
-        storage: Where local values rest while the outer ones are shown.
-
-    Attributes:
-        final: Once the outer model is shown for good: its parameters, as far as this rank holds them.
-    """
+    """Shows outer parameters and buffers in the model, and puts the local ones back."""
 
     def __init__(
         self, model: nn.Module, fragments: Sequence[FragmentState], in_group: Communicator, storage: OuterStorage
@@ -50,11 +40,7 @@ class OuterView:
 
     @contextmanager
     def shown(self, mean: GroupMean | None = None) -> Iterator[None]:
-        """Shows a model inside a ``with`` block; the outermost of nested blocks chooses, and puts the local one back.
-
-        Args:
-            mean: What is shown; None for the outer model.
-        """
+        """Shows a model in a ``with`` block; the outermost of nested blocks chooses, and restores the local one."""
         shown_before = self._stash is not None
         self.show(mean)
         try:
@@ -116,14 +102,7 @@ class OuterView:
 
     @torch.no_grad()
     def named(self, mean: GroupMean | None = None) -> dict[str, Tensor]:
-        """Copies the outer parameters to the host, by name, in the parameters' shapes.
-
-        In-group collective until the outer model is shown for good; where ranks hold parts of the parameters, also
-        after that.
-
-        Args:
-            mean: What is copied in place of the outer parameters.
-        """
+        """Copies the outer parameters to the host, by name, in the parameters' shapes."""
         named: dict[str, Tensor] = {}
         for index, fragment in enumerate(self._fragments):
             if mean is not None:

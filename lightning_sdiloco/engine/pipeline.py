@@ -44,16 +44,7 @@ _SEND, _AVERAGE, _STEP = range(3)
 
 
 class _Kept(NamedTuple):
-    """Holds what a rank keeps for itself from stage to stage.
-
-    Attributes:
-        all_reduce: How outer gradients become their mean in this flight.
-        memory: Error feedback of the shard if the group counts.
-        tuning: What else the compression takes over from it if the group counts.
-        spans: When the parts of the flight began and ended.
-        lost: What the compression lost, if it is measured.
-        brought: What the group brings to its leg, if not all groups exchange with each other.
-    """
+    """Holds what a rank keeps for itself from stage to stage."""
 
     all_reduce: AllReduce
     memory: Tensor | None
@@ -106,17 +97,7 @@ class _Traffic(NamedTuple):
 
 
 class Pipeline:
-    """Sends what a launch read and receives what a landing applies.
-
-    Everything here runs in the background. It reads the records of the fragments and never writes to them.
-
-    Args:
-        fragments: The records.
-        topology: The ranks of this group and the way to the others.
-        settings: How outer gradients are encoded, exchanged and weighed.
-        kernels: What encodes and takes the means.
-        diagnoses: Whether to measure how far the groups agree.
-    """
+    """Sends what a launch read and receives what a landing applies."""
 
     def __init__(
         self,
@@ -291,11 +272,7 @@ class Pipeline:
     def _assembled(
         self, snapshot: LaunchSnapshot, averaged: "_Averaged"
     ) -> tuple[Tensor, Tensor | None, "_Traffic", float]:
-        """Puts the mean of the whole shard together, if this group averaged a part of it.
-
-        Returns:
-            The mean, what the second rounding lost, what a second hop took, and all seconds on the link.
-        """
+        """Puts the mean of the whole shard together, if this group averaged a part of it."""
         sent = averaged.onward
         if sent is None:
             assert averaged.mean is not None, "what is not sent on is the mean"
@@ -351,10 +328,7 @@ class Pipeline:
     def _collect(
         self, posted: Sequence[tuple[Exchange[Any], Any]], snapshot: LaunchSnapshot, stage: int
     ) -> tuple[list[list[Tensor]], _Traffic]:
-        """Waits for the messages of all groups.
-
-        A rank that misses one tells its group, so that all its ranks end alike. In-group collective.
-        """
+        """Waits for the messages of all groups."""
         before = [(exchange.bytes_sent, exchange.bytes_received) for exchange, _ in posted]
         messages, arrived = list[list[Tensor]](), list[float]()
         missing: Unanswered | None = None
@@ -416,10 +390,7 @@ class Pipeline:
             )
 
     def _mean_buffers(self, tails: Sequence[Tensor], count: Count, snapshot: LaunchSnapshot) -> dict[int, Tensor]:
-        """Returns the plain mean of the buffers that travel, over the groups that count. In-group collective.
-
-        Rank 0 of a group speaks for it.
-        """
+        """Returns the plain mean of the buffers that travel, over the groups that count. In-group collective."""
         if not snapshot.travelling or not count.factors:
             return {}
         own = [snapshot.buffers[index] for index in snapshot.travelling]

@@ -17,18 +17,7 @@ def recover(
     inner_optimizers: Sequence[Optimizer],
     in_group: Communicator,
 ) -> None:
-    """Takes the outer values wherever local ones are not finite. In-group collective.
-
-    Values that are not finite spread over the whole model within one inner step, so the fragment that landed would not
-    stay finite if the others were left as they are.
-
-    Args:
-        model: The model.
-        fragments: Its fragments.
-        landed: The fragment that has just landed and holds outer values.
-        inner_optimizers: Their state is dropped where it is not finite, so that it starts afresh.
-        in_group: The ranks of the group.
-    """
+    """Takes the outer values wherever local ones are not finite. In-group collective."""
     reshard(model)
     # All ranks of the group do the same, also where they hold different parts.
     finite = _on_all_ranks([fragment.layout.is_finite() for fragment in fragments], in_group)

@@ -19,12 +19,7 @@ from lightning_sdiloco.engine.start import cut
 
 
 class NamedOuter(NamedTuple):
-    """Holds the outer state of all fragments, whole, by name.
-
-    Attributes:
-        parameters: Outer parameters with their outer optimizer state.
-        buffers: Outer buffers.
-    """
+    """Holds the outer state of all fragments, whole, by name."""
 
     parameters: Mapping[str, OuterParameter]
     buffers: Mapping[str, Tensor]
@@ -43,10 +38,7 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
 
 @torch.no_grad()
 def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator) -> None:
-    """Takes outer state by name. What is not named keeps its local value, and starts without momentum.
-
-    In-group collective.
-    """
+    """Takes outer state by name. What is not named keeps its local value, and starts without momentum."""
     # All fragments of a round see the same learning rate, also those that are new.
     rounds = max((parameter.rounds for parameter in outer.parameters.values()), default=0)
     for fragment in fragments:
@@ -60,16 +52,7 @@ def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: 
 
 @torch.no_grad()
 def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: NamedOuter, topology: Topology) -> None:
-    """Prepares a model for being cut anew: what was frozen takes its outer value, what is new that of the first group.
-
-    All ranks must call it.
-
-    Args:
-        model: The model.
-        fragments: The fragments into which it was cut before.
-        outer: Their outer state.
-        topology: All ranks.
-    """
+    """Prepares a model for being cut anew: what was frozen takes its outer value, new that of group 0."""
     now = trainable(model)
     frozen = {name: parameter.values for name, parameter in outer.parameters.items() if name not in now}
     for fragment in fragments:
@@ -88,18 +71,7 @@ def has_other_parameters(model: nn.Module, fragments: Sequence[FragmentState]) -
 def cut_again(
     model: nn.Module, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
 ) -> tuple[Fragment, ...]:
-    """Cuts a model anew after parameters were frozen or became trainable. All ranks must call it.
-
-    Args:
-        model: The model.
-        fragments: The fragments into which it was cut before.
-        settings: How to cut it.
-        topology: All ranks.
-
-    Raises:
-        ValueError: If parameters are sharded, other parameters are trainable in other ranks, or the fragments that were
-            asked for do not fit the model any more.
-    """
+    """Cuts a model anew after parameters were frozen or became trainable. All ranks must call it."""
     if any(is_sharded(parameter) for fragment in fragments for parameter in fragment.layout.parameters):
         raise ValueError(
             "Parameters were frozen or became trainable since training began. FSDP2 does not follow: what became"
@@ -110,15 +82,7 @@ def cut_again(
 
 
 def require_same_fragments(fragments: Sequence[FragmentState], saved: Sequence[Mapping[str, object]]) -> None:
-    """Refuses a state that was saved with other fragments.
-
-    Args:
-        fragments: The fragments of this engine.
-        saved: The fragments of the state.
-
-    Raises:
-        ValueError: If their parameters differ.
-    """
+    """Refuses a state that was saved with other fragments."""
     names = [list(fragment.layout.names) for fragment in fragments]
     if [fragment["names"] for fragment in saved] != names:
         raise ValueError(

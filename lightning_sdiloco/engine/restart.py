@@ -17,13 +17,7 @@ State = dict[str, Any]
 
 
 class Restart(NamedTuple):
-    """Holds what rounds start anew from.
-
-    Attributes:
-        parameters: Outer parameters and momentum by name.
-        buffers: Outer buffers by name, of the fragments that have landed.
-        counts: What happened before, as far as all ranks have it in common.
-    """
+    """Holds what rounds start anew from."""
 
     parameters: dict[str, OuterParameter]
     buffers: dict[str, Tensor]
@@ -37,19 +31,7 @@ class Restart(NamedTuple):
 
 
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
-    """Joins the states of the ranks of an earlier run.
-
-    Flights are landed if the payloads of all groups are there. Otherwise they are dropped, and counted. Of groups that
-    held outer parameters of their own it is the mean of those that are there, and flights are dropped.
-
-    Args:
-        groups: The states of every rank of every worker group, None where one is missing.
-        settings: How flights land; for ``"auto"`` the states say it. None if the outer optimizer is not that of the
-            states, so that it has no use for theirs, and flights are dropped.
-
-    Raises:
-        ValueError: If no worker group is complete.
-    """
+    """Joins the states of the ranks of an earlier run."""
     whole = [[state for state in group if state is not None] for group in groups if None not in group]
     if not whole:
         raise ValueError(
@@ -116,14 +98,7 @@ def _shard(fragment: State, with_state: bool) -> OuterState:
 
 
 class _EarlierFlights:
-    """Lands the flights of complete groups as these would have landed them.
-
-    Args:
-        groups: The states of all ranks.
-        shards: The outer state of every rank of a group, by fragment; landings replace it.
-        buffers: The outer buffers of every fragment by name; landings replace them.
-        settings: How flights land.
-    """
+    """Lands the flights of complete groups as these would have landed them."""
 
     def __init__(
         self,

@@ -41,15 +41,7 @@ _KEPT_BYTES = 12
 
 
 class Means(NamedTuple):
-    """Holds what all rounds of an engine share.
-
-    Attributes:
-        storage: Where outer state rests.
-        kernels: What encodes and takes the means.
-        background: What runs the stages of flights.
-        inner_optimizers: The optimizers whose state is dropped where it is not finite.
-        link: What the link of this rank carries.
-    """
+    """Holds what all rounds of an engine share."""
 
     storage: OuterStorage
     kernels: Kernels
@@ -59,27 +51,7 @@ class Means(NamedTuple):
 
 
 class Rounds:
-    """Runs the rounds of a model that is cut in one way, and knows which of its fragments are in flight.
-
-    A launch reads a fragment, takes a snapshot and starts its flight. A landing waits for the flight, commits its
-    result, and mixes it into the model. What happens in between is in `Pipeline`; all that is remembered of a fragment
-    is in `FragmentState`.
-
-    Args:
-        model: The model; its values are the first outer ones.
-        fragments: Its fragments.
-        settings: The settings.
-        topology: The ranks of this group and the way to the others.
-        means: What is the same for the rounds after these.
-        diagnoses: Whether to measure at every landing how far the groups agree.
-
-    Attributes:
-        began_at: The inner step after which the rounds began.
-        schedule: When fragments launch and land, counted from there.
-        partition: The fragments: names and sizes in bytes of their parameters.
-        fragments: The record of every fragment.
-        flights: What is in flight, in the order of the launches.
-    """
+    """Runs the rounds of a model that is cut in one way, and knows which of its fragments are in flight."""
 
     def __init__(
         self,
@@ -129,12 +101,7 @@ class Rounds:
         return self._settings.landing
 
     def begin(self, outer: NamedOuter, began_at: int) -> None:
-        """Begins the rounds from other outer state, by name. In-group collective.
-
-        Args:
-            outer: The outer state. What it does not name keeps its local value, and starts without momentum.
-            began_at: The inner step after which the rounds begin.
-        """
+        """Begins the rounds from other outer state, by name. In-group collective."""
         start_from(self.fragments, outer, self._topology.in_group)
         self._begin_at(began_at)
 
@@ -159,14 +126,7 @@ class Rounds:
 
     @torch.no_grad()
     def launch(self, index: int, step: int, mailbox: Mailbox, purpose: Purpose = Purpose.ROUND) -> None:
-        """Launches a fragment.
-
-        Args:
-            index: The fragment.
-            step: The inner step of the launch.
-            mailbox: Whose requests it takes along.
-            purpose: What it is for.
-        """
+        """Launches a fragment."""
         began = time.perf_counter()
         with record_function("sdiloco::launch"):
             fragment, deadline = self.fragments[index], self._deadline()
@@ -194,13 +154,7 @@ class Rounds:
 
     @torch.no_grad()
     def launch_gradients(self, step: int, mailbox: Mailbox, trains: bool) -> None:
-        """Launches the gradients of all fragments for their mean, which takes their place when it lands.
-
-        Args:
-            step: The inner step that they belong to.
-            mailbox: Whose requests they take along.
-            trains: Whether this group has any.
-        """
+        """Launches the gradients of all fragments for their mean, which takes their place when it lands."""
         for fragment in self.fragments:
             began = time.perf_counter()
             with record_function("sdiloco::launch"):
@@ -230,12 +184,7 @@ class Rounds:
 
     @torch.no_grad()
     def group_mean(self, step: int, counts: Counts) -> GroupMean:
-        """Takes the mean of the local values, a few fragments at a time; see [Note: the mean of the groups].
-
-        Args:
-            step: The inner step.
-            counts: Where the bytes are counted.
-        """
+        """Takes the mean of the local values, a few fragments at a time; see [Note: the mean of the groups]."""
         purpose, flying, landed = self.purpose_of_mean(step), deque[Pending[SyncResult]](), list[_Mean]()
         for fragment in self.fragments:
             if len(flying) == self.most_at_once:
@@ -246,26 +195,14 @@ class Rounds:
 
     @torch.no_grad()
     def launch_mean(self, step: int, counts: Counts) -> Callable[[], GroupMean]:
-        """Launches every fragment for what `group_mean` returns, for groups in one process that take turns.
-
-        Args:
-            step: The inner step.
-            counts: Where the bytes are counted.
-
-        Returns:
-            What waits for the mean and returns it.
-        """
+        """Launches every fragment for what `group_mean` returns, for groups in one process that take turns."""
         purpose = self.purpose_of_mean(step)
         snapshots = [fragment.snapshot(step, self._deadline(), purpose) for fragment in self.fragments]
         flying = [self._fly(snapshot) for snapshot in snapshots]
         return lambda: _joined([self._land_mean(flight, counts) for flight in flying])
 
     def purpose_of_mean(self, step: int) -> Purpose:
-        """Returns what a flight for the mean of the local values is for, after an inner step.
-
-        Within the warm-up the outer values of the groups may differ: by what unlike hardware rounds in unlike ways, or
-        because one was idle. On a route that does not share they do differ.
-        """
+        """Returns what a flight for the mean of the local values is for, after an inner step."""
         if not self._settings.shares:
             return Purpose.START
         return Purpose.START if 0 < step - self.began_at < self.schedule.warmup_steps else Purpose.MEAN
@@ -282,15 +219,7 @@ class Rounds:
 
     @torch.no_grad()
     def land(self, step: int) -> Landing:
-        """Lands the fragment that was launched first.
-
-        Args:
-            step: The inner step of the landing.
-
-        Raises:
-            ExchangeError: If a worker group did not answer in time, or went away.
-            AgreementError: If the groups do not hold the same outer parameters, or none has finite values.
-        """
+        """Lands the fragment that was launched first."""
         flight = self.flights.pop(0)
         with record_function("sdiloco::land"):
             began = time.perf_counter()
@@ -355,11 +284,7 @@ class Rounds:
         return step - self.began_at - self.schedule.warmup_steps
 
     def require_no_launch(self, step: int, settings: Settings) -> None:
-        """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then.
-
-        Raises:
-            RuntimeError: If one was or would have been.
-        """
+        """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then."""
         steps, own = step - self.began_at, self._settings.sync_every
         if self.flights or steps >= min(own, settings.sync_every):
             raise RuntimeError(
@@ -379,11 +304,7 @@ class Rounds:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned; `start_flights` then restores what was in flight.
-
-        Raises:
-            ValueError: If the state is that of other fragments, or of another outer optimizer or schedule of its rate.
-        """
+        """Restores what `state_dict` returned; `start_flights` then restores what was in flight."""
         require_same_fragments(self.fragments, state["fragments"])
         for what, now in self.described().items():
             if state["described"][what] != now:

@@ -74,15 +74,7 @@ class WorkerGroups:
 
 
 def default_topology(worker_groups: int | str | WorkerGroups, timeout: timedelta) -> Topology:
-    """Divides the default process group into worker groups; one group where there is none. All ranks must call it.
-
-    Args:
-        worker_groups: Number of worker groups, or ``"auto"`` for one per process; or those that have been made.
-        timeout: Bound of one flight.
-
-    Raises:
-        ValueError: If it is no number of groups, differs between ranks, or does not divide the ranks.
-    """
+    """Divides the default process group into worker groups; one group where there is none. All ranks must call it."""
     if isinstance(worker_groups, WorkerGroups):
         return worker_groups.topology
     groups = checked_worker_groups(worker_groups)
@@ -95,11 +87,7 @@ def default_topology(worker_groups: int | str | WorkerGroups, timeout: timedelta
 
 
 def checked_micro_batches(trained: int) -> int:
-    """Returns how many micro-batches were trained.
-
-    Raises:
-        ValueError: If it is no such number.
-    """
+    """Returns how many micro-batches were trained."""
     if not isinstance(trained, int) or trained < 0:
         raise ValueError(
             f"trained={trained!r} is no number of micro-batches: it must be a whole number, 0 if the group was idle."
@@ -112,20 +100,7 @@ def checked_micro_batches(trained: int) -> int:
 def agreed_fragments(
     model: nn.Module, settings: Settings, topology: Topology, *, is_site: bool = False
 ) -> tuple[tuple[Fragment, ...], torch.device]:
-    """Makes sure that all ranks start from the same settings and model, and cuts it. All ranks must call it.
-
-    Args:
-        model: The model of this rank. It takes the values of the first group where the groups differ.
-        settings: The settings of this rank.
-        topology: All ranks.
-        is_site: Whether other sites train too.
-
-    Returns:
-        The fragments, and the device on which they are.
-
-    Raises:
-        ValueError: If settings or models differ between ranks, or the model cannot be cut as asked.
-    """
+    """Makes sure that all ranks start from the same settings and model, and cuts it. All ranks must call it."""
     require_same_settings(settings.described(), topology.world)
     check_legs(settings.routing, topology.num_groups)
     require_same_model(model, topology.world)
@@ -137,16 +112,7 @@ def agreed_fragments(
 
 
 def cut(model: nn.Module, settings: Settings) -> Partition:
-    """Cuts a model into fragments.
-
-    Args:
-        model: The model.
-        settings: How to cut it.
-
-    Raises:
-        ValueError: If the model has no trainable parameters, or some that cannot be synchronised, or if the fragments
-            that were asked for do not fit it.
-    """
+    """Cuts a model into fragments."""
     _require_initialised(model)
     parameters = trainable(model)
     _require_real(parameters)
@@ -156,13 +122,7 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
 
 @torch.no_grad()
 def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: Topology) -> None:
-    """Gives ranks that hold the same values of sharded parameters the same bits of them. In-group collective.
-
-    Args:
-        model: The model.
-        fragments: Its fragments.
-        topology: The ranks of this group.
-    """
+    """Gives ranks that hold the same values of sharded parameters the same bits of them. In-group collective."""
     reshard(model)
     for fragment in fragments:
         fragment.layout.align_ranks(fragment.load_outer(), topology.in_group)
@@ -210,13 +170,7 @@ def _say_what_does_not_suit(settings: Settings, num_groups: int) -> None:
 
 
 def say_what_averages_twice(optimizers: Sequence[Optimizer], settings: Settings, topology: Topology) -> None:
-    """Warns once, on one rank, of an inner optimizer that averages its steps under an outer momentum.
-
-    Args:
-        optimizers: The inner optimizers. One that averages has a mode for training and one for evaluation.
-        settings: The settings, with numbers.
-        topology: The ranks of this group.
-    """
+    """Warns once, on one rank, of an inner optimizer that averages its steps under an outer momentum."""
     averaging = [type(one).__name__ for one in optimizers if hasattr(one, "train") and hasattr(one, "eval")]
     momentum = settings.numbers.get("outer_momentum", 0.0)
     if averaging and momentum > 0 and settings.outer_optimizer is None and not topology.rank:

@@ -12,20 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 class Warmup:
-    """Averages the gradients of the groups in the first inner steps; see [Note: warm-up].
-
-    [Note: warm-up] Groups that train alone from the start lose much of what they do, the more of them there are: each
-    takes large steps on the gradients of a small batch. With ``warmup_steps`` they take the mean of their gradients in
-    each of the first inner steps, as data parallelism does, in float32. Then all make the same step, so the local model
-    is the outer one. After the last of these steps the groups take the mean of their local parameters in float32, which
-    changes nothing but what unlike hardware rounded in unlike ways, and the mean of their buffers. Rounds begin as
-    they would have after inner step 0.
-
-    Training waits for gradients, which go through the background like all flights, and take requests along.
-
-    Args:
-        rounds: What launches and lands.
-    """
+    """Averages the gradients of the groups in the first inner steps; see [Note: warm-up]."""
 
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -37,16 +24,7 @@ class Warmup:
         return self._rounds.schedule.is_warmup(step - self._rounds.began_at)
 
     def launch(self, step: int, mailbox: Mailbox, trains: bool) -> int:
-        """Launches the gradients of all fragments in an inner step of the warm-up, and else nothing.
-
-        Args:
-            step: The inner step that they belong to.
-            mailbox: Whose requests they take along.
-            trains: Whether this group has any.
-
-        Returns:
-            How many fragments were launched.
-        """
+        """Launches the gradients of all fragments in an inner step of the warm-up, and else nothing."""
         if not self.is_due(step):
             return 0
         if step != self._step:
@@ -63,15 +41,7 @@ class Warmup:
                 yield self._rounds.land(step)
 
     def missing(self, step: int, idle: bool) -> int:
-        """Returns how often a group that was idle in an inner step has still to take part: as often as in the last.
-
-        Args:
-            step: The inner step, which ends.
-            idle: Whether this group did not train in it.
-
-        Raises:
-            RuntimeError: If a group that trained did not take the mean of its gradients.
-        """
+        """Returns how often a group that was idle in an inner step has still to take part: as often as in the last."""
         if not self.is_due(step) or step == self._step:
             return 0
         if not idle:
@@ -84,19 +54,7 @@ class Warmup:
 
 
 def warmup_steps_of(state: Mapping[str, Any], given: int, *, says: bool) -> int:
-    """Returns how many inner steps the warm-up of a resumed run has.
-
-    Rounds are counted from its end, so once it has ended it stays as it was. Until then it may change; a number that is
-    already past ends it with the next inner step.
-
-    Args:
-        state: The state of the run.
-        given: The number that is given now.
-        says: Whether to warn where it is ignored.
-
-    Raises:
-        ValueError: If the run has trained without a warm-up.
-    """
+    """Returns how many inner steps the warm-up of a resumed run has."""
     steps = state["counts"]["inner_steps"]
     # Earlier versions did not say what it was.
     was = int(state.get("warmup_steps", given))

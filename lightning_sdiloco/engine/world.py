@@ -30,15 +30,7 @@ class World(Protocol):
         ...
 
     def launch_due(self, step: int, mailbox: Mailbox) -> int:
-        """Launches what is due.
-
-        Args:
-            step: The inner step.
-            mailbox: Whose requests a launch takes along.
-
-        Returns:
-            How many fragments were launched.
-        """
+        """Launches what is due."""
         ...
 
     def land_due(self, step: int) -> Iterator[Landing]:
@@ -54,10 +46,7 @@ class World(Protocol):
         ...
 
     def final_exchange(self, step: int, mailbox: Mailbox) -> Iterator[Landing | None]:
-        """Launches every fragment for the mean of the local parameters, a few at a time, and lands it.
-
-        Yields a landing, or None where there is none yet, so that groups in one process can take turns.
-        """
+        """Launches every fragment for the mean of the local parameters, a few at a time, and lands it."""
         ...
 
     def close(self) -> None:
@@ -74,14 +63,7 @@ class World(Protocol):
 
 
 class FixedWorld:
-    """The world of all groups that were launched together: each knows what is due, and nobody asks anybody.
-
-    In a warm-up (see `Warmup`) the outer model is the local one, until the last inner step of it gives all groups the
-    same bits.
-
-    Args:
-        rounds: What launches and lands.
-    """
+    """The world of all groups that were launched together: each knows what is due, and nobody asks anybody."""
 
     requested = 0
     is_over = False

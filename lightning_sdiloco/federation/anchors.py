@@ -8,14 +8,7 @@ from lightning_sdiloco.federation.terms import ANCHOR_EVERY
 
 
 class Anchors:
-    """Knows which states at the hub can be trusted, and when it is time for a new one.
-
-    A state is verified by the next record of every fragment, which says what the sites agreed on. Until then the state
-    before it is kept too.
-
-    Args:
-        headers: The states at the hub, the oldest first.
-    """
+    """Knows which states at the hub can be trusted, and when it is time for a new one."""
 
     def __init__(self, headers: Iterable[StateHeader] = ()) -> None:
         self._states: list[tuple[StateHeader, set[int]]] = [(header, set()) for header in headers]
@@ -48,11 +41,7 @@ class Anchors:
         self._states = sound[last:]
 
     def is_due(self, rounds: Iterable[int]) -> bool:
-        """Tells whether it is time for a new state.
-
-        Args:
-            rounds: How many rounds are closed, by fragment.
-        """
+        """Tells whether it is time for a new state."""
         if not self._states:
             return True
         newest = self._states[-1][0].applied

@@ -90,11 +90,7 @@ class Charter:
 
     @staticmethod
     def from_bytes(data: bytes) -> "Charter":
-        """Reads its text.
-
-        Raises:
-            Malformed: If it is none, or was damaged.
-        """
+        """Reads its text."""
         value = decoded(data, MOST_BYTES)
         if isinstance(value, dict):
             value.pop("key", None)
@@ -123,14 +119,7 @@ class Charter:
         ]
 
     def require_same(self, other: "Charter") -> None:
-        """Refuses another charter than this one, which a site has.
-
-        Args:
-            other: The charter on which the run was founded.
-
-        Raises:
-            ValueError: With what differs.
-        """
+        """Refuses another charter than this one, which a site has."""
         if different := self.differences(other):
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             raise ValueError(

@@ -16,21 +16,7 @@ from lightning_sdiloco.federation.terms import RETENTION, Terms
 
 
 class Follower:
-    """Follows the records of a run for one site. Times are in seconds, on any clock that never goes back.
-
-    Args:
-        terms: The terms of the run.
-        charter: The key of its charter.
-        site: The name of the site.
-        life: A random number of this start, 16 hexadecimal digits.
-        patience: How long it trains without the hub before it gives up.
-        step: Inner steps that the site has trained so far.
-        late: What becomes of a flight that came too late: `Landing.CARRY` or `Landing.DROP`.
-
-    Attributes:
-        fragments: What is remembered of every fragment.
-        reachable: Whether the hub is.
-    """
+    """Follows the records of a run for one site. Times are in seconds, on any clock that never goes back."""
 
     def __init__(
         self,
@@ -60,11 +46,7 @@ class Follower:
     # The hub
 
     def found(self, digests: Sequence[int]) -> None:
-        """Begins at round 0 with the outer parameters that this site has: only the founder does, and only once.
-
-        Args:
-            digests: Of its outer parameters, by fragment.
-        """
+        """Begins at round 0 with the outer parameters that this site has: only the founder does, and only once."""
         for own, digest in zip(self.fragments, digests, strict=True):
             own.digest = digest
 
@@ -101,11 +83,7 @@ class Follower:
         return [own.fragment for own, launch in zip(self.fragments, standing, strict=True) if own.meet(launch)]
 
     def lose(self, now: float) -> None:
-        """Hears that the hub cannot be reached, and again whenever another try has failed. Training goes on.
-
-        Raises:
-            ExchangeError: If patience is over.
-        """
+        """Hears that the hub cannot be reached, and again whenever another try has failed. Training goes on."""
         self.reachable = False
         self._alone_since = now if self._alone_since is None else self._alone_since
         if now - self._alone_since > self._patience:
@@ -122,10 +100,7 @@ class Follower:
 
     @property
     def wants_state(self) -> bool:
-        """Whether to ask for a state: there is none, or it is the shorter way.
-
-        Where records and payloads suffice, they go on landing meanwhile, and bring the site back if nobody has a state.
-        """
+        """Whether to ask for a state: there is none, or it is the shorter way."""
         return self.lag > RETENTION or not all(own.is_sound for own in self.fragments)
 
     @property
@@ -144,22 +119,13 @@ class Follower:
             own.call = call
 
     def learn(self, record: Record) -> None:
-        """Takes a record, in any order, once or more often.
-
-        Raises:
-            AgreementError: If it belongs to another history than what this site has applied.
-        """
+        """Takes a record, in any order, once or more often."""
         self.fragments[record.fragment].learn(record)
 
     # Training
 
     def trained(self, samples: int, steps: int = 1) -> None:
-        """Counts an inner step, or those that were made before the site joined.
-
-        Args:
-            samples: How many samples it took, over all ranks of the site.
-            steps: How many inner steps.
-        """
+        """Counts an inner step, or those that were made before the site joined."""
         for own in self.fragments:
             own.steps += steps
             own.samples += samples
@@ -196,29 +162,12 @@ class Follower:
         finite: bool = True,
         norm_squared: float = 0.0,
     ) -> Contribution | None:
-        """Launches a fragment.
-
-        Args:
-            fragment: The fragment, one of `launches`.
-            step: The inner step.
-            digest: Of the outer parameters now.
-            payloads: The outer gradient, encoded.
-            finite: Whether all its values are.
-            norm_squared: Its squared norm.
-
-        Returns:
-            What to send; None if the outer parameters are not those of the last landing, so that a state is needed.
-        """
+        """Launches a fragment."""
         begun = self.begin(fragment, step)
         return self.complete(replace(begun, digest=digest, payloads=payloads, finite=finite, norm_squared=norm_squared))
 
     def begin(self, fragment: int, step: int) -> Contribution:
-        """Does the first half of `launch`, for those who encode while training goes on.
-
-        Returns:
-            What is to be launched, without payloads, and with the digest that the outer parameters should have. Where
-            it is `exact`, payloads are float32.
-        """
+        """Does the first half of `launch`, for those who encode while training goes on."""
         own = self.fragments[fragment]
         assert own.digest is not None, "what has no outer parameters cannot launch"
         sent = Contribution(
@@ -237,14 +186,7 @@ class Follower:
         return sent
 
     def complete(self, sent: Contribution) -> Contribution | None:
-        """Does the second half of `launch`.
-
-        Args:
-            sent: What `begin` returned, with payloads, and with the digest that the outer parameters have.
-
-        Returns:
-            What to send; None if there is nothing to send any more, or a state is needed.
-        """
+        """Does the second half of `launch`."""
         own = self.fragments[sent.fragment]
         if own.flight is None or own.flight.own.payloads or own.flight.own.round != sent.round:
             return None
@@ -262,39 +204,19 @@ class Follower:
     # Landing
 
     def due(self, step: int) -> list[Record]:
-        """Returns the records that land after an inner step, at most one of every fragment; then it may be asked again.
-
-        A flight lands ``overlap_steps`` after its launch, or when its record is there, whichever is later. Without a
-        flight a record lands at once.
-        """
+        """Returns the records that land after an inner step, at most one of every fragment; ask again after landing."""
         # Who trains no more has nothing to overlap with.
         overlap = 0 if self._finishing else self.terms.overlap_steps
         return [record for own in self.fragments if (record := own.due(step, overlap))]
 
     def waits(self, step: int, now: float) -> float:
-        """Returns for how many seconds training waits for a landing now. It never does while the hub cannot be reached.
-
-        It waits where a flight has not landed ``sync_every - 1`` steps after its launch, once for every flight, and not
-        longer than the grace and a second.
-        """
+        """Returns for how many seconds training waits for a landing; 0 while the hub cannot be reached."""
         flights = [own.flight for own in self.fragments if own.flight and self.reachable]
         # Every flight is asked, so that all their waits begin together.
         return max((flight.waits(step, now, self.terms) for flight in flights), default=0.0)
 
     def land(self, record: Record, before: int, after: int) -> Landing:
-        """Lands a record.
-
-        Args:
-            record: One of `due`.
-            before: The digest of the outer parameters to which it is applied.
-            after: The digest of those that come of it.
-
-        Returns:
-            What to do to the values. With `REFUSE` the new outer parameters are dropped.
-
-        Raises:
-            AgreementError: If a round is refused again, after a state was fetched.
-        """
+        """Lands a record."""
         own = self.fragments[record.fragment]
         if before != record.digest:
             own.refuse(record.round)
@@ -312,19 +234,7 @@ class Follower:
         return StateHeader(tuple(own.applied for own in self.fragments), digests)
 
     def adopt(self, state: StateHeader, digests: Sequence[int]) -> dict[int, Landing]:
-        """Takes over the state of a donor, or the anchor. Then the site says hello again, for the records after it.
-
-        Args:
-            state: What it says of itself.
-            digests: Of the outer parameters that came, by fragment, computed here.
-
-        Returns:
-            What to do to the values of each fragment that is taken over; the others stay as they are.
-
-        Raises:
-            Refused: If it is not what it says, not what the records say, or so old that payloads are gone. Then nothing
-                has changed, and another donor is asked.
-        """
+        """Takes over the state of a donor, or the anchor. Then the site says hello again, for the records after it."""
         for own, position, said, digest in zip(self.fragments, state.applied, state.digests, digests, strict=True):
             _require_sound(own, position, said, digest)
         landings = {}
@@ -345,15 +255,7 @@ class Follower:
         return {"fragments": [own.described() for own in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Any], digests: Sequence[int]) -> None:
-        """Restores what `state_dict` returned. This life goes on where the other one was.
-
-        Args:
-            state: What was saved.
-            digests: Of the outer parameters that were loaded, by fragment, computed now.
-
-        Raises:
-            ValueError: If the outer parameters are not those that were saved.
-        """
+        """Restores what `state_dict` returned. This life goes on where the other one was."""
         loaded = [Progress.restored(fragment, own, self._late) for fragment, own in enumerate(state["fragments"])]
         for own, digest in zip(loaded, digests, strict=True):
             if own.digest not in (digest, None):

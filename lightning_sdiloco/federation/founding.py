@@ -28,15 +28,7 @@ class Founding:
         self._charters: dict[str, Charter] = {}
 
     def hello(self, site: str, charter: Charter) -> bool:
-        """Takes a site in; returns whether there are enough now.
-
-        Args:
-            site: Its name. It may say hello again: the last word counts.
-            charter: Its charter.
-
-        Raises:
-            ValueError: If another site was there before with a charter that differs; with what differs.
-        """
+        """Takes a site in; returns whether there are enough now."""
         for other in (own for name, own in self._charters.items() if name != site):
             charter.require_same(other)
         self._charters[site] = charter

@@ -47,15 +47,7 @@ class Answer(Enum):
 
 @dataclass
 class Member:
-    """Holds what the ledger knows of a site.
-
-    Attributes:
-        life: Its life.
-        until: When its lease ends.
-        follows: Whether it can contribute.
-        applied: The rounds that have landed at the site, by fragment.
-        connected: Whether it has said hello to this hub and has not gone since.
-    """
+    """Holds what the ledger knows of a site."""
 
     life: str
     until: float
@@ -66,14 +58,7 @@ class Member:
 
 @dataclass
 class OpenRound:
-    """Holds what was contributed to a round so far.
-
-    Attributes:
-        here: The contributions by site.
-        arrived: When each site contributed, or said that it will not.
-        opened: When the first contribution came; None if that was before the hub was started.
-        undecided_since: Since when no camp is the largest.
-    """
+    """Holds what was contributed to a round so far."""
 
     opened: float | None = None
     here: dict[str, Contribution] = field(default_factory=dict)
@@ -82,27 +67,7 @@ class OpenRound:
 
 
 class Ledger:
-    """Decides what counts; see [Note: durable before visible].
-
-    Args:
-        terms: The terms of the run.
-        charter: The key of its charter, with which all chains begin.
-        now: The time, in seconds, on a clock that never goes back. All times are of that clock.
-        records: All records so far, in the order of their numbers.
-        contributions: What was contributed to rounds that are still open.
-        anchors: The states at the hub, the oldest first.
-        quorum: When rounds close; by default what the terms say, which must be a quorum of this package.
-        evicted: Who was evicted before: sites, with their lives.
-
-    Attributes:
-        seq: The number of the next record.
-        closed: The last record of every fragment.
-        members: The sites that are known, by name.
-        open: The rounds that are open, by fragment.
-        anchors: The states at the hub.
-        evicted: The sites that were thrown out, each with its life.
-        quorum: When rounds close.
-    """
+    """Decides what counts; see [Note: durable before visible]."""
 
     def __init__(
         self,
@@ -144,11 +109,7 @@ class Ledger:
     # Who is there
 
     def hello(self, hello: Hello, now: float) -> Welcome:
-        """Takes a site in. It is not waited for before it has beaten.
-
-        Raises:
-            Refused: If a living process uses its name, or it was evicted.
-        """
+        """Takes a site in. It is not waited for before it has beaten."""
         member = self.members.get(hello.site)
         if (hello.site, hello.life) in self.evicted:
             raise Refused(f"{hello.site} was evicted from the run: ask its operator")
@@ -168,11 +129,7 @@ class Ledger:
         return tuple(Standing(fragment, one.life) for fragment, one in own if not one.reason)
 
     def beat(self, beat: Beat, now: float) -> None:
-        """Renews the lease of a site.
-
-        Raises:
-            Refused: If the ledger does not know this life: the site says hello again.
-        """
+        """Renews the lease of a site."""
         member = self._member(beat.site, beat.life)
         member.until = now + self.terms.lease
         member.follows, member.applied = beat.follows, beat.applied
@@ -216,15 +173,7 @@ class Ledger:
     # What is contributed
 
     def examine(self, own: Contribution, life: str) -> Answer:
-        """Says what will be answered to a contribution, and changes nothing.
-
-        Args:
-            own: The contribution. Its life may be an earlier one than that which sends it: a flight from a checkpoint.
-            life: The life of the site that sends it.
-
-        Raises:
-            Refused: If that life has not said hello, or the contribution rests on records that the ledger lacks.
-        """
+        """Says what will be answered to a contribution, and changes nothing."""
         self._member(own.site, life)
         if not 0 <= own.fragment < self.terms.fragments:
             raise Refused(f"there is no fragment {own.fragment}, only {self.terms.fragments}")
@@ -241,13 +190,7 @@ class Ledger:
         return Answer.KNOWN if round and own.site in round.here else Answer.OPEN
 
     def contribute(self, own: Contribution, life: str, now: float) -> Answer:
-        """Takes a contribution that is durable; with `OPEN` as the answer, everybody is told of the `call`.
-
-        Of one that is `LATE` it takes the time, if all its payloads are there.
-
-        Raises:
-            Refused: As `examine` does.
-        """
+        """Takes a contribution that is durable; with `OPEN` as the answer, everybody is told of the `call`."""
         answer = self.examine(own, life)
         if answer is Answer.OPEN:
             self._take(own, now, now)
@@ -265,11 +208,7 @@ class Ledger:
         round.arrived[own.site] = now
 
     def skip(self, site: str, life: str, call: Call, now: float) -> None:
-        """Hears that a site will not answer a call: it has trained too little. The round does not wait for it.
-
-        Raises:
-            Refused: If that life has not said hello.
-        """
+        """Hears that a site will not answer a call: it has trained too little. The round does not wait for it."""
         self._member(site, life)
         round = self.open.get(call.fragment)
         if round and call == self._call(call.fragment):
@@ -289,12 +228,7 @@ class Ledger:
     # What counts
 
     def due(self, now: float) -> list[Record]:
-        """Returns the records of the rounds that close now. They count once they are appended.
-
-        Raises:
-            AgreementError: If a round cannot be decided, and no other one closes: the sites hold different outer
-                parameters and no witness can tell which are right, or none has finite values.
-        """
+        """Returns the records of the rounds that close now. They count once they are appended."""
         records: list[Record] = []
         undecided: list[AgreementError] = []
         sites = self._contributors(now)
@@ -366,11 +300,7 @@ class Ledger:
         return Record(seq, fragment, call.round, key, tuple(camp), left_out, call.final, timings)
 
     def append(self, record: Record) -> None:
-        """Takes a record that is durable.
-
-        Raises:
-            AgreementError: If it does not follow on the last one: the ledger was damaged.
-        """
+        """Takes a record that is durable."""
         closed = self.closed[record.fragment]
         if (record.seq, record.round, record.previous) != (self.seq, closed.round + 1, closed.key):
             raise AgreementError(
@@ -404,19 +334,7 @@ class Ledger:
     # States
 
     def source(self, site: str, now: float, without: Collection[str] = ()) -> str | StateHeader | None:
-        """Says where a site gets a state: from a donor, by name, or from the anchor.
-
-        A donor is a site that follows, of those the one that has applied most.
-
-        Args:
-            site: Who needs it.
-            now: The time.
-            without: Donors that were asked before and did not answer.
-
-        Returns:
-            None if nobody has a state. The run then waits for a site that comes back with one: it never begins afresh.
-            What comes from the anchor needs the payloads of all rounds since, and they are `kept`.
-        """
+        """Says where a site gets a state: from a donor, by name, or from the anchor."""
         donors = [other for other in self._contributors(now) if other != site and other not in without]
         donors = [other for other in donors if self.members[other].connected]
         if donors:
@@ -425,11 +343,7 @@ class Ledger:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The first round of every fragment whose payloads are kept: the last rounds, and all since the anchor.
-
-        So a site that has a state can always come back without one, and the run goes on from the anchor if there is
-        none. Equal payloads have one key: what goes must not be named by a later record or an open contribution.
-        """
+        """The first round of every fragment whose payloads are kept: the last rounds, and all since the anchor."""
         best = self.anchors.best
         anchored = (
             [position.round for position in best.applied] if best else [position.round for position in self.closed]

@@ -37,25 +37,13 @@ class Message:
 
     @classmethod
     def from_bytes(cls: type[Said], data: bytes) -> Said:
-        """Reads its text.
-
-        Raises:
-            Malformed: If it is none of this kind.
-        """
+        """Reads its text."""
         return cls(**fields_of(decoded(data, MOST_BYTES), cls.__name__.lower(), **cls._checks))
 
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Says who a site is and what it has.
-
-    Attributes:
-        run: The run that it belongs to.
-        site: Its name, which must be that of its certificate.
-        life: A random number of this start of the site, 16 hexadecimal digits.
-        charter: The key of its charter.
-        applied: Its applied vector; round 0 everywhere if it has nothing.
-    """
+    """Says who a site is and what it has."""
 
     run: str
     site: str
@@ -74,14 +62,7 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a round: somebody has launched for it, or it is the last.
-
-    Attributes:
-        fragment: The fragment.
-        round: The round.
-        final: Whether it is the last of its fragment: then everybody launches, with as few steps as there may be, and
-            in float32.
-    """
+    """Calls a round: somebody has launched for it, or it is the last."""
 
     fragment: int
     round: int
@@ -95,12 +76,7 @@ class Call(Message):
 
 
 class Standing(NamedTuple):
-    """Tells which life of a site has contributed to the round of a fragment that is open.
-
-    Attributes:
-        fragment: The fragment.
-        life: The life that trained it.
-    """
+    """Tells which life of a site has contributed to the round of a fragment that is open."""
 
     fragment: int
     life: str
@@ -117,13 +93,7 @@ def _standing(value: Any, name: str) -> Standing:
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """Says what the hub has. A site that has applied more, or something else, refuses it.
-
-    Attributes:
-        closed: The last record of every fragment.
-        kept: The first round of every fragment whose payloads can be had.
-        standing: What this site has contributed to the rounds after these, and may count there.
-    """
+    """Says what the hub has. A site that has applied more, or something else, refuses it."""
 
     closed: tuple[Position, ...]
     kept: tuple[int, ...]
@@ -138,14 +108,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Beat(Message):
-    """Says that a site trains: the one sign of life that counts.
-
-    Attributes:
-        site: Its name.
-        life: Its life.
-        follows: Whether it can contribute; not while it needs a state, or is too far behind.
-        applied: The rounds that have landed, by fragment.
-    """
+    """Says that a site trains: the one sign of life that counts."""
 
     site: str
     life: str
@@ -162,12 +125,7 @@ class Beat(Message):
 
 @dataclass(frozen=True)
 class StateHeader(Message):
-    """Describes an outer state: that of a donor, or the anchor.
-
-    Attributes:
-        applied: Where it stands, by fragment.
-        digests: The digests of its outer parameters, by fragment.
-    """
+    """Describes an outer state: that of a donor, or the anchor."""
 
     applied: tuple[Position, ...]
     digests: tuple[int, ...]

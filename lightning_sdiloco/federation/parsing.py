@@ -37,15 +37,7 @@ def key_of(data: bytes) -> str:
 
 
 def decoded(data: bytes, most: int) -> Any:
-    """Reads JSON.
-
-    Args:
-        data: The text.
-        most: How many bytes there may be.
-
-    Raises:
-        Malformed: If it is longer, is no JSON, says a key twice, or has a number that is none.
-    """
+    """Reads JSON."""
     if len(data) > most:
         raise Malformed(f"{len(data):,} bytes are more than the {most:,} that are read")
     try:

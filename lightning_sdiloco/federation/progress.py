@@ -25,22 +25,7 @@ from lightning_sdiloco.federation.terms import Terms
 
 
 class Landing(Enum):
-    """What a landing does to the local parameters and to what is held.
-
-    ``MIX``: the own flight counts. Local and outer parameters are mixed; what was trained since the launch stays held.
-
-    ``DROP``: the own flight came too late, and counts nowhere. Local and outer parameters are mixed all the same; what
-    was trained since the launch stays held.
-
-    ``CARRY``: nothing of the own counts, or only what is apart from all that is held. The local parameters move by as
-    much as the outer ones, so that the outer gradient stays what it was, and the flight is held again.
-
-    ``TAKE``: the local parameters become the outer ones, and nothing is held any more: an earlier life has counted what
-    is in them, or they are not finite, or the run is over.
-
-    ``REFUSE``: the outer parameters are not those that the record was measured against. Nothing changes, and the
-    fragment needs a state.
-    """
+    """What a landing does to the local parameters and to what is held."""
 
     MIX = "mix"
     DROP = "drop"
@@ -51,14 +36,7 @@ class Landing(Enum):
 
 @dataclass
 class Flight:
-    """Holds what a site has launched and not landed.
-
-    Attributes:
-        own: The contribution; without payloads as long as they are being encoded.
-        launched_at: The inner step of the launch.
-        steps: Inner steps that it holds.
-        waits_since: Since when training waits for it, in seconds; None if it does not.
-    """
+    """Holds what a site has launched and not landed."""
 
     own: Contribution
     launched_at: int
@@ -76,32 +54,7 @@ class Flight:
 
 @dataclass
 class Progress:
-    """Holds all that a site remembers of a fragment.
-
-    Attributes:
-        fragment: The fragment.
-        applied: How far the records have landed.
-        launched_at: The inner step of the last launch, from which the next one is due.
-        digest: Of the outer parameters after the last landing; None if they are not right, or there are none: then the
-            fragment needs a state.
-        steps: Inner steps that are held; see [Note: the weight of a site].
-        samples: Samples that are held.
-        flight: What is in flight.
-        call: The last call of a round.
-        skipped: The last round that was called and not answered.
-        ended: Whether the last round of the run has landed.
-        records: Records that have not landed, by round.
-        closed: The last round that is known to be closed.
-        kept: The first round whose payloads can be had.
-        refused: The last round that was measured against other outer parameters than those here.
-        late: What becomes of a flight that came too late: it is dropped, or carried.
-        dropped: Whether one was dropped since something of this site counted. It is not done twice in a row, so that a
-            site that is always late is heard.
-        is_fresh: Whether nothing is held that was launched before, by whatever life: its values were taken in this one.
-        apart: A launch of an earlier life of which nothing is held, as a checkpoint says; see [Note: what an earlier
-            life has launched].
-        standing: The last launch that a hub has named, in a round that was open.
-    """
+    """Holds all that a site remembers of a fragment."""
 
     fragment: int
     applied: Position
@@ -135,11 +88,7 @@ class Progress:
 
     @property
     def has_joined(self) -> bool:
-        """Whether all that is closed has landed, but for a flight, which lands in its time, and what comes after it.
-
-        Of these the records must be here, with their payloads if needed: who is cut off before would train in vain
-        where an earlier life counts in one of them.
-        """
+        """Whether all that is closed has landed, but for a flight, which lands in its time, and what comes after it."""
         if self.flight is None or self.is_overtaken:
             return self.applied.round >= self.closed
         return all(round in self.records for round in range(self.next_round, self.closed + 1))
@@ -160,11 +109,7 @@ class Progress:
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether a record counts what an earlier life launched after the flight, or in its place.
-
-        Then nothing of what is held can be kept, and the flight lands at once: what was trained until its time would be
-        lost.
-        """
+        """Whether a record counts what an earlier life launched after the flight, or in its place."""
         if self.flight is None:
             return False
         own = self.flight.own
@@ -176,12 +121,7 @@ class Progress:
         return self.is_fresh or mine.launch == self.apart
 
     def meet(self, standing: Launch | None) -> bool:
-        """Hears which launch of this site stands in the round that is open at the hub.
-
-        Returns:
-            Whether the site begins again from the outer values: an earlier life has launched what is held. Then nothing
-            is held any more, and nothing is in flight; see [Note: what an earlier life has launched].
-        """
+        """Hears which launch of this site stands in the round that is open at the hub."""
         self.standing = standing
         known = self.flight.own.launch if self.flight else None
         if standing is None or standing in (known, self.apart):
@@ -220,13 +160,7 @@ class Progress:
     # Launching
 
     def launches(self, step: int, terms: Terms, finishing: bool) -> bool:
-        """Tells whether the fragment launches after an inner step.
-
-        Args:
-            step: The inner step.
-            terms: The terms of the run.
-            finishing: Whether the site trains no more.
-        """
+        """Tells whether the fragment launches after an inner step."""
         # If the round is closed already, a launch would be late.
         if self.flight or self.ended or self.stands or self.closed > self.applied.round:
             return False
@@ -297,13 +231,7 @@ class Progress:
         return Landing.CARRY if holds and self._is_apart(mine) else Landing.TAKE
 
     def land(self, landing: Landing, applied: Position, digest: int) -> None:
-        """Does to what is held what a landing says, and moves on.
-
-        Args:
-            landing: The landing.
-            applied: Where the outer parameters are now.
-            digest: Their digest.
-        """
+        """Does to what is held what a landing says, and moves on."""
         if self.flight and self.flight.own.round <= applied.round:
             if landing is Landing.CARRY:
                 self.steps += self.flight.steps

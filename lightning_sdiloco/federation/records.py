@@ -38,36 +38,21 @@ _REASON = ("not finite", "no samples", "other outer parameters")
 
 
 class Payload(NamedTuple):
-    """Names the bytes of one shard of an outer gradient.
-
-    Attributes:
-        key: SHA-256 of the bytes, in hexadecimal: their name in the mailbox.
-        size: How many there are.
-    """
+    """Names the bytes of one shard of an outer gradient."""
 
     key: str
     size: int
 
 
 class Launch(NamedTuple):
-    """Names a contribution among those of one site to one fragment: a life launches once for a round.
-
-    Attributes:
-        round: The round.
-        life: The life of the site that trained it.
-    """
+    """Names a contribution among those of one site to one fragment: a life launches once for a round."""
 
     round: int
     life: str
 
 
 class Position(NamedTuple):
-    """Tells how far the records of a fragment go: one entry of an applied vector.
-
-    Attributes:
-        round: The number of the last round; 0 before the first.
-        key: The key of its record; that of the charter before the first.
-    """
+    """Tells how far the records of a fragment go: one entry of an applied vector."""
 
     round: int
     key: str
@@ -75,23 +60,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Contribution:
-    """Holds what a site launches for a round of a fragment.
-
-    Attributes:
-        fragment: The fragment.
-        round: The round. It is measured against the outer parameters after the round before.
-        site: The site.
-        life: The life of the site that trained it.
-        previous: The key of the record of the round before, which the site has applied; see [Note: the chain].
-        weight: Samples trained since the site was last counted: steps, times batch size, times ranks.
-        digest: The digest of the outer parameters that it is measured against.
-        payloads: The bytes, one entry for each rank of the site.
-        finite: Whether all values are.
-        norm_squared: The squared norm of the outer gradient; 0 where values are not finite.
-        steps: Inner steps trained since the site was last counted; 0 if that is not known.
-        exact: Whether it is sent in float32, whatever the compression of the run: for a last round; see
-            [Note: the last round].
-    """
+    """Holds what a site launches for a round of a fragment."""
 
     fragment: int
     round: int
@@ -129,11 +98,7 @@ class Contribution:
 
     @staticmethod
     def from_bytes(data: bytes) -> "Contribution":
-        """Reads its text.
-
-        Raises:
-            Malformed: If it is none.
-        """
+        """Reads its text."""
         return contribution(decoded(data, MOST_BYTES))
 
 
@@ -173,14 +138,7 @@ class LeftOut(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Tells when a contribution came, by the monotonic clock of the hub. It changes nothing but whom a hub waits for.
-
-    Attributes:
-        site: The site.
-        round: The round for which it came: that of the record, or an earlier one that was closed already.
-        late: Seconds after the first contribution to that round.
-        step: Seconds for each of its inner steps; None if that is not known.
-    """
+    """Tells when a contribution came, by the hub's monotonic clock. It only decides whom the hub waits for."""
 
     site: str
     round: int
@@ -190,18 +148,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Says which contributions make a round of a fragment, and thereby who was a member of it.
-
-    Attributes:
-        seq: Its number among the records of all fragments; see [Note: the chain].
-        fragment: The fragment.
-        round: The round.
-        previous: The key of the record of the round before; that of the charter for the first.
-        counted: The contributions that count, in the order in which they are added up.
-        left_out: The others that were there in time.
-        final: Whether it is the last round of its fragment: the plain mean of what the sites hold, and no outer step.
-        timings: When contributions came: those of this round, and those that have come too late since the last record.
-    """
+    """Says which contributions make a round of a fragment, and thereby who was a member of it."""
 
     seq: int
     fragment: int
@@ -251,11 +198,7 @@ class Record:
 
     @staticmethod
     def from_bytes(data: bytes) -> "Record":
-        """Reads its text.
-
-        Raises:
-            Malformed: If it is none, or was damaged.
-        """
+        """Reads its text."""
         value = decoded(data, MOST_BYTES)
         if isinstance(value, dict):
             value.pop("key", None)

@@ -20,14 +20,7 @@ HEARD_FOR = 60.0
 
 @dataclass(frozen=True)
 class Measurement:
-    """Holds what a site has measured.
-
-    Attributes:
-        step_time: Seconds of an inner step.
-        round_trip: Seconds to the hub and back.
-        to_hub: Bits per second to the hub, while all founders measured; 0 if that is still to be measured.
-        from_hub: The same in the other direction.
-    """
+    """Holds what a site has measured."""
 
     step_time: float
     round_trip: float
@@ -41,11 +34,7 @@ class Measurement:
 
     @staticmethod
     def read(value: Any, name: str = "measurement") -> "Measurement":
-        """Reads an object of JSON.
-
-        Raises:
-            Malformed: If it is none.
-        """
+        """Reads an object of JSON."""
         own = Measurement(**fields(value, name, **dict.fromkeys(Measurement.__dataclass_fields__, number)))
         if not own.step_time:
             raise Malformed(f"{name}.step_time is 0")
@@ -54,14 +43,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Known:
-    """Holds what a hub knows of settings that a site has left open.
-
-    Attributes:
-        settings: Those of the run, or of a charter that was brought, or that were chosen, as text; None if there are
-            none yet.
-        measured: What the sites have told that are there.
-        missing: How many sites there are too few to measure the way to the hub.
-    """
+    """Holds what a hub knows of settings that a site has left open."""
 
     settings: Mapping[str, str] | None
     measured: Mapping[str, Measurement] = field(default_factory=dict)
@@ -78,11 +60,7 @@ class Known:
 
     @staticmethod
     def from_bytes(data: bytes) -> "Known":
-        """Reads its text.
-
-        Raises:
-            Malformed: If it is none.
-        """
+        """Reads its text."""
         return Known(
             **fields(
                 decoded(data, MOST_BYTES),

@@ -50,17 +50,7 @@ class ChosenQuorum:
 
 @dataclass(frozen=True)
 class Terms:
-    """Holds what hub and sites must agree on to follow the same rules. Times are in seconds.
-
-    Args:
-        fragments: Number of fragments.
-        sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps between the launch of a fragment and its landing.
-        grace: How long a round stays open for the late, from its first contribution on.
-        lease: How long a site is waited for after its last beat.
-        quorum: The least number of sites that make a round; or what else decides when it closes.
-        rounds: The round of every fragment that is the last; None if the run has no end of its own.
-    """
+    """Holds what hub and sites must agree on to follow the same rules. Times are in seconds."""
 
     fragments: int
     sync_every: int

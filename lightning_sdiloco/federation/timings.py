@@ -4,10 +4,7 @@ from lightning_sdiloco.federation.records import Contribution, Record, Timing
 
 
 class Timings:
-    """Remembers when contributions came, until a record tells it.
-
-    Of a round that another hub opened, or an earlier start of this one, nothing is known: clocks cannot be compared.
-    """
+    """Remembers when contributions came, until a record tells it."""
 
     def __init__(self) -> None:
         # By fragment: the last round that was closed, and when it was opened.
@@ -18,13 +15,7 @@ class Timings:
         self._untold: dict[int, dict[tuple[str, int], Timing]] = {}
 
     def arrives(self, own: Contribution, now: float, opened: float | None) -> None:
-        """Hears of a contribution.
-
-        Args:
-            own: The contribution.
-            now: The time.
-            opened: When the first one to that round came; None if that is not known.
-        """
+        """Hears of a contribution."""
         self._came[own.fragment, own.site] = own.round, now
         if opened is not None:
             late = round(now - opened, 3)
@@ -48,12 +39,7 @@ class Timings:
         return tuple(own for _, own in sorted(self._untold.get(fragment, {}).items()))
 
     def closes(self, record: Record, opened: float | None) -> None:
-        """Hears that a record has told what it tells.
-
-        Args:
-            record: The record.
-            opened: When its round was opened; None if that is not known.
-        """
+        """Hears that a record has told what it tells."""
         fragment = record.fragment
         self._closed[fragment] = record.round, opened
         self._untold.pop(fragment, None)

@@ -46,17 +46,7 @@ _AGAIN = 1.0  # seconds after which something is tried again that did not succee
 
 
 class Coordinator:
-    """Serves one run. All methods may be called from several threads.
-
-    Args:
-        run: The name of the run.
-        history: What is durable of it.
-        sites: How many sites it takes to found it; None if it must have been founded before.
-        clock: Returns the time in seconds; it never goes back.
-
-    Raises:
-        ValueError: If there is no run in the history and ``sites`` is None, or it is another run.
-    """
+    """Serves one run. All methods may be called from several threads."""
 
     def __init__(
         self, run: str, history: History, sites: int | None = None, clock: Callable[[], float] = time.monotonic
@@ -92,11 +82,7 @@ class Coordinator:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger of the run.
-
-        Raises:
-            Refused: If the run has not been founded.
-        """
+        """The ledger of the run."""
         if self._ledger is None:
             raise Refused(f"run {self.run!r} has not been founded yet: {self._gathering.missing} more sites are needed")
         return self._ledger
@@ -116,19 +102,7 @@ class Coordinator:
             return self._gathering.settle(site, own, chosen, self._clock())
 
     def hello(self, hello: Hello, brought: Callable[[], Charter]) -> Iterator[Event]:
-        """Takes a site in.
-
-        Args:
-            hello: What it says.
-            brought: Returns the charter whose key it says.
-
-        Returns:
-            What it is told first.
-
-        Raises:
-            Refused: If it is for another run, brings another charter, was evicted, or has more than this hub.
-            Busy: If a living process uses its name.
-        """
+        """Takes a site in."""
         if hello.run != self.run:
             raise Refused(f"this hub serves run {self.run!r}, and not {hello.run!r}")
         with self._lock:
@@ -174,12 +148,7 @@ class Coordinator:
         return itertools.chain([welcome_event(welcome, ledger.anchors.best)], records, calls)
 
     def beat(self, beat: Beat) -> None:
-        """Renews the lease of a site.
-
-        Raises:
-            Refused: If it was evicted.
-            MailboxError: If it has to say hello again.
-        """
+        """Renews the lease of a site."""
         with self._lock:
             if self._ledger is None:
                 return
@@ -210,15 +179,7 @@ class Coordinator:
     # What they send
 
     def contribute(self, own: Contribution, life: str) -> str:
-        """Takes a contribution, when its payloads are in the store.
-
-        Returns:
-            ``open``, ``known`` or ``late``, as `Answer` says; ``waiting`` if payloads are missing.
-
-        Raises:
-            Refused: As `Ledger.examine` does.
-            NoSpace: If the disk is full.
-        """
+        """Takes a contribution, when its payloads are in the store."""
         with self._lock:
             self._arriving.pop((own.fragment, own.site), None)
             answer = self.ledger.examine(own, life)
@@ -241,11 +202,7 @@ class Coordinator:
         return Answer.OPEN.value
 
     def require_here(self, site: str, life: str) -> None:
-        """Refuses a site that has not been let in.
-
-        Raises:
-            Refused: If it has not said hello.
-        """
+        """Refuses a site that has not been let in."""
         with self._lock:
             member = self._ledger.members.get(site) if self._ledger else self._gathering.hellos.get(site)
             if member is None or member.life != life:
@@ -283,11 +240,7 @@ class Coordinator:
             self._states.ask(self.ledger, site, frozenset(without))
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
-        """Takes the state that a site gives, and hands it on when its blobs are in the store.
-
-        Raises:
-            Refused: If nobody asked this site for it, or it has other fragments.
-        """
+        """Takes the state that a site gives, and hands it on when its blobs are in the store."""
         with self._lock:
             self._states.give(site, name, header, parts, self.charter or self._gathering.charter)
             self._hand_on()
@@ -316,11 +269,7 @@ class Coordinator:
     # What an operator asks
 
     def evict(self, site: str) -> None:
-        """Throws a site out. A new start of it may join again, with a state of the others.
-
-        Raises:
-            Refused: If there is no such site.
-        """
+        """Throws a site out. A new start of it may join again, with a state of the others."""
         with self._lock:
             ledger = self.ledger
             member = ledger.members.get(site)
@@ -343,14 +292,7 @@ class Coordinator:
         self._wake()
 
     def roll_back(self, round: int) -> int:
-        """Drops all rounds after one, with what was written later. Who has applied more is refused from then on.
-
-        Returns:
-            How many records are left.
-
-        Raises:
-            Refused: If the hub has no state from which the run could go on there.
-        """
+        """Drops all rounds after one, with what was written later. Who has applied more is refused from then on."""
         with self._lock:
             now, _ = self._clock(), self.ledger
             count = self.history.roll_back(round)
@@ -371,11 +313,7 @@ class Coordinator:
     # What the clock does
 
     def tick(self) -> float:
-        """Closes the rounds that are due, and looks after states, anchors and the store.
-
-        Returns:
-            In how many seconds to call it again, if it is not woken before.
-        """
+        """Closes the rounds that are due, and looks after states, anchors and the store."""
         with self._lock:
             now = self._clock()
             self._ask_others()

@@ -20,19 +20,7 @@ class Tell(Protocol):
 
 
 class Heard(NamedTuple):
-    """What an event of the hub says; which fields are there depends on its kind.
-
-    Attributes:
-        kind: One of ``waiting``, ``welcome``, ``call``, ``record``, ``wanted``, ``state``, ``lost`` and ``unknown``.
-        text: A text for people, a request, or a source.
-        welcome: Of ``welcome``.
-        call: Of ``call``.
-        own: Of ``call``: the contribution that made the call.
-        record: Of ``record``.
-        header: Of ``state``; of ``welcome`` that of the anchor.
-        parts: Of ``state``.
-        flag: Of ``wanted``, whether it is the founding; of ``lost``, whether the name is in use.
-    """
+    """What an event of the hub says; which fields are there depends on its kind."""
 
     kind: str
     text: str = ""
@@ -78,11 +66,7 @@ def state_event(source: str, header: StateHeader, parts: Sequence[Payload]) -> E
 
 
 def parts_of(value: object) -> tuple[Payload, ...]:
-    """Reads the names of blobs.
-
-    Raises:
-        Malformed: If they are none.
-    """
+    """Reads the names of blobs."""
     if not isinstance(value, list) or not 0 < len(value) <= MOST_PARTS:
         raise Malformed(f"a state has from 1 to {MOST_PARTS} parts.")
     for part in value:
@@ -92,11 +76,7 @@ def parts_of(value: object) -> tuple[Payload, ...]:
 
 
 def text_of(header: Header, name: str) -> bytes:
-    """Returns a message that stands in a header as text.
-
-    Raises:
-        Malformed: If there is none.
-    """
+    """Returns a message that stands in a header as text."""
     text = header.get(name)
     if not isinstance(text, str):
         raise Malformed(f"{name} is missing.")
@@ -104,12 +84,7 @@ def text_of(header: Header, name: str) -> bytes:
 
 
 def heard(event: Event) -> Heard:
-    """Reads an event.
-
-    Raises:
-        ValueError: If it is none of those above, or damaged.
-        Altered: If it is a record with other bytes than its digest says.
-    """
+    """Reads an event."""
     about = event.header
     if event.kind == "record":
         return Heard("record", record=Record.from_bytes(record_of(event)[1]))

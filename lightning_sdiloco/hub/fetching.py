@@ -19,11 +19,7 @@ _SMALL = 256 << 10  # bytes that travel over one connection
 
 
 class Fetching:
-    """Fetches blobs in threads of its own: many small ones at the same time, each of which waits for a round trip.
-
-    Args:
-        get: Returns the blob under a key, verified.
-    """
+    """Fetches blobs in threads of its own: many small ones at the same time, each of which waits for a round trip."""
 
     def __init__(self, get: Callable[[str], Bytes]) -> None:
         self._get = get
@@ -40,14 +36,7 @@ class Fetching:
                     self._early[payload.key] = own.fragment, own.round, self._begin(payload)
 
     def fetch(self, payloads: Sequence[Payload], here: Mapping[str, Bytes], done: Done) -> None:
-        """Gets blobs, and then calls.
-
-        Args:
-            payloads: Which, each once.
-            here: Those that need not be fetched, and may be others.
-            done: Called with all of them under their keys, in whatever thread; with None if some cannot be had any
-                more; not at all if the hub is gone.
-        """
+        """Gets blobs, and then calls."""
         found = {key: here[key] for key, _ in payloads if key in here}
         futures = {payload.key: self._future(payload) for payload in payloads if payload.key not in here}
         if not futures:

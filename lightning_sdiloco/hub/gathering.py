@@ -8,15 +8,7 @@ from lightning_sdiloco.federation import Charter, Founding, Hello, Known, Measur
 
 
 class Gathering:
-    """Gathers sites at the hub until there are enough.
-
-    Args:
-        sites: How many it takes.
-        quorums: Returns the class of a quorum that a charter names.
-
-    Attributes:
-        hellos: What those who are here have said.
-    """
+    """Gathers sites at the hub until there are enough."""
 
     def __init__(self, sites: int, quorums: Callable[[str], type[Any]]) -> None:
         self._sites, self._quorums = sites, quorums
@@ -27,11 +19,7 @@ class Gathering:
         self.hellos: dict[str, Hello] = {}
 
     def propose(self, site: str, charter: Charter) -> Charter:
-        """Returns the charter of the first who came; a site that was the first may change its mind.
-
-        Raises:
-            Refused: If this hub cannot close rounds by it.
-        """
+        """Returns the charter of the first who came; a site that was the first may change its mind."""
         self._require_quorum(charter)
         others = (own for other, own in self._proposed.items() if other != site)
         self._proposed[site] = next(others, charter)
@@ -48,12 +36,7 @@ class Gathering:
         return self._settling.known(now)
 
     def hello(self, hello: Hello, charter: Charter) -> None:
-        """Takes a site in.
-
-        Raises:
-            Refused: If another one is here with a charter that differs; with what differs. Or if this hub cannot close
-                rounds by it.
-        """
+        """Takes a site in."""
         self._require_quorum(charter)
         try:
             self._founding.hello(hello.site, charter)
@@ -93,11 +76,7 @@ class Gathering:
 
 
 def require_same(brought: Charter, founded: Charter) -> None:
-    """Refuses a charter that is not that of the run.
-
-    Raises:
-        Refused: With what differs.
-    """
+    """Refuses a charter that is not that of the run."""
     try:
         brought.require_same(founded)
     except ValueError as error:

@@ -64,18 +64,7 @@ class Store(Protocol):
 
 
 class History:
-    """Reads and writes what is durable; see [Note: what lies where].
-
-    Args:
-        journal: Where records and notes are kept.
-        store: Where blobs are kept.
-        quorums: Returns the class of a quorum that the charter names; by default only those of this package.
-
-    Attributes:
-        quorums: The same.
-        charter: What the run was founded on; None before that.
-        anchors: The states at the hub, with the blobs that hold them, the oldest first.
-    """
+    """Reads and writes what is durable; see [Note: what lies where]."""
 
     def __init__(self, journal: Journal, store: Store, quorums: Callable[[str], type[Any]] | None = None) -> None:
         self.journal, self.store, self.quorums = journal, store, quorums or Quorums()
@@ -86,11 +75,7 @@ class History:
         self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
 
     def ledger(self, now: float) -> Ledger:
-        """Returns the ledger as it is durable, of a run that has been founded.
-
-        Raises:
-            ValueError: If the charter names a quorum that this hub may not import.
-        """
+        """Returns the ledger as it is durable, of a run that has been founded."""
         assert self.charter is not None, "the run has been founded"
         terms = self.charter.terms
         self._numbers = [array("q") for _ in range(terms.fragments)]
@@ -139,11 +124,7 @@ class History:
         self.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
 
     def append(self, record: Record) -> None:
-        """Writes a record; what was contributed to its round is no longer open.
-
-        Raises:
-            AgreementError: If somebody else has written another one.
-        """
+        """Writes a record; what was contributed to its round is no longer open."""
         gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
         if not self.journal.append(record.seq, record.to_bytes(), gone):
             raise AgreementError(
@@ -174,14 +155,7 @@ class History:
             self.anchors = [anchor for anchor in self.anchors if anchor[0] in headers]
 
     def roll_back(self, round: int) -> int:
-        """Drops the first record of a later round and all that were written after it.
-
-        Returns:
-            How many records are left.
-
-        Raises:
-            Refused: If the hub has no state from which the run could go on there.
-        """
+        """Drops the first record of a later round and all that were written after it."""
         last = sum(map(len, self._numbers))
         count = min((own[round] for own in self._numbers if len(own) > round), default=last)
         rounds = [sum(number < count for number in own) for own in self._numbers]
@@ -204,10 +178,7 @@ class History:
     # What is needed
 
     def missing(self, applied: Sequence[Position], kept: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yields the records that a site lacks, with their numbers.
-
-        Who has nothing needs a state, and gets the records whose payloads are kept.
-        """
+        """Yields the records that a site lacks, with their numbers."""
         first = [max(at.round, 0 if at.round else kept[p] - 1) for p, at in enumerate(applied)]
         # The number of the first record of each fragment that is lacking.
         numbers = {p: own[first[p]] for p, own in enumerate(self._numbers) if first[p] < len(own)}
@@ -219,15 +190,7 @@ class History:
                 yield seq, text
 
     def tidy(self, kept: Sequence[int], also: Collection[str]) -> int:
-        """Drops blobs that nothing needs any more.
-
-        Args:
-            kept: The first round of every fragment whose payloads are needed.
-            also: Keys that are needed for another reason.
-
-        Returns:
-            How many were dropped.
-        """
+        """Drops blobs that nothing needs any more."""
         needed = set(also)
         for named, first in zip(self._named, kept, strict=True):
             while named and named[0][0] < first:

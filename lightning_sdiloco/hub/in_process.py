@@ -48,7 +48,6 @@ class InMemoryJournal:
         self._notes: dict[str, bytes] = {}
 
     def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> bool:
-        """See `Journal`."""
         if seq < len(self._records):
             return self._records[seq] == bytes(record)
         assert seq == len(self._records), "a record follows on the last one"
@@ -57,11 +56,9 @@ class InMemoryJournal:
         return True
 
     def read(self, after: int = EVERYTHING) -> Iterator[tuple[int, bytes]]:
-        """See `Journal`."""
         yield from enumerate(self._records[after + 1 :], after + 1)
 
     def note(self, notes: Mapping[str, Bytes | None]) -> None:
-        """See `Journal`."""
         for name, value in notes.items():
             if value is None:
                 self._notes.pop(name, None)
@@ -69,17 +66,14 @@ class InMemoryJournal:
                 self._notes[name] = bytes(value)
 
     def notes(self, prefix: str = "") -> dict[str, bytes]:
-        """See `Journal`."""
         return {name: self._notes[name] for name in sorted(self._notes) if name.startswith(prefix)}
 
     def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
-        """See `Journal`."""
         del self._records[count:]
         self.note(notes)
 
     @property
     def held(self) -> bool:
-        """See `Journal`."""
         return True
 
 
@@ -95,13 +89,11 @@ class InMemoryStore:
         return key
 
     def get(self, key: str) -> bytes:
-        """See `Store`."""
         if key not in self._blobs:
             raise Missing(f"there is no blob {key}.")
         return self._blobs[key]
 
     def size(self, key: str) -> int:
-        """See `Store`."""
         return len(self.get(key))
 
     def payloads(self, record: Record, wanted: Wanted) -> dict[str, Bytes] | None:
@@ -112,24 +104,13 @@ class InMemoryStore:
             return None
 
     def retain(self, keys: Collection[str], age: float = 0.0, may: Callable[[], bool] = lambda: True) -> int:
-        """See `Store`."""
         before = len(self._blobs)
         self._blobs = {key: blob for key, blob in self._blobs.items() if key in keys}
         return before - len(self._blobs)
 
 
 class InProcessHub:
-    """A hub in the memory of this process. It does what is due whenever a connection is used.
-
-    Args:
-        run: The name of the run.
-        sites: How many sites found it.
-        clock: Returns the time in seconds.
-        sleep: Lets some seconds pass; with a virtual clock, it moves that.
-
-    Attributes:
-        coordinator: What decides.
-    """
+    """A hub in the memory of this process. It does what is due whenever a connection is used."""
 
     def __init__(
         self,
@@ -146,12 +127,7 @@ class InProcessHub:
         self.coordinator = self._started()
 
     def connect(self, site: str, wanted: Wanted = all_payloads) -> "InProcessConnection":
-        """Returns the connection of a site that has just been started.
-
-        Args:
-            site: The name of the site.
-            wanted: Returns which payloads of a contribution its first rank fetches.
-        """
+        """Returns the connection of a site that has just been started."""
         return InProcessConnection(self, site, wanted)
 
     def connect_shards(self, site: str, wanted: Wanted) -> "InProcessShards":
@@ -177,13 +153,7 @@ class InProcessHub:
 
 
 class InProcessConnection:
-    """A site's connection to a hub in this process; see `Connection`. Nothing is lost on the way, and nothing is late.
-
-    Args:
-        hub: The hub.
-        site: The name of the site.
-        wanted: Returns which payloads of a contribution this rank fetches.
-    """
+    """A site's connection to a hub in this process: nothing is lost, and nothing is late."""
 
     def __init__(self, hub: InProcessHub, site: str, wanted: Wanted = all_payloads) -> None:
         self.site, self.life = site, secrets.token_hex(8)
@@ -198,7 +168,6 @@ class InProcessConnection:
         self.sends_bytes_per_s = 0.0
 
     def settle(self, own: Measurement | None = None, chosen: Mapping[str, str] | None = None) -> Known:
-        """See `Connection`."""
         return self._hub.coordinator.settle(self.site, own, chosen)
 
     def round_trip(self) -> float:
@@ -210,18 +179,15 @@ class InProcessConnection:
         return _MEMORY_BITS_PER_S
 
     def agree(self, charter: Charter) -> Charter:
-        """See `Connection`."""
         self._hub.store.put(charter.to_bytes())
         return self._hub.coordinator.agree(self.site, charter)
 
     def hello(self, follower: Follower) -> None:
-        """See `Connection`."""
         self._hello = follower.hello(self._hub.run)
         self._connect()
         self.beat(follower)
 
     def beat(self, follower: Follower) -> None:
-        """See `Connection`."""
         self._hello, self._beat = follower.hello(self._hub.run), follower.beat()
         self._outbox.only(follower.outstanding())
         if self.is_connected:
@@ -234,33 +200,27 @@ class InProcessConnection:
         self._hub.coordinator.tick()
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """See `Connection`."""
         self._outbox.put(own, dict(blobs))
         self._send(own)
 
     def skip(self, call: Call) -> None:
-        """See `Connection`."""
         if self.is_connected:
             self._say(lambda hub: hub.skip(self.site, self.life, call))
 
     def ask(self, without: Collection[str] = ()) -> None:
-        """See `Connection`."""
         now = self._hub.clock()
         if self.is_connected and (self._asked_at < 0 or now >= self._asked_at + 1.0):
             self._asked_at = now
             self._say(lambda hub: hub.ask(self.site, without))
 
     def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
-        """See `Connection`."""
         named = [Payload(self._hub.store.put(part), len(part)) for part in parts]
         self._say(lambda hub: hub.give(self.site, request, header, named))
 
     def now(self) -> float:
-        """See `Connection`."""
         return self._hub.clock()
 
     def events(self) -> list[Told]:
-        """See `Connection`."""
         self._hub.coordinator.tick()
         with self._lock:
             told, self._told = self._told, []
@@ -269,7 +229,6 @@ class InProcessConnection:
         return told
 
     def wait(self, timeout: float) -> bool:
-        """See `Connection`."""
         end = self._hub.clock() + timeout
         while True:
             self._hub.coordinator.tick()
@@ -281,13 +240,11 @@ class InProcessConnection:
             self._hub.sleep(min(left, 0.01))
 
     def leave(self) -> None:
-        """See `Connection`."""
         if self.is_connected:
             self.lose("this site has left")
             self._told.clear()
 
     def close(self, timeout: float = 5.0) -> None:
-        """See `Connection`."""
         self.leave()
 
     # Faults
@@ -372,13 +329,7 @@ class InProcessConnection:
 
 
 class InProcessShards:
-    """Moves payloads to and from a hub in this process; see `Shards`.
-
-    Args:
-        hub: The hub.
-        site: The name of the site.
-        wanted: Returns which payloads of a contribution this rank fetches.
-    """
+    """Moves payloads to and from a hub in this process; see `Shards`."""
 
     def __init__(self, hub: InProcessHub, site: str, wanted: Wanted) -> None:
         self._hub, self._site, self._wanted = hub, site, wanted
@@ -386,7 +337,6 @@ class InProcessShards:
         self._fetched: dict[str, Mapping[str, Bytes] | None] = {}
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """See `Shards`."""
         for key, blob in blobs.items():
             self._hub.store.put(blob)
             self._hub.coordinator.stored(self._site, key, len(blob))
@@ -398,11 +348,9 @@ class InProcessShards:
         """See `Shards`."""
 
     def fetch(self, record: Record) -> None:
-        """See `Shards`."""
         self._fetched[record.key] = self._hub.store.payloads(record, self._wanted)
 
     def fetched(self) -> Fetched:
-        """See `Shards`."""
         fetched, self._fetched = self._fetched, {}
         return fetched
 

@@ -35,13 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rhythm:
-    """How often sites that meet in a folder look at it.
-
-    Attributes:
-        ttl: Seconds without a sign of life after which a keeper is followed by another, and a site taken for gone.
-        beat: Seconds between two signs of life.
-        poll: Seconds between two looks.
-    """
+    """How often sites that meet in a folder look at it."""
 
     ttl: float
     beat: float
@@ -54,30 +48,12 @@ class Rhythm:
 
     @staticmethod
     def of(lease: float, bucket: bool) -> "Rhythm":
-        """Returns that of a federation.
-
-        Args:
-            lease: Seconds for which a site without a sign of life is waited for.
-            bucket: Whether each look is a request to a service.
-        """
+        """Returns that of a federation."""
         return Rhythm(lease, min(2.0 if bucket else 1.0, lease / 5), min(1.0 if bucket else 0.05, lease / 10))
 
 
 class Keeper:
-    """Keeps a run when it is this site's turn; see [Note: the keeper]. It has a thread of its own.
-
-    Args:
-        files: The files of the folder.
-        run: The run.
-        site: The name of this site.
-        sites: How many sites found the run, if it has not been founded.
-        rhythm: How often it looks.
-        quorums: Returns the class of a quorum that a charter names.
-        clock: Returns the time in seconds; it never goes back.
-
-    Raises:
-        ValueError: If another run is in the folder, or it is damaged.
-    """
+    """Keeps a run when it is this site's turn; see [Note: the keeper]. It has a thread of its own."""
 
     def __init__(
         self,
@@ -168,11 +144,7 @@ class Turn:
         )
 
     def keep(self) -> None:
-        """Keeps the run, until another site does, or this one ends.
-
-        Raises:
-            NotActive: If another site keeps it.
-        """
+        """Keeps the run, until another site does, or this one ends."""
         keeper = self._keeper
         log.info("%s keeps run %s, after %d records", keeper._site, keeper._run, self._ledger.last + 1)
         try:

@@ -57,11 +57,7 @@ class FolderConnection(MailboxConnection):
 def folder_shards(
     url: str, run: str, site: str, life: str, lease: float, wanted: Wanted, patience: float
 ) -> MailboxShards:
-    """Returns what moves the payloads of another rank of a site to and from a folder.
-
-    Raises:
-        ValueError: If the folder cannot be used.
-    """
+    """Returns what moves the payloads of another rank of a site to and from a folder."""
     rhythm = Rhythm.of(lease, is_bucket(url))
     mailbox = FolderHubMailbox(
         shared_files(url), run, site, life=life, silence=rhythm.silence, beat=rhythm.beat, poll=rhythm.poll

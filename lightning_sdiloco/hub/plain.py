@@ -33,11 +33,7 @@ def to_plain(told: Told) -> tuple[Any, ...]:
 
 
 def from_plain(value: tuple[Any, ...]) -> Told:
-    """Reads what `to_plain` returned.
-
-    Raises:
-        Malformed: If it is something else.
-    """
+    """Reads what `to_plain` returned."""
     match value:
         case "Waiting", why:
             return Waiting(why)

@@ -8,27 +8,13 @@ from lightning_sdiloco.federation import CLASS_PATH, Quorum, built_in
 
 
 class Quorums:
-    """Finds the class of a quorum by its class path; see `quorum_of`.
-
-    A charter comes from a site, and to import a module runs code. So what a charter names is imported only if the
-    operator of the hub has named it too.
-
-    Args:
-        named: The class path of the operator's.
-
-    Raises:
-        ValueError: If it cannot be imported, or is no `Quorum`.
-    """
+    """Finds the class of a quorum by its class path; see `quorum_of`."""
 
     def __init__(self, named: str | None = None) -> None:
         self._named = {} if named is None else {named: imported(named)}
 
     def __call__(self, path: str) -> type[Any]:
-        """Returns the class.
-
-        Raises:
-            Refused: If it is neither one of this package nor that of the operator.
-        """
+        """Returns the class."""
         try:
             return self._named.get(path) or built_in(path)
         except Refused as error:
@@ -36,11 +22,7 @@ class Quorums:
 
 
 def imported(path: str) -> type[Quorum]:
-    """Imports a quorum; only for class paths that this machine's own user has given.
-
-    Raises:
-        ValueError: If it cannot be imported, or is no `Quorum`.
-    """
+    """Imports a quorum; only for class paths that this machine's own user has given."""
     module, _, name = path.rpartition(".")
     try:
         if not CLASS_PATH.fullmatch(path):

@@ -14,17 +14,7 @@ _UNREAD = 32  # records whose payloads are here, and not read yet, before no mor
 
 
 class RecordsToFetch:
-    """Takes records from the network, and puts them into the inbox: at once where their payloads are of no use.
-
-    They are not where a state is needed first, which would come later behind them. When it is there, or was not needed,
-    the records after it are fetched.
-
-    Args:
-        fetching: Fetches payloads.
-        inbox: Where records go.
-        outbox: Holds payloads that need not be fetched.
-        wanted: Returns which payloads of a contribution this rank needs.
-    """
+    """Takes records from the network, and puts them into the inbox: at once where their payloads are of no use."""
 
     def __init__(
         self,
@@ -41,11 +31,7 @@ class RecordsToFetch:
         self._coming: set[str] = set()
 
     def begin(self, kept: Sequence[int]) -> None:
-        """Begins anew on a new connection: what waits is told again.
-
-        Args:
-            kept: The first round of every fragment whose payloads the hub has.
-        """
+        """Begins anew on a new connection: what waits is told again."""
         with self._lock:
             self._kept = kept
             self._waiting.clear()

@@ -41,16 +41,7 @@ Answer = TypeVar("Answer")
 
 
 class MailboxConnection:
-    """A site's connection to its hub; see `Connection`. It has threads of its own.
-
-    Args:
-        mailbox: What carries its messages.
-        run: The name of the run.
-        site: The name of the site.
-        patience: Seconds that `agree` waits for the hub.
-        wanted: Returns which payloads of a contribution this rank needs.
-        longest_lease: Seconds after which a name that is in use is not that of a process that died.
-    """
+    """A site's connection to its hub; see `Connection`. It has threads of its own."""
 
     def __init__(
         self,
@@ -87,21 +78,16 @@ class MailboxConnection:
     # Before training
 
     def settle(self, own: Measurement | None = None, chosen: Mapping[str, str] | None = None) -> Known:
-        """See `Connection`."""
         about = {**self._about, "measured": own and asdict(own), "chosen": chosen and dict(chosen)}
         return Known.from_bytes(self._reached(lambda: self._mailbox.call("settle", about)[1]))
 
     def round_trip(self) -> float:
-        """See `Connection`."""
         return self._reached(self._mailbox.round_trip)
 
     def bandwidth(self, up: bool) -> float:
-        """See `Connection`."""
         return self._reached(lambda: self._mailbox.bandwidth(up, _MEASURED_FOR))
 
     def agree(self, charter: Charter) -> Charter:
-        """See `Connection`."""
-
         def brought() -> Charter:
             answer = self._mailbox.send(charter.to_bytes(), {**self._about, "kind": "charter"})
             key = str(answer.get("charter"))
@@ -124,7 +110,6 @@ class MailboxConnection:
                 self._closed.wait(_AGAIN)
 
     def hello(self, follower: Follower) -> None:
-        """See `Connection`."""
         self.beat(follower)
         self._lease = follower.terms.lease
         if self._listener is None:
@@ -136,36 +121,30 @@ class MailboxConnection:
     # What training says
 
     def beat(self, follower: Follower) -> None:
-        """See `Connection`."""
         self._hello = follower.hello(self._run).to_bytes().decode()
         self._beat = follower.beat().to_bytes().decode()
         self._outbox.only(follower.outstanding())
         self._records.follow(follower)
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """See `Connection`."""
         self._outbox.put(own, dict(blobs))
         # Before the hub has let this site in it refuses what it sends. Then all goes that is outstanding.
         if self._let_in:
             self._in_background(lambda: self._send(own), self._senders)
 
     def skip(self, call: Call) -> None:
-        """See `Connection`."""
         self._in_background(lambda: self._call("skip", body=call.to_bytes()))
 
     def ask(self, without: Collection[str] = ()) -> None:
-        """See `Connection`."""
         if self._let_in and not self._asking and time.monotonic() >= self._ask_at:
             self._asking, self._ask_at = True, time.monotonic() + _AGAIN
             self._in_background(lambda: self._call("state", {"without": sorted(without)}))
 
     def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
-        """See `Connection`."""
         kept = list(parts)
         self._in_background(lambda: self._give(request, header, kept))
 
     def leave(self) -> None:
-        """See `Connection`."""
         with self._lock:
             pending = set(self._pending)
 
@@ -178,22 +157,18 @@ class MailboxConnection:
     # What training hears
 
     def now(self) -> float:
-        """See `Connection`."""
         return time.monotonic()
 
     def events(self) -> list[Told]:
-        """See `Connection`."""
         told = self._inbox.take()
         if told:
             self._records.go_on()
         return told
 
     def wait(self, timeout: float) -> bool:
-        """See `Connection`."""
         return self._inbox.wait(timeout)
 
     def close(self, timeout: float = 5.0) -> None:
-        """See `Connection`."""
         with self._lock:
             pending = set(self._pending)
         wait(pending, timeout)
@@ -358,23 +333,7 @@ class MailboxConnection:
 
 
 class HubConnection(MailboxConnection):
-    """A site's connection to a hub over gRPC; see `Connection`. It has threads of its own.
-
-    Args:
-        hub: Address and port of the hub; of several with commas between them, of which one is the active one.
-        run: The name of the run.
-        site: The name of the site.
-        keys: Its bundle, or the folder of the authority.
-        insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
-        patience: Seconds that `agree` waits for the hub.
-        wanted: Returns which payloads of a contribution this rank needs.
-        channels: Connections over which a blob travels.
-        beat: Seconds between two signs of life.
-        max_blob: Bytes of the largest blob that it fetches.
-
-    Raises:
-        ValueError: If keys are missing, or of another run or name; or a package is.
-    """
+    """A site's connection to a hub over gRPC; see `Connection`. It has threads of its own."""
 
     def __init__(
         self,

@@ -15,11 +15,7 @@ class Kept(Journal, Protocol):
 
 
 class Seat(Protocol):
-    """The place of the hub that serves a run, such as `EtcdSeat`.
-
-    Attributes:
-        holder: The name of the hub that has it, if it is another one.
-    """
+    """The place of the hub that serves a run, such as `EtcdSeat`."""
 
     holder: str
 
@@ -28,39 +24,25 @@ class Seat(Protocol):
 
 
 class OnlySeat:
-    """That of a hub whose ledger is a file, which belongs to one process.
-
-    Args:
-        path: The file.
-        must_exist: Refuse a file that is not there.
-    """
+    """That of a hub whose ledger is a file, which belongs to one process."""
 
     def __init__(self, path: str | Path, must_exist: bool) -> None:
         self.holder = ""
         self._path, self._must_exist = path, must_exist
 
     def take(self) -> Kept | None:
-        """See `Seat`."""
         return SQLiteLedger(self._path, self._must_exist)
 
 
 def seat_at(ledger: str | Path, name: str, must_exist: bool, insecure: bool) -> Seat:
-    """Returns the place that goes with a ledger.
-
-    Raises:
-        ValueError: If it is a URL that cannot be used.
-    """
+    """Returns the place that goes with a ledger."""
     if str(ledger).startswith("etcd://"):
         return EtcdSeat(str(ledger), name, insecure)
     return OnlySeat(ledger, must_exist)
 
 
 def checked_store(ledger: str | Path, store: str | Path | None) -> str | Path:
-    """Returns where blobs are kept: by default beside a ledger that is a file.
-
-    Raises:
-        ValueError: If hubs share a ledger, and nothing says which store they share.
-    """
+    """Returns where blobs are kept: by default beside a ledger that is a file."""
     if store is not None:
         return store
     if str(ledger).startswith("etcd://"):

@@ -47,12 +47,7 @@ class Blobs(Store, Protocol):
 
 
 class CoordinatorHandler:
-    """Hands what arrives over gRPC to a coordinator; see `Handler`. Who may call what has been looked at before.
-
-    Args:
-        coordinator: Returns who decides; raises `NotActive` where this is not the hub that does.
-        store: Where blobs arrive.
-    """
+    """Hands what arrives over gRPC to a coordinator; see `Handler`. Who may call what has been looked at before."""
 
     def __init__(self, coordinator: Callable[[], Coordinator], store: Blobs) -> None:
         self._active, self._store = coordinator, store
@@ -62,7 +57,6 @@ class CoordinatorHandler:
         return self._active()
 
     def start(self, push: Push) -> None:
-        """See `Handler.start`."""
         self._push = push
 
     def hello(self, peer: Peer, about: Header) -> Iterable[Event]:
@@ -83,14 +77,12 @@ class CoordinatorHandler:
             raise Refused("a site brings its charter before it says hello.") from None
 
     def beat(self, peer: Peer, about: Header) -> None:
-        """See `Handler.beat`."""
         if peer.role == "site":
             beat = Beat.from_bytes(text_of(about, "beat"))
             _require_own(peer, beat.site, beat.life)
             self._coordinator.beat(beat)
 
     def gone(self, peer: Peer) -> None:
-        """See `Handler.gone`."""
         with contextlib.suppress(NotActive):
             if peer.role == "site":
                 self._coordinator.gone(peer.name, peer.life)
@@ -108,7 +100,6 @@ class CoordinatorHandler:
         self._coordinator.begins(peer.name, key, kind == "state")
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """See `Handler.stored`."""
         if about.get("kind") == "charter":
             return {"charter": self._agreed(peer, key)}
         self._coordinator.stored(peer.name, key, size)
@@ -123,7 +114,6 @@ class CoordinatorHandler:
         return charter.key
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
-        """See `Handler.call`."""
         answer = getattr(self, f"_on_{name}", None)
         if answer is None:
             raise Refused(f"this hub does not answer {name}.")
@@ -187,33 +177,7 @@ def _require_own(peer: Peer, site: str, life: str | None = None) -> None:
 
 
 class HubService:
-    """Serves a run to its sites, from what is on disk, or in etcd together with other hubs.
-
-    Of several hubs one is the active one. The others answer every call with that, until it is gone.
-
-    Args:
-        run: The name of the run.
-        ledger: The SQLite file of its ledger; made if it is not there and ``sites`` says for how many. Or the URL of
-            one in etcd, see `EtcdSeat`.
-        sites: How many sites found the run, if it has not been founded.
-        listen: Address and port; with port 0 the system chooses one.
-        store: Folder or URL of fsspec for payloads and states; by default a folder beside the ledger. Hubs that share a
-            ledger in etcd share it too, so it has to be given.
-        keys: The bundle of the hub, or the folder of the authority.
-        insecure: Serve without TLS and without certificates, instead of ``keys``.
-        max_blob: Bytes of the largest payload or part of a state that it takes.
-        beat: Seconds between two signs of life of the hub.
-        quorum: The class path of a quorum that sites may name in the charter; those of this package they always may.
-
-    Attributes:
-        port: The port on which it listens.
-
-    Raises:
-        ValueError: If there is no run and nobody is to found one, it is another run, or the address, the keys, the
-            store or the quorum cannot be used.
-        LedgerError: If the ledger cannot be used.
-        MailboxError: If etcd does not answer.
-    """
+    """Serves a run to its sites, from what is on disk, or in etcd together with other hubs."""
 
     def __init__(
         self,
@@ -251,11 +215,7 @@ class HubService:
 
     @property
     def coordinator(self) -> Coordinator:
-        """What decides.
-
-        Raises:
-            NotActive: If this is not the active hub.
-        """
+        """What decides."""
         if (coordinator := self._coordinator) is None:
             raise NotActive(self._why)
         return coordinator
@@ -268,11 +228,7 @@ class HubService:
         self._ticker.start()
 
     def status(self) -> Status:
-        """Returns what is to be seen of the run.
-
-        Raises:
-            NotActive: If this is not the active hub.
-        """
+        """Returns what is to be seen of the run."""
         return self.coordinator.status()
 
     def close(self) -> None:

@@ -57,13 +57,7 @@ def payloads_of(rank: int, ranks: int) -> Wanted:
 
 
 class Shards(Protocol):
-    """Moves the payloads of a rank that is not the first of its site; see [Note: a site of several ranks].
-
-    No method waits for the network.
-
-    Attributes:
-        sends_bytes_per_s: What the link of this rank carried to the hub with its last payload; 0 if that is not known.
-    """
+    """Moves the payloads of a rank that is not the first of its site; see [Note: a site of several ranks]."""
 
     sends_bytes_per_s: float
 
@@ -80,25 +74,14 @@ class Shards(Protocol):
         """Fetches what this rank needs of a record."""
 
     def fetched(self) -> Fetched:
-        """Returns what was fetched since the last call: payloads by the key of their record, None if some are gone.
-
-        Raises:
-            ExchangeError: If this rank has not reached the hub for longer than its patience.
-        """
+        """Returns what was fetched since the last call: payloads by the key of their record, None if some are gone."""
 
     def close(self) -> None:
         """Ends it."""
 
 
 class MailboxShards:
-    """Moves payloads to and from a hub; see `Shards`. It has threads of its own.
-
-    Args:
-        mailbox: What carries them.
-        site: The name of the site.
-        wanted: Returns which payloads of a contribution this rank fetches.
-        patience: Seconds for which this rank goes on without the hub.
-    """
+    """Moves payloads to and from a hub; see `Shards`. It has threads of its own."""
 
     def __init__(self, mailbox: SiteMailbox, site: str, wanted: Wanted, patience: float) -> None:
         self._mailbox = mailbox
@@ -113,11 +96,7 @@ class MailboxShards:
         self._closed = threading.Event()
 
     def reach(self, timeout: float = 60.0) -> None:
-        """Waits until this rank has reached the hub.
-
-        Raises:
-            ExchangeError: If it has not, for so many seconds.
-        """
+        """Waits until this rank has reached the hub."""
         until = time.monotonic() + timeout
         while True:
             try:
@@ -132,24 +111,19 @@ class MailboxShards:
                 self._closed.wait(_AGAIN)
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """See `Shards`."""
         self._outbox.put(own, dict(blobs))
         with self._lock:
             if own not in self._sending and not self._closed.is_set():
                 self._sending[own] = self._pool.submit(self._send, own)
 
     def keep(self, outstanding: Collection[Contribution]) -> None:
-        """See `Shards`."""
         self._outbox.only(outstanding)
 
     def prefetch(self, own: Contribution) -> None:
-        """See `Shards`."""
         if own.site != self._site:
             self._fetching.prefetch(own, each_once(self._wanted(own)))
 
     def fetch(self, record: Record) -> None:
-        """See `Shards`."""
-
         def there(blobs: Mapping[str, Bytes] | None) -> None:
             self._fetching.forget(record.fragment, record.round)
             with self._lock:
@@ -159,7 +133,6 @@ class MailboxShards:
         self._fetching.fetch(payloads, self._outbox.all_blobs(), there)
 
     def fetched(self) -> Fetched:
-        """See `Shards`."""
         away = self._away_since
         if away is not None and time.monotonic() - away > self._patience:
             raise ExchangeError(
@@ -171,7 +144,6 @@ class MailboxShards:
         return fetched
 
     def close(self) -> None:
-        """See `Shards`."""
         with self._lock:
             sending = set(self._sending.values())
         wait(sending, timeout=2 * _AGAIN)
@@ -217,22 +189,7 @@ class MailboxShards:
 
 
 class HubShards(MailboxShards):
-    """Moves payloads to and from a hub over gRPC; see `Shards`.
-
-    Args:
-        hub: Address and port of the hub.
-        run: The name of the run.
-        site: The name of the site.
-        life: The life that the first rank of the site has.
-        keys: The bundle of the site, or the folder of the authority.
-        insecure: Speak without TLS, instead of ``keys``.
-        wanted: Returns which payloads of a contribution this rank fetches.
-        patience: Seconds for which this rank goes on without the hub.
-        channels: Connections over which a payload travels.
-
-    Raises:
-        ValueError: If keys are missing, or of another run or name.
-    """
+    """Moves payloads to and from a hub over gRPC; see `Shards`."""
 
     def __init__(
         self,

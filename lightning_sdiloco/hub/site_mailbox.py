@@ -8,11 +8,7 @@ from lightning_sdiloco.hub.history import Bytes
 
 
 class SiteMailbox(Protocol):
-    """What carries the messages of a site to its hub and back, such as `HubMailbox`, and `FolderHubMailbox`.
-
-    Attributes:
-        life: The life of the site.
-    """
+    """What carries the messages of a site to its hub and back, such as `HubMailbox`, and `FolderHubMailbox`."""
 
     life: str
 

@@ -18,13 +18,7 @@ _AGAIN = 1.0  # seconds after which a donor is looked for again
 
 
 class StateTransfers:
-    """Finds states for those who need one. The coordinator calls it under its lock, with the ledger as it stands.
-
-    Args:
-        history: Where anchors are kept.
-        clock: Returns the time in seconds.
-        tell: Tells sites.
-    """
+    """Finds states for those who need one. The coordinator calls it under its lock, with the ledger as it stands."""
 
     def __init__(self, history: History, clock: Callable[[], float], tell: Tell) -> None:
         self._history, self._clock, self._tell = history, clock, tell
@@ -61,11 +55,7 @@ class StateTransfers:
         self._states.sends(site, self._clock())
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload], charter: Charter) -> None:
-        """Takes the state that a site gives; its blobs may still be on their way.
-
-        Raises:
-            Refused: If nobody asked this site for it, or it is not of this run.
-        """
+        """Takes the state that a site gives; its blobs may still be on their way."""
         request = self._states.take(name, site)
         if request is None:
             raise Refused(f"nobody waits for this state of {site} any more")
@@ -82,11 +72,7 @@ class StateTransfers:
         return [request for request in given if request.given and self._history.holds(request.given[1])]
 
     def hand_on(self, ledger: Ledger, request: StateRequest) -> None:
-        """Hands a state that is complete to those who wanted it.
-
-        Raises:
-            NoSpace: If it is to be an anchor, and there is no room for the note of it. It can be tried again.
-        """
+        """Hands a state that is complete to those who wanted it."""
         assert request.given is not None, "the request is complete"
         header, parts = request.given
         if request.for_anchor:
@@ -99,11 +85,7 @@ class StateTransfers:
             self._tell(state_event(request.donor, header, parts), list(request.askers))
 
     def ask_others(self, ledger: Ledger | None, gone: str | None = None) -> bool:
-        """Asks somebody else where a donor does not answer, or has gone, or gives no sign of life.
-
-        Returns:
-            Whether it was the founder.
-        """
+        """Asks somebody else where a donor does not answer, or has gone, or gives no sign of life."""
         founder, now = False, self._clock()
         silent = {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
         for request in self._states.overdue(now, lambda donor: donor == gone or donor in silent):

@@ -17,17 +17,7 @@ _HANDED = 3600.0  # for how long a state that was handed on can be fetched
 
 @dataclass
 class StateRequest:
-    """A state that was asked for.
-
-    Attributes:
-        name: The word that goes with the answer.
-        donor: Who is to give it.
-        until: When somebody else is asked.
-        askers: Who wants it, and whose states each of them refused.
-        for_anchor: Whether the hub wants it itself.
-        founding: Whether the run is to be founded on it.
-        given: What was given, while blobs are still on their way.
-    """
+    """A state that was asked for."""
 
     name: str
     donor: str

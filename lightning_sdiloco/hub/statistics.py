@@ -11,15 +11,7 @@ _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
 @dataclass
 class SiteStatistics:
-    """Holds what is counted of a site since the hub was started.
-
-    Attributes:
-        heard_at: When it last gave a sign of life.
-        lives: How often it has come as a new process.
-        late: Contributions that came when their round was closed.
-        bytes: What it has sent.
-        rate: Bytes per second of the last blob that it sent.
-    """
+    """Holds what is counted of a site since the hub was started."""
 
     heard_at: float
     life: str = ""

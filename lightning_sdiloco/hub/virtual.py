@@ -67,14 +67,7 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class VirtualLink:
-    """The way between a site and its hub.
-
-    Attributes:
-        latency: Seconds until something is there.
-        seconds_per_byte: How long a byte keeps the link busy, in each direction.
-        delay: Seconds by which what the site sends comes later.
-        is_away: Tells whether the site does nothing at a time: then it gives no sign of life.
-    """
+    """The way between a site and its hub."""
 
     latency: float = 0.0
     seconds_per_byte: float = 0.0
@@ -83,43 +76,19 @@ class VirtualLink:
 
 
 class VirtualHub(InProcessHub):
-    """A hub in memory whose time is that of its sites.
-
-    Args:
-        run: The name of the run.
-        sites: How many sites found it.
-        time: The time.
-    """
+    """A hub in memory whose time is that of its sites."""
 
     def __init__(self, run: str, sites: int, time: VirtualTime) -> None:
         self.time = time
         super().__init__(run, sites, clock=lambda: time.now)
 
     def connect_over(self, site: str, number: int, link: VirtualLink, moment: float) -> "VirtualConnection":
-        """Returns the connection of a site.
-
-        Args:
-            site: The name of the site.
-            number: Its number, by which `VirtualTime` knows it.
-            link: Its link.
-            moment: Seconds for which it waits at least when it waits.
-        """
+        """Returns the connection of a site."""
         return VirtualConnection(self, site, number, link, moment)
 
 
 class VirtualConnection(InProcessConnection):
-    """A connection on which messages take time. What one side sends arrives in order.
-
-    Args:
-        hub: The hub.
-        site: The name of the site.
-        number: Its number, by which `VirtualTime` knows it.
-        link: Its link.
-        moment: Seconds for which it waits at least when it waits.
-
-    Attributes:
-        follower: The rules of the site, once it has said hello.
-    """
+    """A connection on which messages take time. What one side sends arrives in order."""
 
     def __init__(self, hub: VirtualHub, site: str, number: int, link: VirtualLink, moment: float) -> None:
         super().__init__(hub, site)

@@ -17,11 +17,7 @@ def agent_keeps_store() -> bool:
 
 
 def warn_of_shared_store(rank: int) -> None:
-    """Warns, on rank 0, if torchrun is to restart processes and yet lends them its store.
-
-    Args:
-        rank: This rank.
-    """
+    """Warns, on rank 0, if torchrun is to restart processes and yet lends them its store."""
     if rank == 0 and agent_keeps_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         _log.warning(
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, on every node."

@@ -27,14 +27,7 @@ _runs = itertools.count()
 
 
 class Failures:
-    """The first failure among the ranks of a run.
-
-    Args:
-        store: The store of the default process group; None if there is none.
-        rank: This rank.
-        group: Its worker group.
-        world_size: Number of ranks.
-    """
+    """The first failure among the ranks of a run."""
 
     def __init__(self, store: Any, rank: int, group: int, world_size: int) -> None:
         self._store = store
@@ -44,10 +37,7 @@ class Failures:
         self._key = f"streaming_diloco/failure/{next(_runs)}"
 
     def leave(self, exception: BaseException) -> None:
-        """Leaves word of this rank's failure, and reports which rank failed first if it was another one.
-
-        The report goes into the log and, from Python 3.11 on, into a note of the exception.
-        """
+        """Leaves word of this rank's failure, and reports which rank failed first if it was another one."""
         if self._store is None:
             return
         error = f"{type(exception).__name__}: {exception}".removesuffix(": ")

@@ -19,20 +19,12 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 def group_address() -> str:
-    """Returns the address on which gloo listens for ranks of the same worker group.
-
-    Raises:
-        ValueError: If ``GLOO_SOCKET_IFNAME`` names no interface with an IPv4 address.
-    """
+    """Returns the address on which gloo listens for ranks of the same worker group."""
     return _address(GLOO, os.environ.get(GLOO, ""))
 
 
 def exchange_address() -> str:
-    """Returns the address on which gloo listens for ranks of other worker groups.
-
-    Raises:
-        ValueError: If one of the two variables names no interface with an IPv4 address.
-    """
+    """Returns the address on which gloo listens for ranks of other worker groups."""
     return _address(EXCHANGE, _exchange_interface()) if has_exchange_interface() else group_address()
 
 
@@ -43,11 +35,7 @@ def has_exchange_interface() -> bool:
 
 @contextmanager
 def for_exchange() -> Iterator[None]:
-    """Lets gloo listen on the interface for the exchange, while process groups that join worker groups are made.
-
-    Raises:
-        ValueError: If ``SDILOCO_EXCHANGE_INTERFACE`` names no interface.
-    """
+    """Lets gloo listen on the interface for the exchange, while process groups that join worker groups are made."""
     if not has_exchange_interface():
         yield
         return

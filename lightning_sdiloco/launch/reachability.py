@@ -31,14 +31,7 @@ _TOKEN_BYTES = 16
 
 
 class BrokenConnection(NamedTuple):
-    """A connection that cannot be made.
-
-    Attributes:
-        source: The rank that tried.
-        target: The rank that it tried to reach.
-        address: Address and port at which the target listened.
-        why: What went wrong.
-    """
+    """A connection that cannot be made."""
 
     source: int
     target: int
@@ -47,16 +40,7 @@ class BrokenConnection(NamedTuple):
 
 
 class Endpoints(NamedTuple):
-    """The addresses on which a rank listens, as it tells the others.
-
-    Attributes:
-        host: The name of its machine.
-        group: Its worker group.
-        token: What it answers to whoever connects.
-        exchange: Address and port for other worker groups.
-        inside: Address and port for its own worker group.
-        error: Why it cannot listen; empty if it can.
-    """
+    """The addresses on which a rank listens, as it tells the others."""
 
     host: str
     group: int
@@ -72,12 +56,7 @@ class Endpoints(NamedTuple):
 
 
 class Listener:
-    """Listens on an address and answers every connection, in a thread of its own.
-
-    Args:
-        address: The address.
-        serve: What to do with each connection.
-    """
+    """Listens on an address and answers every connection, in a thread of its own."""
 
     def __init__(self, address: str, serve: Callable[[socket.socket], None]) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -117,17 +96,7 @@ class Listener:
 def require_reachable(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> None:
-    """Raises an error if ranks cannot reach each other. All ranks must call it.
-
-    Args:
-        rendezvous: All ranks.
-        group: The worker group of this rank.
-        exchange: Returns the address on which this rank listens for other worker groups.
-        inside: Returns the address on which this rank listens for its own worker group.
-
-    Raises:
-        ValueError: On every rank. It names the connections that cannot be made, or what is wrong with an address.
-    """
+    """Raises an error if ranks cannot reach each other. All ranks must call it."""
     endpoints, broken = find_broken_connections(rendezvous, group, exchange, inside)
     if broken:
         raise ValueError(described(broken, endpoints))
@@ -136,14 +105,7 @@ def require_reachable(
 def find_broken_connections(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> tuple[list[Endpoints], list[BrokenConnection]]:
-    """Tries all connections; see `require_reachable`. All ranks must call it.
-
-    Returns:
-        The endpoints of every rank, and the connections that cannot be made.
-
-    Raises:
-        ValueError: On every rank, if any of them cannot listen.
-    """
+    """Tries all connections; see `require_reachable`. All ranks must call it."""
     token = secrets.token_hex(_TOKEN_BYTES)
     listeners: list[Listener] = []
 
@@ -209,12 +171,7 @@ def _shown(address: tuple[str, int]) -> str:
 
 
 def described(broken: list[BrokenConnection], endpoints: list[Endpoints]) -> str:
-    """Returns a text that lists the connections that cannot be made and says what to do about them.
-
-    Args:
-        broken: The connections that cannot be made, at least one.
-        endpoints: The endpoints of every rank.
-    """
+    """Returns a text that lists the connections that cannot be made and says what to do about them."""
     pairs = {(connection.source, connection.target) for connection in broken}
     lines = [
         f"  {_who(one.source, endpoints)} -> {_who(one.target, endpoints)} at {one.address}: {one.why};"

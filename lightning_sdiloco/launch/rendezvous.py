@@ -38,15 +38,7 @@ _CHOOSE = "Choose another MASTER_PORT, the same for all ranks."
 
 
 class Rendezvous:
-    """The ranks that meet at one store.
-
-    Args:
-        store: The store. All keys begin with ``sdiloco/``.
-        rank: This rank.
-        world_size: Number of ranks that are expected.
-        address: Address and port of the store, for messages.
-        timeout: How long to wait for the others.
-    """
+    """The ranks that meet at one store."""
 
     def __init__(self, store: Store, rank: int, world_size: int, address: str, timeout: timedelta) -> None:
         self.rank = rank
@@ -56,17 +48,7 @@ class Rendezvous:
         self._timeout = timeout
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
-        """Returns the values of all ranks, in the order of the ranks. All ranks must call it.
-
-        Rank 0 returns only after the others have read, since the store often ends with it.
-
-        Args:
-            name: Names the values; each name can be used once.
-            value: The value of this rank; it must be expressible as JSON.
-
-        Raises:
-            ValueError: If ranks do not come in time. The message names them.
-        """
+        """Returns the values of all ranks, in the order of the ranks. All ranks must call it."""
         prefix, sent = f"sdiloco/{name}/", json.dumps(value).encode()
         deadline = time.monotonic() + self._timeout.total_seconds()
         while (left := deadline - time.monotonic()) > 0:
@@ -96,18 +78,7 @@ class Rendezvous:
 
 
 def rendezvous(environment: Any, world_size: int, timeout: timedelta) -> Rendezvous | None:
-    """Meets the other ranks where the default process group will be made; returns None if it exists already.
-
-    Keep the rendezvous until the default process group has been made, because that takes over its store.
-
-    Args:
-        environment: A cluster environment of Lightning, which knows its ranks.
-        world_size: Number of ranks that are expected.
-        timeout: How long to wait for them.
-
-    Raises:
-        ValueError: If rank 0 cannot be reached.
-    """
+    """Meets the other ranks where the default process group will be made; returns None if it exists already."""
     if is_connected():
         return None
     host, port = environment.main_address, environment.main_port
@@ -115,18 +86,7 @@ def rendezvous(environment: Any, world_size: int, timeout: timedelta) -> Rendezv
 
 
 def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Rendezvous:
-    """Meets the other ranks at an address.
-
-    Args:
-        host: Name or address of the machine of rank 0.
-        port: The port of the store.
-        rank: This rank.
-        world_size: Number of ranks that are expected.
-        timeout: How long to wait for them.
-
-    Raises:
-        ValueError: If rank 0 cannot be reached, or another program has the port.
-    """
+    """Meets the other ranks at an address."""
     kept = _keep_store(host, port, timeout) if rank == 0 and not agent_keeps_store() else None
     # Rank 0 looks too: if it does not find its own store there soon, the others will not either.
     soon = min(timeout, timedelta(seconds=SECONDS_UNREACHABLE))
@@ -152,18 +112,7 @@ def _keep_store(host: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def wait_for_store(host: str, port: int, rank: int, timeout: timedelta, patience: float = SECONDS_UNREACHABLE) -> None:
-    """Waits until a torch TCPStore answers at an address.
-
-    Args:
-        host: Name or address of the machine of rank 0.
-        port: The port on which rank 0 keeps the store.
-        rank: This rank, for messages.
-        timeout: How long to wait for a machine that answers but on which nobody listens yet.
-        patience: How many seconds to try an address that does not answer, or where somebody listens and says nothing.
-
-    Raises:
-        ValueError: If the address is unknown, does not answer, nobody listens there in time, or another program does.
-    """
+    """Waits until a torch TCPStore answers at an address."""
     who = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
     started = time.monotonic()
     unanswered_since, warned = started, started
@@ -212,14 +161,7 @@ def _no_store(host: str, port: int, answer: bytes) -> str:
 def try_to_connect(
     host: str, port: int, seconds: float = _SECONDS_PER_ATTEMPT, talk: Callable[[socket.socket], None] | None = None
 ) -> OSError | None:
-    """Connects to an address and returns what went wrong, if anything.
-
-    Args:
-        host: Name or address.
-        port: The port.
-        seconds: How long it may take to connect, and to send or receive once.
-        talk: What to do with the connection; an `OSError` that it raises is returned as well.
-    """
+    """Connects to an address and returns what went wrong, if anything."""
     try:
         with socket.create_connection((host, port), timeout=seconds) as connection:
             if talk is not None:

@@ -28,12 +28,7 @@ _FIRST, _LAST = 3, 10
 
 
 class Announcement:
-    """Says at the start what trains, and after ten inner steps how fast.
-
-    Args:
-        engine: The engine, before its next inner step.
-        module: The model.
-    """
+    """Says at the start what trains, and after ten inner steps how fast."""
 
     def __init__(self, engine: StreamingDiLoCo, module: nn.Module) -> None:
         self._engine = engine
@@ -53,12 +48,7 @@ class Announcement:
 
 
 def wire_bytes(engine: StreamingDiLoCo, module: nn.Module) -> list[int]:
-    """Returns what a rank sends to other worker groups for each fragment, without buffers.
-
-    Args:
-        engine: The engine.
-        module: Its model.
-    """
+    """Returns what a rank sends to other worker groups for each fragment, without buffers."""
     topology, settings = engine.topology, engine.settings
     others = topology.num_groups - 1
     all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.landing.kept)
@@ -68,12 +58,7 @@ def wire_bytes(engine: StreamingDiLoCo, module: nn.Module) -> list[int]:
 
 
 def at_start(engine: StreamingDiLoCo, nbytes: list[int]) -> str:
-    """Returns the line for the start.
-
-    Args:
-        engine: The engine.
-        nbytes: What `wire_bytes` returned.
-    """
+    """Returns the line for the start."""
     topology, settings = engine.topology, engine.settings
     began_at = engine.inner_steps - engine.steps_in_rounds
     first = next(step for step in count(engine.steps_in_rounds + 1) if engine.schedule.launches(step))
@@ -89,13 +74,7 @@ def at_start(engine: StreamingDiLoCo, nbytes: list[int]) -> str:
 
 
 def when_measured(engine: StreamingDiLoCo, nbytes: list[int], seconds: float) -> str:
-    """Returns the line for a measured step.
-
-    Args:
-        engine: The engine.
-        nbytes: What `wire_bytes` returned.
-        seconds: How long an inner step takes.
-    """
+    """Returns the line for a measured step."""
     settings = engine.settings
     line = f"Streaming DiLoCo: an inner step takes {short(seconds)} s"
     if engine.topology.num_groups == 1:
@@ -124,12 +103,7 @@ def inner_steps_of(trainer: Any) -> int | None:
 
 
 def warn_of_few_rounds(schedule: Schedule, steps: int | None) -> None:
-    """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every`` would do.
-
-    Args:
-        schedule: The schedule.
-        steps: Inner steps of the run; None if nobody knows.
-    """
+    """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every`` would do."""
     if steps is None or (rounds := schedule.rounds_in(steps)) >= ENOUGH_ROUNDS:
         return
     _log.warning(

@@ -13,14 +13,7 @@ _ARGUMENTS, _RAISES = "    Args:\n", "    Raises:\n"
 
 
 def document(strategy: type[Any], shared: type[Any], model_format: Any, without: Iterable[str] = ()) -> None:
-    """Gives a strategy the docstring and the signature that ``help()`` and editors show.
-
-    Args:
-        strategy: A class in front of one of Lightning's strategies.
-        shared: The class whose ``__init__`` it inherits; its docstring describes the arguments that all have.
-        model_format: Its ``base_arguments`` has the other arguments; its ``summary`` says what the strategy does.
-        without: Arguments of ``shared`` that it does not take.
-    """
+    """Gives a strategy the docstring and the signature that ``help()`` and editors show."""
     arguments = _section(shared.__doc__, _ARGUMENTS)
     for name in without:
         arguments = re.sub(rf"^        {name}: .*\n(?:         .*\n)*", "", arguments, flags=re.MULTILINE)
@@ -50,16 +43,7 @@ def _section(docstring: str | None, title: str) -> str:
 
 
 def refuse_unknown(strategy: type[Any], of_format: Mapping[str, Any]) -> None:
-    """Refuses arguments that a strategy does not have.
-
-    Args:
-        strategy: The class that the user named.
-        of_format: The arguments that not all strategies have.
-
-    Raises:
-        TypeError: If its model format has no such argument either.
-        ValueError: If it is a quorum, which belongs to a federation.
-    """
+    """Refuses arguments that a strategy does not have."""
     refuse_quorum(of_format)
     known = inspect.signature(strategy.base_arguments).parameters
     for name in of_format.keys() - known.keys():

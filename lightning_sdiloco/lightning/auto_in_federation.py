@@ -18,37 +18,19 @@ from lightning_sdiloco.planning import Groups, Link, Model, recommend_for_all, w
 
 
 class RunSettings:
-    """Settles what a site has left open.
-
-    Args:
-        auto: Which settings that are.
-        federation: The federation.
-        topology: The ranks of this site.
-        model: The model.
-    """
+    """Settles what a site has left open."""
 
     def __init__(self, auto: AutoSettings, federation: Federation, topology: Topology, model: nn.Module) -> None:
         self._auto, self._federation, self._topology, self._model = auto, federation, topology, model
 
     def known(self, settings: Settings) -> Settings | None:
-        """Returns the settings of the run, if it has some. All ranks of the site must call it.
-
-        Args:
-            settings: Those of this site, with placeholders for what is open.
-        """
+        """Returns the settings of the run, if it has some. All ranks of the site must call it."""
         with Settler(self._federation, self._topology) as settler:
             texts = settler.known()
         return None if texts is None else self._taken(settings, texts)
 
     def settle(self, settings: Settings) -> Settings:
-        """Returns the settings of the run, when all founders have measured. All ranks of the site must call it.
-
-        Args:
-            settings: Those of this site, with placeholders for what is open.
-
-        Raises:
-            ExchangeError: If the hub cannot be reached.
-        """
+        """Returns the settings of the run, when all founders have measured. All ranks of the site must call it."""
         step_time = max(self._topology.world.all_gather_object(self._auto.step_time()))
         with Settler(self._federation, self._topology) as settler:
             known = settler.settle(step_time, lambda measured: self._plan(settings, measured))

@@ -48,12 +48,7 @@ _MEMORY_RATE = 1e12
 
 
 class Measured(NamedTuple):
-    """What the choice is based on.
-
-    Attributes:
-        step_time: Seconds of an inner step on the slowest rank.
-        link: The link between groups.
-    """
+    """What the choice is based on."""
 
     step_time: float
     link: Link
@@ -68,17 +63,7 @@ class Measured(NamedTuple):
 
 @dataclass
 class AutoSettings:
-    """The settings that are left to the planner, until it has chosen them.
-
-    Args:
-        names: Which ones, of ``sync_every``, ``overlap_steps``, ``fragments``, ``compression`` and, where its links are
-            to be measured, ``exchange``; empty once they are chosen.
-
-    Attributes:
-        measured: What the choice was based on; None until then, and in a fit that takes it from a checkpoint.
-        planned: Whether the planner has chosen something.
-        why: Why it is that, for people.
-    """
+    """The settings that are left to the planner, until it has chosen them."""
 
     names: tuple[str, ...] = ()
     measured: Measured | None = None
@@ -146,16 +131,7 @@ class AutoSettings:
         return {**settings, **dict.fromkeys(self.names, repr(AUTO))}
 
     def restored(self, settings: Settings, saved: Mapping[str, str]) -> Settings:
-        """Takes the choice from a checkpoint that was saved after it.
-
-        Args:
-            settings: The settings of this run.
-            saved: The settings of the checkpoint, as text.
-
-        Returns:
-            The settings with those of the checkpoint in place of ``"auto"``; unchanged if it was saved before the
-            choice.
-        """
+        """Takes the choice from a checkpoint that was saved after it."""
         if not self.names or any(saved.get(name) in (None, repr(AUTO)) for name in self.names):
             return settings
         chosen = {name: _read(name, saved[name]) for name in _taken(self.names)}
@@ -167,26 +143,13 @@ class AutoSettings:
         self._times = [time.monotonic()]
 
     def step(self, launch_in: int) -> bool:
-        """Counts an inner step, and returns whether it is time to choose; all ranks return the same.
-
-        Args:
-            launch_in: Inner steps until the first launch; perhaps few, if a fit resumed before the choice.
-        """
+        """Counts an inner step, and returns whether it is time to choose; all ranks return the same."""
         if self.names:
             self._times.append(time.monotonic())
         return bool(self.names) and (len(self._times) > STEPS or launch_in <= 1)
 
     def choose(self, settings: Settings, model: nn.Module, topology: Topology) -> Settings:
-        """Measures the link, and adopts what the planner recommends. All ranks must call it.
-
-        Args:
-            settings: The settings of the run, with placeholders for those to be chosen.
-            model: The model.
-            topology: The ranks.
-
-        Returns:
-            The settings of the run from now on.
-        """
+        """Measures the link, and adopts what the planner recommends. All ranks must call it."""
         step_time, timeout = max(topology.world.all_gather_object(self.step_time())), settings.timeout.total_seconds()
         names = tuple(name for name in self.names if name != "exchange")
         if "exchange" in self.names:
@@ -210,15 +173,7 @@ class AutoSettings:
 def choice(
     names: tuple[str, ...], settings: Settings, model: nn.Module, topology: Topology, measured: Measured | None
 ) -> dict[str, Any]:
-    """Returns what the planner recommends, by argument.
-
-    Args:
-        names: The arguments that it may choose.
-        settings: The settings of the run, which fix all other arguments.
-        model: The model.
-        topology: The ranks.
-        measured: Step time and link; None with one group, for which every choice is the same.
-    """
+    """Returns what the planner recommends, by argument."""
     if not names:
         return {}
     among = candidates_among(names, settings)
@@ -241,12 +196,7 @@ def _taken(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def candidates_among(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
-    """Yields the given settings with what each of the planner's candidates would choose, in order, each once.
-
-    Args:
-        names: The arguments that are open.
-        settings: The settings, with placeholders for those.
-    """
+    """Yields the given settings with what each of the planner's candidates would choose, in order, each once."""
     taken, seen = _taken(names), set()
     for candidate in candidates():
         chosen = tuple(getattr(candidate, name) for name in taken)
@@ -258,15 +208,7 @@ def candidates_among(names: tuple[str, ...], settings: Settings) -> Iterator[Set
 
 
 def measure_link(topology: Topology, timeout: float) -> Link:
-    """Measures the link between groups, with ever larger messages until one is slow enough. All ranks must call it.
-
-    Args:
-        topology: The ranks.
-        timeout: Seconds to wait for a group that does not answer.
-
-    Returns:
-        The link as the slowest rank saw it.
-    """
+    """Measures the link between groups, with ever larger messages until one is slow enough. All ranks must call it."""
 
     def seconds(nbytes: int) -> float:
         own = _exchange_seconds(topology.exchange, nbytes, timeout)
@@ -282,14 +224,7 @@ def measure_link(topology: Topology, timeout: float) -> Link:
 
 
 def measure_links(topology: Topology, timeout: float) -> list[float]:
-    """Measures what each group's link carries in Gbit/s, one after the other: all others send to it at once.
-
-    All ranks must call it, and all get the same numbers.
-
-    Args:
-        topology: The ranks.
-        timeout: Seconds to wait for a group that does not answer.
-    """
+    """Measures what each group's link carries in Gbit/s, one after the other: all others send to it at once."""
     found = []
     for group in range(topology.num_groups):
 
@@ -338,15 +273,7 @@ def _read(name: str, text: str) -> Any:
 
 
 def tell(settings: Settings, fragments: int, auto: AutoSettings, loggers: Iterable[Any], step: int) -> None:
-    """Announces what was chosen, in the log and to the loggers of a trainer.
-
-    Args:
-        settings: The settings that were chosen.
-        fragments: Number of fragments.
-        auto: What the choice was based on.
-        loggers: The loggers.
-        step: The step under which metrics are logged.
-    """
+    """Announces what was chosen, in the log and to the loggers of a trainer."""
     numbers: dict[str, float] = {
         "sdiloco/sync_every": settings.sync_every,
         "sdiloco/overlap_steps": settings.overlap_steps,

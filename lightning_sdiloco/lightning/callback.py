@@ -117,8 +117,5 @@ def _is_last(trainer: Any) -> bool:
 
 
 def put_first(hooks: InnerStepHooks, trainer: Any) -> None:
-    """Puts the hooks of a fit in front of the trainer's callbacks, in place of those of an earlier one.
-
-    So every other callback sees the model as it is after the landings of a step.
-    """
+    """Puts the hooks of a fit in front of the trainer's callbacks, in place of those of an earlier one."""
     trainer.callbacks[:] = [hooks, *(one for one in trainer.callbacks if not isinstance(one, InnerStepHooks))]

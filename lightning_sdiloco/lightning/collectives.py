@@ -38,11 +38,7 @@ _PER_BATCH_HOOKS = frozenset(
 
 
 def in_batch(module: Any) -> bool:
-    """Returns whether one of the hooks that run for every training batch is running.
-
-    Args:
-        module: The LightningModule; None if there is none yet.
-    """
+    """Returns whether one of the hooks that run for every training batch is running."""
     return (
         module is not None
         and module._trainer is not None
@@ -52,12 +48,7 @@ def in_batch(module: Any) -> bool:
 
 
 def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
-    """Returns whether a collective stays inside the worker group, and announces one that does not.
-
-    Args:
-        module: The LightningModule; None if there is none yet.
-        groups: The ranks.
-    """
+    """Returns whether a collective stays inside the worker group, and announces one that does not."""
     stays = in_batch(module)
     if not stays:
         groups.meet()
@@ -66,16 +57,7 @@ def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
 
 @contextmanager
 def waiting_for_all(groups: ConnectedGroups, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
-    """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a ``with`` block.
-
-    Args:
-        groups: The ranks.
-        names: What Lightning calls the barrier.
-        engine: The engine of the fit, if there is one.
-
-    Raises:
-        ExchangeError: If they do not reach it.
-    """
+    """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a ``with`` block."""
     groups.meet()
     try:
         yield

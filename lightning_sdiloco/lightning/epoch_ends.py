@@ -23,12 +23,7 @@ from lightning_sdiloco.errors import ExchangeError
 
 
 class Place(NamedTuple):
-    """Where a group is in its epoch.
-
-    Attributes:
-        batch: The number of the batch, from 1. Where the data has ended, the last that there is, or that was made.
-        is_end: Whether the data has ended.
-    """
+    """Where a group is in its epoch."""
 
     batch: int
     is_end: bool
@@ -50,12 +45,7 @@ class _Said(NamedTuple):
 
 
 class EpochEnds:
-    """Agrees with the other groups where an epoch ends; see [Note: the end of an epoch].
-
-    Args:
-        topology: The ranks. Each tells those of the same shard in the other groups.
-        timeout: How long to wait for the next meeting of the others.
-    """
+    """Agrees with the other groups where an epoch ends; see [Note: the end of an epoch]."""
 
     def __init__(self, topology: Topology, timeout: timedelta) -> None:
         self._topology = topology
@@ -65,38 +55,17 @@ class EpochEnds:
         self._last = 0
 
     def open(self, batch: int) -> None:
-        """Begins an epoch, or goes on with one. From now on places are told.
-
-        Args:
-            batch: The batches that have been made in it.
-        """
+        """Begins an epoch, or goes on with one. From now on places are told."""
         self._is_open = self._topology.num_groups > 1
         self._last = batch
 
     def reach(self, batch: int, step: int) -> None:
-        """Tells the others, once for each batch, that this group is about to wait for all of them.
-
-        Args:
-            batch: The number of the batch in the epoch.
-            step: The inner steps made.
-        """
+        """Tells the others, once for each batch, that this group is about to wait for all of them."""
         if self._is_open and batch > self._last:
             self._say(Place(batch, is_end=False), step)
 
     def end(self, batch: int, step: int) -> Place:
-        """Tells the others that the data of this group has ended, and waits until they are at their next meeting.
-
-        Args:
-            batch: The last batch that there is, or that was made.
-            step: The inner steps made.
-
-        Returns:
-            The last batch of the epoch if all data has ended; otherwise the place of the meeting, at which this group
-            need not call `reach`.
-
-        Raises:
-            ExchangeError: If a worker group went away, or does not come to a meeting within ``timeout``.
-        """
+        """Tells the others that the data of this group has ended, and waits until they are at their next meeting."""
         self._say(Place(batch, is_end=True), step)
         places = [Place(batch, is_end=True)]
         while self._said:

@@ -33,16 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluation:
-    """Shows the chosen model to the validations of a fit; see [Note: the model that validation sees].
-
-    Args:
-        trainer: The trainer that fits.
-        steps: The inner steps of the fit, and its engine.
-        groups: The ranks.
-        model_format: How the ranks of a group hold the model.
-        shows: ``"outer"``, ``"mean"`` or ``"local"``.
-        is_ending: Tells whether a signal ends the fit.
-    """
+    """Shows the chosen model to the validations of a fit; see [Note: the model that validation sees]."""
 
     def __init__(
         self,
@@ -65,11 +56,7 @@ class Evaluation:
         self._mean: GroupMean | None = None
 
     def begin(self, undo: ExitStack) -> None:
-        """Makes Lightning's loops show the chosen model.
-
-        Args:
-            undo: Ends the replacements when it is closed.
-        """
+        """Makes Lightning's loops show the chosen model."""
         trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
         replace(undo, trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint))
         if self._shows == "local":
@@ -82,14 +69,7 @@ class Evaluation:
             replace(undo, loop, "run", partial(self._run, loop, loop.run))
 
     def state_dict(self, engine: StreamingDiLoCo, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer one.
-
-        In-group collective. Inside of ``trainer.save_checkpoint`` it may be an exchange; see [Note: the first round].
-
-        Args:
-            engine: The engine, which trains.
-            local: Returns what the model holds.
-        """
+        """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer one."""
         if self._groups.failed and self._groups.topology.group_size > 1:
             self._groups.warn_of_local_parameters()
             return local()

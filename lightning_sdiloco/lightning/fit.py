@@ -54,13 +54,7 @@ _ADVICE = (
 
 
 class Distribution(NamedTuple):
-    """What a distribution of Lightning brings, beside the base classes of strategies.
-
-    Attributes:
-        callback: The callback that makes inner steps.
-        launcher: What starts processes by any start method but ``"popen"``.
-        termination: What ends a fit after SIGTERM.
-    """
+    """What a distribution of Lightning brings, beside the base classes of strategies."""
 
     callback: type[Any]
     launcher: type[Any]
@@ -68,15 +62,7 @@ class Distribution(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of a strategy that outlive a fit.
-
-    Attributes:
-        options: What the user chose.
-        groups: The ranks.
-        model_format: How the ranks of a group hold the model.
-        results: What users read, also after the fit.
-        termination: What ends a fit after SIGTERM, in this distribution of Lightning.
-    """
+    """The parts of a strategy that outlive a fit."""
 
     options: Options
     groups: ConnectedGroups
@@ -86,20 +72,7 @@ class Parts(NamedTuple):
 
 
 class Fit:
-    """A fit of a trainer. Every fit has an object of its own, so nothing is reset.
-
-    Args:
-        trainer: The trainer that is about to fit.
-        parts: What outlives the fit.
-
-    Attributes:
-        options: What the user chose, with what the planner or a checkpoint chose in place of ``"auto"``.
-        requests: What one rank asks for and all do after the same inner step.
-        steps: The inner steps, and the engine that makes them.
-        checkpointer: Saves the fit, and restores a saved one.
-        evaluation: Shows validation, and the checkpoints saved with it, the chosen model.
-        watch: Watches what user code does over all ranks in batches.
-    """
+    """A fit of a trainer. Every fit has an object of its own, so nothing is reset."""
 
     def __init__(self, trainer: Any, parts: Parts) -> None:
         self._trainer = trainer
@@ -134,11 +107,7 @@ class Fit:
         return trainer is self._trainer and not self._is_closed
 
     def begin(self) -> None:
-        """Refuses what cannot work, and replaces what Lightning does over all ranks.
-
-        Raises:
-            ValueError: If something cannot work.
-        """
+        """Refuses what cannot work, and replaces what Lightning does over all ranks."""
         trainer, groups = self._trainer, self._parts.groups
         self._parts.results.begin(self.options)
         check_names(trainer)
@@ -227,13 +196,7 @@ class Fit:
         follow_engine(self._trainer, self.steps)
 
     def recut(self) -> bool:
-        """Cuts the model anew where an epoch begins with other trainable parameters.
-
-        At its first batch, all hooks that may freeze or unfreeze something at the start of an epoch have run.
-
-        Returns:
-            Whether it was cut anew, and so must be wrapped anew.
-        """
+        """Cuts the model anew where an epoch begins with other trainable parameters."""
         begins, self._epoch_begins = self._epoch_begins, False
         engine = self.steps.engine
         if not begins or engine is None or not engine.has_other_parameters():
@@ -256,11 +219,7 @@ class Fit:
         return True
 
     def average_gradients(self, model: nn.Module | None) -> None:
-        """Takes the mean of the gradients over the groups in the warm-up, unless DDP still adds some up.
-
-        Args:
-            model: The model as it is wrapped.
-        """
+        """Takes the mean of the gradients over the groups in the warm-up, unless DDP still adds some up."""
         engine = self.steps.engine
         if engine is not None and engine.is_warming_up and getattr(model, "require_backward_grad_sync", True):
             # Groups that wait for this one must take part.
@@ -268,14 +227,7 @@ class Fit:
             engine.average_gradients()
 
     def end_batch(self, idle: bool = False) -> list[Landing]:
-        """Makes the inner step of a batch in which an optimizer stepped, or would have.
-
-        Args:
-            idle: Whether the other groups make an inner step in this batch while this one has nothing to train on.
-
-        Returns:
-            What landed.
-        """
+        """Makes the inner step of a batch in which an optimizer stepped, or would have."""
         self.watch.end()
         self.requests.begin_batch()
         if not self.steps.is_due(idle) or self.steps.engine is None:
@@ -331,13 +283,7 @@ class Fit:
         self._signal_latency = SignalLatency(engine.longest_wait, environment) if watches else None
 
     def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
-        """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those.
-
-        Args:
-            tensor: The tensor of this rank.
-            sync_grads: Whether gradients flow back to all of them.
-            gather: Lightning's own way to gather.
-        """
+        """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those."""
         topology = self._parts.groups.topology
         if not self._has_gathered and topology.num_groups > 1 and self._trainer.is_global_zero:
             _log.warning(
@@ -382,11 +328,7 @@ class Fit:
         return landings
 
     def end(self, model: nn.Module | None) -> None:
-        """Makes sure that all ranks hold the same model after training, and obeys late signals.
-
-        Raises:
-            AgreementError: If a callback changed the model on each rank by itself.
-        """
+        """Makes sure that all ranks hold the same model after training, and obeys late signals."""
         topology = self._parts.groups.topology
         if model is not None and not is_aligned(model, topology, with_buffers=False):
             raise AgreementError(

@@ -10,18 +10,7 @@ from lightning_sdiloco.engine import Landing, StreamingDiLoCo
 
 
 class InnerSteps:
-    """Counts the inner steps of a fit and hands them to its engine.
-
-    An inner step is a batch in which an optimizer stepped, no matter how many there are. A step that a GradScaler
-    skipped counts too, because it is skipped in one group alone.
-
-    Attributes:
-        engine: The engine of the fit; None until training starts.
-        landed: Whether anything landed in the batch that has just ended.
-        optimizer_steps: How often optimizers have stepped in this batch.
-        samples: On how many samples this rank has trained since the last inner step, where somebody counts them.
-        counts_micro_batches: Whether groups weigh by the micro-batches that they train, because some are left out.
-    """
+    """Counts the inner steps of a fit and hands them to its engine."""
 
     def __init__(self) -> None:
         self.engine: StreamingDiLoCo | None = None
@@ -55,11 +44,7 @@ class InnerSteps:
         return self.engine is not None and self.engine.inner_steps > 0
 
     def optimizer_steps_per_batch(self, optimizers: int) -> int:
-        """Returns how often optimizers stepped in the last batch in which any did.
-
-        Args:
-            optimizers: Number of optimizers. Before the first such batch, each is taken to step once.
-        """
+        """Returns how often optimizers stepped in the last batch in which any did."""
         return self._per_batch or optimizers
 
     def note_optimizer_step(self) -> None:
@@ -91,14 +76,7 @@ class InnerSteps:
         self._early += landings
 
     def is_due(self, idle: bool) -> bool:
-        """Returns whether the batch that ends is an inner step, in which an optimizer stepped or would have stepped.
-
-        Args:
-            idle: Whether the other groups make an inner step in this batch while this one has nothing to train on.
-
-        Raises:
-            RuntimeError: If it is one although the fit has finished.
-        """
+        """Returns whether the batch that ends is an inner step, in which an optimizer stepped or would have stepped."""
         self.landed = False
         if not (self.stepped or idle) or self.engine is None:
             return False

@@ -124,10 +124,7 @@ def end_scripts(launcher: Any) -> None:
 
 
 def _take_own_memory(sent: Iterable[Any]) -> None:
-    """Copies the tensors of modules sent to a process: in shared memory, all ranks would train the same ones.
-
-    Lightning itself does this for spawn only.
-    """
+    """Copies the tensors of modules sent to a process: in shared memory, all ranks would train the same ones."""
     for module in (part for part in sent if isinstance(part, nn.Module)):
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.data = tensor.data.clone()

@@ -12,21 +12,7 @@ from lightning_sdiloco.lightning.auto_settings import AutoSettings
 
 @dataclass(frozen=True)
 class Options:
-    """The choices that all strategies have. `WorkerGroupStrategy` describes every argument.
-
-    Args:
-        settings: The settings of the engine, with placeholders for those that are left to the planner.
-        auto: The settings that are left to the planner.
-        worker_groups: Number of worker groups, or ``"auto"``.
-        exchange_backend: ``"gloo"`` or ``"nccl"``; None for gloo.
-        on_resume: ``"exact"`` or ``"restart"``.
-        evaluate: ``"outer"``, ``"mean"`` or ``"local"``.
-        resumable_checkpoints: ``"all"`` or ``"newest"``.
-        federation: What the ranks are a site of; None if all worker groups are launched together.
-
-    Raises:
-        ValueError: If an argument is out of its range. The message names the argument.
-    """
+    """The choices that all strategies have. `WorkerGroupStrategy` describes every argument."""
 
     settings: Settings
     auto: AutoSettings
@@ -47,20 +33,7 @@ class Options:
         federation: Any = None,
         **settings: Any,
     ) -> "Options":
-        """Checks the arguments of a strategy.
-
-        Args:
-            worker_groups: As in `WorkerGroupStrategy`.
-            exchange_backend: As in `WorkerGroupStrategy`.
-            on_resume: As in `WorkerGroupStrategy`.
-            evaluate: As in `WorkerGroupStrategy`.
-            resumable_checkpoints: As in `WorkerGroupStrategy`.
-            federation: As in `WorkerGroupStrategy`.
-            **settings: Arguments of `Settings`, of which some may be ``"auto"``.
-
-        Raises:
-            ValueError: If one of them is out of its range.
-        """
+        """Checks the arguments of a strategy."""
         auto, chosen = AutoSettings.of(**settings)
         return Options(
             chosen, auto, worker_groups, exchange_backend, on_resume, evaluate, resumable_checkpoints, federation
@@ -131,11 +104,7 @@ class Options:
                 raise ValueError(f"{name}={getattr(self, name)!r} does not go with a federation: {instead}.")
 
     def after(self, fit: "Options") -> "Options":
-        """Returns the options for another fit: what the planner chose in the last one stays.
-
-        Args:
-            fit: The options at the end of the last fit. Numbers that it took from a checkpoint belong to that run.
-        """
+        """Returns the options for another fit: what the planner chose in the last one stays."""
         return replace(fit, settings=fit.settings.with_outer_step_of(self.settings))
 
     def described(self) -> dict[str, str]:
@@ -151,11 +120,7 @@ class Options:
 
 
 class CurrentOptions:
-    """The options of a fit as they are now: the planner, or a checkpoint, may replace settings that were ``"auto"``.
-
-    Args:
-        options: What the user chose.
-    """
+    """The options of a fit as they are now: the planner, or a checkpoint, may replace settings that were ``"auto"``."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

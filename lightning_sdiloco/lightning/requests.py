@@ -27,13 +27,7 @@ MOST_CHECKPOINTS = _BITS - int(Request.CHECKPOINT).bit_length() + 1
 
 
 class Requests:
-    """Keeps what this rank asks for until all groups do it.
-
-    A fit makes it, and connects it with the engine whose launches carry the requests. Before that it ignores requests.
-
-    Args:
-        engine: The engine, where it is known from the start.
-    """
+    """Keeps what this rank asks for until all groups do it."""
 
     def __init__(self, engine: StreamingDiLoCo | None = None) -> None:
         self._engine = engine
@@ -69,18 +63,7 @@ class Requests:
         self._agreed = 0
 
     def land(self, landings: Iterable[Landing], own: int = 0) -> int:
-        """Takes in the requests that came with landings: all ranks now agree on them, after the same inner step.
-
-        A request that was launched before the same thing was last done, or in the same step, has been met already:
-        launches come before landings.
-
-        Args:
-            landings: What landed.
-            own: What all ranks have heard without a landing, as those of a site do.
-
-        Returns:
-            The bits that are agreed on.
-        """
+        """Takes in the requests that came with landings: all ranks now agree on them, after the same inner step."""
         self._agreed = own
         for landing in landings:
             for bit in _bits_in(landing.requests):
@@ -97,13 +80,7 @@ class Requests:
     # Checkpoints by the clock
 
     def decide_checkpoint(self, index: int, hook: Callable[..., None], *args: Any) -> None:
-        """Runs the hook of a checkpoint callback whose time interval all ranks decide together.
-
-        Args:
-            index: Position of the callback among those with a time interval.
-            hook: The hook, which broadcasts whether to skip the save; `vote` answers in place of the broadcast.
-            *args: Its arguments.
-        """
+        """Runs the hook of a checkpoint callback whose time interval all ranks decide together."""
         self._deciding = index
         try:
             hook(*args)
@@ -111,14 +88,7 @@ class Requests:
             self._deciding = None
 
     def vote(self, skip: Any) -> bool | None:
-        """Answers whether all ranks skip the save that the hook of `decide_checkpoint` asks for.
-
-        Args:
-            skip: Whether this rank would skip it.
-
-        Returns:
-            The answer, or None if this is not the question of such a hook.
-        """
+        """Answers whether all ranks skip the save that the hook of `decide_checkpoint` asks for."""
         if self._deciding is None or not isinstance(skip, bool):
             return None
         bit = int(Request.CHECKPOINT) << self._deciding
@@ -134,10 +104,7 @@ class Requests:
         return dict(self._done_at)
 
     def load_state_dict(self, state: dict[int, int]) -> None:
-        """Restores what `state_dict` returned.
-
-        A signal was meant for the process that got it, so what it asked for is void, also what is still on its way.
-        """
+        """Restores what `state_dict` returned."""
         self._done_at = dict(state)
         for bit in SIGNALLED:
             self.settle(bit)

@@ -14,14 +14,7 @@ from lightning_sdiloco.lightning.options import CurrentOptions, Options
 
 
 class Summary(NamedTuple):
-    """What stays readable of a finished fit, also where it ran in other processes.
-
-    Attributes:
-        fragments: The fragments, as in `StreamingDiLoCo.fragments`.
-        schedule: When the fragments launched and landed.
-        outer: The outer parameters: name -> whole float32 tensor on the host.
-        counts: What `StreamingDiLoCo.report` returned.
-    """
+    """What stays readable of a finished fit, also where it ran in other processes."""
 
     fragments: tuple[Fragment, ...]
     schedule: Schedule
@@ -64,11 +57,7 @@ class Summary(NamedTuple):
 
 
 class Results:
-    """The readable side of a strategy. It survives the fit, and brings back what ran in other processes.
-
-    Args:
-        options: What the user chose.
-    """
+    """The readable side of a strategy. It survives the fit, and brings back what ran in other processes."""
 
     def __init__(self, options: Options) -> None:
         self._options = CurrentOptions(options)

@@ -17,12 +17,7 @@ _SAVING_SECONDS = 60
 
 
 class SignalLatency:
-    """Measures the first inner steps of a fit, and warns if a signal may wait for long.
-
-    Args:
-        longest_wait: How many inner steps it takes at most, from now on, until a signal is obeyed.
-        environment: The cluster environment, which knows whether SLURM runs the job.
-    """
+    """Measures the first inner steps of a fit, and warns if a signal may wait for long."""
 
     def __init__(self, longest_wait: Callable[[], int], environment: Any) -> None:
         self._longest_wait = longest_wait

@@ -25,15 +25,7 @@ Replace = Callable[[Any, str, Callable[..., Any]], None]
 
 
 class Signals:
-    """Notes the signals that this rank gets in a fit, and ends the fit when all ranks have agreed to.
-
-    Args:
-        trainer: The trainer that is about to fit.
-        requests: What carries the wish to end to all ranks.
-        world: All ranks.
-        termination: What ends a fit after SIGTERM, in this distribution of Lightning.
-        leave: Called when the fit has been saved, before it ends.
-    """
+    """Notes the signals that this rank gets in a fit, and ends the fit when all ranks have agreed to."""
 
     def __init__(
         self,
@@ -53,11 +45,7 @@ class Signals:
         self.is_ending = self.ended = False
 
     def listen(self, replace: Replace) -> None:
-        """Replaces Lightning's signal handlers, and the methods that end a batch and an epoch.
-
-        Args:
-            replace: Sets an attribute of an object for the time of the fit.
-        """
+        """Replaces Lightning's signal handlers, and the methods that end a batch and an epoch."""
         connector, fit_loop = self._trainer._signal_connector, self._trainer.fit_loop
         replace(connector, "_sigterm_notifier_fn", partial(self._note, Request.TERMINATE))
         replace(connector, "_slurm_sigusr_handler_fn", partial(self._note, Request.REQUEUE))
@@ -164,14 +152,7 @@ def _stop_with_last_batch(fit_loop: Any) -> None:
 
 
 def listen_without_fit(trainer: Any, replace: Replace) -> None:
-    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of whatever runs.
-
-    SIGTERM ends this rank after its batch; the others notice that it is gone. There is nothing to save.
-
-    Args:
-        trainer: The trainer that is about to validate, test or predict.
-        replace: Sets an attribute of an object for that time.
-    """
+    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of whatever runs."""
     connector = trainer._signal_connector
     replace(connector, "_sigterm_notifier_fn", partial(_terminate, connector))
     replace(connector, "_slurm_sigusr_handler_fn", _refuse_requeue)

@@ -25,14 +25,7 @@ State = dict[str, Any]
 
 
 class Averaging:
-    """The averages of a fit.
-
-    Args:
-        trainer: The trainer that is about to fit, with its model set up.
-        steps: The inner steps of the fit, and its engine.
-        topology: The ranks.
-        undo: Ends the replacements when it is closed.
-    """
+    """The averages of a fit."""
 
     def __init__(self, trainer: Any, steps: InnerSteps, topology: Topology, undo: ExitStack) -> None:
         self._outer: _OuterAverage | None = None

@@ -28,11 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectedGroups:
-    """The ranks of all worker groups. It lives as long as the strategy, over several fits.
-
-    Attributes:
-        failed: Whether this rank is ending with an exception.
-    """
+    """The ranks of all worker groups. It lives as long as the strategy, over several fits."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -57,31 +53,12 @@ class ConnectedGroups:
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
     def check(self, host: Any, options: Options, model_format: ModelFormat) -> None:
-        """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot connect.
-
-        Args:
-            host: Lightning's strategy.
-            options: What the user chose.
-            model_format: How the ranks of a group hold the model.
-
-        Raises:
-            ValueError: If there are any.
-        """
+        """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot connect."""
         _layout(host, options, model_format)
         _device_backend(options, host)
 
     def connect(self, host: Any, options: Options, model_format: ModelFormat, set_up: Callable[[], None]) -> None:
-        """Connects all processes, and makes the connections between the ranks of a group and between groups.
-
-        Args:
-            host: Lightning's strategy.
-            options: What the user chose.
-            model_format: How the ranks of a group hold the model.
-            set_up: Lightning's own way to connect the processes.
-
-        Raises:
-            ValueError: If ranks do not appear, cannot reach each other, or differ in their settings.
-        """
+        """Connects all processes, and makes the connections between the ranks of a group and between groups."""
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
         # On an accelerator, threads of its driver may start here too.
@@ -131,13 +108,7 @@ class ConnectedGroups:
             self._announce()
 
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
-        """Returns what all ranks decide together; before they are connected, or after an exception, what this one does.
-
-        Args:
-            decision: The vote of this rank.
-            all: Whether all ranks must vote for it; otherwise one vote is enough.
-            device: The device of this rank.
-        """
+        """Returns what all ranks decide together; before they connect, or after an exception, what this one does."""
         if self.is_alone or not self.is_connected:
             return decision
         self.meet()
@@ -156,11 +127,7 @@ class ConnectedGroups:
 
 
 def only_device(host: Any) -> torch.device | None:
-    """Returns the one device that an environment with more processes than nodes shows each of them; None elsewhere.
-
-    Args:
-        host: Lightning's strategy, which would take the device with the number that the rank has on its node.
-    """
+    """Returns the one device that an environment with more processes than nodes shows each of them; None elsewhere."""
     devices = host.parallel_devices or []
     return devices[0] if len(devices) == 1 and host.world_size > host.num_nodes else None
 

@@ -10,13 +10,7 @@ from lightning_sdiloco.planning.methods import Costs, Streaming
 
 
 class Absence(NamedTuple):
-    """A time in which a group does nothing. The others wait for it at their next landing.
-
-    Attributes:
-        group: The group.
-        start: When it begins, in seconds since the start of the run.
-        end: When it ends, likewise.
-    """
+    """A time in which a group does nothing. The others wait for it at their next landing."""
 
     group: int
     start: float
@@ -24,14 +18,7 @@ class Absence(NamedTuple):
 
 
 class Times(NamedTuple):
-    """When a group did what.
-
-    Attributes:
-        steps: When each inner step was done, landings included, in seconds since the start of the run.
-        end: When the run was over, the final exchange included, likewise.
-        waited: Seconds for which training waited for fragments.
-        longest_flight: The most seconds from a launch of this group until the messages of all groups were there.
-    """
+    """When a group did what."""
 
     steps: list[float]
     end: float
@@ -256,10 +243,7 @@ class _PlayLines(_Play):
 
 
 class _PlayLegs(_Play):
-    """Plays a route on which groups exchange with partners, at the speed of the slowest link of a leg.
-
-    The word that a group has launched comes from all. The final exchange is played as one more round, in float32.
-    """
+    """Plays a route on which groups exchange with partners, at the speed of the slowest link of a leg."""
 
     def __init__(self, method: Streaming, lines: Sequence[Line], *given: Any) -> None:
         super().__init__(method, lines, *given)

@@ -16,30 +16,14 @@ _ROUND_TRIPS = 2
 
 
 class Enough(NamedTuple):
-    """Settings with which a hub suffices.
-
-    Attributes:
-        sync_every: The least that leaves the hub some of its bandwidth; see `MARGIN`.
-        overlap_steps: The least with which every fragment is there in time.
-    """
+    """Settings with which a hub suffices."""
 
     sync_every: int
     overlap_steps: int
 
 
 class HubLoad(NamedTuple):
-    """What goes through a hub.
-
-    Attributes:
-        gbit_s: Gbit/s of the hub, in each direction.
-        sites: How many sites there are.
-        bytes_in: What the sites send in one round of all fragments: a payload of each site.
-        bytes_out: What the hub sends in it: to each site the payloads of all others.
-        share: The share of the hub's bandwidth that it sends with on average.
-        flight_seconds: How long the largest fragment is on its way.
-        flight_steps: The same in inner steps.
-        enough: Settings with which the hub suffices; None if there are none.
-    """
+    """What goes through a hub."""
 
     gbit_s: float
     sites: int
@@ -92,13 +76,7 @@ def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gb
 
 
 def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
-    """Returns the way between a site and its hub while all sites use the hub at the same time; without loss.
-
-    Args:
-        link: The link of the site.
-        sites: How many sites there are.
-        gbit_s: Gbit/s of the hub, in each direction.
-    """
+    """Returns the way between a site and its hub while all sites use the hub at the same time; without loss."""
     return Link(min(link.gbit_s_of(_CHANNELS), gbit_s / sites), link.round_trip)
 
 

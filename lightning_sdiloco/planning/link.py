@@ -53,17 +53,7 @@ class Link:
         return min(self.gbit_s * (1 - self.loss), connections * each)
 
     def seconds(self, nbytes: float, connections: int, warm: bool = True) -> float:
-        """Returns the time from when all groups start to send until all have received.
-
-        Args:
-            nbytes: Bytes that a group sends, and also receives.
-            connections: Connections that share the link.
-            warm: Whether they are at speed. Otherwise each starts with ten segments and doubles them every round trip.
-
-        Returns:
-            Seconds: one round trip, in which the groups hear that the others are ready and the first byte arrives, and
-            the time on the link.
-        """
+        """Returns the time from when all groups start to send until all have received."""
         rate = self.gbit_s_of(connections) * 1e9 / 8
         elapsed = self.round_trip
         window = rate * self.round_trip if warm else connections * _FIRST_WINDOW
@@ -77,12 +67,7 @@ class Link:
 
 
 class Line(NamedTuple):
-    """The link of one group, which may be slower in one direction.
-
-    Attributes:
-        up: For what it sends.
-        down: For what it receives.
-    """
+    """The link of one group, which may be slower in one direction."""
 
     up: Link
     down: Link
@@ -104,16 +89,6 @@ class Line(NamedTuple):
 
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:
-    """Refuses a number that is out of range.
-
-    Args:
-        holds: Whether the number is in range.
-        name: Its name.
-        value: The number.
-        rule: The range in words.
-
-    Raises:
-        ValueError: If it is out of range.
-    """
+    """Refuses a number that is out of range."""
     if not holds:
         raise ValueError(f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}.")

@@ -9,16 +9,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 
 
 class SharedOut(NamedTuple):
-    """What two shots take over the link of each group; all lists are in the order of the groups.
-
-    Attributes:
-        links: Gbit/s of each link, in each direction.
-        shares: The share of every shard that a group averages.
-        bytes: What a group sends in a round of all fragments, and as many bytes it receives.
-        seconds: How long its link is busy with that.
-        round_seconds: How long a round takes if nothing but the links holds it up: that of the busiest link.
-        equal_seconds: The same with equal parts.
-    """
+    """What two shots take over the link of each group; all lists are in the order of the groups."""
 
     links: tuple[float, ...]
     shares: tuple[float, ...]

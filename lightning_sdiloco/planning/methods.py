@@ -38,18 +38,7 @@ _ROUNDS = 8
 
 
 class Memory(NamedTuple):
-    """Bytes that Streaming DiLoCo takes on each rank, on top of ordinary training.
-
-    On a CPU, device and host are the same memory.
-
-    Attributes:
-        device_bytes: On the device: what is in flight at the worst moment, and without ``offload`` outer parameters and
-            outer momentum.
-        host_bytes: On the host: the messages of all groups in flight, and with ``offload`` outer parameters and outer
-            momentum.
-        evaluation_bytes: More while validation shows the outer model: the local one put aside, on the host with
-            ``offload``.
-    """
+    """Bytes that Streaming DiLoCo takes on each rank, on top of ordinary training."""
 
     device_bytes: int
     host_bytes: int
@@ -79,15 +68,7 @@ class Method(ABC):
 
 
 class DataParallel(Method):
-    """`DistributedDataParallel` over all groups: gradients in buckets, during backward, in a ring of the groups.
-
-    Backward is the last two thirds of a step, and the buckets become ready at equal distances. A bucket takes as many
-    round trips as there are other groups.
-
-    Args:
-        model: The model.
-        groups: The groups; the ranks of one count as one rank of the ring.
-    """
+    """`DistributedDataParallel` over all groups: gradients in buckets, during backward, in a ring of the groups."""
 
     def __init__(self, model: Model, groups: Groups) -> None:
         self.groups = groups
@@ -118,13 +99,7 @@ class DataParallel(Method):
 
 
 class Streaming(Method):
-    """The engine with these settings. DiLoCo is the engine with one fragment that does not overlap with training.
-
-    Args:
-        model: The model.
-        settings: The settings of the engine.
-        groups: The groups.
-    """
+    """The engine with these settings. DiLoCo is the engine with one fragment that does not overlap with training."""
 
     def __init__(self, model: Model, settings: Settings, groups: Groups) -> None:
         self.groups = groups
@@ -220,12 +195,7 @@ class Streaming(Method):
                 landings.append(stepped)
 
     def costs(self, fragment: int, link: Link) -> "Costs":
-        """Returns what a flight of a fragment costs.
-
-        Args:
-            fragment: The fragment.
-            link: The way from a group to the others.
-        """
+        """Returns what a flight of a fragment costs."""
         per_value, shard, part = 1 / self.groups.memory_rate, self._shards[fragment], self._parts[fragment]
         connections, hops_again = max(1, round(self._connections)), self._second_hops[fragment] > 0
         first, again = connections * self._messages[fragment], connections * self._second_hops[fragment]
@@ -243,25 +213,14 @@ class Streaming(Method):
         )
 
     def message_bytes(self, fragment: int, bytes_per_s: float) -> int:
-        """Returns the bytes of a message to another group, where the compression may choose by the link of its sender.
-
-        Args:
-            fragment: The fragment.
-            bytes_per_s: What that link carries to each other group; 0 if it does not know.
-        """
+        """Returns the bytes of a message to another group; the compression may choose by its sender's link."""
         codec, shard = self.settings.codec, self._shards[fragment]
         choice = codec.choice(shard, bytes_per_s, self.settings.overlap_steps * self.groups.step_time)
         most = self._messages[fragment] - codec.wire_bytes(shard)
         return most + codec.choice_bytes(shard, choice)
 
     def busy(self, fragment: int, lines: Sequence[Line], are_known: bool = True) -> "list[Busy]":
-        """Returns how long each group's link is busy with a flight of a fragment, in both hops and directions.
-
-        Args:
-            fragment: The fragment.
-            lines: The way from each group to the others.
-            are_known: Whether senders know them, where the compression may choose by the link of its sender.
-        """
+        """Returns how long each group's link is busy with a flight of a fragment, in both hops and directions."""
         groups, shard, ranks = self.groups, self._shards[fragment], self.groups.group_size
         all_reduce = all_reduce_for(self.settings.exchange, groups.groups, self.settings.codec, 0.0).at(0)
         to = [CONTROL_BYTES + all_reduce.payload_bytes(shard, group) for group in range(groups.groups)]
@@ -333,20 +292,7 @@ class Streaming(Method):
 
 
 class Costs(NamedTuple):
-    """Seconds that a flight takes: launch and landing in the training thread, the rest in the background.
-
-    Those on the link, `warm` or `cold` and `second_hop`, leave out the round trip, in which others may send.
-
-    Attributes:
-        launch: At the launch.
-        encode: Until the messages are posted.
-        warm: On the link, if the connections are at speed.
-        cold: On the link otherwise.
-        average: From the last message until the mean is there, encoded again if there is a second hop.
-        second_hop: On the link again; 0 if there is no second hop.
-        step: Until the outer step is made.
-        land: At the landing.
-    """
+    """Seconds that a flight takes: launch and landing in the training thread, the rest in the background."""
 
     launch: float
     encode: float
@@ -374,10 +320,7 @@ class Busy(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _timetable(schedule: Schedule) -> list[tuple[int, bool, int]]:
-    """Lists the launches of some rounds and their landings in the engine's order: inner step, whether it lands, what.
-
-    This is what `Schedule.events` says, in a time that does not grow with ``sync_every``.
-    """
+    """Lists launches and landings of some rounds in the engine's order: inner step, whether it lands, what."""
     launches = [
         (number * schedule.sync_every + schedule.offset(fragment), False, fragment)
         for number in range(1, _ROUNDS + 1)

@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 
 class PaperModel(NamedTuple):
-    """A model as the paper's simulator sees it.
-
-    Attributes:
-        values: Number of parameters, all in the layers.
-        layers: Number of layers (L).
-        step_time: Seconds of an inner step.
-    """
+    """A model as the paper's simulator sees it."""
 
     values: float
     layers: int
@@ -40,15 +34,7 @@ class PaperModel(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry of Table 4.
-
-    Attributes:
-        model: Name of the model.
-        method: Name of the method.
-        target: The compute utilisation to reach.
-        gbit_s: The bandwidth in Gbit/s that the closed form gives, a point of `GRID` as the paper would print it.
-        paper: The bandwidth in Gbit/s that the paper prints.
-    """
+    """An entry of Table 4."""
 
     model: str
     method: str

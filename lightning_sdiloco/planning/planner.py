@@ -28,16 +28,7 @@ LARGEST_SYNC_EVERY = max(SYNC_EVERY)
 
 
 class Prediction(NamedTuple):
-    """What a method needs, and what it gets.
-
-    Attributes:
-        utilisation: Share of the wall time in which training does not wait.
-        bytes_per_step: Bytes that a group sends per inner step, in the long run.
-        bytes: Bytes that a group sends in the whole run.
-        peak_gbit_s: Gbit/s at the busiest moment if everything is sent evenly over the time that it may take.
-        gbit_s_for: The least bandwidth in Gbit/s that reaches each utilisation of `TARGETS`; ``None`` where no
-            bandwidth is enough, because of the round trip, or of launches and landings.
-    """
+    """What a method needs, and what it gets."""
 
     utilisation: float
     bytes_per_step: float
@@ -47,13 +38,7 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, link: Link, steps: int) -> Prediction:
-    """Predicts what a method needs and gets on a link.
-
-    Args:
-        method: The method.
-        link: The way from a group to the others.
-        steps: Inner steps of the whole run.
-    """
+    """Predicts what a method needs and gets on a link."""
     return Prediction(
         utilisation=method.utilisation(link),
         bytes_per_step=method.bytes_per_step,
@@ -79,14 +64,7 @@ def _least(method: Method, link: Link, target: float) -> float | None:
 
 
 def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, Method]:
-    """Returns DDP, and the engine in three ways: everything at once, fragment by fragment, overlapped with training.
-
-    Args:
-        model: The model.
-        settings: The settings of the engine. DiLoCo and Streaming without overlap take all but ``overlap_steps``, and
-            DiLoCo has one fragment, so that they differ in nothing else.
-        groups: The groups.
-    """
+    """Returns DDP, and the engine in three ways: everything at once, fragment by fragment, overlapped with training."""
     at_once = replace(settings, overlap_steps=0)
     streaming = {
         "diloco": replace(at_once, fragments=[["*"]]),
@@ -99,11 +77,7 @@ def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, 
 
 
 def candidates() -> Iterator[Settings]:
-    """Yields settings worth a try, those that change training least first.
-
-    The paper saw no loss from compression, next to none from all of `OVERLAP_STEPS`, chose three layers per
-    fragment, and saw some loss from larger ``sync_every``. So compression varies first and ``sync_every`` last.
-    """
+    """Yields settings worth a try, those that change training least first."""
     for sync_every, layers, overlap_steps, compression in product(
         SYNC_EVERY, (3, 6, 12, 1), OVERLAP_STEPS, ("fp32", "bf16", "fp4")
     ):
@@ -113,34 +87,14 @@ def candidates() -> Iterator[Settings]:
 
 
 def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings] | None = None) -> Streaming:
-    """Recommends the first of the candidates that keeps training busy for `TARGET` of the time.
-
-    If none does, it is the first that comes within a hundredth of the best. Only `MARGIN` of the bandwidth is counted
-    on: with settings for which the link just suffices, training would wait for every fragment as soon as the link is a
-    little slower.
-
-    Args:
-        model: The model.
-        groups: The groups.
-        link: The way from a group to the others.
-        among: The candidates, those that change training least first; by default `candidates`.
-    """
+    """Recommends the first of the candidates that keeps training busy for `TARGET` of the time."""
     return recommend_for_all(model, [(groups, link)], among)[0]
 
 
 def recommend_for_all(
     model: Model, sites: Sequence[tuple[Groups, Link]], among: Iterable[Settings] | None = None
 ) -> tuple[Streaming, int]:
-    """Recommends, as `recommend` does, what keeps all sites busy, each with a step time and a way of its own.
-
-    Args:
-        model: The model.
-        sites: Of each site the groups as it sees them, and its way to the others.
-        among: The candidates.
-
-    Returns:
-        What is recommended, as the site sees it that is busy for the least of its time, and which one that is.
-    """
+    """Recommends, as `recommend` does, what keeps all sites busy, each with a step time and a way of its own."""
     best: tuple[Streaming, int] | None = None
     reached = 0.0
     for settings in candidates() if among is None else among:
@@ -171,15 +125,7 @@ def with_margin(link: Link) -> Link:
 
 
 class Recommendation(NamedTuple):
-    """The recommended settings, and what to expect of them.
-
-    Attributes:
-        settings: The settings of the engine.
-        prediction: What they need and get.
-        utilisation_with_margin: The utilisation with `MARGIN` of the bandwidth, which aims at `TARGET`.
-        fragments: Number of values in each fragment.
-        memory: What they take on top of ordinary training.
-    """
+    """The recommended settings, and what to expect of them."""
 
     settings: Settings
     prediction: Prediction
@@ -189,20 +135,7 @@ class Recommendation(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Everything that the planner says about a model and a link.
-
-    Attributes:
-        model: The model.
-        groups: The groups.
-        link: The way from a group to the others.
-        settings: The settings that were asked for.
-        steps: Inner steps of the whole run.
-        fragments: Number of values in each fragment.
-        methods: What each method needs and gets with these settings, by its name.
-        compressions: What Streaming DiLoCo with overlap needs and gets with each compression, by its name.
-        memory: What Streaming DiLoCo with overlap takes on top of ordinary training.
-        recommendation: The settings that suit model and link.
-    """
+    """Everything that the planner says about a model and a link."""
 
     model: Model
     groups: Groups

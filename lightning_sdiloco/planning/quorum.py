@@ -12,13 +12,7 @@ _ROUNDS = 3 * RETENTION
 
 
 class Round(NamedTuple):
-    """A round of a federation.
-
-    Attributes:
-        counted: The sites whose contributions count.
-        closes: Seconds from the launch until the hub closes it.
-        seconds: Seconds from the launch until its payloads are at all sites that count.
-    """
+    """A round of a federation."""
 
     counted: tuple[str, ...]
     closes: float
@@ -26,14 +20,7 @@ class Round(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What a quorum costs and saves, for the largest fragment.
-
-    Attributes:
-        arrives: Seconds from the launch until what a site sends is at the hub, by site.
-        usual: Most rounds.
-        longest: The round that takes longest once the quorum knows the sites; it may be a usual one.
-        all: A round that waits for all sites, without a grace.
-    """
+    """What a quorum costs and saves, for the largest fragment."""
 
     arrives: dict[str, float]
     usual: Round
@@ -42,12 +29,7 @@ class Waits(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The way between a site and its hub.
-
-    Attributes:
-        link: Its link, with what the hub has for a site.
-        delay: Seconds by which what it sends comes later.
-    """
+    """The way between a site and its hub."""
 
     link: Link
     delay: float = 0.0

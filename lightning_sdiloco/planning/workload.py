@@ -15,23 +15,14 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan needs to know of a model: its trainable parameters.
-
-    Args:
-        parameters: The parameters, in the order of ``named_parameters()``.
-        numels: Number of values of each, in the same order.
-    """
+    """What a plan needs to know of a model: its trainable parameters."""
 
     parameters: tuple[Parameter, ...]
     numels: tuple[int, ...]
 
     @staticmethod
     def of_parameters(parameters: Mapping[str, Any]) -> "Model":
-        """Describes the trainable parameters of a module, which may be on the meta device.
-
-        Args:
-            parameters: Tensors by name, in the order of ``named_parameters()``, tied ones once.
-        """
+        """Describes the trainable parameters of a module, which may be on the meta device."""
         described = (Parameter(name, p.numel() * p.element_size(), p.ndim) for name, p in parameters.items())
         return Model(tuple(described), tuple(p.numel() for p in parameters.values()))
 
@@ -83,18 +74,7 @@ def _cut(model: Model, fragments: str | tuple[tuple[str, ...], ...], layers_per_
 
 @dataclass(frozen=True)
 class Groups:
-    """The worker groups, and how fast they are.
-
-    Args:
-        step_time: Seconds of an inner step, without anything between groups.
-        groups: Number of worker groups (M in the paper).
-        group_size: Ranks in a group.
-        memory_rate: Bytes per second that a device reads and writes in its memory, which is what work on a fragment
-            costs.
-
-    Raises:
-        ValueError: If an argument is out of its range.
-    """
+    """The worker groups, and how fast they are."""
 
     step_time: float
     groups: int = 2

@@ -83,15 +83,7 @@ _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", 
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs a subcommand and prints what it returns.
-
-    Args:
-        args: The arguments of the command line, without the name of the program. By default those of this process.
-
-    Raises:
-        SystemExit: With code 2 if the arguments are wrong, with code 1 if ``doctor`` finds that training would not
-            work, with code 0 after ``--help``.
-    """
+    """Runs a subcommand and prints what it returns."""
     _search_current_folder(sys.argv[1:] if args is None else args)
     parser = _parser()
     chosen = parser.parse_args(args)
@@ -110,10 +102,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _search_current_folder(args: Sequence[str]) -> None:
-    """Puts the current folder last on the path, if a class path begins with a module that is there and nowhere else.
-
-    Otherwise what lies there is not run: a file that is called like a library, or like one that is not installed.
-    """
+    """Puts the current folder last on the path, if a class path begins with a module that is there and nowhere else."""
     missing = [module for module in _modules_in(args) if module not in sys.modules and not PathFinder.find_spec(module)]
     if any(PathFinder.find_spec(module, [""]) for module in missing):
         sys.path.append("")

@@ -5,14 +5,7 @@ from typing import Any
 
 
 def require_drawable(path: str) -> None:
-    """Refuses a picture that cannot be drawn.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ValueError: If it has another suffix than .svg or .png, or matplotlib is not installed.
-    """
+    """Refuses a picture that cannot be drawn."""
     if Path(path).suffix not in (".svg", ".png"):
         raise ValueError(f"picture={path!r} does not end with .svg or .png. Give a file with one of these suffixes.")
     try:
@@ -27,15 +20,7 @@ def require_drawable(path: str) -> None:
 
 
 def save(figure: Any, path: str) -> None:
-    """Writes a figure of matplotlib to a file, without a date, so that the same picture is the same file.
-
-    Args:
-        figure: The figure.
-        path: The file, with the suffix .svg or .png.
-
-    Raises:
-        ValueError: If the file cannot be written.
-    """
+    """Writes a figure of matplotlib to a file, without a date, so that the same picture is the same file."""
     try:
         figure.savefig(path, dpi=190, metadata={"Date": None} if path.endswith(".svg") else {"Software": None})
     except OSError as error:

@@ -27,12 +27,7 @@ Leg = tuple[int, ...]
 
 
 class Momentum(NamedTuple):
-    """Numbers of a momentum between rounds, that of A2CiD2: each group keeps a second vector beside its values.
-
-    Attributes:
-        rate: How fast values and second vector draw near to each other, in a round (eta).
-        pull: By how much of the difference to a partner the second vector moves; values move by 0.5 (alpha tilde).
-    """
+    """Numbers of a momentum between rounds, that of A2CiD2: each group keeps a second vector beside its values."""
 
     rate: float
     pull: float
@@ -253,11 +248,7 @@ def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
 
 
 def check_legs(route: Route, groups: int) -> None:
-    """Refuses a route that does not bring each group into one leg of each of its first rounds.
-
-    Raises:
-        ValueError: With the round.
-    """
+    """Refuses a route that does not bring each group into one leg of each of its first rounds."""
     for number in range(_TRIED):
         legs = route.legs(number, groups)
         if sorted(group for leg in legs for group in leg) != list(range(groups)):

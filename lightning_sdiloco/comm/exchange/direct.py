@@ -30,21 +30,7 @@ class _Posted(NamedTuple):
 
 
 class DirectExchange(Exchange[_Posted]):
-    """Sends from each group to each other one.
-
-    Point-to-point transfers rather than one collective, so that an error names the group that is missing.
-
-    A gloo send starts when the receiver has said that it is ready. If one connection carries messages both ways, this
-    word waits behind the message that goes the same way, and the link stands still meanwhile. So there is a connection
-    for each direction.
-
-    Args:
-        up: A gloo process group with one rank of each worker group, in the order of the groups. It carries the messages
-            to groups of higher number.
-        down: Another one, for the messages to groups of lower number.
-        tag: Tells these messages apart from those of another exchange over the same process groups.
-        pacing: Says how fast its connections may send; None: as fast as they can.
-    """
+    """Sends from each group to each other one."""
 
     def __init__(
         self, up: dist.ProcessGroup, down: dist.ProcessGroup, tag: int = 0, pacing: Pacing | None = None

@@ -16,12 +16,7 @@ _BETWEEN_LOOKS = 0.001
 
 
 class DeviceBackend(NamedTuple):
-    """A backend of torch.distributed that takes tensors of a device.
-
-    Attributes:
-        name: Its name, as torch.distributed knows it.
-        device: The device of this rank.
-    """
+    """A backend of torch.distributed that takes tensors of a device."""
 
     name: str
     device: torch.device
@@ -86,14 +81,7 @@ class DeviceExchange(Exchange[_Posted]):
         self._given_up: list[_Posted] = []
 
     def meet(self, deadline: float) -> None:
-        """Makes the connections, which a backend does with its first messages. All groups must call it.
-
-        Args:
-            deadline: When to give up, on the clock of ``time.monotonic()``.
-
-        Raises:
-            ValueError: If they cannot be made.
-        """
+        """Makes the connections, which a backend does with its first messages. All groups must call it."""
         posted = self.post([torch.zeros(1, dtype=torch.uint8, device=self.device)] * self.num_groups)
         try:
             self._wait(posted, deadline)

@@ -25,22 +25,7 @@ class _Posted(NamedTuple):
 
 
 class VaryingExchange(Exchange[_Posted]):
-    """Carries messages whose sizes differ between groups.
-
-    The lengths travel first, over another exchange: who waits for a message knows how long it is when it begins to
-    receive. That other exchange counts their bytes.
-
-    With the length of a message, each group is told how fast its own last message came: only who receives knows. From
-    the rates that the others tell a sender learns what its own link carries. Where ``k`` of them had all of it, it has
-    carried ``k`` messages by then; the most of this is not held up by a receiver whose own link is slow.
-
-    Args:
-        lengths: Carries the lengths, among other things in the same order in all groups.
-        messages: Carries the messages, and nothing else.
-
-    Raises:
-        ValueError: If it cannot carry messages of unknown sizes.
-    """
+    """Carries messages whose sizes differ between groups."""
 
     def __init__(self, lengths: Exchange[Any], messages: Exchange[Any]) -> None:
         super().__init__(messages.num_groups)

@@ -35,14 +35,7 @@ LOOKING = frozenset({"ping", "status", "watch"})
 
 
 class Peer(NamedTuple):
-    """Who makes a call, as its certificate says.
-
-    Attributes:
-        role: What it may do.
-        name: Its name, such as that of a site.
-        life: One start of it: a random word of its own choice.
-        address: From where it calls.
-    """
+    """Who makes a call, as its certificate says."""
 
     role: str
     name: str
@@ -51,14 +44,7 @@ class Peer(NamedTuple):
 
 
 class Access:
-    """Tells who makes a call, and whether it may.
-
-    Args:
-        run: The run that the hub serves.
-        certified: Whether callers have certificates. Without, they are who they say they are.
-        revoked: Returns the fingerprints of certificates that are no longer taken.
-        may: Which roles may make which call.
-    """
+    """Tells who makes a call, and whether it may."""
 
     def __init__(
         self, run: str, certified: bool, revoked: Any = frozenset, may: Mapping[str, Collection[str]] = MAY
@@ -67,18 +53,7 @@ class Access:
         self._certified, self._revoked, self._may = certified, revoked, may
 
     def peer(self, call: str, header: Header, context: Any) -> Peer:
-        """Returns who makes a call.
-
-        Args:
-            call: What is asked.
-            header: The header of its first message. Its field ``from`` says who asks, and about which run.
-            context: gRPC's context of the call.
-
-        Raises:
-            Denied: If the certificate is for another run, role or name, was revoked, or the role may not ask that.
-            Malformed: If the header does not say who asks.
-            Refused: If it speaks another version.
-        """
+        """Returns who makes a call."""
         claimed, life = _claimed(header)
         if self._certified:
             self._check(claimed, context)
@@ -109,12 +84,7 @@ class Access:
 
 
 def speaks_for_itself(role: str, name: str, about: Any) -> Header:
-    """Returns what a call is about, if a site that makes it names no other as its own.
-
-    Raises:
-        Denied: If its field ``site`` names another site.
-        Malformed: If it is no JSON object.
-    """
+    """Returns what a call is about, if a site that makes it names no other as its own."""
     if not isinstance(about, dict):
         raise Malformed("what a call is about is a JSON object.")
     if role == "site" and about.get("site", name) != name:

@@ -60,58 +60,19 @@ Failure = MailboxError | Refused
 
 
 class Mailbox(Protocol):
-    """Where sites leave blobs and records for each other.
-
-    A blob lies under its SHA-256 digest, so it cannot change. Records are numbered from 0 without a gap; each number is
-    given once, and what was given stays. All methods may be called from several threads.
-    """
+    """Where sites leave blobs and records for each other."""
 
     def put(self, blob: Bytes) -> str:
-        """Leaves a blob, durably.
-
-        Returns:
-            The key: its SHA-256 digest, in 64 hexadecimal digits.
-
-        Raises:
-            Refused: If it is larger than the mailbox takes.
-            NoSpace: If there is no room.
-            HubUnreachable: If the mailbox does not answer in time.
-        """
+        """Leaves a blob, durably."""
 
     def get(self, key: str) -> bytes | bytearray:
-        """Returns the blob under a key, whose digest has been verified.
-
-        Raises:
-            Missing: If there is none.
-            Altered: If its bytes have changed.
-            HubUnreachable: If the mailbox does not answer in time.
-        """
+        """Returns the blob under a key, whose digest has been verified."""
 
     def append(self, seq: int, record: Bytes) -> bool:
-        """Gives a number to a record, durably, unless another record has it.
-
-        Args:
-            seq: The number, one more than the last.
-            record: At most `MAX_RECORD` bytes.
-
-        Returns:
-            Whether this record has the number, also if it was given by an earlier call. If not, somebody else was
-            first, and `watch` tells with what.
-
-        Raises:
-            Refused: If the number before it has not been given, or the record is too large.
-            HubUnreachable: If the mailbox does not answer in time.
-        """
+        """Gives a number to a record, durably, unless another record has it."""
 
     def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
-        """Yields records with their numbers, in order; waits for more, until the mailbox is closed.
-
-        Args:
-            after: The last number that is known already, or `EVERYTHING`.
-
-        Raises:
-            Altered: If the bytes of a record have changed.
-        """
+        """Yields records with their numbers, in order; waits for more, until the mailbox is closed."""
 
 
 def key_of(blob: Bytes) -> str:
@@ -125,23 +86,14 @@ def key_of(blob: Bytes) -> str:
 
 
 def checked_key(key: Any) -> str:
-    """Returns a key that has the form of one, so that it can be the name of a file.
-
-    Raises:
-        Malformed: If it has another.
-    """
+    """Returns a key that has the form of one, so that it can be the name of a file."""
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise Malformed(f"{str(key)[:80]!r} is no key: a key has 64 hexadecimal digits.")
     return key
 
 
 def checked_size(size: Any, limit: int, what: str) -> int:
-    """Returns a size that has been announced, before any memory is taken for it.
-
-    Raises:
-        Malformed: If it is no whole number.
-        Refused: If it is larger than the limit.
-    """
+    """Returns a size that has been announced, before any memory is taken for it."""
     if type(size) is not int or size < 0:
         raise Malformed(f"the size of a {what} is a whole number, and not {str(size)[:80]!r}.")
     if size > limit:
@@ -150,22 +102,14 @@ def checked_size(size: Any, limit: int, what: str) -> int:
 
 
 def checked_blob(key: str, blob: bytes, where: str) -> bytes:
-    """Returns a blob whose digest is its key.
-
-    Raises:
-        Altered: If it is another.
-    """
+    """Returns a blob whose digest is its key."""
     if key_of(blob) != key:
         raise Altered(f"{where} holds other bytes than those whose digest is {key}: they have been altered.")
     return blob
 
 
 def extra(module: str) -> ModuleType:
-    """Imports what the extra ``federated`` brings.
-
-    Raises:
-        ValueError: If it is not installed.
-    """
+    """Imports what the extra ``federated`` brings."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

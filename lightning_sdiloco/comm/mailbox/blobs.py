@@ -27,18 +27,7 @@ _SYNC_EVERY = 32 << 20
 
 
 class BlobStore:
-    """Blobs under their digests, in a folder or under a URL of fsspec.
-
-    Several processes may share one, such as two hubs: a name is given to complete files only.
-
-    Args:
-        url: The folder, or a URL such as ``s3://bucket/run``.
-        max_blob: Bytes of the largest blob that it takes, and reads.
-        files: The files there, if they have been opened already.
-
-    Raises:
-        ValueError: If it cannot be opened.
-    """
+    """Blobs under their digests, in a folder or under a URL of fsspec."""
 
     def __init__(self, url: str | Path, max_blob: int = MAX_BLOB, files: Files | None = None) -> None:
         self.url, self.max_blob = str(url), max_blob
@@ -57,12 +46,7 @@ class BlobStore:
         return upload.key
 
     def begin(self, key: str, size: int) -> "Upload":
-        """Makes room for a blob that arrives in chunks.
-
-        Raises:
-            Refused: If it is too large.
-            NoSpace: If the disk is full.
-        """
+        """Makes room for a blob that arrives in chunks."""
         return Upload(self, checked_key(key), checked_size(size, self.max_blob, "blob"), self._files)
 
     def get(self, key: str) -> bytes:
@@ -71,11 +55,7 @@ class BlobStore:
         return checked_blob(key, self.read(key, 0, size), f"the store {self.url}")
 
     def size(self, key: str) -> int:
-        """Returns the size of a blob.
-
-        Raises:
-            Missing: If there is none under this key.
-        """
+        """Returns the size of a blob."""
         return self._files.size(_name(key))
 
     def read(self, key: str, start: int, end: int) -> bytes:
@@ -87,16 +67,7 @@ class BlobStore:
         return self.read(key, *bounds(index, size))
 
     def retain(self, keys: Collection[str], age: float = 600.0, may: Callable[[], bool] = lambda: True) -> int:
-        """Drops all blobs but those named, and those that came lately: no record may name them yet.
-
-        Args:
-            keys: What records and anchors still need, such as those of the last 8 rounds.
-            age: Seconds for which a blob that this process stored is kept in any case.
-            may: Says before each whether this process may still drop what others share with it.
-
-        Returns:
-            How many were dropped.
-        """
+        """Drops all blobs but those named, and those that came lately: no record may name them yet."""
         now = time.monotonic()
         dropped = 0
         for key in self._files.names(_FOLDER):
@@ -115,13 +86,7 @@ class BlobStore:
 
 
 class Upload:
-    """A blob on its way into a store, whose chunks come in any order and from several threads.
-
-    Attributes:
-        key: The digest that was announced.
-        size: The size that was announced.
-        arrivals: Which chunks have arrived.
-    """
+    """A blob on its way into a store, whose chunks come in any order and from several threads."""
 
     def __init__(self, store: BlobStore, key: str, size: int, files: Files) -> None:
         self.key, self.size = key, size
@@ -140,23 +105,12 @@ class Upload:
         self.arrivals = Arrivals(size, self._write, self._read)
 
     def take(self, index: int, data: Bytes) -> bool:
-        """Takes a chunk, as `Arrivals.take` does.
-
-        Raises:
-            NoSpace: If the disk is full.
-        """
+        """Takes a chunk, as `Arrivals.take` does."""
         with telling_full_disks(self._files.spool):
             return self.arrivals.take(index, data)
 
     def commit(self) -> None:
-        """Gives the blob its name, once all chunks are there and on the disk. Nobody could see it before.
-
-        Called again it waits until that is done.
-
-        Raises:
-            Altered: If the bytes are not those that were announced. They are gone then.
-            NoSpace: If the disk is full.
-        """
+        """Gives the blob its name, once all chunks are there and on the disk. Nobody could see it before."""
         with self._committing, self.discarded_on_error(), telling_full_disks(self._files.spool):
             if self._committed:
                 return

@@ -24,13 +24,7 @@ SERVICE = "sdiloco.Hub"
 
 
 class Event(NamedTuple):
-    """What a hub tells a site of its own accord.
-
-    Attributes:
-        kind: What it is about, such as ``record``.
-        header: What it says, as JSON.
-        body: Bytes that belong to it.
-    """
+    """What a hub tells a site of its own accord."""
 
     kind: str
     header: Header
@@ -43,12 +37,7 @@ def record_event(seq: int, record: bytes) -> Event:
 
 
 def record_of(event: Event) -> tuple[int, bytes]:
-    """Returns the record of an event.
-
-    Raises:
-        Malformed: If it says no number.
-        Altered: If its bytes have changed.
-    """
+    """Returns the record of an event."""
     seq = event.header.get("seq")
     if type(seq) is not int:
         raise Malformed("an event of a record says its number.")
@@ -118,12 +107,7 @@ def status_of(error: Failure) -> Any:
 
 
 def error_of(error: Any, hub: str) -> Failure:
-    """Returns the error that gRPC's stands for.
-
-    Args:
-        error: What gRPC raised, which is a call as well.
-        hub: The address of the hub.
-    """
+    """Returns the error that gRPC's stands for."""
     code, details = error.code().name, error.details() or ""
     if code in _AWAY or details.startswith("Concurrent RPC limit"):
         if "andshake" in details or "erification" in details or "SSL" in details:

@@ -26,11 +26,7 @@ def bounds(index: int, size: int) -> tuple[int, int]:
 
 
 def checked_runs(runs: Any, size: int) -> Runs:
-    """Returns numbers of chunks that somebody asks for.
-
-    Raises:
-        Malformed: If they are none of a blob of this size, not in order, or more than `MAX_RUNS` runs.
-    """
+    """Returns numbers of chunks that somebody asks for."""
     if not isinstance(runs, list) or len(runs) > MAX_RUNS:
         raise Malformed("chunks are asked for in a list of pairs.")
     end = 0
@@ -60,15 +56,7 @@ class Dispenser:
 
 
 class Arrivals:
-    """Keeps count of the chunks that have arrived, and digests them as far as they are without a gap.
-
-    A chunk that arrives twice is not written twice, so what has been digested cannot change afterwards.
-
-    Args:
-        size: Bytes of the blob.
-        write: Takes the offset of a chunk and its bytes.
-        read: Returns the bytes between two offsets, which have been written before.
-    """
+    """Keeps count of the chunks that have arrived, and digests them as far as they are without a gap."""
 
     def __init__(self, size: int, write: Callable[[int, Bytes], None], read: Callable[[int, int], Bytes]) -> None:
         self.size = size
@@ -85,15 +73,7 @@ class Arrivals:
         return self._there == len(self._taken)
 
     def take(self, index: int, data: Bytes) -> bool:
-        """Writes a chunk that has arrived.
-
-        Returns:
-            Whether it was the last that was missing: true once, for one of the threads.
-
-        Raises:
-            Malformed: If it is no chunk of this blob.
-            OSError: If it cannot be written.
-        """
+        """Writes a chunk that has arrived."""
         if index >= len(self._taken):
             raise Malformed(f"chunk {index} is none of a blob of {self.size:,} bytes.")
         start, end = bounds(index, self.size)

@@ -31,14 +31,7 @@ class EtcdUnreachable(MailboxError):
 
 
 class EtcdUrl(NamedTuple):
-    """Where etcd is, as in ``etcd://a:2379,b:2379/run?ca=ca.pem&cert=hub.pem&key=hub.key``.
-
-    Attributes:
-        endpoints: Hosts and ports.
-        prefix: What all keys begin with.
-        tls: Its certificates; None to speak without TLS.
-        ttl: Seconds after which a hub that gives no sign of life is no longer the active one.
-    """
+    """Where etcd is, as in ``etcd://a:2379,b:2379/run?ca=ca.pem&cert=hub.pem&key=hub.key``."""
 
     endpoints: tuple[tuple[str, int], ...]
     prefix: str
@@ -47,15 +40,7 @@ class EtcdUrl(NamedTuple):
 
     @classmethod
     def parse(cls, url: str, insecure: bool = False) -> "EtcdUrl":
-        """Reads a URL.
-
-        Args:
-            url: The URL.
-            insecure: Whether etcd on another machine may be spoken to without TLS.
-
-        Raises:
-            ValueError: If it is none, or would send the ledger over a network without TLS.
-        """
+        """Reads a URL."""
         parts = urllib.parse.urlsplit(url)
         options = dict(urllib.parse.parse_qsl(parts.query))
         prefix = parts.path.strip("/")
@@ -92,31 +77,14 @@ def _tls(url: str, options: Mapping[str, str]) -> ssl.SSLContext | None:
 
 
 class Etcd:
-    """Asks etcd. An endpoint that does not answer is followed by the next one.
-
-    What is asked must be safe to be asked twice: if an answer is lost, nobody knows whether the question was not.
-
-    Args:
-        url: Where it is.
-    """
+    """Asks etcd. An endpoint that does not answer is followed by the next one."""
 
     def __init__(self, url: EtcdUrl) -> None:
         self._url = url
         self._first = 0
 
     def ask(self, call: str, body: Json, patience: float) -> Json:
-        """Makes a call.
-
-        Args:
-            call: Its path, such as ``kv/txn``.
-            body: What goes with it.
-            patience: Seconds after which no endpoint is tried any more.
-
-        Raises:
-            EtcdUnreachable: If none has answered.
-            NoSpace: If etcd is full.
-            MailboxError: If it refuses the call.
-        """
+        """Makes a call."""
         until, text = time.monotonic() + patience, json.dumps(body).encode()
         while True:
             for turn in range(len(self._url.endpoints)):

@@ -50,16 +50,7 @@ _CHAIN = hashlib.sha256().digest_size
 
 
 class EtcdSeat:
-    """The place of the active hub, which one of several hubs takes at a time; see [Note: the fence].
-
-    Args:
-        url: ``etcd://HOST:PORT[,HOST:PORT]/PREFIX``, as `EtcdUrl` says.
-        name: What this hub is called where others wait for it.
-        insecure: Whether etcd on another machine may be spoken to without TLS.
-
-    Raises:
-        ValueError: If the URL cannot be used.
-    """
+    """The place of the active hub, which one of several hubs takes at a time; see [Note: the fence]."""
 
     def __init__(self, url: str, name: str, insecure: bool = False) -> None:
         self.url = EtcdUrl.parse(url, insecure)
@@ -68,15 +59,7 @@ class EtcdSeat:
         self.holder = ""
 
     def take(self) -> "EtcdLedger | None":
-        """Takes the place if it is free; the ledger is this hub's then, until it is lost.
-
-        Returns:
-            None if another hub has it: ``holder`` is its name.
-
-        Raises:
-            EtcdUnreachable: If etcd does not answer.
-            LedgerError: If what lies there is no ledger, or is damaged.
-        """
+        """Takes the place if it is free; the ledger is this hub's then, until it is lost."""
         prefix, token, patience = self.url.prefix, secrets.token_hex(8), float(self.url.ttl)
         taken = self._holder()
         if taken:
@@ -105,10 +88,7 @@ class EtcdSeat:
 
 
 class EtcdLedger:
-    """Records and notes in etcd, for as long as this hub is the active one; see `SQLiteLedger` for what it does.
-
-    A lease is renewed in a thread of its own. Once it was lost, every call raises `NotActive`, for good.
-    """
+    """Records and notes in etcd, for as long as this hub is the active one; see `SQLiteLedger` for what it does."""
 
     def __init__(
         self, etcd: Etcd, prefix: str, holder: bytes, token: str, lease: str, ttl: float, began: float
@@ -142,13 +122,7 @@ class EtcdLedger:
         return self._count + EVERYTHING
 
     def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> bool:
-        """Gives a number to a record, and notes what changes with it, both or neither; see `SQLiteLedger.append`.
-
-        Raises:
-            Refused: If the number does not follow, or the record is too large.
-            NotActive: If another hub has taken over, or may have.
-            NoSpace: If etcd is full.
-        """
+        """Gives a number to a record, and notes what changes with it, both or neither; see `SQLiteLedger.append`."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._lock:
             if not 0 <= seq <= self._count:
@@ -162,11 +136,7 @@ class EtcdLedger:
             return True
 
     def read(self, after: int = EVERYTHING) -> Iterator[tuple[int, bytes]]:
-        """Yields the records after a number, with theirs.
-
-        Raises:
-            NotActive: If etcd does not answer.
-        """
+        """Yields the records after a number, with theirs."""
         while True:
             page = list(self._page(after + 1, _PAGE))
             yield from page
@@ -175,13 +145,7 @@ class EtcdLedger:
             after = page[-1][0]
 
     def note(self, notes: Mapping[str, Bytes | None]) -> None:
-        """Notes values under names, durably: all of them or none. A value of None deletes the note.
-
-        Raises:
-            Refused: If one is too large.
-            NotActive: If another hub has taken over, or may have.
-            NoSpace: If etcd is full.
-        """
+        """Notes values under names, durably: all of them or none. A value of None deletes the note."""
         with self._lock:
             self._write(self._changes(notes))
             self._remember(notes)
@@ -192,11 +156,7 @@ class EtcdLedger:
             return {name: self._notes[name] for name in sorted(self._notes) if name.startswith(prefix)}
 
     def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
-        """Drops all but the first records for good, and notes what changes with it, both or neither.
-
-        Raises:
-            NotActive: If another hub has taken over, or may have.
-        """
+        """Drops all but the first records for good, and notes what changes with it, both or neither."""
         with self._lock:
             gone = delete(self._record(count), after(f"{self._prefix}records/"))
             self._write([gone, *self._changes(notes)])

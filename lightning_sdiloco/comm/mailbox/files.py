@@ -27,18 +27,10 @@ class Files(Protocol):
         """The folder for what is being written, from which `move_in` takes it."""
 
     def size(self, name: str) -> int:
-        """Returns the size of a file.
-
-        Raises:
-            Missing: If there is none.
-        """
+        """Returns the size of a file."""
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """Returns the bytes of a file between two offsets.
-
-        Raises:
-            Missing: If there is none.
-        """
+        """Returns the bytes of a file between two offsets."""
 
     def names(self, folder: str) -> list[str]:
         """Returns the names of the files in a folder."""
@@ -54,11 +46,7 @@ class Files(Protocol):
 
 
 def files_at(url: str) -> Files:
-    """Returns the files in a folder, or under a URL that fsspec knows, such as ``s3://bucket/run``.
-
-    Raises:
-        ValueError: If the URL cannot be opened, or what is behind it cannot create a file only once.
-    """
+    """Returns the files in a folder, or under a URL that fsspec knows, such as ``s3://bucket/run``."""
     try:
         filesystem, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -68,14 +56,7 @@ def files_at(url: str) -> Files:
 
 @contextmanager
 def telling_full_disks(where: object) -> Iterator[None]:
-    """Turns the error of a full disk into one of the mailbox.
-
-    Args:
-        where: What is full, for people.
-
-    Raises:
-        NoSpace: If the disk is full.
-    """
+    """Turns the error of a full disk into one of the mailbox."""
     try:
         yield
     except OSError as error:
@@ -107,10 +88,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class LocalFiles:
-    """A folder of this machine, or one that it has mounted.
-
-    It needs hard links: with them a file appears under its name whole, and only if the name is free, also on NFS.
-    """
+    """A folder of this machine, or one that it has mounted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -118,31 +96,26 @@ class LocalFiles:
         self.spool.mkdir(parents=True, exist_ok=True)
 
     def size(self, name: str) -> int:
-        """See `Files`."""
         with self._of(name):
             return (self._folder / name).stat().st_size
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """See `Files`."""
         with self._of(name), (self._folder / name).open("rb") as file:
             file.seek(start)
             return file.read(end - start)
 
     def names(self, folder: str) -> list[str]:
-        """See `Files`."""
         with contextlib.suppress(FileNotFoundError):
             return sorted(entry.name for entry in os.scandir(self._folder / folder) if entry.is_file())
         return []
 
     def move_in(self, spooled: Path, name: str) -> None:
-        """See `Files`."""
         target = self._folder / name
         target.parent.mkdir(exist_ok=True)
         spooled.replace(target)
         sync_folder(target.parent)
 
     def create(self, name: str, data: Bytes) -> bool:
-        """See `Files`."""
         spooled, target = self.spool / secrets.token_hex(16), self._folder / name
         with telling_full_disks(self._folder):
             target.parent.mkdir(exist_ok=True)
@@ -157,7 +130,6 @@ class LocalFiles:
         return True
 
     def delete(self, name: str) -> None:
-        """See `Files`."""
         (self._folder / name).unlink(missing_ok=True)
 
     @contextmanager
@@ -176,11 +148,7 @@ def _is_there_already(error: OSError) -> bool:
 
 
 class RemoteFiles:
-    """Objects behind fsspec, of a kind that appear whole, such as those of S3.
-
-    To create an object only once it needs ``mode="create"`` of fsspec's ``pipe_file`` to be exact: s3fs and gcsfs ask
-    the service to refuse where there is one; a file system that looks first and writes then is no place for records.
-    """
+    """Objects behind fsspec, of a kind that appear whole, such as those of S3."""
 
     def __init__(self, filesystem: Any, root: str, url: str) -> None:
         if "mode" not in inspect.signature(filesystem.pipe_file).parameters:
@@ -192,17 +160,14 @@ class RemoteFiles:
         self.spool = Path(tempfile.mkdtemp(prefix="sdiloco-"))
 
     def size(self, name: str) -> int:
-        """See `Files`."""
         with self._of(name):
             return int(self._filesystem.info(self._path(name))["size"])
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """See `Files`."""
         with self._of(name):
             return bytes(self._filesystem.cat_file(self._path(name), start=start, end=end))
 
     def names(self, folder: str) -> list[str]:
-        """See `Files`."""
         self._filesystem.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             listed = self._filesystem.ls(self._path(folder), detail=False)
@@ -210,12 +175,10 @@ class RemoteFiles:
         return []
 
     def move_in(self, spooled: Path, name: str) -> None:
-        """See `Files`."""
         self._filesystem.put_file(str(spooled), self._path(name))
         spooled.unlink()
 
     def create(self, name: str, data: Bytes) -> bool:
-        """See `Files`."""
         try:
             self._filesystem.pipe_file(self._path(name), bytes(data), mode="create")
         except OSError as error:
@@ -225,7 +188,6 @@ class RemoteFiles:
         return True
 
     def delete(self, name: str) -> None:
-        """See `Files`."""
         with contextlib.suppress(FileNotFoundError):
             self._filesystem.rm_file(self._path(name))
 

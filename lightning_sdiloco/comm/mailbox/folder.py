@@ -15,20 +15,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 class FolderMailbox:
-    """Blobs and records as files. Several processes and machines may use one at the same time.
-
-    A record is a file that is created once: in a folder by a hard link, in a bucket by a write that the service refuses
-    if the object is there. `files_at` says what that asks of a file system. Everybody who can write to the folder can
-    speak for every site.
-
-    Args:
-        url: The folder, or a URL such as ``s3://bucket/run``.
-        max_blob: Bytes of the largest blob that it takes.
-        poll: Seconds between two looks for a new record.
-
-    Raises:
-        ValueError: If it cannot be opened.
-    """
+    """Blobs and records as files. Several processes and machines may use one at the same time."""
 
     def __init__(self, url: str | Path, max_blob: int = MAX_BLOB, poll: float = 0.2) -> None:
         self.store = BlobStore(url, max_blob)
@@ -38,15 +25,12 @@ class FolderMailbox:
         self._known = -1  # the last record that is known to be there
 
     def put(self, blob: Bytes) -> str:
-        """See `Mailbox.put`."""
         return self.store.put(blob)
 
     def get(self, key: str) -> bytes:
-        """See `Mailbox.get`."""
         return self.store.get(key)
 
     def append(self, seq: int, record: Bytes) -> bool:
-        """See `Mailbox.append`."""
         checked_size(len(record), MAX_RECORD, "record")
         if seq < 0 or (seq - 1 > self._known and self._record(seq - 1) is None):
             raise Refused(f"record {seq} does not follow: there is none before it.")
@@ -55,7 +39,6 @@ class FolderMailbox:
         return created or self._record(seq) == bytes(record)
 
     def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
-        """See `Mailbox.watch`."""
         while True:
             record = self._record(after + 1)
             if record is not None:

@@ -47,25 +47,7 @@ _UNMEASURED = "In a folder nobody measures what the way to the others carries."
 
 
 class FolderHubMailbox:
-    """Speaks with the site that keeps a run in a folder, and moves blobs to and from the folder.
-
-    It has a thread that looks for what was left for it, while it is asked to.
-
-    Args:
-        files: The files of the folder.
-        run: The run.
-        name: Who speaks.
-        role: What it is.
-        life: The life of the site; by default a new one.
-        silence: Seconds without a sign of life after which the site that keeps the run counts as gone.
-        beat: Seconds between two signs of life.
-        poll: Seconds between two looks.
-        timeout: Seconds for a call.
-        max_blob: Bytes of the largest blob that it reads.
-
-    Attributes:
-        life: A random word for this start of the site.
-    """
+    """Speaks with the site that keeps a run in a folder, and moves blobs to and from the folder."""
 
     def __init__(
         self,
@@ -120,7 +102,6 @@ class FolderHubMailbox:
         return self._store.put(view)
 
     def get(self, key: str) -> bytes:
-        """See `Mailbox.get`."""
         return self._store.get(key)
 
     # Calls

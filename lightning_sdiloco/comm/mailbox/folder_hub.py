@@ -55,18 +55,7 @@ _MAY_AS = {"stored": "put", "beat": "watch", "bye": "ping"}
 
 
 class _Session:
-    """One who speaks with this site: what it is still to be told, and what it has read.
-
-    Attributes:
-        peer: Who it is.
-        watches: Whether it has been let in.
-        heard_at: When it was last heard.
-        number: How many files were left for it.
-        read: How many of them it has read.
-        taken: The number of its last message.
-        unsent: A file that is to be left for it.
-        first: What it is told before all else.
-    """
+    """One who speaks with this site: what it is still to be told, and what it has read."""
 
     def __init__(self, address: Address, now: float) -> None:
         self.peer = Peer(address.role, address.name, address.life, address.text)
@@ -97,22 +86,7 @@ class _Session:
 
 
 class FolderHub:
-    """Serves sites over a folder, for one turn of this site.
-
-    Args:
-        handler: Decides what is done with what arrives.
-        store: The blobs in the folder.
-        files: The files of the folder.
-        sweeper: What deletes them.
-        pulses: The signs of life of this turn.
-        turn: The number of the turn.
-        run: The run.
-        silence: Seconds after which one who is not heard is taken for gone.
-        beat: Seconds between two signs of life.
-        clock: Returns the time in seconds.
-        alive: Called with the time before each sign of life; raises `NotActive` where another site has the place.
-        require: Looks whether that is so, and raises the same.
-    """
+    """Serves sites over a folder, for one turn of this site."""
 
     def __init__(
         self,
@@ -152,12 +126,7 @@ class FolderHub:
                 self._tell(session, _of_event(event))
 
     def serve(self) -> None:
-        """Reads all that has been left, and leaves what is to be told.
-
-        Raises:
-            NotActive: If another site keeps the run now.
-            HubUnreachable: If the folder does not answer.
-        """
+        """Reads all that has been left, and leaves what is to be told."""
         names = self._files.names(IN)
         self._done = {name: None for name in names if name in self._done}
         for name in names:

@@ -41,20 +41,7 @@ _AGAIN = 64  # entries after which a page is tried again
 
 
 class FolderSeat:
-    """The place of the site that keeps the run, which one of them takes at a time; see [Note: the fence in a folder].
-
-    It is free when nobody has had it, when who had it said that it ends, or when this site itself has seen no sign of
-    life of it for some time. No clocks are compared.
-
-    Args:
-        files: The files of the folder.
-        name: What this site is called where others read who keeps the run.
-        ttl: Seconds without a sign of life after which the place is free.
-        clock: Returns the time in seconds.
-
-    Attributes:
-        holder: The name of the site that has the place, if it is another one.
-    """
+    """The place of the site that keeps the run: one at a time; see [Note: the fence in a folder]."""
 
     def __init__(self, files: Files, name: str, ttl: float, clock: Callable[[], float]) -> None:
         self.name, self.ttl = name, ttl
@@ -63,15 +50,7 @@ class FolderSeat:
         self._watch = PulseWatch(files, clock)
 
     def take(self) -> "FolderLedger | None":
-        """Takes the place if it is free.
-
-        Returns:
-            None if another site has it.
-
-        Raises:
-            Altered: If what lies in the folder is damaged.
-            HubUnreachable: If the folder does not answer.
-        """
+        """Takes the place if it is free."""
         pulse = self._watch.look()
         self.holder = pulse.name if pulse else ""
         silent = self._watch.silent_for >= self.ttl or (pulse is not None and pulse.over)
@@ -98,26 +77,14 @@ class FolderSeat:
 
 
 class Found(NamedTuple):
-    """A record that was read last, with those of its page.
-
-    Attributes:
-        page: The page.
-        records: Its records.
-    """
+    """A record that was read last, with those of its page."""
 
     page: int
     records: list[bytes]
 
 
 class FolderLedger:
-    """Records and notes in a folder, for as long as this site keeps the run; see `SQLiteLedger` for what it does.
-
-    When something was not written, or it cannot be known whether it was, the place is lost, and every call raises
-    `NotActive` from then on: who takes it next begins with what is durable.
-
-    Attributes:
-        turn: The number of this turn; later ones have larger ones.
-    """
+    """Records and notes in a folder, for as long as this site keeps the run; see `SQLiteLedger` for what it does."""
 
     def __init__(self, files: Files, known: Log, ttl: float, began: float, clock: Callable[[], float]) -> None:
         self.turn = known.turn
@@ -141,21 +108,13 @@ class FolderLedger:
         return self._log.count + EVERYTHING
 
     def renew(self, began: float) -> None:
-        """Hears that this site gives a sign of life now, which others see.
-
-        Raises:
-            NotActive: If it was held up for so long that another site has taken the place.
-        """
+        """Hears that this site gives a sign of life now, which others see."""
         if began >= self._until:
             self.require()
         self._until = began + self._ttl
 
     def require(self) -> None:
-        """Looks whether another site has taken the place.
-
-        Raises:
-            NotActive: If so.
-        """
+        """Looks whether another site has taken the place."""
         with self._lock:
             if not self._lost:
                 try:
@@ -166,7 +125,6 @@ class FolderLedger:
             raise NotActive(self._lost)
 
     def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> bool:
-        """See `SQLiteLedger.append`."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._lock:
             if not 0 <= seq <= self._log.count:
@@ -187,7 +145,6 @@ class FolderLedger:
             yield after, record
 
     def note(self, notes: Mapping[str, Bytes | None]) -> None:
-        """See `SQLiteLedger.note`."""
         with self._lock:
             self._write("notes", notes)
 
@@ -197,7 +154,6 @@ class FolderLedger:
             return {name: self._log.notes[name] for name in sorted(self._log.notes) if name.startswith(prefix)}
 
     def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
-        """See `SQLiteLedger.cut`."""
         with self._lock:
             self._write("cut", notes, count=count)
             self._found = Found(-1, [])

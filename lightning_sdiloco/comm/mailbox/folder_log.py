@@ -47,13 +47,7 @@ def notes_name(key: str) -> str:
 
 
 class Span(NamedTuple):
-    """Some records of a page.
-
-    Attributes:
-        start: The number of the first one.
-        length: How many there are; fewer than in the page where later ones were cut off.
-        page: The page.
-    """
+    """Some records of a page."""
 
     start: int
     length: int
@@ -61,20 +55,7 @@ class Span(NamedTuple):
 
 
 class Log:
-    """The log as it has been read: what stands in it, and where it ends.
-
-    Attributes:
-        next: The number of the next entry.
-        previous: The digest of the last entry.
-        turns: The numbers of all turns.
-        token: Who has the last turn.
-        pages: How many pages there are.
-        first: The first entry that is not in a page.
-        spans: Where the records are that stand in pages.
-        recent: The records that came since.
-        notes: The notes.
-        noted: The name of the file with the notes of the last page.
-    """
+    """The log as it has been read: what stands in it, and where it ends."""
 
     def __init__(self) -> None:
         self.next = self.pages = self.first = 0
@@ -102,12 +83,7 @@ class Log:
     # What entries and pages say
 
     def apply(self, data: bytes) -> None:
-        """Takes the next entry.
-
-        Raises:
-            Altered: If it does not follow on the one before.
-            Malformed: If it is none.
-        """
+        """Takes the next entry."""
         header, blobs = unseal(data, entry_name(self.next))
         if header.get("previous") != self.previous:
             raise Altered(f"{entry_name(self.next)} does not follow on the entry before it.")
@@ -140,14 +116,7 @@ class Log:
         ]
 
     def entry(self, kind: str, notes: Mapping[str, Bytes | None], first: Sequence[Bytes] = (), **more: Any) -> bytes:
-        """Returns the bytes of the entry that would be the next one.
-
-        Args:
-            kind: What it is: ``turn``, ``record``, ``notes`` or ``cut``.
-            notes: What is noted with it; None deletes.
-            first: A record.
-            more: What else it says.
-        """
+        """Returns the bytes of the entry that would be the next one."""
         kept = {name: value for name, value in notes.items() if value is not None}
         gone = [name for name, value in notes.items() if value is None]
         header = {"kind": kind, "previous": self.previous, "names": list(kept), "gone": gone, **more}
@@ -156,11 +125,7 @@ class Log:
     # Pages
 
     def page(self, key: str) -> bytes:
-        """Returns the page that would be the next one.
-
-        Args:
-            key: The digest of the file with the notes as they are.
-        """
+        """Returns the page that would be the next one."""
         says = {"base": self.base, "entry": self.next, "previous": self.previous, "turns": self.turns}
         return seal({**says, "token": self.token, "notes": key}, self.recent)
 
@@ -169,11 +134,7 @@ class Log:
         return seal({"names": list(self.notes)}, list(self.notes.values()))
 
     def turn_over(self, data: bytes) -> None:
-        """Takes a page: what stands in it, and not in entries any more.
-
-        Raises:
-            Altered: If it was altered.
-        """
+        """Takes a page: what stands in it, and not in entries any more."""
         header, records = unseal(data, page_name(self.pages))
         self.cut(int(header["base"]))
         self.recent.clear()
@@ -188,22 +149,13 @@ class Log:
         self.pages += 1
 
     def take_notes(self, data: bytes) -> None:
-        """Takes the notes of the last page.
-
-        Raises:
-            Altered: If they were altered.
-        """
+        """Takes the notes of the last page."""
         header, blobs = unseal(data, self.noted)
         self.notes = dict(zip(header["names"], blobs, strict=True))
 
 
 def read_log(files: Files) -> Log:
-    """Reads the log as it is; see [Note: the fence in a folder].
-
-    Raises:
-        Altered: If something in it was altered, or is missing.
-        HubUnreachable: If the folder does not answer.
-    """
+    """Reads the log as it is; see [Note: the fence in a folder]."""
     while True:
         log = Log()
         for page in _each(files, page_name, 0):

@@ -31,14 +31,7 @@ _FULL = 1 << 20  # bytes after which a file is not filled any more
 
 
 class Address(NamedTuple):
-    """Who speaks with the site that keeps the run: one connection of one start of a site.
-
-    Attributes:
-        role: What it is.
-        name: Its name.
-        life: Its start.
-        nonce: Which of its connections it is.
-    """
+    """Who speaks with the site that keeps the run: one connection of one start of a site."""
 
     role: str
     name: str
@@ -52,11 +45,7 @@ class Address(NamedTuple):
 
     @staticmethod
     def of(text: str) -> "Address":
-        """Reads what `text` says.
-
-        Raises:
-            Malformed: If it is none.
-        """
+        """Reads what `text` says."""
         parts = text.split("~")
         if len(parts) != 4:
             raise Malformed("a message in a folder says in its name who sends it.")
@@ -74,11 +63,7 @@ def out_name(turn: int, address: str, number: int) -> str:
 
 
 def split(name: str) -> tuple[str, int]:
-    """Returns what stands before the number in the name of a file, and the number.
-
-    Raises:
-        Malformed: If there is none.
-    """
+    """Returns what stands before the number in the name of a file, and the number."""
     rest, _, number = name.rpartition("~")
     if not rest or not number.isdecimal():
         raise Malformed("a message in a folder has a number.")
@@ -86,12 +71,7 @@ def split(name: str) -> tuple[str, int]:
 
 
 class Item(NamedTuple):
-    """Something that is told, or an answer.
-
-    Attributes:
-        header: What it says.
-        body: Bytes that belong to it.
-    """
+    """Something that is told, or an answer."""
 
     header: Header
     body: bytes = b""
@@ -103,12 +83,7 @@ def packed(items: Sequence[Item]) -> bytes:
 
 
 def unpacked(data: bytes, what: str) -> list[Item]:
-    """Reads what `packed` returned.
-
-    Raises:
-        Altered: If it was altered.
-        Malformed: If it is none.
-    """
+    """Reads what `packed` returned."""
     header, bodies = unseal(data, what)
     headers = header.get("items")
     if not isinstance(headers, list) or len(headers) != len(bodies) or not all(isinstance(h, dict) for h in headers):
@@ -129,11 +104,7 @@ def filled(items: Iterator[Item]) -> list[Item]:
 
 
 def message(header: Header, body: Bytes = b"") -> bytes:
-    """Returns a message to the site that keeps the run.
-
-    Raises:
-        Malformed: If it is too large.
-    """
+    """Returns a message to the site that keeps the run."""
     data = seal(header, [bytes(body)])
     if len(data) > MAX_IN:
         raise Malformed(f"a message has at most {MAX_HEADER:,} bytes of header and {CHUNK:,} of body.")

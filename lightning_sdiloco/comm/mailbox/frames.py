@@ -24,11 +24,7 @@ _INDEX = struct.Struct(">Q")
 
 
 def pack(header: Header, body: Bytes = b"") -> bytes:
-    """Returns a message of a header and bytes.
-
-    Raises:
-        Malformed: If it is too large, or the header holds what JSON does not know.
-    """
+    """Returns a message of a header and bytes."""
     try:
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -39,11 +35,7 @@ def pack(header: Header, body: Bytes = b"") -> bytes:
 
 
 def unpack(message: bytes) -> tuple[Header, bytes]:
-    """Returns header and bytes of a message.
-
-    Raises:
-        Malformed: If it is none.
-    """
+    """Returns header and bytes of a message."""
     if len(message) < _LENGTH.size:
         raise Malformed("a message is shorter than the length of its header.")
     (length,) = _LENGTH.unpack_from(message)
@@ -55,11 +47,7 @@ def unpack(message: bytes) -> tuple[Header, bytes]:
 
 
 def strict_json(text: bytes) -> Header:
-    """Reads a JSON object in which no name comes twice, and every number is one.
-
-    Raises:
-        Malformed: If it is something else.
-    """
+    """Reads a JSON object in which no name comes twice, and every number is one."""
     try:
         header = json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -75,11 +63,7 @@ def pack_chunk(index: int, data: Bytes) -> bytes:
 
 
 def unpack_chunk(message: bytes) -> tuple[int, memoryview]:
-    """Returns number and bytes of a chunk.
-
-    Raises:
-        Malformed: If the message is too short for one.
-    """
+    """Returns number and bytes of a chunk."""
     if len(message) < _INDEX.size:
         raise Malformed("a chunk is shorter than its number.")
     return _INDEX.unpack_from(message)[0], memoryview(message)[_INDEX.size :]

@@ -35,32 +35,7 @@ Answer = TypeVar("Answer")
 
 
 class HubMailbox:
-    """The mailbox of a hub.
-
-    Every call ends by a deadline, and at once with `HubUnreachable` while `events` or `watch` know that the hub is
-    gone. Calls wait all the same, so a training thread leaves them to others. Connections are made again by themselves.
-
-    Args:
-        hub: Address and port of the hub. With several, and commas between them, the next one is tried when one does not
-            answer or is not the active one.
-        run: The run.
-        name: The name of this site, or of whoever this is.
-        keys: Its bundle, or the folder of the authority.
-        insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
-        role: What it is, if there are no keys to say so.
-        channels: Connections over which a blob travels. On links that lose packets each of them has its own share.
-        timeout: Seconds for a call.
-        beat: Seconds between two signs of life.
-        max_blob: Bytes of the largest blob that it fetches.
-        life: The life of the site; by default a new one.
-
-    Attributes:
-        life: A random word for this start of the site.
-
-    Raises:
-        ValueError: If neither keys nor ``insecure=True`` are given, or both; keys are of another run or name; or a
-            package is missing.
-    """
+    """The mailbox of a hub."""
 
     def __init__(
         self,
@@ -99,7 +74,6 @@ class HubMailbox:
         return self._link.away is None
 
     def put(self, blob: Bytes) -> str:
-        """See `Mailbox.put`."""
         key = key_of(blob)
         self.send(blob, key=key)
         return key
@@ -107,24 +81,7 @@ class HubMailbox:
     def send(
         self, blob: Bytes, about: Header | None = None, timeout: float | None = None, key: str | None = None
     ) -> Header:
-        """Leaves a blob at the hub, and says what it is.
-
-        What has arrived when a connection breaks is not sent again.
-
-        Args:
-            blob: The blob.
-            about: What the hub is told with it, such as the contribution whose payload it is.
-            timeout: Seconds for all of it; by default as many as its size asks for on a slow link.
-            key: Its key, if that is known: nothing leaves before. The hub does not rely on it.
-
-        Returns:
-            The hub's answer.
-
-        Raises:
-            Refused: If the hub does not take it.
-            NoSpace: If the hub has no room.
-            HubUnreachable: If it did not get through.
-        """
+        """Leaves a blob at the hub, and says what it is."""
         view = memoryview(blob).cast("B")
         header = self._header(about) | {"key": key or key_of(view), "size": len(view)}
         return self._from_any(lambda: upload(self._link, header, view, timeout))
@@ -147,19 +104,7 @@ class HubMailbox:
     def call(
         self, name: str, about: Header | None = None, body: bytes = b"", timeout: float | None = None
     ) -> tuple[Header, bytes]:
-        """Asks the hub something, such as its status.
-
-        Args:
-            name: What is asked.
-            about: What it is about.
-            body: Bytes that belong to it: at most `CHUNK`.
-            timeout: Seconds, in place of those of the mailbox.
-
-        Raises:
-            Denied: If the certificate does not allow it.
-            Refused: If the hub refuses it for another reason.
-            HubUnreachable: If it does not answer in time.
-        """
+        """Asks the hub something, such as its status."""
         message = pack(self._header(about) | {"call": name}, body)
         return self._from_any(lambda: self._call(message, timeout))
 
@@ -185,20 +130,7 @@ class HubMailbox:
         return ask()
 
     def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
-        """Yields what the hub tells, of its own accord and for as long as the mailbox is not closed.
-
-        When the connection breaks or the hub is silent, it yields an event ``lost``, with the reason as ``why`` and the
-        kind of the error as ``kind``, and connects again. What the hub tells after its first words may repeat what was
-        told before.
-
-        Args:
-            hello: Returns what to say first, on each connection.
-            beat: Returns what to say with each sign of life; called in another thread.
-
-        Raises:
-            Refused: If the hub does not let this site in, or sends it away.
-            Altered: As the hub finds that what it knows is not whole.
-        """
+        """Yields what the hub tells, of its own accord and for as long as the mailbox is not closed."""
         broken = 0
         self._listening = True
         try:
@@ -255,13 +187,7 @@ class HubMailbox:
         return {"from": who} if about is None else {"from": who, "about": about}
 
     def _connection(self, hello: Header, beat: Callable[[], Header], patience: float) -> Iterator[Event]:
-        """Yields what comes on one connection, beats included.
-
-        Args:
-            hello: What to say first.
-            beat: Returns what to say with each sign of life.
-            patience: Seconds to wait for the hub's first words, if the timeout of a call is not shorter.
-        """
+        """Yields what comes on one connection, beats included."""
         ear = _Ear(min(self._link.timeout, patience))
         over = threading.Event()
 
@@ -296,11 +222,7 @@ class HubMailbox:
 
 
 class _Ear:
-    """Knows for how long the hub has been listened to in vain: not while what it said is being worked on.
-
-    Attributes:
-        patience: Seconds after which it counts as silent.
-    """
+    """Knows for how long the hub has been listened to in vain: not while what it said is being worked on."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
@@ -332,11 +254,7 @@ class _Ear:
 
 
 def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
-    """Returns the keys of a site, if it shall have some.
-
-    Raises:
-        ValueError: If neither keys nor ``insecure=True`` are given, or both; or the keys are not those of that site.
-    """
+    """Returns the keys of a site, if it shall have some."""
     if (keys is None) != insecure:
         raise ValueError(
             f"To reach hub {hub} site {name!r} needs either keys or insecure=True. Ask whoever has the folder of keys "

@@ -39,23 +39,13 @@ Push = Callable[..., None]
 
 
 class Handler(Protocol):
-    """What a hub does with what arrives. Calls come from several threads.
-
-    Every method may raise a `MailboxError`, such as `Refused`, which then is raised at the other end.
-    """
+    """What a hub does with what arrives. Calls come from several threads."""
 
     def start(self, push: Push) -> None:
         """Takes the function that tells all who watch, or one of them, of something: `Hub.push`."""
 
     def hello(self, peer: Peer, about: Header) -> Iterable[Event]:
-        """Lets somebody in who begins to watch.
-
-        What is pushed from the time of this call on comes after the events it returns. A record may therefore come
-        twice, but none is left out.
-
-        Returns:
-            What it is told first, such as the records that it has not seen; they are taken one by one.
-        """
+        """Lets somebody in who begins to watch."""
 
     def beat(self, peer: Peer, about: Header) -> None:
         """Takes the sign of life that everybody who watches sends again and again, with what it says."""
@@ -67,33 +57,14 @@ class Handler(Protocol):
         """Says whether a blob may come, before it does; asked once for every connection over which it comes."""
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """Takes notice of a blob that is in the store, durably, and returns the answer to its sender.
-
-        A sender whose connection broke sends again, so the same may come twice.
-        """
+        """Takes notice of a blob that is in the store, durably, and returns the answer to its sender."""
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
         """Answers a call whose name is in the table of who may call what."""
 
 
 class Hub:
-    """Serves sites over gRPC, with TLS and certificates at both ends unless it is told otherwise.
-
-    Args:
-        handler: Decides what is done with what arrives.
-        store: Where blobs are kept.
-        run: The run that it serves.
-        listen: Address and port; with port 0 the system chooses one.
-        keys: The bundle of the hub, or the folder of the authority.
-        insecure: Serve without TLS and without certificates, instead of ``keys``: anybody who reaches the port may do
-            anything, and can read what others send.
-        beat: Seconds after which somebody who watches hears something, even if there is nothing to tell.
-        may: Which roles may make which call.
-
-    Raises:
-        ValueError: If neither keys nor ``insecure=True`` are given, or both; keys are of another run or role; the
-            address cannot be listened on; or a package is missing.
-    """
+    """Serves sites over gRPC, with TLS and certificates at both ends unless it is told otherwise."""
 
     def __init__(
         self,
@@ -140,21 +111,12 @@ class Hub:
         self._server.start()
 
     def close(self, grace: float = 0.5) -> None:
-        """Ends all connections.
-
-        Args:
-            grace: Seconds for calls that are being answered.
-        """
+        """Ends all connections."""
         self._sessions.end_all()
         self._server.stop(grace).wait()
 
     def push(self, event: Event, to: Collection[str] | None = None) -> None:
-        """Tells something to all who watch, or to some of them, without waiting for anybody.
-
-        Args:
-            event: What to tell.
-            to: The names of sites; all who watch, of any role, by default.
-        """
+        """Tells something to all who watch, or to some of them, without waiting for anybody."""
         self._sessions.push(event, to)
 
     def send_away(self, error: Failure) -> None:

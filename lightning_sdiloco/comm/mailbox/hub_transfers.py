@@ -33,12 +33,7 @@ class Uploads:
         self._arriving: dict[tuple[str, str, str], _Arriving] = {}
 
     def of(self, peer: Peer, key: str, size: int) -> Upload:
-        """Returns the upload that a connection belongs to.
-
-        Raises:
-            Malformed: If its other connections say another size.
-            NoSpace: If the disk is full, or the holder sends too many blobs at the same time.
-        """
+        """Returns the upload that a connection belongs to."""
         place = (peer.role, peer.name, key)
         with self._lock:
             self._drop_unused()
@@ -75,14 +70,7 @@ class Downloads:
 
     @contextmanager
     def joined(self, peer: Peer, transfer: str, runs: Runs, first: bool) -> Iterator[Iterator[int]]:
-        """Yields the chunks that a connection sends.
-
-        Args:
-            peer: Who fetches.
-            transfer: A word of its choice, the same for all connections.
-            runs: All chunks of the transfer.
-            first: Whether it is the first connection. One that comes when the first is done has nothing left to do.
-        """
+        """Yields the chunks that a connection sends."""
         place = (peer.name, peer.life, transfer)
         with self._lock:
             if first:

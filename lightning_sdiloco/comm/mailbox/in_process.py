@@ -17,11 +17,7 @@ from lightning_sdiloco.errors import Refused
 
 
 class InProcessMailbox:
-    """Keeps blobs and records as long as it is there itself.
-
-    Args:
-        max_blob: Bytes of the largest blob that it takes.
-    """
+    """Keeps blobs and records as long as it is there itself."""
 
     def __init__(self, max_blob: int = MAX_BLOB) -> None:
         self.max_blob = max_blob
@@ -31,20 +27,17 @@ class InProcessMailbox:
         self._closed = False
 
     def put(self, blob: Bytes) -> str:
-        """See `Mailbox.put`."""
         checked_size(memoryview(blob).nbytes, self.max_blob, "blob")
         self._blobs[key := key_of(blob)] = bytes(blob)
         return key
 
     def get(self, key: str) -> bytes:
-        """See `Mailbox.get`."""
         blob = self._blobs.get(checked_key(key))
         if blob is None:
             raise Missing(f"there is no blob {key}.")
         return checked_blob(key, blob, "the mailbox")
 
     def append(self, seq: int, record: Bytes) -> bool:
-        """See `Mailbox.append`."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._changed:
             if not 0 <= seq <= len(self._records):
@@ -55,7 +48,6 @@ class InProcessMailbox:
             return self._records[seq] == bytes(record)
 
     def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
-        """See `Mailbox.watch`."""
         while True:
             after += 1
             with self._changed:

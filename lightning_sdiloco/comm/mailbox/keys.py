@@ -25,13 +25,7 @@ _BLOCKS = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOT
 
 
 class Identity(NamedTuple):
-    """For whom a certificate speaks.
-
-    Attributes:
-        run: The run, or `UNBOUND`.
-        role: What its holder may do.
-        name: The name of the holder, such as that of a site.
-    """
+    """For whom a certificate speaks."""
 
     run: str
     role: str
@@ -53,15 +47,7 @@ class Identity(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """What a holder needs to be known, and to know the others. The key of the authority is not in it.
-
-    Attributes:
-        identity: For whom it speaks.
-        key: Its private key, as PEM.
-        certificate: Its certificate, as PEM.
-        authority: The certificate of the authority, as PEM.
-        folder: The folder of the authority, where keys are revoked; None if only the file is here.
-    """
+    """What a holder needs to be known, and to know the others. The key of the authority is not in it."""
 
     identity: Identity
     key: bytes
@@ -70,11 +56,7 @@ class Bundle(NamedTuple):
     folder: Path | None = None
 
     def bound(self, run: str) -> "Bundle":
-        """Returns the bundle for a run. An authority that has none yet is bound to it for good.
-
-        Raises:
-            ValueError: If it belongs to another run; or to none, and the folder of the authority is not here.
-        """
+        """Returns the bundle for a run. An authority that has none yet is bound to it for good."""
         own = self.identity.run if self.folder is None else _run_of(self.folder)
         if own == UNBOUND and self.folder is not None:
             with contextlib.suppress(FileExistsError):
@@ -102,11 +84,7 @@ class Bundle(NamedTuple):
 
 
 def checked_name(what: str, name: str) -> str:
-    """Returns the name of a run or holder, if it can be one.
-
-    Raises:
-        ValueError: If it has characters that a name cannot have, or too many.
-    """
+    """Returns the name of a run or holder, if it can be one."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"{what}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes and underscores, and "
@@ -126,19 +104,7 @@ def fingerprint(certificate: bytes) -> str:
 
 
 def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> Path:
-    """Makes an authority in a new folder, with a bundle for the hub.
-
-    Args:
-        folder: The folder. Whoever can read it can speak for everybody.
-        run: The run for which it speaks; without it, the first for which a hub is started with the folder.
-        days: For how long its own certificate is valid.
-
-    Returns:
-        The bundle of the hub.
-
-    Raises:
-        ValueError: If there is an authority already, a name cannot be one, or the package is missing.
-    """
+    """Makes an authority in a new folder, with a bundle for the hub."""
     folder = Path(folder)
     x509, hazmat = extra("cryptography.x509"), extra("cryptography.hazmat.primitives.asymmetric.ec")
     if run is not None:
@@ -161,20 +127,7 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
 
 
 def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365) -> Path:
-    """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its keys are revoked.
-
-    Args:
-        folder: The folder of the authority.
-        name: The name of the holder.
-        role: What it may do.
-        days: For how long the certificate is valid.
-
-    Returns:
-        The bundle: the one file to give to the holder, on a way that others cannot read.
-
-    Raises:
-        ValueError: If there is no authority in the folder, a name or a role cannot be one, or the package is missing.
-    """
+    """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its keys are revoked."""
     folder = Path(folder)
     x509, hazmat = extra("cryptography.x509"), extra("cryptography.hazmat.primitives.asymmetric.ec")
     if role not in ROLES:
@@ -210,14 +163,7 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
 
 
 def revoke_keys(folder: str | Path, name: str) -> list[str]:
-    """Takes back all certificates that a holder was ever given. A hub that was started with the folder refuses them.
-
-    Returns:
-        The fingerprints of the certificates.
-
-    Raises:
-        ValueError: If none was made for this name, or all have been taken back.
-    """
+    """Takes back all certificates that a holder was ever given. A hub that was started with the folder refuses them."""
     folder = Path(folder)
     before = _fingerprints(folder / "revoked", checked_name("name", name))
     taken = sorted(_fingerprints(folder / "issued", name) - before)
@@ -229,15 +175,7 @@ def revoke_keys(folder: str | Path, name: str) -> list[str]:
 
 
 def load(keys: str | Path, name: str = "hub") -> Bundle:
-    """Returns the bundle of a holder.
-
-    Args:
-        keys: The file of the bundle, or the folder of the authority.
-        name: Whose bundle to take from a folder.
-
-    Raises:
-        ValueError: If there is none, it is not whole, or has expired; or the package is missing.
-    """
+    """Returns the bundle of a holder."""
     path = Path(keys)
     folder = path if path.is_dir() else None
     if folder is not None:
@@ -251,22 +189,14 @@ def load(keys: str | Path, name: str = "hub") -> Bundle:
 
 
 def identity_of(keys: str | Path) -> Identity:
-    """Returns for whom a bundle speaks.
-
-    Raises:
-        ValueError: If it is none, or its run has to be said since it was made before the run had a name.
-    """
+    """Returns for whom a bundle speaks."""
     if Path(keys).is_dir():
         raise ValueError(f"{keys} is the folder of the authority. Give a bundle, such as {Path(keys) / 'NAME.bundle'}.")
     return load(keys).identity
 
 
 def valid_until(keys: str | Path) -> datetime.datetime:
-    """Returns until when the certificate of a bundle is valid.
-
-    Raises:
-        ValueError: If it is none, or has expired.
-    """
+    """Returns until when the certificate of a bundle is valid."""
     ends: datetime.datetime = (
         extra("cryptography.x509").load_pem_x509_certificate(load(keys).certificate).not_valid_after_utc
     )

@@ -34,18 +34,7 @@ class LedgerError(MailboxError):
 
 
 class SQLiteLedger:
-    """Records with their numbers, and notes: what a hub has to know when it starts again.
-
-    Each record is chained to those before it by a digest, so a record that was altered, or is missing, is noticed when
-    the file is opened. All methods may be called from several threads; one process has the file to itself.
-
-    Args:
-        path: The file. It is made if it is not there.
-        must_exist: Refuse a file that is not there, as for a run that has been founded before.
-
-    Raises:
-        LedgerError: If the file cannot be used. It says why, and what to do.
-    """
+    """Records with their numbers, and notes: what a hub has to know when it starts again."""
 
     def __init__(self, path: str | Path, must_exist: bool = False) -> None:
         self.path = Path(path)
@@ -88,21 +77,7 @@ class SQLiteLedger:
         return self._chain.hex()
 
     def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> bool:
-        """Gives a number to a record, as `Mailbox.append` does, and notes what changes with it, both or neither.
-
-        Args:
-            seq: The number, one more than the last.
-            record: At most `MAX_RECORD` bytes.
-            notes: What `note` takes; nothing is noted if another record has the number.
-
-        Returns:
-            Whether this record has the number.
-
-        Raises:
-            Refused: If the number does not follow, or the record is too large.
-            NoSpace: If the disk is full. The ledger is as before, and can be used.
-            LedgerError: If it cannot be written for another reason.
-        """
+        """Gives a number to a record, as `Mailbox.append` does, and notes what changes with it, both or neither."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._lock:
             if not 0 <= seq <= self._count:
@@ -127,12 +102,7 @@ class SQLiteLedger:
             yield after, bytes(row[0])
 
     def note(self, notes: Mapping[str, Bytes | None]) -> None:
-        """Notes values under names, durably: all of them or none. A value of None deletes the note.
-
-        Raises:
-            NoSpace: If the disk is full. The ledger is as before, and can be used.
-            LedgerError: If it cannot be written for another reason.
-        """
+        """Notes values under names, durably: all of them or none. A value of None deletes the note."""
         with self._lock:
             self._write(_of_notes(notes))
 
@@ -145,16 +115,7 @@ class SQLiteLedger:
         return {name: bytes(value) for name, value in rows}
 
     def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
-        """Drops all but the first records for good, and notes what changes with it, both or neither.
-
-        Args:
-            count: How many records stay.
-            notes: What `note` takes.
-
-        Raises:
-            NoSpace: If the disk is full. The ledger is as before, and can be used.
-            LedgerError: If it cannot be written for another reason.
-        """
+        """Drops all but the first records for good, and notes what changes with it, both or neither."""
         with self._lock:
             self._write([("delete from records where seq >= ?", (count,)), *_of_notes(notes)])
             self._count, self._chain = self._verified()

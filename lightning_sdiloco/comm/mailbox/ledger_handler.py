@@ -12,11 +12,7 @@ from lightning_sdiloco.errors import Malformed, Refused
 
 
 class LedgerHandler:
-    """Gives numbers to records as they come, and tells everybody who watches.
-
-    Args:
-        ledger: Where they are kept.
-    """
+    """Gives numbers to records as they come, and tells everybody who watches."""
 
     def __init__(self, ledger: SQLiteLedger) -> None:
         self.ledger = ledger
@@ -24,7 +20,6 @@ class LedgerHandler:
         self._push: Push | None = None
 
     def start(self, push: Push) -> None:
-        """See `Handler.start`."""
         self._push = push
 
     def hello(self, peer: Peer, about: Header) -> Iterator[Event]:
@@ -46,7 +41,6 @@ class LedgerHandler:
         """See `Handler.admit`."""
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """See `Handler.stored`."""
         return {}
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:

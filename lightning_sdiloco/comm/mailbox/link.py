@@ -15,11 +15,7 @@ _THREADS = 128
 
 
 def hub_addresses(hub: str) -> list[tuple[str, int]]:
-    """Returns host and port of each hub that is named.
-
-    Raises:
-        ValueError: If one has no host, or no port.
-    """
+    """Returns host and port of each hub that is named."""
     places = []
     for one in hub.split(","):
         if not one.strip():
@@ -36,14 +32,7 @@ def hub_addresses(hub: str) -> list[tuple[str, int]]:
 
 
 class Link:
-    """Channels to a hub: one for calls and events, and some for blobs.
-
-    Args:
-        hub: Address and port; several with commas between them, of which one is spoken to at a time.
-        bundle: Keys; None to speak without TLS.
-        channels: Connections for blobs.
-        timeout: Seconds for a call.
-    """
+    """Channels to a hub: one for calls and events, and some for blobs."""
 
     def __init__(self, hub: str, bundle: Bundle | None, channels: int, timeout: float) -> None:
         hub_addresses(hub)
@@ -80,11 +69,7 @@ class Link:
         self._turn = (self._turn + 1) % len(self.hubs)
 
     def lost(self, why: str) -> None:
-        """Notes that the hub is gone: what waits for it ends at once, and all connections are made anew.
-
-        Those that there are may lead nowhere, after a link was cut or a NAT has forgotten them. TCP finds that out much
-        later, if ever.
-        """
+        """Notes that the hub is gone: what waits for it ends at once, and all connections are made anew."""
         self._away = why
         self._cancel_all()
         before = self._channels[self._turn]
@@ -103,11 +88,7 @@ class Link:
 
     @contextmanager
     def cancelled_at_the_end(self) -> Iterator[Callable[[Any], Any]]:
-        """Yields a function that takes calls: those that are still running at the end are cancelled.
-
-        Raises:
-            HubUnreachable: If the hub is known to be gone.
-        """
+        """Yields a function that takes calls: those that are still running at the end are cancelled."""
         calls: list[Any] = []
 
         def take(call: Any) -> Any:
@@ -130,27 +111,14 @@ class Link:
                 self._running.difference_update(calls)
 
     def require(self) -> None:
-        """Looks whether the hub may be asked.
-
-        Raises:
-            HubUnreachable: If it is known to be gone, or this end is closed.
-        """
+        """Looks whether the hub may be asked."""
         if self.closed.is_set():
             raise HubUnreachable(f"the connection to hub {self.hub} has been closed.")
         if (why := self._away) is not None:
             raise HubUnreachable(why)
 
     def errors_of(self, tasks: list[Callable[[], None]], progress: Callable[[], int], patience: float) -> list[Failure]:
-        """Runs tasks, each of which waits for calls, at the same time.
-
-        Args:
-            tasks: What to run.
-            progress: Returns a number that grows while something happens.
-            patience: Seconds without progress after which the tasks are given up.
-
-        Returns:
-            The errors of those that failed.
-        """
+        """Runs tasks, each of which waits for calls, at the same time."""
         futures = [self._pool.submit(task) for task in tasks]
         waiting: set[Future[None]] = set(futures)
         before = progress()
@@ -163,11 +131,7 @@ class Link:
         return [self.error(error) for error in (future.exception() for future in futures) if error is not None]
 
     def error(self, error: BaseException) -> Failure:
-        """Returns what an error of gRPC stands for.
-
-        Raises:
-            BaseException: If it is none of gRPC's or the mailbox's.
-        """
+        """Returns what an error of gRPC stands for."""
         if isinstance(error, Failure):
             return error
         if isinstance(error, self._grpc.RpcError):

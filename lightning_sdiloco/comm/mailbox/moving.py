@@ -52,20 +52,7 @@ class _Attempts:
 
 
 def upload(link: Link, header: Header, blob: Bytes, timeout: float | None) -> Header:
-    """Sends a blob.
-
-    Args:
-        link: The connections.
-        header: The header of the call, with key and size.
-        blob: Flat bytes.
-        timeout: Seconds for all of it.
-
-    Returns:
-        The hub's answer.
-
-    Raises:
-        Failure: What the hub refuses, or that it cannot be reached.
-    """
+    """Sends a blob."""
     size = len(blob)
     attempts = _Attempts(link, time.monotonic() + (timeout or PATIENCE + size / LEAST_RATE))
     runs: Runs = [[0, count(size)]] if size else []
@@ -115,19 +102,7 @@ class _Outgoing:
 
 
 def download(link: Link, header: Header, key: str, max_blob: int, timeout: float | None) -> bytearray:
-    """Fetches a blob and verifies it.
-
-    Args:
-        link: The connections.
-        header: The header of the call.
-        key: The key of the blob.
-        max_blob: Bytes of the largest blob for which memory is taken.
-        timeout: Seconds for all of it.
-
-    Raises:
-        Altered: If its bytes have another digest.
-        Failure: What the hub refuses, or that it cannot be reached.
-    """
+    """Fetches a blob and verifies it."""
     attempts = _Attempts(link, time.monotonic() + (timeout or PATIENCE + max_blob / LEAST_RATE))
     incoming = _Incoming(max_blob)
     while True:

@@ -23,20 +23,12 @@ _NOISE = random.Random(0).randbytes(CHUNK)
 
 
 def answer_to(about: Header, body: bytes) -> bytes:
-    """Returns what a ping is answered with: its own bytes, or as many as it asks for.
-
-    Raises:
-        MailboxError: If it asks for more than a message holds.
-    """
+    """Returns what a ping is answered with: its own bytes, or as many as it asks for."""
     return _NOISE[: checked_size(about["bytes"], CHUNK, "answer")] if "bytes" in about else body
 
 
 def round_trip(link: Link, header: Header) -> float:
-    """Returns how many seconds a small call takes: the median of several, by the clock of this end alone.
-
-    Raises:
-        MailboxError: If the hub refuses it, or cannot be reached.
-    """
+    """Returns how many seconds a small call takes: the median of several, by the clock of this end alone."""
     message = pack(header | {"call": "ping"})
     seconds = []
     # The first one makes the connection.
@@ -48,18 +40,7 @@ def round_trip(link: Link, header: Header) -> float:
 
 
 def bandwidth(link: Link, header: Header, up: bool, seconds: float, most: int = MOST_BYTES) -> float:
-    """Returns the bits per second that get through in a direction, over all connections for blobs together.
-
-    Args:
-        link: The connections.
-        header: Who asks.
-        up: To the hub; otherwise from it.
-        seconds: How long to measure; the second half counts.
-        most: Bytes after which it is enough.
-
-    Raises:
-        MailboxError: If the hub refuses it, or cannot be reached.
-    """
+    """Returns the bits per second that get through in a direction, over all connections for blobs together."""
     _Burst(link, header, up, 1, 0).run(1)
     # More and more at a time, until the link is busy for a while.
     for at_once, size in _STEPS:

@@ -16,16 +16,7 @@ _TRIED = 8  # files that may be no signs of life, before others are looked at
 
 
 class Pulse(NamedTuple):
-    """A sign of life.
-
-    Attributes:
-        turn: The number of the turn; later ones have larger ones.
-        number: How many there were before it.
-        name: The site that keeps the run.
-        run: The run.
-        over: Whether it ends with that.
-        here: Those whom it hears.
-    """
+    """A sign of life."""
 
     turn: int
     number: int
@@ -36,15 +27,7 @@ class Pulse(NamedTuple):
 
 
 class Pulses:
-    """Gives signs of life.
-
-    Args:
-        files: The files of the folder.
-        sweeper: What deletes old ones.
-        turn: The number of the turn.
-        name: The site that keeps the run.
-        run: The run.
-    """
+    """Gives signs of life."""
 
     def __init__(self, files: Files, sweeper: Sweeper, turn: int, name: str, run: str) -> None:
         self._files, self._sweeper, self._turn = files, sweeper, turn
@@ -70,15 +53,7 @@ class Pulses:
 
 
 class PulseWatch:
-    """Looks for signs of life.
-
-    Args:
-        files: The files of the folder.
-        clock: Returns the time in seconds.
-
-    Attributes:
-        last: The last one; None if there was none.
-    """
+    """Looks for signs of life."""
 
     def __init__(self, files: Files, clock: Callable[[], float]) -> None:
         self._files, self._clock = files, clock

@@ -14,12 +14,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def seal(header: Header, blobs: Sequence[Bytes] = ()) -> bytes:
-    """Returns the bytes of a file.
-
-    Args:
-        header: What it says, as JSON knows it.
-        blobs: Bytes that belong to it.
-    """
+    """Returns the bytes of a file."""
     sized = {**header, "sizes": [len(blob) for blob in blobs]}
     text = json.dumps(sized, allow_nan=False, separators=(",", ":")).encode()
     whole = b"".join((_LENGTH.pack(len(text)), text, *blobs))
@@ -27,16 +22,7 @@ def seal(header: Header, blobs: Sequence[Bytes] = ()) -> bytes:
 
 
 def unseal(data: bytes, what: str) -> tuple[Header, list[bytes]]:
-    """Returns header and bytes of a file.
-
-    Args:
-        data: The file.
-        what: What it is called in an error.
-
-    Raises:
-        Altered: If its digest is another.
-        Malformed: If it is none.
-    """
+    """Returns header and bytes of a file."""
     whole = memoryview(data)[_DIGEST:]
     if len(whole) < _LENGTH.size or hashlib.sha256(whole).digest() != data[:_DIGEST]:
         raise Altered(f"{what} was truncated or altered.")

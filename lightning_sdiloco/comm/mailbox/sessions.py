@@ -19,12 +19,7 @@ BEAT = Event("beat", {})
 
 
 class Session:
-    """One who watches.
-
-    Attributes:
-        peer: Who it is.
-        admitted: Whether it has been let in.
-    """
+    """One who watches."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -52,15 +47,7 @@ class Session:
             self._changed.notify_all()
 
     def events(self, first: Iterator[Event], beat: float) -> Iterator[Event]:
-        """Yields what is to be told, and a beat where there is nothing.
-
-        Args:
-            first: What comes before all that is pushed.
-            beat: Seconds between two beats.
-
-        Raises:
-            Failure: The reason for which it was ended.
-        """
+        """Yields what is to be told, and a beat where there is nothing."""
         yield from first
         while True:
             with self._changed:
@@ -83,11 +70,7 @@ class Sessions:
         self._of_site: dict[str, Session] = {}
 
     def opened(self, peer: Peer) -> Session:
-        """Returns a session, to which all that is pushed from now on is added.
-
-        Raises:
-            NoSpace: If the holder watches too often already.
-        """
+        """Returns a session, to which all that is pushed from now on is added."""
         session = Session(peer)
         with self._lock:
             if sum(other.peer.name == peer.name for other in self._all) >= MAX_WATCHING:
@@ -119,11 +102,7 @@ class Sessions:
             return current is session
 
     def check_life(self, peer: Peer) -> None:
-        """Refuses the call of another life of a site than that which watches now, before or after it.
-
-        Raises:
-            Busy: If the site watches with another life.
-        """
+        """Refuses the call of another life of a site than that which watches now, before or after it."""
         with self._lock:
             current = self._of_site.get(peer.name)
         if peer.role == "site" and current is not None and current.peer.life != peer.life:

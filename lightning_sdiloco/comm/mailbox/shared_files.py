@@ -38,11 +38,7 @@ def is_bucket(url: str) -> bool:
 
 
 def shared_files(url: str) -> "SharedFiles":
-    """Opens the files in which sites meet.
-
-    Raises:
-        ValueError: If they cannot be opened, or what is behind them cannot create a file only once.
-    """
+    """Opens the files in which sites meet."""
     filesystem = _opened(url)
     kinds = {filesystem.protocol} if isinstance(filesystem.protocol, str) else set(filesystem.protocol)
     if not (isinstance(filesystem, LocalFileSystem) or kinds & _EXACT):
@@ -90,36 +86,29 @@ class SharedFiles:
 
     @property
     def spool(self) -> Path:
-        """See `Files`."""
         return self._files.spool
 
     def size(self, name: str) -> int:
-        """See `Files`."""
         with self._reached():
             return self._files.size(name)
 
     def read(self, name: str, start: int, end: int) -> bytes:
-        """See `Files`."""
         with self._reached():
             return self._files.read(name, start, end)
 
     def names(self, folder: str) -> list[str]:
-        """See `Files`."""
         with self._reached():
             return self._files.names(folder)
 
     def move_in(self, spooled: Path, name: str) -> None:
-        """See `Files`."""
         with self._reached():
             self._files.move_in(spooled, name)
 
     def create(self, name: str, data: Bytes) -> bool:
-        """See `Files`."""
         with self._reached():
             return self._files.create(name, data)
 
     def delete(self, name: str) -> None:
-        """See `Files`."""
         with self._reached():
             self._files.delete(name)
 
@@ -134,14 +123,7 @@ class SharedFiles:
 
 
 class Sweeper:
-    """Deletes files in a thread of its own: in a bucket each takes as long as a file that is written.
-
-    What cannot be deleted is left; who deletes finds it again.
-
-    Args:
-        files: The files.
-        may: Says before each whether this process may still delete what others share with it.
-    """
+    """Deletes files in a thread of its own: in a bucket each takes as long as a file that is written."""
 
     def __init__(self, files: Files, may: Callable[[], bool] = lambda: True) -> None:
         self._files, self._may = files, may
@@ -194,16 +176,7 @@ class Sweeper:
 
 
 class SharedBlobs:
-    """The blobs of a folder to which every site writes, as the one that keeps the run sees them; see `Store`.
-
-    A blob that nothing needs is dropped when it has been seen for a while: who wrote it may still be about to name it.
-
-    Args:
-        files: The files.
-        sweeper: What deletes them.
-        clock: Returns the time in seconds.
-        max_blob: Bytes of the largest blob that is read.
-    """
+    """The blobs of a folder to which every site writes, as the one that keeps the run sees them; see `Store`."""
 
     def __init__(
         self, files: SharedFiles, sweeper: Sweeper, clock: Callable[[], float], max_blob: int = MAX_BLOB
@@ -214,11 +187,9 @@ class SharedBlobs:
         self.max_blob = max_blob
 
     def put(self, blob: Bytes) -> str:
-        """See `BlobStore.put`."""
         return self._blobs.put(blob)
 
     def get(self, key: str) -> bytes:
-        """See `Store`."""
         return self._blobs.get(key)
 
     def size(self, key: str) -> int:
@@ -228,11 +199,7 @@ class SharedBlobs:
         return self._blobs.size(key)
 
     def retain(self, keys: Collection[str], age: float = 600.0, may: Callable[[], bool] = lambda: True) -> int:
-        """Drops all blobs but those named, and those that were not there to be dropped for so many seconds.
-
-        Returns:
-            How many were dropped.
-        """
+        """Drops all blobs but those named, and those that were not there to be dropped for so many seconds."""
         now, there = self._clock(), self._files.names("blobs")
         self._seen = {key: self._seen.get(key, now) for key in there if key not in keys}
         gone = [f"blobs/{key}" for key, since in self._seen.items() if now >= since + age]

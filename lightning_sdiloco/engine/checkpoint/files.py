@@ -40,14 +40,7 @@ class Entry(NamedTuple):
 
 
 def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Entry:
-    """Writes the file of a rank, either all of it or nothing.
-
-    Args:
-        path: The checkpoint file.
-        save: Name of the folder of this save.
-        rank: The rank.
-        state: Plain values and tensors.
-    """
+    """Writes the file of a rank, either all of it or nothing."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     name = _rank_file(rank)
@@ -56,28 +49,13 @@ def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Ent
 
 
 def write_manifest(path: str, header: Mapping[str, Any], entries: Sequence[Entry]) -> None:
-    """Writes the manifest, which makes a folder complete.
-
-    Args:
-        path: The checkpoint file.
-        header: What the checkpoint file says of its folder: format, name of the save, versions and settings.
-        entries: The files of all ranks, in their order.
-    """
+    """Writes the manifest, which makes a folder complete."""
     manifest = {**header, "files": [entry._asdict() for entry in entries]}
     _write(path, header["save"], _MANIFEST, json.dumps(manifest, indent=2).encode())
 
 
 def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Reads the file of a rank and checks it against the manifest.
-
-    Args:
-        path: The checkpoint file.
-        header: What the checkpoint file says of its folder.
-        rank: The rank.
-
-    Raises:
-        ValueError: If the folder has a newer format, a file is missing, or a file is not what was written.
-    """
+    """Reads the file of a rank and checks it against the manifest."""
     if header["format"] > FORMAT:
         raise ValueError(
             f"The checkpoint {path} was written in format {header['format']} by lightning_sdiloco {header['version']};"
@@ -95,16 +73,7 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
 
 
 def read_groups(path: str, header: Mapping[str, Any], keys: Sequence[str]) -> list[list[dict[str, Any] | None]]:
-    """Reads the engine's state from the files of all ranks, by group; None where a file is missing.
-
-    Args:
-        path: The checkpoint file.
-        header: What the checkpoint file says of its folder.
-        keys: Which parts of the state are kept.
-
-    Raises:
-        ValueError: As `read_rank` does, except for missing files of ranks.
-    """
+    """Reads the engine's state from the files of all ranks, by group; None where a file is missing."""
     layout = header["layout"]
     states = []
     for rank in range(layout["worker_groups"] * layout["group_size"]):
@@ -120,26 +89,14 @@ def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
 
 
 def write_checkpoint(path: str, checkpoint: Mapping[str, Any]) -> None:
-    """Writes a checkpoint file, which takes its place in one step.
-
-    Args:
-        path: The checkpoint file.
-        checkpoint: Plain values and tensors; under `KEY` what it says of its folder.
-    """
+    """Writes a checkpoint file, which takes its place in one step."""
     buffer = io.BytesIO()
     torch.save(dict(checkpoint), buffer)
     _write_file(*_filesystem(path), buffer.getvalue())
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """Reads a checkpoint file.
-
-    Args:
-        path: The checkpoint file.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Reads a checkpoint file."""
     filesystem, target = _filesystem(path)
     try:
         data = filesystem.cat_file(target)

@@ -20,14 +20,7 @@ _ADVICE = "Older checkpoints stand. Make room on the disk."
 
 
 class Saved(NamedTuple):
-    """What all ranks know after they have written their files.
-
-    Attributes:
-        path: The checkpoint file, the same on all ranks.
-        header: What the checkpoint file must say of its folder, under `files.KEY`.
-        older: On rank 0, the names of earlier saves in the folder, to be removed once the checkpoint file is written.
-        entries: The files of all ranks, as the manifest knows them.
-    """
+    """What all ranks know after they have written their files."""
 
     path: str
     header: dict[str, Any]
@@ -43,19 +36,7 @@ def write_ranks(
     settings: Mapping[str, str],
     advice: str = _ADVICE,
 ) -> Saved:
-    """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it.
-
-    Args:
-        path: The checkpoint file, of which that of rank 0 counts.
-        topology: The ranks.
-        state: What this rank holds.
-        layout: What must be the same if ranks are to read their own files.
-        settings: The settings as text, without which it cannot be resumed exactly.
-        advice: What to do if it cannot be saved.
-
-    Raises:
-        OSError: On all ranks, if one could not write. Nothing is left of the save, and older checkpoints stand.
-    """
+    """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it."""
     world, rank = topology.world, topology.rank
     # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
     path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
@@ -74,17 +55,7 @@ def write_ranks(
 
 
 def write_common_file(saved: Saved, topology: Topology, write: Callable[[], None], advice: str = _ADVICE) -> None:
-    """Writes the manifest, and then what all groups have in common. All ranks must call it.
-
-    Args:
-        saved: What `write_ranks` returned.
-        topology: The ranks.
-        write: Writes the checkpoint file. It may be a collective, which no rank enters unless all do.
-        advice: What to do if it cannot be saved.
-
-    Raises:
-        OSError: As `write_ranks` does.
-    """
+    """Writes the manifest, and then what all groups have in common. All ranks must call it."""
 
     def write_manifest() -> None:
         if topology.rank == 0:
@@ -126,16 +97,7 @@ def write_own(
     inner_optimizers: Sequence[Optimizer],
     **others: Any,
 ) -> Saved:
-    """Writes what `read_own` reads. All ranks must call it.
-
-    Args:
-        path: The checkpoint file.
-        topology: The ranks.
-        settings: The settings of the engine.
-        state: Its state.
-        inner_optimizers: The optimizers of the training loop.
-        **others: What else this rank holds.
-    """
+    """Writes what `read_own` reads. All ranks must call it."""
     optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
     own = {"engine": state, "optimizer_states": optimizer_states, "random": files.random_state(), **others}
     return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
@@ -149,16 +111,7 @@ def save(
     outer: Mapping[str, Tensor],
     inner_optimizers: Sequence[Optimizer],
 ) -> None:
-    """Saves an engine; see `StreamingDiLoCo.save`. All ranks must call it.
-
-    Args:
-        path: The checkpoint file.
-        topology: The ranks.
-        settings: The settings of the engine.
-        state: Its state.
-        outer: Its outer parameters by name.
-        inner_optimizers: The optimizers of the training loop.
-    """
+    """Saves an engine; see `StreamingDiLoCo.save`. All ranks must call it."""
     saved = write_own(path, topology, settings, state, inner_optimizers)
 
     def write() -> None:
@@ -172,17 +125,7 @@ def save(
 
 
 def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Sequence[Optimizer]) -> State:
-    """Restores inner optimizers and random numbers, and returns the state of the engine. All ranks must call it.
-
-    Args:
-        path: The checkpoint file.
-        topology: The ranks.
-        settings: The settings of the engine.
-        inner_optimizers: The optimizers of the training loop.
-
-    Raises:
-        ValueError: On all ranks, if one of them cannot go on from this checkpoint.
-    """
+    """Restores inner optimizers and random numbers, and returns the state of the engine. All ranks must call it."""
     own = read_own(path, lambda: files.read_checkpoint(path), topology, settings, inner_optimizers)
     return dict(own["engine"])
 
@@ -194,21 +137,7 @@ def read_own(
     settings: Settings,
     inner_optimizers: Sequence[Optimizer],
 ) -> State:
-    """Reads the file of this rank, and restores inner optimizers and random numbers. All ranks must call it.
-
-    Args:
-        path: The checkpoint file.
-        read: Reads it.
-        topology: The ranks.
-        settings: The settings of the engine.
-        inner_optimizers: The optimizers of the training loop.
-
-    Returns:
-        All that this rank saved.
-
-    Raises:
-        ValueError: On all ranks, if one of them cannot go on from this checkpoint.
-    """
+    """Reads the file of this rank, and restores inner optimizers and random numbers. All ranks must call it."""
     own: State = {}
     refusal = None
     try:
@@ -264,15 +193,7 @@ def place_of(topology: Topology) -> dict[str, int]:
 
 
 def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
-    """Refuses the state of another rank: every worker group would go on from the values of one.
-
-    Args:
-        state: What an engine returned as its state. That of an older version does not say whose it is.
-        topology: The ranks.
-
-    Raises:
-        ValueError: If it is that of another rank, or of other worker groups.
-    """
+    """Refuses the state of another rank: every worker group would go on from the values of one."""
     own = place_of(topology)
     saved = state.get("rank", own)
     if saved != own:

@@ -27,17 +27,7 @@ _PLAIN = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False
 def stepped(
     group: Mapping[str, Any], values: Tensor, gradient: Tensor, state: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Makes a step of SGD, if it can: a first step, which has no momentum yet, is left to torch.
-
-    Args:
-        group: The hyperparameters.
-        values: The values, float32, shape ``(numel,)``.
-        gradient: Their gradient, of the same shape. It becomes the new values.
-        state: What SGD keeps of them.
-
-    Returns:
-        What it keeps after the step, or None if nothing has been done.
-    """
+    """Makes a step of SGD, if it can: a first step, which has no momentum yet, is left to torch."""
     before = state.get(MOMENTUM)
     native = NATIVE.get() if _is_plain(group) and all(map(_is_vector, (values, gradient, before))) else None
     if native is None or before is None:

@@ -30,14 +30,7 @@ _ALIGNED = 1 << 10
 
 
 class OuterState(NamedTuple):
-    """Holds the outer state of a fragment: that of this rank's shard.
-
-    Attributes:
-        values: Outer parameters of the shard, float32, shape ``(numel,)``.
-        state: State of the outer optimizer for the shard, such as its momentum.
-        rounds: Outer steps of the fragment so far.
-        lr: Learning rate of the landing that made this state; 0 if that made no outer step.
-    """
+    """Holds the outer state of a fragment: that of this rank's shard."""
 
     values: Tensor
     state: dict[str, Any]
@@ -45,11 +38,7 @@ class OuterState(NamedTuple):
     lr: float = 0.0
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "OuterState":
-        """Returns the state with its values, and everything that the optimizer keeps for each of them, moved.
-
-        Args:
-            move: From a tensor to the same values elsewhere.
-        """
+        """Returns the state with its values, and everything that the optimizer keeps for each of them, moved."""
         state = {key: move(kept) if is_elementwise(kept, self.values) else kept for key, kept in self.state.items()}
         return self._replace(values=move(self.values), state=state)
 
@@ -65,22 +54,7 @@ class OuterState(NamedTuple):
 
 
 class ShardOptimizer:
-    """Steps the shards of all fragments with the one torch optimizer that the user's factory makes.
-
-    A step works on copies and hands the new state back, so that whoever reads the old one in the meantime, from another
-    thread or for a checkpoint, sees the values before it. Only one thread may step.
-
-    Args:
-        shards: The shards, one per fragment, each float32 of shape ``(numel,)``. They are never written to.
-        make: From the shards to a torch optimizer that works elementwise. It is called with the shards once.
-        make_schedule: From that optimizer to a torch scheduler that counts the rounds of a fragment, if there is one.
-        storage: Where outer parameters and optimizer state rest; by default on their device.
-        one_pass: Makes a step of that optimizer in one pass where it can, with the same bits; see `nesterov.stepped`.
-
-    Raises:
-        ValueError: If ``make`` returns something that is not an optimizer over all shards, or one that does not work
-            elementwise; if ``make_schedule`` returns something that is no scheduler, or one that needs a metric.
-    """
+    """Steps the shards of all fragments with the one torch optimizer that the user's factory makes."""
 
     def __init__(
         self,
@@ -111,17 +85,7 @@ class ShardOptimizer:
         return initial
 
     def step(self, fragment: int, before: OuterState, values: Tensor, gradient: Tensor) -> OuterState:
-        """Returns what an outer step makes of a fragment, on the device. Of what is given it takes the gradient.
-
-        A long shard is stepped one stretch after the other, and the new values take the place of the gradient: so the
-        step needs no memory for the whole shard but that of the new state.
-
-        Args:
-            fragment: The fragment.
-            before: Its outer state, stored.
-            values: The outer parameters of that state, on the device.
-            gradient: Mean outer gradient of the shard, float32, shape ``(numel,)``. It is overwritten.
-        """
+        """Returns what an outer step makes of a fragment, on the device. Of what is given it takes the gradient."""
         group = self._rates.of(before.rounds)[self._group_of[fragment]]
         state = self._one_pass(group, values, gradient, before.state) if self._one_pass is not None else None
         if state is None:
@@ -210,11 +174,7 @@ def _nesterov(settings: Settings) -> Make:
 
 
 def require_linear(settings: Settings) -> None:
-    """Refuses an outer optimizer whose steps are not linear in its gradients, so that no group has a part of them.
-
-    Raises:
-        ValueError: If steps with gradients twice as long are not twice as long.
-    """
+    """Refuses an outer optimizer whose steps are not linear in its gradients, so that no group has a part of them."""
     make = settings.outer_optimizer or _nesterov(settings)
     generator = torch.Generator().manual_seed(0)
     gradients = [[torch.randn(64, generator=generator)] for _ in range(4)]
@@ -283,26 +243,12 @@ def _tried(make: Make, values: list[Tensor], gradients: list[list[Tensor]], part
 
 
 def is_elementwise(kept: Any, values: Tensor) -> bool:
-    """Tells whether something that an optimizer keeps of a shard has an entry for every value, as a momentum does.
-
-    Args:
-        kept: A part of the optimizer's state.
-        values: The shard.
-    """
+    """Tells whether something that an optimizer keeps of a shard has an entry for every value, as a momentum does."""
     return isinstance(kept, Tensor) and kept.shape == values.shape
 
 
 class _NextState:
-    """What an optimizer keeps of a shard after a step. Each stretch is copied to where it stays, and stepped there.
-
-    Args:
-        before: What it keeps before the step, stored.
-        values: The values of the shard.
-        storage: Where it is stored.
-
-    Attributes:
-        whole: What it keeps of the whole shard.
-    """
+    """What an optimizer keeps of a shard after a step. Each stretch is copied to where it stays, and stepped there."""
 
     def __init__(self, before: Mapping[str, Any], values: Tensor, storage: OuterStorage) -> None:
         self._before, self._values, self._storage = before, values, storage
@@ -335,12 +281,7 @@ class _NextState:
 
 
 def stretches(numel: int, device: torch.device) -> list[slice]:
-    """Cuts a shard into stretches that are stepped one after the other: one, unless it is long.
-
-    Args:
-        numel: Number of values in the shard.
-        device: Where it is.
-    """
+    """Cuts a shard into stretches that are stepped one after the other: one, unless it is long."""
     # On a CPU they stay in the cache; elsewhere they are long enough to hide the launch of kernels. They are of about
     # the same length, so that none is so short that a state of it could be taken for one of the whole.
     longest = _STRETCH if device.type == "cpu" else _STRETCH_ON_DEVICE

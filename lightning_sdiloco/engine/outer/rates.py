@@ -49,14 +49,7 @@ class Rates:
         self._text = self._describe()
 
     def of(self, number: int) -> Groups:
-        """Returns the hyperparameters of every parameter group in a round, counted from 0.
-
-        Args:
-            number: The round.
-
-        Raises:
-            ValueError: If the scheduler has none for that round.
-        """
+        """Returns the hyperparameters of every parameter group in a round, counted from 0."""
         if self._scheduler is None:
             return self._rounds[0]
         while len(self._rounds) <= number:
@@ -100,10 +93,7 @@ class Rates:
 
 
 class _Carrier(Optimizer):
-    """Carries hyperparameters, for a scheduler to change them.
-
-    Not the outer optimizer itself: a scheduler replaces the ``step`` of its optimizer by one that is bound to it.
-    """
+    """Carries hyperparameters, for a scheduler to change them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         groups = [{**_copied(group), "params": [Parameter(torch.empty(0))]} for group in optimizer.param_groups]

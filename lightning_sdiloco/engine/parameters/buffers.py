@@ -15,19 +15,7 @@ _BITS = 64
 
 
 class FragmentBuffers:
-    """Holds the persistent floating-point buffers of a fragment: the model's own, and their outer values.
-
-    A buffer travels with a launch if it had changed in some group by the launch before. All of them travel with the
-    first launch, when nothing is known yet, and with the final exchange, which none follows. So all groups know the
-    size of a message before they receive it.
-
-    Args:
-        buffers: The buffers by name. They are read and written in place.
-
-    Attributes:
-        names: Names of the buffers.
-        outer: Outer values of the buffers, float32, on the device. Tensors are replaced, never written to.
-    """
+    """Holds the persistent floating-point buffers of a fragment: the model's own, and their outer values."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         self.names = tuple(buffers)
@@ -52,11 +40,7 @@ class FragmentBuffers:
         return bits
 
     def travelling(self, final: bool = False) -> list[int]:
-        """Returns the indices of the buffers that travel with the next launch.
-
-        Args:
-            final: Whether that is the final exchange.
-        """
+        """Returns the indices of the buffers that travel with the next launch."""
         return [i for i in range(len(self._local)) if final or self._travelling >> min(i, _BITS - 1) & 1]
 
     def commit(self, outer: Mapping[int, Tensor], changed: int) -> None:
@@ -66,15 +50,7 @@ class FragmentBuffers:
         self._travelling = changed
 
     def mix(self, mixing: float, indices: Iterable[int]) -> None:
-        """Mixes some of the outer buffers into the local ones.
-
-        A buffer that did not travel keeps its local value: it may have changed, and travels next time. Of one that is
-        not finite nothing is kept.
-
-        Args:
-            mixing: Share of the local buffers that is kept.
-            indices: Which buffers.
-        """
+        """Mixes some of the outer buffers into the local ones."""
         for index in indices:
             local, outer = self._local[index], self.outer[index]
             if mixing:
@@ -116,15 +92,7 @@ class FragmentBuffers:
 
 
 def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[FragmentBuffers]:
-    """Assigns every buffer to the fragment that holds parameters of its module, or of the nearest one.
-
-    Args:
-        model: The model.
-        fragments: Its fragments.
-
-    Raises:
-        ValueError: If a buffer is sharded.
-    """
+    """Assigns every buffer to the fragment that holds parameters of its module, or of the nearest one."""
     fragment_of = {name: index for index, fragment in enumerate(fragments) for name in fragment.names}
     chosen: list[dict[str, Tensor]] = [{} for _ in fragments]
     for name, buffer in travelling_buffers(model):

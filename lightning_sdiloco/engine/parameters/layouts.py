@@ -31,18 +31,7 @@ from lightning_sdiloco.memory import new_vector
 
 
 class FragmentLayout(ABC):
-    """Lays out the parameters of a fragment as flat vectors: the shard of this rank is what it exchanges of them.
-
-    Args:
-        names: Names of the parameters.
-        parameters: The parameters, on one device, of any floating dtype; DTensors where they are sharded.
-
-    Attributes:
-        names: Names of the parameters.
-        parameters: The parameters as the model has them.
-        length: Number of values in the shard.
-        start: Position of its first value among those of all ranks of the group, for the digest.
-    """
+    """Lays out the parameters of a fragment as flat vectors: the shard of this rank is what it exchanges of them."""
 
     length: int
     start: int
@@ -58,50 +47,23 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-        """Yields what of each parameter belongs to the shard, flat, and where it lies in the shard.
-
-        Args:
-            held: What this rank holds of each parameter, or of something that is laid out like it.
-        """
+        """Yields what of each parameter belongs to the shard, flat, and where it lies in the shard."""
 
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
-        """Gathers all that this rank holds of the fragment from the shards of its group. In-group collective.
-
-        Args:
-            shard: Values of the shard of this rank, shape ``(length,)``.
-            group: The ranks of the group.
-
-        Returns:
-            A flat tensor that starts with what this rank holds, parameter after parameter.
-        """
+        """Gathers all that this rank holds of the fragment from the shards of its group. In-group collective."""
 
     @abstractmethod
     def shard_lengths(self, ranks: int) -> list[int]:
-        """Returns the numbers of values in the shards of a group of so many ranks.
-
-        Raises:
-            ValueError: If the fragment cannot be read from so many.
-        """
+        """Returns the numbers of values in the shards of a group of so many ranks."""
 
     @abstractmethod
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
-        """Returns the whole parameters by name, on the host. In-group collective where ranks hold parts of them.
-
-        Args:
-            gathered: What `all_gather` returned for the shard.
-            shard: Values of the shard of this rank, shape ``(length,)``.
-            group: The ranks of the group.
-        """
+        """Returns the whole parameters by name, on the host. In-group collective where ranks hold parts of them."""
 
     @abstractmethod
     def align_ranks(self, shard: Tensor, group: Communicator) -> None:
-        """Gives ranks of the group that hold the same values the same bits of them. In-group collective.
-
-        Args:
-            shard: What `read` returned.
-            group: The ranks of the group.
-        """
+        """Gives ranks of the group that hold the same values the same bits of them. In-group collective."""
 
     @abstractmethod
     def to_parameters(self, shards: Sequence[OuterState]) -> dict[str, OuterParameter]:
@@ -116,36 +78,18 @@ class FragmentLayout(ABC):
         """Returns what must be known to read shards of the fragment in a later run, as plain values."""
 
     def read(self) -> Tensor:
-        """Copies the shard out of the parameters.
-
-        Returns:
-            A new float32 tensor of shape ``(length,)``.
-        """
+        """Copies the shard out of the parameters."""
         shard = new_vector(self.length, self.held[0].device).zero_()
         for where, values in self._pieces(self.held):
             shard[where] = values
         return shard
 
     def outer_gradient(self, outer: Tensor) -> Tensor:
-        """Returns the outer gradient, outer parameters minus local ones, in one pass over both.
-
-        Args:
-            outer: Outer parameters of the shard, float32, shape ``(length,)``.
-
-        Returns:
-            A new float32 tensor of shape ``(length,)``.
-        """
+        """Returns the outer gradient, outer parameters minus local ones, in one pass over both."""
         return self._minus(outer, self.held)
 
     def negated_gradients(self, zeros: Tensor) -> Tensor:
-        """Returns zeros minus the gradients of the shard; what has no gradient has zeros, too.
-
-        Args:
-            zeros: Zeros, float32, shape ``(length,)``.
-
-        Returns:
-            A new float32 tensor of shape ``(length,)``.
-        """
+        """Returns zeros minus the gradients of the shard; what has no gradient has zeros, too."""
         gradients = zip(self.held, map(local_gradient, self.parameters), strict=True)
         return self._minus(zeros, [torch.zeros_like(own) if of is None else of for own, of in gradients])
 
@@ -175,22 +119,12 @@ class FragmentLayout(ABC):
         return [part.view(parameter.shape) for part, parameter in zip(parts, held, strict=True)]
 
     def write(self, gathered: Tensor) -> None:
-        """Overwrites the parameters.
-
-        Args:
-            gathered: What `all_gather` returned, float32.
-        """
+        """Overwrites the parameters."""
         for parameter, values in zip(self.held, self.split(gathered), strict=True):
             parameter.copy_(values)
 
     def land(self, rule: LandingRule, gathered: Sequence[Tensor], steps: int) -> None:
-        """Overwrites the parameters as a landing rule says.
-
-        Args:
-            rule: The rule.
-            gathered: What `all_gather` returned for each vector that the rule wants, float32.
-            steps: Inner steps since the launch.
-        """
+        """Overwrites the parameters as a landing rule says."""
         for parameter, *values in zip(self.held, *map(self.split, gathered), strict=True):
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             if parameter.dtype == dtype:
@@ -201,11 +135,7 @@ class FragmentLayout(ABC):
                 parameter.copy_(merged)
 
     def write_gradients(self, gathered: Tensor) -> None:
-        """Overwrites the gradients. A parameter without one gets one unless that is zero.
-
-        Args:
-            gathered: What `all_gather` returned, float32.
-        """
+        """Overwrites the gradients. A parameter without one gets one unless that is zero."""
         for parameter, values in zip(self.parameters, self.split(gathered), strict=True):
             own = parameter.grad
             if own is not None and own.is_sparse:
@@ -216,11 +146,7 @@ class FragmentLayout(ABC):
                 parameter.grad = like(parameter, values.to(parameter.dtype))
 
     def shift(self, moved: Tensor) -> None:
-        """Moves the parameters.
-
-        Args:
-            moved: By how much, as `all_gather` returns it.
-        """
+        """Moves the parameters."""
         for parameter, by in zip(self.held, self.split(moved), strict=True):
             if parameter.dtype == by.dtype:
                 parameter.add_(by)
@@ -240,16 +166,7 @@ class FragmentLayout(ABC):
 
 
 class WholeLayout(FragmentLayout):
-    """Lays out a fragment that every rank of the group holds whole: one vector, cut into one shard per rank.
-
-    All shards have the same length; zeros fill up the last.
-
-    Args:
-        names: Names of the parameters.
-        parameters: The parameters.
-        shard: The shard of this rank.
-        shards: Number of ranks in the group.
-    """
+    """Lays out a fragment that every rank of the group holds whole: one vector, cut into one shard per rank."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], shard: int = 0, shards: int = 1) -> None:
         super().__init__(names, parameters)
@@ -307,19 +224,7 @@ class WholeLayout(FragmentLayout):
 
 
 class ShardedLayout(FragmentLayout):
-    """Lays out a fragment of which every rank of the group holds a part: the shard is what it holds.
-
-    Where several ranks hold the same values, these are divided among them, so that each value is exchanged once.
-
-    Args:
-        names: Names of the parameters.
-        parameters: The parameters.
-        specs: For each parameter, which of its values every rank of the group exchanges.
-        shard: The shard of this rank.
-
-    Attributes:
-        lengths: Numbers of values in the shards of all ranks.
-    """
+    """Lays out a fragment of which every rank of the group holds a part: the shard is what it holds."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], specs: Sequence[Sequence[ShardSpec]], shard: int
@@ -406,16 +311,7 @@ class ShardedLayout(FragmentLayout):
 def layouts_of(
     fragments: Sequence[Fragment], parameters: Mapping[str, Tensor], topology: Topology
 ) -> list[FragmentLayout]:
-    """Lays out all fragments. In-group collective where parameters are sharded.
-
-    Args:
-        fragments: The fragments.
-        parameters: The trainable parameters by name.
-        topology: The ranks of this group.
-
-    Raises:
-        ValueError: If a parameter is sharded in a way that is not supported.
-    """
+    """Lays out all fragments. In-group collective where parameters are sharded."""
     shard, shards = topology.group_rank, topology.group_size
     if not any(map(is_sharded, parameters.values())):
         return [WholeLayout(f.names, [parameters[name] for name in f.names], shard, shards) for f in fragments]

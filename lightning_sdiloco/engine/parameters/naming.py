@@ -55,17 +55,7 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def require_coverage(model: nn.Module, known: Collection[int]) -> None:
-    """Refuses a model in which a parameter has become trainable that is in no fragment.
-
-    Every launch asks, so it walks without names: that takes a quarter of what ``named_parameters()`` does.
-
-    Args:
-        model: The model.
-        known: The ``id`` of every parameter that is in a fragment.
-
-    Raises:
-        AgreementError: If there is such a parameter. The message names it.
-    """
+    """Refuses a model in which a parameter has become trainable that is in no fragment."""
     found, left, seen = list[Tensor | None](), list[nn.Module | None]([model]), set[int]()
     while left:
         module = left.pop()

@@ -12,14 +12,7 @@ from lightning_sdiloco.engine.parameters.sharding import ShardSpec
 
 
 class OuterParameter(NamedTuple):
-    """Holds outer values and outer optimizer state of one parameter, whole.
-
-    Attributes:
-        values: The values, flat, float32, shape ``(numel,)``.
-        state: State of the outer optimizer. Tensors of the shape of the values are elementwise, such as a momentum;
-            everything else, such as a count of steps, belongs to the whole parameter.
-        rounds: Outer steps so far.
-    """
+    """Holds outer values and outer optimizer state of one parameter, whole."""
 
     values: Tensor
     state: dict[str, Any]
@@ -95,27 +88,12 @@ def _inserted(ranks: Sequence[ShardSpec], starts: Sequence[int], shards: Sequenc
 
 
 def to_shard(parameters: Sequence[OuterParameter], start: int, length: int) -> OuterState:
-    """Joins the parameters of a fragment and cuts out a shard.
-
-    A parameter without optimizer state, such as one that has never been stepped, gets zeros where others have
-    elementwise state. Of other state, such as counts, the highest is kept.
-
-    Args:
-        parameters: All parameters of the fragment, in its order.
-        start: Position of the first value of the shard.
-        length: Number of its values. Those beyond the end of the fragment are zeros.
-    """
+    """Joins the parameters of a fragment and cuts out a shard."""
     return _joined(parameters, lambda values: _stretch(torch.cat(values), start, length))
 
 
 def to_shard_by_spec(parameters: Sequence[OuterParameter], specs: Sequence[ShardSpec], length: int) -> OuterState:
-    """Joins what this rank exchanges of the parameters of a fragment, where ranks hold parts of them.
-
-    Args:
-        parameters: As in `to_shard`.
-        specs: Which values of each parameter this rank exchanges.
-        length: Number of values of the shard. Those beyond what the rank exchanges are zeros.
-    """
+    """Joins what this rank exchanges of the parameters of a fragment, where ranks hold parts of them."""
 
     def cut(values: list[Tensor]) -> Tensor:
         extracted = [spec.extract(value) for spec, value in zip(specs, values, strict=True)]

@@ -76,10 +76,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """Returns what this rank holds of the gradient of a parameter, dense and sharded like it; None if it has none.
-
-    In-group collective where the gradient is sharded in another way.
-    """
+    """Returns what this rank holds of the gradient of a parameter, dense and sharded like it; None if it has none."""
     gradient: Any = parameter.grad
     if gradient is None:
         return None
@@ -104,10 +101,7 @@ def described(tensor: Tensor) -> str:
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes FSDP2 drop the unsharded parameters that it keeps after a forward.
-
-    Until then they stand in for the sharded ones, and what is written to these is not seen.
-    """
+    """Makes FSDP2 drop the unsharded parameters that it keeps after a forward."""
     reshard_modules(sharded_modules(model))
 
 
@@ -132,11 +126,7 @@ def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
 
 
 def held_runs(tensor: Tensor) -> list[Runs]:
-    """Returns the positions that this rank holds of a tensor, for each dimension.
-
-    Raises:
-        ValueError: If the tensor is sharded in a way that is not supported.
-    """
+    """Returns the positions that this rank holds of a tensor, for each dimension."""
     sharded: Any = tensor
     positions = [list(range(size)) for size in tensor.shape]
     if is_sharded(sharded):
@@ -193,16 +183,7 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
 
 
 def shard_specs(parameters: Mapping[str, Tensor], group: Communicator, members: range) -> dict[str, list[ShardSpec]]:
-    """Finds out what every rank of a group holds and exchanges of each parameter. In-group collective.
-
-    Args:
-        parameters: The parameters by name.
-        group: The ranks of the group.
-        members: Their numbers in the world.
-
-    Raises:
-        ValueError: On every rank, if a parameter is sharded in a way that is not supported.
-    """
+    """Finds out what every rank of a group holds and exchanges of each parameter. In-group collective."""
     own: dict[str, list[Runs] | str] = {}
     for name, parameter in parameters.items():
         try:

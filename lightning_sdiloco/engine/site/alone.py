@@ -17,11 +17,7 @@ from lightning_sdiloco.engine.world import FixedWorld
 
 @dataclass(frozen=True)
 class Undecided:
-    """Stands for a federation whose settings are not known yet: the engine trains alone until `enter` is called.
-
-    Args:
-        federation: The federation.
-    """
+    """Stands for a federation whose settings are not known yet: the engine trains alone until `enter` is called."""
 
     federation: Federation
 
@@ -41,12 +37,7 @@ class Alone(FixedWorld):
 
 
 class Trained(NamedTuple):
-    """What a site has trained before it joined.
-
-    Attributes:
-        steps: Inner steps.
-        samples: Samples of this rank.
-    """
+    """What a site has trained before it joined."""
 
     steps: int = 0
     samples: int = 0

@@ -42,17 +42,7 @@ _Fetched = tuple[int, int, Payload]
 
 
 class Encoded(NamedTuple):
-    """Holds an outer gradient as it is sent.
-
-    Attributes:
-        payloads: The names of the payloads, one of each rank of the site.
-        blobs: That of this rank by its key.
-        memory: What the compression remembers if it counts.
-        tuning: What else it takes over from it if it counts.
-        digest: Digest of the outer parameters against which it is measured.
-        finite: Whether it is.
-        norm_squared: Its squared norm.
-    """
+    """Holds an outer gradient as it is sent."""
 
     payloads: tuple[Payload, ...]
     blobs: dict[str, Bytes]
@@ -64,14 +54,7 @@ class Encoded(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """Holds what a record makes of a fragment.
-
-    Attributes:
-        before: Digest of the outer parameters to which it was applied.
-        after: Digest of those that came of it.
-        moved: By how much the outer parameters moved, as far as this rank holds the fragment.
-        result: What a landing takes up.
-    """
+    """Holds what a record makes of a fragment."""
 
     before: int
     after: int
@@ -88,15 +71,7 @@ class _Site(NamedTuple):
 
 
 class SiteArithmetic:
-    """Encodes for a site, and applies records. Everything here runs in the background, and writes to no record.
-
-    Args:
-        fragments: The records of the fragments.
-        topology: The ranks of this site.
-        settings: How outer gradients are encoded and weighed.
-        schedule: What the fixed world would do: chance picks the same values in the same round.
-        kernels: What encodes and takes the means.
-    """
+    """Encodes for a site, and applies records. Everything here runs in the background, and writes to no record."""
 
     def __init__(
         self,
@@ -145,14 +120,7 @@ class SiteArithmetic:
         )
 
     def apply(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, own: Encoded | None) -> Stepped:
-        """Applies a record.
-
-        Args:
-            record: The record.
-            blobs: The payloads that it names and this rank fetches, by their keys; see `places_of`.
-            before: The outer state of the fragment.
-            own: What this site has in flight; what its compression remembers takes effect if it counts.
-        """
+        """Applies a record."""
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
         memory, tuning = (None, None) if own is None else (own.memory, own.tuning)
         values = fragment.storage.load(before.values)
@@ -258,10 +226,7 @@ class SiteArithmetic:
         return stretch
 
     def _mean_buffers(self, fragment: FragmentState, record: Record, sites: Sequence[_Site]) -> dict[int, Tensor]:
-        """Returns the plain mean of the buffers over the sites that count; what is the same everywhere stays so.
-
-        They came with the payload of the first rank, which gives the others their mean. In-group collective.
-        """
+        """Returns the plain mean of the buffers over the sites that count; what is the same everywhere stays so."""
         outer = fragment.buffers.outer
         if not outer:
             return {}

@@ -24,15 +24,7 @@ _TESTED = 4099
 def charter_of(
     federation: Federation, model: nn.Module, rounds: Rounds, settings: Settings, kernels: Kernels
 ) -> Charter:
-    """Returns what this site would found the run on.
-
-    Args:
-        federation: What the user said of the federation.
-        model: The model.
-        rounds: Its fragments.
-        settings: The settings.
-        kernels: What encodes and takes the means.
-    """
+    """Returns what this site would found the run on."""
     terms = Terms(
         fragments=len(rounds.fragments),
         sync_every=settings.sync_every,
@@ -67,13 +59,7 @@ def _shards(layout: object) -> tuple[int, ...]:
 
 
 def self_test(settings: Settings, kernels: Kernels, device: torch.device) -> str:
-    """Returns what the arithmetic of this site makes of known values: compression, weights, mean and outer step.
-
-    Args:
-        settings: The settings.
-        kernels: What encodes and takes the means.
-        device: Where it computes.
-    """
+    """Returns what the arithmetic of this site makes of known values: compression, weights, mean and outer step."""
     outer, *gradients = (_known(seed, device) for seed in range(4))
     all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept, kernels).at(1)
     payloads = [all_reduce.encode(gradient, None).payloads[0] for gradient in gradients]

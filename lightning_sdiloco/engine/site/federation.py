@@ -234,14 +234,7 @@ class Federation:
 
 
 def refuse_quorum(arguments: Mapping[str, Any]) -> None:
-    """Refuses a quorum for worker groups that are launched together.
-
-    Args:
-        arguments: What was given, by name.
-
-    Raises:
-        ValueError: If there is a quorum in it, or its grace.
-    """
+    """Refuses a quorum for worker groups that are launched together."""
     for name in {"quorum", "grace"} & arguments.keys():
         raise ValueError(
             f"{name}={arguments[name]!r} does not go with worker groups that are launched together: every launch waits"

@@ -26,21 +26,7 @@ def join(
     means: Means,
     trained: Trained = NOTHING,
 ) -> FederatedWorld:
-    """Joins a federation.
-
-    Args:
-        federation: What the user said of it.
-        model: The model.
-        rounds: Its fragments.
-        settings: The settings.
-        topology: The ranks of this site.
-        means: What the engine has for all rounds.
-        trained: What this site has trained so far, alone.
-
-    Raises:
-        ValueError: If the run was founded on another charter, or the hub refuses this site.
-        ExchangeError: If the hub cannot be reached.
-    """
+    """Joins a federation."""
     federation.check(settings)
     if topology.num_groups > 1:
         raise ValueError(
@@ -65,11 +51,7 @@ def join(
 
 
 def refuse_other_rounds(rounds: Rounds) -> NoReturn:
-    """Refuses to cut the model of a site anew, or to choose other settings for it.
-
-    Raises:
-        ValueError: Always.
-    """
+    """Refuses to cut the model of a site anew, or to choose other settings for it."""
     raise ValueError(
         "The fragments and settings of a site are those of the charter of its run: while it trains, parameters cannot"
         " be frozen or become trainable, and settings cannot be chosen anew. Found another run, from the outer model of"

@@ -25,16 +25,7 @@ class Launched:
 
 
 class Launches:
-    """Launches for a site, and remembers what is in flight.
-
-    Args:
-        rounds: The fragments, and the flights as others see them.
-        background: Where outer gradients are encoded.
-        connection: The connection to the hub.
-        follower: The rules.
-        arithmetic: What encodes.
-        link: What the link of this rank carries.
-    """
+    """Launches for a site, and remembers what is in flight."""
 
     def __init__(
         self,
@@ -72,11 +63,7 @@ class Launches:
         self._rounds.flights.append(flight)
 
     def send(self, wait: bool = False) -> None:
-        """Sends what has been encoded.
-
-        Args:
-            wait: Whether to wait for what has not.
-        """
+        """Sends what has been encoded."""
         encoding = {index: one.pending for index, one in self._launched.items() if one.encoded is None}
         for index in encoding if wait else self._connection.ready(encoding):
             launched = self._launched[index]

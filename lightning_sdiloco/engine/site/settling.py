@@ -21,12 +21,7 @@ Plan = Callable[[Mapping[str, Measurement]], Mapping[str, str]]
 
 
 class Settler:
-    """Settles open settings with the other sites; see [Note: settled once]. In-group collectives.
-
-    Args:
-        federation: What the user said of the federation.
-        topology: The ranks of this site, of which the first speaks for all.
-    """
+    """Settles open settings with the other sites; see [Note: settled once]. In-group collectives."""
 
     def __init__(self, federation: Federation, topology: Topology) -> None:
         self._federation, self._ranks = federation, topology.in_site
@@ -50,15 +45,7 @@ class Settler:
         return self._told(lambda connection: connection.settle()).settings
 
     def settle(self, step_time: float, plan: Plan) -> Known:
-        """Returns the settings of the run, when one of all founders has chosen, or a charter was brought.
-
-        Args:
-            step_time: Seconds of an inner step.
-            plan: What chooses, if this site is the first to do so.
-
-        Raises:
-            ExchangeError: If the hub cannot be reached for a while.
-        """
+        """Returns the settings of the run, when one of all founders has chosen, or a charter was brought."""
         while (known := self._told(lambda connection: self._turn(connection, step_time, plan))).settings is None:
             time.sleep(_MOMENT)
         return known

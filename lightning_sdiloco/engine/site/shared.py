@@ -19,14 +19,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Heard(NamedTuple):
-    """Holds what all ranks hear after an inner step.
-
-    Attributes:
-        told: What the hub has told.
-        now: The time, in seconds.
-        requests: What any rank asks of all of them, one bit each.
-        samples: On how many samples all ranks together have trained.
-    """
+    """Holds what all ranks hear after an inner step."""
 
     told: list[Told]
     now: float
@@ -38,12 +31,7 @@ _ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused,
 
 
 def all_say(ranks: Communicator, ask: Callable[[], Any]) -> list[Any]:
-    """Returns what all ranks of a site say. An error of one is raised on all, of which none may wait for the others.
-
-    Args:
-        ranks: The ranks of the site.
-        ask: Returns what this one says.
-    """
+    """Returns what all ranks of a site say. An error of one is raised on all, of which none may wait for the others."""
     every = ranks.attempt(ask)
     for outcome in every:
         if outcome.failure:
@@ -53,19 +41,7 @@ def all_say(ranks: Communicator, ask: Callable[[], Any]) -> list[Any]:
 
 
 class SharedConnection:
-    """Connects a site; see [Note: one site, many followers] and [Note: a site of several ranks]. In-group collectives.
-
-    Args:
-        federation: What the user said of it.
-        topology: The ranks of this site.
-
-    Attributes:
-        site: The name of the site.
-        life: A random number of this start.
-
-    Raises:
-        ExchangeError: If a rank cannot reach the hub.
-    """
+    """Connects a site; see [Note: one site, many followers] and [Note: a site of several ranks]."""
 
     def __init__(self, federation: Federation, topology: Topology) -> None:
         self._ranks, rank, ranks = topology.in_site, topology.group_rank, topology.group_size
@@ -97,19 +73,13 @@ class SharedConnection:
             raise
 
     def agree(self, charter: Charter) -> Charter:
-        """See `Connection.agree`."""
         said = self._of_all(lambda: self._connection and self._connection.agree(charter).to_bytes())[0]
         return Charter.from_bytes(said)
 
     # What is heard
 
     def heard(self, requests: int = 0, samples: int = 0) -> Heard:
-        """Returns what was heard since the last time.
-
-        Args:
-            requests: What this rank asks of all of them.
-            samples: On how many samples it has trained since.
-        """
+        """Returns what was heard since the last time."""
         if self._ranks.size == 1:
             assert self._connection is not None, "the first rank has it"
             return Heard(self._connection.events(), self._connection.now(), requests, samples)

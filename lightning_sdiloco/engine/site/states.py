@@ -26,24 +26,14 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Arrived(NamedTuple):
-    """Holds what came of one fragment: what of it this rank holds.
-
-    Attributes:
-        outer: Outer parameters and outer optimizer state of the shard.
-        buffers: Outer buffers by name.
-    """
+    """Holds what came of one fragment: what of it this rank holds."""
 
     outer: OuterState
     buffers: Mapping[str, Tensor]
 
 
 def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
-    """Returns the outer state of a fragment as bytes, whole, by the names of its parameters.
-
-    Args:
-        fragment: The fragment.
-        shards: What `OuterState.state_dict` returned on the ranks of this site.
-    """
+    """Returns the outer state of a fragment as bytes, whole, by the names of its parameters."""
     parameters = fragment.layout.to_parameters([OuterState.of(shard) for shard in shards])
     buffers = {name: buffer.to("cpu") for name, buffer in fragment.buffers.named().items()}
     file = io.BytesIO()
@@ -52,11 +42,7 @@ def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> byt
 
 
 def from_part(fragment: FragmentState, part: Bytes) -> Arrived:
-    """Reads what `to_part` returned, perhaps at a site with another number of ranks. Nothing in it is executed.
-
-    Raises:
-        ValueError: If it is none, or that of another fragment.
-    """
+    """Reads what `to_part` returned, perhaps at a site with another number of ranks. Nothing in it is executed."""
     try:
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
         parameters = {name: OuterParameter(*own) for name, own in state["parameters"].items()}
@@ -70,18 +56,7 @@ def from_part(fragment: FragmentState, part: Bytes) -> Arrived:
 
 
 class StateTransfer:
-    """Gives the outer state of a site to others, and takes over theirs, between landings. In-group collectives.
-
-    Args:
-        model: The model.
-        rounds: Its fragments.
-        topology: The ranks of this site.
-        connection: The connection to the hub.
-        follower: The rules.
-
-    Attributes:
-        refused: Whose states were refused, since one was taken over.
-    """
+    """Gives the outer state of a site to others, and takes over theirs, between landings. In-group collectives."""
 
     def __init__(
         self, model: nn.Module, rounds: Rounds, topology: Topology, connection: SharedConnection, follower: Follower
@@ -146,11 +121,7 @@ class StateTransfer:
 
     @torch.no_grad()
     def adopt(self, state: StateArrived) -> list[int]:
-        """Takes over a state that came, as far as it is newer than what this site has.
-
-        Returns:
-            The fragments that were taken over.
-        """
+        """Takes over a state that came, as far as it is newer than what this site has."""
         if not self._follower.wants_state:
             return []
         try:

@@ -54,22 +54,7 @@ class _Applied:
 
 
 class FederatedWorld:
-    """Launches and lands as the records of a federation say; see [Note: how a site uses its connection].
-
-    Args:
-        model: The model.
-        rounds: Its fragments.
-        topology: The ranks of this site.
-        means: What the engine has for all rounds.
-        connection: The connection to the hub.
-        follower: The rules.
-        arithmetic: What encodes and applies.
-        waits: Whether training ever waits for a landing.
-
-    Attributes:
-        follower: The same.
-        requested: What ranks of this site ask of each other after this inner step.
-    """
+    """Launches and lands as the records of a federation say; see [Note: how a site uses its connection]."""
 
     def __init__(
         self,
@@ -102,11 +87,7 @@ class FederatedWorld:
         return all(own.ended for own in self.follower.fragments)
 
     def join(self, step: int) -> None:
-        """Waits until the hub has let this site in, it has a state, and all records so far have landed.
-
-        Raises:
-            ExchangeError: If the hub cannot be reached for longer than patience.
-        """
+        """Waits until the hub has let this site in, it has a state, and all records so far have landed."""
         self.hear()
         while not self._has_joined():
             # One at a time: where there are many, a state is the shorter way, and comes meanwhile.
@@ -289,14 +270,7 @@ class FederatedWorld:
     # What is heard
 
     def hear(self, requests: int = 0) -> int:
-        """Takes what the connection has heard since the last time; says hello before.
-
-        Args:
-            requests: What this rank asks of all ranks of the site.
-
-        Returns:
-            What any of them asks.
-        """
+        """Takes what the connection has heard since the last time; says hello before."""
         if not self._has_said_hello:
             self._has_said_hello = True
             self._connection.hello(self.follower)
@@ -365,11 +339,7 @@ class FederatedWorld:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another life of this site was.
-
-        Raises:
-            ValueError: If it is the state of another site or of no site, or was damaged.
-        """
+        """Goes on where another life of this site was."""
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:
             raise ValueError(

@@ -33,15 +33,7 @@ Write = Callable[[Checkpoint, Any], None]
 
 
 class Checkpointer:
-    """Writes the checkpoints of a fit, and resumes from one.
-
-    Args:
-        trainer: The trainer that fits. Its strategy holds what Lightning saves: model, optimizers and plugins.
-        groups: The ranks.
-        options: What the user chose. A checkpoint may replace what was left to the planner.
-        model_format: How the ranks of a group hold the model.
-        requests: What one rank asks for and all do, which is saved too.
-    """
+    """Writes the checkpoints of a fit, and resumes from one."""
 
     def __init__(
         self,
@@ -77,17 +69,7 @@ class Checkpointer:
         return self._resumed is not None
 
     def load(self, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
-        """Reads a checkpoint, and keeps what this rank needs of it until training starts.
-
-        Args:
-            path: The checkpoint.
-            load: Lightning's own way to read it.
-            *args: Further arguments of ``load``.
-            **kwargs: Further arguments of ``load``.
-
-        Raises:
-            ValueError: If it was saved with other settings, or cannot be read.
-        """
+        """Reads a checkpoint, and keeps what this rank needs of it until training starts."""
         checkpoint = self._format.read(self._trainer.strategy, path, load, *args, **kwargs)
         header = checkpoint.get(files.KEY)
         if header is None or self._trainer.state.fn != "fit":
@@ -215,18 +197,7 @@ class Checkpointer:
     def save(
         self, engine: StreamingDiLoCo, averaging: Averaging | None, checkpoint: Checkpoint, path: Any, write: Write
     ) -> None:
-        """Saves what all groups have in common, and what each rank holds beside it. All ranks must call it.
-
-        After an exception a rank saves alone, without waiting for others: that keeps what it holds, but it is no
-        checkpoint.
-
-        Args:
-            engine: The engine of the fit.
-            averaging: Its averages of weights.
-            checkpoint: What Lightning saves.
-            path: The checkpoint file.
-            write: Writes what all groups have in common, with the storage options of the caller.
-        """
+        """Saves what all groups have in common, and what each rank holds beside it. All ranks must call it."""
         state = self._rank_state(engine, averaging, checkpoint)
         if self._groups.is_alone:
             self._save_alone(state, str(path))
@@ -302,12 +273,7 @@ class Checkpointer:
         }
 
     def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
-        """Removes a checkpoint and what belongs to it, on rank 0.
-
-        Args:
-            path: The checkpoint.
-            remove: Removes what Lightning knows of it.
-        """
+        """Removes a checkpoint and what belongs to it, on rank 0."""
         self._standing = tuple(other for other in self._standing if other != str(path))
         self._saved = tuple(other for other in self._saved if other != str(path))
         if not self._trainer.is_global_zero:

@@ -16,11 +16,7 @@ from lightning_sdiloco.lightning.host.patching import replace
 
 
 class Placing:
-    """Replaces the saving of a strategy's innermost CheckpointIO until it is closed; see [Note: late writers].
-
-    Args:
-        io: The CheckpointIO of the strategy, which may wrap another.
-    """
+    """Replaces the saving of a strategy's innermost CheckpointIO until it is closed; see [Note: late writers]."""
 
     def __init__(self, io: Any) -> None:
         while getattr(io, "checkpoint_io", None) is not None:
@@ -38,13 +34,7 @@ class Placing:
         self._undo.close()
 
     def announce(self, save: str, older: Sequence[str], replaced: Sequence[str] = ()) -> None:
-        """Announces a save that is about to be handed to the CheckpointIO.
-
-        Args:
-            save: Its name.
-            older: The saves in the same folder that are removed when the file of this one is in place.
-            replaced: Other checkpoint files, whose folders are removed then.
-        """
+        """Announces a save that is about to be handed to the CheckpointIO."""
         self._older[save] = older, replaced
 
     def is_placed(self, save: str, path: str) -> None:
@@ -52,12 +42,7 @@ class Placing:
         _remove_older(path, *self._older.pop(save, ((), ())))
 
     def remove(self, path: str, remove: Callable[[str], None]) -> None:
-        """Removes a checkpoint file and its folder; if a thread is just writing them, as soon as they are written.
-
-        Args:
-            path: The checkpoint file.
-            remove: Removes the file alone.
-        """
+        """Removes a checkpoint file and its folder; if a thread is just writing them, as soon as they are written."""
         with self._lock:
             if path in self._afterwards:
                 self._afterwards[path].append(partial(self.remove, path, remove))

@@ -29,16 +29,7 @@ def is_folder(path: Path) -> bool:
 
 
 def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator) -> None:
-    """Writes a sharded folder; see [Note: sharded folders]. All ranks of one group must call it.
-
-    Args:
-        checkpoint: The checkpoint, with the state of the model and the optimizers as this rank holds it.
-        path: The folder.
-        group: The ranks of the group.
-
-    Raises:
-        OSError: On all ranks, if what an earlier save has left cannot be removed.
-    """
+    """Writes a sharded folder; see [Note: sharded folders]. All ranks of one group must call it."""
     metadata = dict(checkpoint)
     tensors = {"state_dict": metadata.pop("state_dict")}
     for index, state in enumerate(metadata.pop("optimizer_states", [])):
@@ -64,11 +55,7 @@ def _make_room(part: Path, group: Communicator) -> None:
 
 
 def make_room_for_file(path: Path) -> None:
-    """Removes a sharded folder where a single file is to be written.
-
-    Raises:
-        IsADirectoryError: If there is a folder that is not a checkpoint.
-    """
+    """Removes a sharded folder where a single file is to be written."""
     if is_folder(path):
         _remove(path)
     elif path.is_dir():
@@ -93,17 +80,7 @@ def read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def read_model(model: nn.Module, path: Path, checkpoint: dict[str, Any], strict: bool) -> None:
-    """Reads the model of a checkpoint into a sharded model. All ranks must call it.
-
-    Args:
-        model: The model.
-        path: The checkpoint.
-        checkpoint: What `read_metadata` returned. From that of a single file the state of the model is removed.
-        strict: Whether the names must be those of the model.
-
-    Raises:
-        RuntimeError: As ``load_state_dict`` does.
-    """
+    """Reads the model of a checkpoint into a sharded model. All ranks must call it."""
     state = get_model_state_dict(model)
     if is_folder(path):
         loaded = {"state_dict": state}

@@ -33,20 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Loop:
-    """Makes an inner step of every step of an optimizer.
-
-    The engine is made at the first of them, or with a warm-up at the first ``backward``, or when a checkpoint is
-    resumed: then the weights are final.
-
-    Args:
-        options: What the user chose.
-        groups: The ranks.
-        results: What users read.
-
-    Attributes:
-        landings: What landed with the last inner step.
-        trained: How many micro-batches are trained in this inner step.
-    """
+    """Makes an inner step of every step of an optimizer."""
 
     def __init__(self, options: Options, groups: ConnectedGroups, results: Results) -> None:
         self._settings = options.settings
@@ -98,23 +85,13 @@ class Loop:
     # Inner steps
 
     def note_samples(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes on how many samples a model is about to be trained; a hook before its forward pass.
-
-        Nobody shows a strategy of Fabric the batches: what goes through the model is what it can count.
-        """
+        """Notes on how many samples a model is about to be trained; a hook before its forward pass."""
         if module.training and torch.is_grad_enabled():
             self._samples += samples_in([*args, *kwargs.values()]) or 1
 
     @contextmanager
     def inner_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Makes an inner step after its ``with`` block, in which an optimizer steps.
-
-        Of several optimizers of one model the last one that was set up counts, so that a step of each is one inner
-        step.
-
-        Raises:
-            RuntimeError: If training has finished.
-        """
+        """Makes an inner step after its ``with`` block, in which an optimizer steps."""
         if not any(optimizer is one for one in self._optimizers):
             # It was not set up with this strategy, so it is none of ours.
             yield
@@ -206,11 +183,7 @@ class Loop:
         return self._mean
 
     def shown_in_file(self, with_all: bool) -> AbstractContextManager[None]:
-        """Shows the model that a checkpoint holds, inside a ``with`` block, and says what it lacks.
-
-        Args:
-            with_all: Whether all ranks save, so that they may exchange.
-        """
+        """Shows the model that a checkpoint holds, inside a ``with`` block, and says what it lacks."""
         engine = self.engine
         assert engine is not None, "before training the model is what it is"
         step = engine.inner_steps
@@ -242,30 +215,14 @@ class Loop:
         return isinstance(state, dict) and any(value is one for value in state.values() for one in self._optimizers)
 
     def save(self, path: str, precision: dict[str, Any]) -> Saved:
-        """Writes the files of all ranks; see `write_ranks`.
-
-        Args:
-            path: The checkpoint file.
-            precision: State of the precision plugin of this rank.
-        """
+        """Writes the files of all ranks; see `write_ranks`."""
         engine = self.engine
         assert engine is not None, "there is nothing to save beside a checkpoint before training"
         topology, state = self._groups.topology, engine.state_dict()
         return write_own(path, topology, engine.settings, state, self._optimizers, precision=precision)
 
     def resume(self, path: str, header: dict[str, Any]) -> dict[str, Any]:
-        """Goes on where this rank was when a checkpoint was saved. All ranks must call it.
-
-        Args:
-            path: The checkpoint file.
-            header: All that the file says of its folder, under its key.
-
-        Returns:
-            State of the precision plugin.
-
-        Raises:
-            ValueError: If it cannot go on from there.
-        """
+        """Goes on where this rank was when a checkpoint was saved. All ranks must call it."""
         if self.engine is not None:
             self.engine.close()
         # Before the random numbers are restored, because it may draw some.
@@ -278,11 +235,7 @@ class Loop:
 
 @dataclass
 class _Unfinished:
-    """Remembers whether training was finished, beyond the loop.
-
-    Attributes:
-        inner_steps: Inner steps of a training that has not been finished.
-    """
+    """Remembers whether training was finished, beyond the loop."""
 
     inner_steps: int = 0
 

@@ -74,20 +74,7 @@ class FabricWorkerGroupStrategy(_Base):
         checkpoint_io: Any = None,
         precision: Any = None,
     ) -> dict[str, Any]:
-        """Checks the arguments that only Fabric's strategy has, and returns those of its base class.
-
-        Args:
-            start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or
-                ``"forkserver"``.
-            ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
-            process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
-                ``"gloo"``. None: what suits the device.
-            accelerator: As for every strategy of Fabric.
-            parallel_devices: As for every strategy of Fabric.
-            cluster_environment: As for every strategy of Fabric.
-            checkpoint_io: As for every strategy of Fabric.
-            precision: As for every strategy of Fabric.
-        """
+        """Checks the arguments that only Fabric's strategy has, and returns those of its base class."""
         check_ddp_kwargs(ddp_kwargs)
         arguments = WholeModel.base_arguments(
             start_method=start_method,

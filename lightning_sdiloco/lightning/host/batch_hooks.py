@@ -33,19 +33,7 @@ def replace_batch_hooks(
     signals: Signals,
     progress: Callable[[], dict[str, str]],
 ) -> None:
-    """Replaces what would wait for all ranks at every batch; see [Note: silence between launches].
-
-    Args:
-        undo: Ends the replacements when it is closed.
-        trainer: The trainer that is about to fit.
-        groups: The ranks.
-        requests: What one rank asks for and all do.
-        signals: The signals that this rank gets.
-        progress: Returns what a progress bar shows beside Lightning's metrics.
-
-    Raises:
-        ValueError: If there are more checkpoint callbacks with a time interval than a control vector has bits.
-    """
+    """Replaces what would wait for all ranks at every batch; see [Note: silence between launches]."""
     checkpoints = _checkpoints_by_time(trainer)
     signals.listen(partial(replace, undo))
     if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
@@ -69,12 +57,7 @@ def replace_batch_hooks(
 
 
 def replace_signal_handlers(undo: ExitStack, trainer: Any) -> None:
-    """Replaces the signal handlers, which is all that validation, testing and prediction need.
-
-    Args:
-        undo: Ends the replacement when it is closed.
-        trainer: The trainer that is about to validate, test or predict.
-    """
+    """Replaces the signal handlers, which is all that validation, testing and prediction need."""
     listen_without_fit(trainer, partial(replace, undo))
 
 
@@ -130,10 +113,7 @@ def _save_last(original: Callable[..., None], groups: ConnectedGroups, *args: An
 def _progress(
     bar: Any, original: Callable[..., dict[str, Any]], progress: Callable[[], dict[str, str]], *args: Any
 ) -> dict[str, Any]:
-    """Returns the metrics of a progress bar, with the outer step and the fragments in flight.
-
-    Rich puts metrics into a column beside the bar, which grows by a line for every few words.
-    """
+    """Returns the metrics of a progress bar, with the outer step and the fragments in flight."""
     console = getattr(getattr(bar, "progress", None), "console", None)
     entries = progress()
     return {**original(*args), **(entries if console is None else fitting(entries, console.width - _BESIDE_METRICS))}

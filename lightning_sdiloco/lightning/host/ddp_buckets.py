@@ -11,17 +11,7 @@ from lightning_sdiloco.lightning.host.patching import replace
 
 
 def fix_bucket_order(model: DistributedDataParallel) -> None:
-    """Makes DistributedDataParallel rebuild its buckets now, before the first step.
-
-    It rebuilds them once, after the first backward pass, in the order in which gradients became ready. So the first
-    step of a resumed fit would add the gradients of three or more ranks in another order than a run without
-    interruption, and round differently. A backward pass of zeros gives all steps the same layout; in it gradients
-    become ready from the last parameter to the first, as they mostly do. For two ranks the order of a sum does not
-    matter.
-
-    Args:
-        model: A model that has not been used yet. All ranks of its process group must call this.
-    """
+    """Makes DistributedDataParallel rebuild its buckets now, before the first step."""
     module, parameters = model.module, [p for p in model.module.parameters() if p.requires_grad]
     sparse = {id(part.weight) for part in module.modules() if _has_sparse_gradient(part)}
 

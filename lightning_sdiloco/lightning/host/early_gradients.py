@@ -19,19 +19,7 @@ than that it gives back in any case.
 
 
 def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int) -> None:
-    """Lets the gradients of the batch before go, if they are large and nobody can have a use for them.
-
-    Lightning does so when the forward pass has ended, so that activations and gradients are there at the same time: 4
-    bytes for each parameter. Nothing else is changed: it happens in the same batches, after all hooks of the batch
-    before and those of the start of this one, and Lightning's own call then finds nothing to do. In the pass in which
-    `StochasticWeightAveraging` counts batch norms Lightning keeps them, but steps no optimizer.
-
-    Args:
-        trainer: The trainer, at the start of a batch.
-        optimizers: Its optimizers.
-        batch_idx: The number of the batch.
-        nbytes: Bytes of what is trained, and so of its gradients.
-    """
+    """Lets the gradients of the batch before go, if they are large and nobody can have a use for them."""
     begins = nbytes >= _LEAST_BYTES and batch_idx % trainer.accumulate_grad_batches == 0
     if begins and trainer.lightning_module.automatic_optimization and not _is_watched(trainer):
         for optimizer in optimizers:

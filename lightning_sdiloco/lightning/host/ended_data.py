@@ -25,17 +25,7 @@ _LOADERS = "combined_loader"
 
 
 class Epochs(NamedTuple):
-    """What it takes to end an epoch together.
-
-    Attributes:
-        trainer: The trainer that is about to fit.
-        topology: The ranks.
-        requests: What one rank asks for and all do.
-        steps: The inner steps.
-        ends: What the groups tell each other of their place.
-        meet: Tells them that this group is about to wait for all.
-        counts: Returns whether inner steps are counted: a tuner removes the callback that counts them.
-    """
+    """What it takes to end an epoch together."""
 
     trainer: Any
     topology: Topology
@@ -47,15 +37,7 @@ class Epochs(NamedTuple):
 
 
 class Fetcher:
-    """Hands out what a data fetcher of Lightning does, and None where only other groups have data left.
-
-    Lightning reads and sets its attributes.
-
-    Args:
-        fetcher: Lightning's fetcher, already iterating.
-        length: The number of batches that all groups agreed on, if one is known.
-        epochs: The trainer, and the ranks that end its epochs together.
-    """
+    """Hands out what a data fetcher of Lightning does, and None where only other groups have data left."""
 
     def __init__(self, fetcher: Any, length: int | None, epochs: Epochs) -> None:
         self._fetcher = fetcher
@@ -191,13 +173,7 @@ def _say_that_it_follows(trainer: Any, topology: Topology, batches: int) -> None
 
 
 def run_epoch(epochs: Epochs, original: Callable[[Any], None], fetcher: Any) -> None:
-    """Runs an epoch as Lightning does, and what belongs to the last batch where it turned out later to be the last.
-
-    Args:
-        epochs: The trainer, and the ranks that end its epochs together.
-        original: Lightning's own way.
-        fetcher: What hands out the batches.
-    """
+    """Runs an epoch as Lightning does, and what belongs to the last batch where it turned out later to be the last."""
     original(fetcher)
     if not isinstance(fetcher, Fetcher) or not fetcher.is_over:
         return
@@ -233,11 +209,6 @@ def _validate(trainer: Any) -> None:
 
 
 def saved_loop(fetcher: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state of a fit loop, with that of its loaders as if nobody had looked ahead.
-
-    Args:
-        fetcher: What hands out the batches.
-        state: What Lightning would save.
-    """
+    """Returns the state of a fit loop, with that of its loaders as if nobody had looked ahead."""
     loaders = getattr(fetcher, "loaders", None)
     return state if loaders is None else {**state, _LOADERS: loaders}

@@ -18,13 +18,7 @@ from lightning_sdiloco.lightning.host.patching import replace
 
 
 def keep_in_group(undo: ExitStack, trainer: Any, topology: Topology) -> None:
-    """Replaces what would gather over all ranks at every batch; see [Note: nothing in users' objects].
-
-    Args:
-        undo: Ends the replacements when it is closed.
-        trainer: The trainer that is about to fit.
-        topology: The ranks.
-    """
+    """Replaces what would gather over all ranks at every batch; see [Note: nothing in users' objects]."""
     group = topology.in_group.process_group
     if group is not None:
         # Each metric without a `dist_sync_fn` of its own looks it up there, whether it is part of the module or not.
@@ -44,10 +38,7 @@ def _gather_metric(original: Callable[..., list[Tensor]], trainer: Any, own: Any
 
 
 def _normalise(original: Callable[[Any, Tensor], Tensor], group: Any) -> Callable[[Any, Tensor], Tensor]:
-    """Returns a forward pass of synchronised BatchNorm with the statistics of the worker group.
-
-    Lightning makes layers that synchronise over all ranks, which would couple the groups at every step.
-    """
+    """Returns a forward pass of synchronised BatchNorm with the statistics of the worker group."""
 
     def forward(layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
         before, layer.process_group = layer.process_group, group

@@ -23,13 +23,7 @@ _SUMS = ("value", "cumulated_batch_size", "_forward_cache")
 
 
 def metrics_state_dict(trainer: Any) -> dict[str, Any]:
-    """Returns what this rank has logged, as plain values and tensors.
-
-    Unless one has failed, all ranks must call it together: metrics of an epoch that ends are reduced over all ranks.
-
-    Args:
-        trainer: The trainer that fits.
-    """
+    """Returns what this rank has logged, as plain values and tensors."""
     seen = trainer._logger_connector._callback_metrics if trainer.strategy.is_alone else trainer.callback_metrics
     epoch = trainer.fit_loop.epoch_progress.current
     goes_on = epoch.processed < epoch.started
@@ -41,12 +35,7 @@ def metrics_state_dict(trainer: Any) -> dict[str, Any]:
 
 
 def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
-    """Restores what `metrics_state_dict` returned.
-
-    Args:
-        trainer: The trainer whose fit resumes.
-        state: The metrics of this rank.
-    """
+    """Restores what `metrics_state_dict` returned."""
     connector = trainer._logger_connector
     connector._callback_metrics.update(state["seen"])
     results = trainer.fit_loop.epoch_loop._results

@@ -9,15 +9,7 @@ from lightning_sdiloco.lightning.inner_steps import InnerSteps
 
 
 def process_wrapped(trainer: Any, dataloader: Any) -> Any:
-    """Divides the data of a loader that is wrapped among all ranks, as Lightning does where it is not.
-
-    Args:
-        trainer: The trainer.
-        dataloader: Any loader.
-
-    Returns:
-        The same one.
-    """
+    """Divides the data of a loader that is wrapped among all ranks, as Lightning does where it is not."""
     stage = trainer.state.stage
     for wrapper in _wrappers(dataloader):
         wrapper.loader = trainer._data_connector._prepare_dataloader(wrapper.loader, shuffle=True, mode=stage)
@@ -34,15 +26,7 @@ def _wrappers(loader: Any) -> Iterator[Paced | DroppingLoader]:
 
 
 def follow_engine(trainer: Any, steps: InnerSteps) -> None:
-    """Makes the loaders of an epoch know the engine, and lets micro-batches count where some may be left out.
-
-    Args:
-        trainer: The trainer, which has its loaders.
-        steps: The inner steps, with the engine.
-
-    Raises:
-        ValueError: If a loader is wrapped in a way that cannot work.
-    """
+    """Makes the loaders of an epoch know the engine, and lets micro-batches count where some may be left out."""
     engine = steps.engine
     if engine is None:
         return

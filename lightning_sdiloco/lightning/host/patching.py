@@ -26,19 +26,7 @@ Use = Literal["used", "patched", "overridden", "set"]
 
 @dataclass(frozen=True)
 class HostName:
-    """A name in one of Lightning's objects.
-
-    Attributes:
-        place: Where Lightning has it: a path from the trainer; the class of a strategy, a launcher or a callback; or
-            the full name of a class or module of ``lightning.pytorch`` or ``torchmetrics``.
-        name: The name.
-        use: ``"patched"``: replaced for a time. ``"overridden"``: a method that a subclass of ours has too. ``"set"``:
-            written by us, and read by Lightning under the same name without the underscore. ``"used"``: anything else.
-        without: What happens without it, as the end of a sentence for people.
-        optional: Whether a fit can go on without it, after a warning.
-        first: The first version tried that has it.
-        last: The last version tried that has it.
-    """
+    """A name in one of Lightning's objects."""
 
     place: str
     name: str
@@ -203,14 +191,7 @@ REGISTER = (
 
 
 def check_names(trainer: Any) -> None:
-    """Looks for all names of the register that a fit of this trainer may need; see [Note: the register].
-
-    Args:
-        trainer: The trainer that is about to fit.
-
-    Raises:
-        ValueError: If one is missing that cannot be done without. One warning tells of the others.
-    """
+    """Looks for all names of the register that a fit of this trainer may need; see [Note: the register]."""
     version = _version_of(trainer)
     expected = [entry for entry in REGISTER if entry.is_expected_in(version)]
     missing = [entry for entry in expected if not all(_has(host, entry) for host in _hosts(entry.place, trainer))]
@@ -220,41 +201,17 @@ def check_names(trainer: Any) -> None:
 
 
 def check_class(kind: type) -> None:
-    """Looks for the names of the register in a class that is used without a trainer.
-
-    Args:
-        kind: The class, or a subclass of it.
-
-    Raises:
-        ValueError: If one is missing.
-    """
+    """Looks for the names of the register in a class that is used without a trainer."""
     _require(entry for entry in REGISTER if entry.place in _class_names(kind) and not _has(kind, entry))
 
 
 def check_fabric(strategy: Any) -> None:
-    """Looks for the names of the register in a strategy of Fabric.
-
-    Args:
-        strategy: The strategy.
-
-    Raises:
-        ValueError: If one is missing.
-    """
+    """Looks for the names of the register in a strategy of Fabric."""
     _require(entry for entry in REGISTER if entry.place == FABRIC and not _has(strategy, entry))
 
 
 def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
-    """Replaces an attribute of one of Lightning's objects.
-
-    Args:
-        undo: Puts the attribute back when it is closed.
-        target: The object.
-        name: Name of the attribute, which the register must have. One that is optional and missing is left alone.
-        value: The function that takes its place. Who copies or pickles the object meanwhile does not see it.
-
-    Raises:
-        ValueError: If the object has no such attribute: nobody would read what takes its place.
-    """
+    """Replaces an attribute of one of Lightning's objects."""
     entry = next((entry for entry in REGISTER if entry.name == name and entry.use == "patched"), None)
     assert entry is not None, f"{name} is not in the register of {__name__} as patched"
     if not hasattr(target, name):

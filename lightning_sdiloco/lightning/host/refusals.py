@@ -17,16 +17,7 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning'
 
 
 def refuse_what_cannot_work(trainer: Any, shares: bool = True) -> None:
-    """Refuses what cannot work with worker groups, before training.
-
-    Args:
-        trainer: The trainer that is about to fit.
-        shares: Whether all groups hold the same outer parameters.
-
-    Raises:
-        ValueError: If a callback prunes or detects spikes, if several callbacks average weights, if one that averages
-            weights would spend an epoch on the statistics of BatchNorm, or if validation is due by the clock.
-    """
+    """Refuses what cannot work with worker groups, before training."""
     _refuse_validation_by_the_clock(trainer)
     _refuse_several_averages(trainer)
     for callback in trainer.callbacks:
@@ -71,14 +62,7 @@ def _refuse_several_averages(trainer: Any) -> None:
 
 
 def refuse_divided(optimizers: Iterable[Any]) -> None:
-    """Refuses optimizers that divide their state over all processes.
-
-    Args:
-        optimizers: The optimizers of a fit.
-
-    Raises:
-        ValueError: If there is one.
-    """
+    """Refuses optimizers that divide their state over all processes."""
     for optimizer in optimizers:
         if hasattr(optimizer, "consolidate_state_dict"):
             raise ValueError(
@@ -89,15 +73,7 @@ def refuse_divided(optimizers: Iterable[Any]) -> None:
 
 
 def refuse_in_notebook(host: Any, names: Collection[str]) -> None:
-    """Refuses to start processes in a notebook in a way that would run a script again. Lightning advises DDP there.
-
-    Args:
-        host: Lightning's strategy, with its launcher.
-        names: The names under which it is registered.
-
-    Raises:
-        ValueError: If it is about to.
-    """
+    """Refuses to start processes in a notebook in a way that would run a script again. Lightning advises DDP there."""
     # Lightning decides alike.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     launcher = host.launcher
@@ -115,12 +91,7 @@ def refuse_in_notebook(host: Any, names: Collection[str]) -> None:
 
 
 def advise_on_unused(exception: BaseException, name: str) -> None:
-    """Replaces what torch says of parameters without a gradient, before Lightning does so and advises DDP.
-
-    Args:
-        exception: The exception that ends a fit.
-        name: The name of the strategy.
-    """
+    """Replaces what torch says of parameters without a gradient, before Lightning does so and advises DDP."""
     advice = (
         "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
         " training_step. If this is intentional, DistributedDataParallel must look for them in every step: write"
@@ -140,15 +111,7 @@ def _refuse_epoch_for_statistics(trainer: Any, callback: Any) -> None:
 
 
 def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:
-    """Refuses what cannot work where each rank of a group holds a part of the model.
-
-    Args:
-        trainer: The trainer that is about to fit.
-        precision: Its precision.
-
-    Raises:
-        ValueError: If a callback averages weights or unfreezes layers, or the precision needs a gradient scaler.
-    """
+    """Refuses what cannot work where each rank of a group holds a part of the model."""
     if precision not in _PRECISIONS:
         raise ValueError(
             f"precision={precision!r} does not work with sharded models in Lightning. Choose one of"

@@ -24,12 +24,7 @@ from lightning_sdiloco.lightning.host.patching import replace
 
 
 def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
-    """Patches the loops of a trainer; see [Note: epochs after a resume] and [Note: the rest of a batch].
-
-    Args:
-        trainer: The trainer that is about to fit.
-        undo: Ends the patches when it is closed.
-    """
+    """Patches the loops of a trainer; see [Note: epochs after a resume] and [Note: the rest of a batch]."""
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     replace(undo, fit_loop, "reset", partial(_reset_fit, trainer, undo, fit_loop.reset))
     replace(undo, fit_loop, "on_advance_start", partial(_start_epoch, fit_loop, fit_loop.on_advance_start))
@@ -104,10 +99,7 @@ def _is_at_last_batch(epoch_loop: Any) -> bool:
 
 
 def _reset_epoch(trainer: Any, original: Callable[[], None]) -> None:
-    """Resets the epoch loop, and starts the next epoch if a run resumes from the last batch of one.
-
-    Lightning itself does so only if that batch is the last by its number.
-    """
+    """Resets the epoch loop, and starts the next epoch if a run resumes from the last batch of one."""
     loop = trainer.fit_loop.epoch_loop
     ended = _is_at_last_batch(loop)
     original()

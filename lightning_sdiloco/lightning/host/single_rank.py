@@ -12,16 +12,7 @@ _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to
 
 
 class SingleRankDDP(DistributedDataParallel):
-    """Is what Lightning and users expect of a wrapped model, and hands every call on to the module.
-
-    The gradients of a single rank are their own mean. So there are no buckets, which take as much memory as the
-    gradients, or twice as much, and nothing is copied into them and back. If a communication hook is registered it
-    becomes an ordinary wrapper, since a hook may do anything with gradients.
-
-    Args:
-        module: The module; a parameter of it is trained.
-        arguments: Those of DistributedDataParallel.
-    """
+    """Is what Lightning and users expect of a wrapped model, and hands every call on to the module."""
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
@@ -68,11 +59,6 @@ class _NoReducer:
 
 
 def has_nothing_to_average(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Tells whether `SingleRankDDP` does for a single rank what DistributedDataParallel does.
-
-    Args:
-        module: The module.
-        arguments: Those of DistributedDataParallel.
-    """
+    """Tells whether `SingleRankDDP` does for a single rank what DistributedDataParallel does."""
     given = {name for name, value in arguments.items() if value is not None}
     return not given & _MORE and any(parameter.requires_grad for parameter in module.parameters())

@@ -26,12 +26,7 @@ _LOADED = "train_dataloader()"
 
 
 def end_epochs_together(undo: ExitStack, epochs: Epochs) -> None:
-    """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone needs nothing.
-
-    Args:
-        undo: Ends the replacements when it is closed.
-        epochs: The trainer, and the ranks that end its epochs together.
-    """
+    """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone needs nothing."""
     if epochs.topology.num_groups > 1:
         loop = epochs.trainer.fit_loop
         replace(undo, loop, "setup_data", partial(_setup_data, epochs, loop.setup_data))
@@ -47,15 +42,7 @@ def end_epochs_together(undo: ExitStack, epochs: Epochs) -> None:
 
 
 def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
-    """Counts a batch without training as Lightning counts one with training.
-
-    Args:
-        trainer: The trainer.
-        optimizer_steps: How often optimizers step in a batch with manual optimization.
-
-    Returns:
-        Whether the other groups make an inner step in this batch.
-    """
+    """Counts a batch without training as Lightning counts one with training."""
     loop = trainer.fit_loop.epoch_loop
     loop.batch_progress.increment_started()
     if loop._should_accumulate():
@@ -80,11 +67,7 @@ def end_epoch(trainer: Any) -> None:
 
 
 def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
-    """Drops metrics of the epoch whose reduction over all ranks would wait in vain for ranks that did not log them.
-
-    All ranks must call it, at the end of every epoch: in an epoch of known length, no group knows that another had no
-    batch. What is not reduced stays with the ranks that logged it.
-    """
+    """Drops metrics of the epoch whose reduction over all ranks would wait in vain for ranks that did not log them."""
     results = trainer.fit_loop.epoch_loop._results
     logged = [key for key, result in results.items() if _is_reduced_by_epoch(result)]
     common = set.intersection(*map(set, topology.world.all_gather_object(logged)))
@@ -151,11 +134,7 @@ def _setup_data(epochs: Epochs, original: Callable[[], None]) -> None:
 
 
 def _compare_no_lengths(undo: ExitStack, strategy: Any) -> list[str]:
-    """Keeps Lightning from summing lengths over all ranks, which hangs if only some loaders have a length.
-
-    Returns:
-        A list that is not empty once all ranks have their loaders.
-    """
+    """Keeps Lightning from summing lengths over all ranks, which hangs if only some loaders have a length."""
     passed: list[str] = []
     wait = strategy.barrier
 

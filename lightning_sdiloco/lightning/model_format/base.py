@@ -21,13 +21,7 @@ Load = Callable[..., Checkpoint]
 
 
 class ModelFormat(ABC):
-    """What differs between groups that hold the model whole and groups that share it.
-
-    In all methods that take a ``host``, it is Lightning's strategy, which holds model, optimizers and plugins.
-
-    Attributes:
-        summary: What a strategy of this format does, for its documentation.
-    """
+    """What differs between groups that hold the model whole and groups that share it."""
 
     summary: ClassVar[str]
 
@@ -42,27 +36,14 @@ class ModelFormat(ABC):
 
     @staticmethod
     def variants(name: str) -> dict[str, dict[str, Any]]:
-        """Returns the names under which a strategy is registered, each with its arguments.
-
-        Args:
-            name: The name of the strategy.
-        """
+        """Returns the names under which a strategy is registered, each with its arguments."""
         return {name: {}}
 
     # The shape of a group
 
     @abstractmethod
     def layout(self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int) -> GroupLayout:
-        """Returns which ranks form a worker group.
-
-        Args:
-            worker_groups: Number of worker groups, or ``"auto"``.
-            num_nodes: Number of machines.
-            num_processes: Number of ranks on each.
-
-        Raises:
-            ValueError: If the ranks cannot be divided in this way.
-        """
+        """Returns which ranks form a worker group."""
 
     @abstractmethod
     def described(self) -> dict[str, str]:
@@ -74,12 +55,7 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def connect_processes(self, host: Any, set_up: Callable[[], None]) -> None:
-        """Connects the processes as Lightning does.
-
-        Args:
-            host: Lightning's strategy.
-            set_up: Its own way to connect them.
-        """
+        """Connects the processes as Lightning does."""
 
     @abstractmethod
     def join(self, host: Any, topology: Topology, layout: GroupLayout, timeout: timedelta) -> None:
@@ -97,32 +73,14 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def set_up_without_fit(self, host: Any, set_up: Callable[[Any], None], trainer: Any, align: bool) -> None:
-        """Sets up validation, testing or prediction.
-
-        Args:
-            host: Lightning's strategy.
-            set_up: Its own way to set up, which takes the trainer.
-            trainer: The trainer.
-            align: Whether all ranks take the model of the first.
-        """
+        """Sets up validation, testing or prediction."""
 
     def before_optimizers(self, module: nn.Module, topology: Topology) -> bool:
-        """Checks a model that is about to get its optimizers.
-
-        Returns:
-            Whether the model can be compared between ranks now; otherwise it can when it is wrapped.
-        """
+        """Checks a model that is about to get its optimizers."""
         return False
 
     def wrap(self, host: Any, module: nn.Module, topology: Topology, wrap: Callable[[nn.Module], Any]) -> Any:
-        """Wraps a model for training inside its group.
-
-        Args:
-            host: Lightning's strategy.
-            module: The model.
-            topology: The ranks.
-            wrap: Lightning's own way to wrap it.
-        """
+        """Wraps a model for training inside its group."""
         return wrap(module)
 
     @abstractmethod
@@ -141,22 +99,11 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def local_state_dict(self, module: nn.Module, state_dict: Callable[[], Checkpoint]) -> Checkpoint:
-        """Returns the local parameters without waiting for another rank.
-
-        Args:
-            module: The model.
-            state_dict: Lightning's own way to get them.
-        """
+        """Returns the local parameters without waiting for another rank."""
 
     @abstractmethod
     def optimizer_state(self, optimizer: Optimizer, state_of: Callable[[Optimizer], Any], is_alone: bool) -> Any:
-        """Returns the state of an inner optimizer for the part of a checkpoint that all groups share.
-
-        Args:
-            optimizer: The optimizer.
-            state_of: Lightning's own way to get it.
-            is_alone: Whether this rank must not wait for others.
-        """
+        """Returns the state of an inner optimizer for the part of a checkpoint that all groups share."""
 
     @abstractmethod
     def optimizer_states(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> list[Any]:
@@ -170,16 +117,7 @@ class ModelFormat(ABC):
     def write(
         self, host: Any, topology: Topology, checkpoint: Checkpoint, path: Any, storage_options: Any, save: Save
     ) -> None:
-        """Writes what all groups have in common. All ranks must call it.
-
-        Args:
-            host: Lightning's strategy.
-            topology: The ranks.
-            checkpoint: The checkpoint.
-            path: Its path.
-            storage_options: Options for the CheckpointIO.
-            save: Lightning's own way to write it.
-        """
+        """Writes what all groups have in common. All ranks must call it."""
 
     @abstractmethod
     def after_write(self, checkpoint: Checkpoint, path: Any, topology: Topology, placing: Placing | None) -> None:
@@ -187,15 +125,7 @@ class ModelFormat(ABC):
 
     @abstractmethod
     def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
-        """Reads what all groups have in common. All ranks must call it.
-
-        Args:
-            host: Lightning's strategy.
-            path: The checkpoint.
-            load: Lightning's own way to read it.
-            *args: Further arguments of ``load``.
-            **kwargs: Further arguments of ``load``.
-        """
+        """Reads what all groups have in common. All ranks must call it."""
 
     @abstractmethod
     def take_up_optimizers(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer], states: list[Any]) -> None:

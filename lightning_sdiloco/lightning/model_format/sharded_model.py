@@ -19,14 +19,7 @@ from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, Mode
 
 
 class ShardedModel(ModelFormat):
-    """Every rank of a group holds a part of the model, as ``configure_model`` says.
-
-    Args:
-        arguments: What `base_arguments` returned.
-
-    Attributes:
-        mesh_shape: Sizes of a group's mesh, data parallel and tensor parallel; known once `layout` has been called.
-    """
+    """Every rank of a group holds a part of the model, as ``configure_model`` says."""
 
     summary = """Trains one model, too large for one device, on several worker groups joined by slow links.
 
@@ -50,21 +43,7 @@ class ShardedModel(ModelFormat):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
     ) -> dict[str, Any]:
-        """Checks the arguments of groups that share a sharded model.
-
-        Args:
-            data_parallel_size: Size of the mesh's dimension ``"data_parallel"``. ``"auto"``: the nodes of a group, or
-                what ``tensor_parallel_size`` leaves.
-            tensor_parallel_size: Size of its dimension ``"tensor_parallel"``. ``"auto"``: the devices of a group on one
-                node, or what ``data_parallel_size`` leaves.
-            save_distributed_checkpoint: Whether a checkpoint is a folder to which the ranks of a group write their
-                parts, or a single file.
-            process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
-                ``"gloo"``. None: what suits the device.
-
-        Raises:
-            ValueError: If a size is out of its range.
-        """
+        """Checks the arguments of groups that share a sharded model."""
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(

@@ -25,11 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class WholeModel(ModelFormat):
-    """Every rank of a group holds the whole model, and DistributedDataParallel averages their gradients.
-
-    Args:
-        arguments: What `base_arguments` returned.
-    """
+    """Every rank of a group holds the whole model, and DistributedDataParallel averages their gradients."""
 
     summary = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
 
@@ -52,24 +48,7 @@ class WholeModel(ModelFormat):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> dict[str, Any]:
-        """Checks the arguments of groups that hold the model whole.
-
-        Args:
-            start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or
-                ``"forkserver"``.
-            ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
-            process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
-                ``"gloo"``. None: what suits the device.
-            accelerator: As for every Lightning strategy.
-            parallel_devices: As for every Lightning strategy.
-            cluster_environment: As for every Lightning strategy.
-            checkpoint_io: As for every Lightning strategy.
-            precision_plugin: As for every Lightning strategy.
-
-        Raises:
-            ValueError: If there is no such start method, or ``ddp_kwargs`` has something that the strategy itself
-                sets, or that DistributedDataParallel does not have.
-        """
+        """Checks the arguments of groups that hold the model whole."""
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
                 f"start_method={start_method!r} is unknown: it must be 'popen', which runs the script again and is the"
@@ -264,15 +243,7 @@ def _warn_of_static_graph(topology: Topology) -> None:
 
 
 def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
-    """Refuses what is not for DistributedDataParallel, or for Lightning's strategy around it.
-
-    Args:
-        ddp_kwargs: What a user gave.
-        of_lightning: Arguments of Lightning's strategy that may be in it too.
-
-    Raises:
-        ValueError: If there is something else in it.
-    """
+    """Refuses what is not for DistributedDataParallel, or for Lightning's strategy around it."""
     if ddp_kwargs is not None and not isinstance(ddp_kwargs, Mapping):
         raise ValueError(
             f"ddp_kwargs={ddp_kwargs!r} is of type {type(ddp_kwargs).__name__}: it must be a dictionary, with"

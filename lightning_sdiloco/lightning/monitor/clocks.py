@@ -11,24 +11,14 @@ _EXCHANGES = 8
 
 
 class Exchange(NamedTuple):
-    """One exchange of messages among all ranks, as one rank saw it on its own clock.
-
-    Attributes:
-        sent: When the rank sent its message.
-        received: When it had the messages of all ranks.
-    """
+    """One exchange of messages among all ranks, as one rank saw it on its own clock."""
 
     sent: float
     received: float
 
 
 class ClockOffset(NamedTuple):
-    """How far the clock of a rank is ahead of that of rank 0.
-
-    Attributes:
-        seconds: The estimate.
-        uncertainty: By how many seconds the estimate is off at most.
-    """
+    """How far the clock of a rank is ahead of that of rank 0."""
 
     seconds: float
     uncertainty: float
@@ -45,12 +35,7 @@ def wall_clock() -> Clock:
 
 
 def measured(clock: Clock, world: Communicator) -> ClockOffset:
-    """Measures how far the clock of this rank is ahead of that of rank 0. All ranks must call it.
-
-    Args:
-        clock: The clock of this rank.
-        world: All ranks.
-    """
+    """Measures how far the clock of this rank is ahead of that of rank 0. All ranks must call it."""
     exchanges = []
     for _ in range(_EXCHANGES):
         sent = clock(time.perf_counter())

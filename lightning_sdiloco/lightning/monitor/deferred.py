@@ -23,12 +23,7 @@ class Deferred:
         self._waiting: deque[tuple[int, Tensor, Any]] = deque()
 
     def take(self, step: int, value: Tensor) -> None:
-        """Starts to copy a scalar to the host.
-
-        Args:
-            step: The inner step that it belongs to.
-            value: The scalar, with one element.
-        """
+        """Starts to copy a scalar to the host."""
         scalar = value.detach().reshape(())
         copied = page_locked(scalar, value.device).copy_(scalar, non_blocking=True)
         event = None
@@ -38,11 +33,7 @@ class Deferred:
         self._waiting.append((step, copied, event))
 
     def ready(self, wait: bool = False) -> list[tuple[int, float]]:
-        """Takes out the scalars that have arrived, each with its step.
-
-        Args:
-            wait: Whether to wait for all of them.
-        """
+        """Takes out the scalars that have arrived, each with its step."""
         arrived = []
         while self._waiting:
             step, copied, event = self._waiting[0]

@@ -18,13 +18,7 @@ def record_path(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class Step:
-    """An inner step.
-
-    Attributes:
-        step: Its number.
-        span: From the end of the step before to its own launches and landings.
-        done: When these were done.
-    """
+    """An inner step."""
 
     step: int
     span: Span
@@ -33,15 +27,7 @@ class Step:
 
 @dataclass(frozen=True)
 class LandingRecord:
-    """A landing as it was written down; `lightning_sdiloco.Landing` describes most of the fields.
-
-    Attributes:
-        final: Whether it belonged to the exchange at the end of the fit.
-        exchange: The exchange that ran, ``"gather"`` or ``"two_shot"``.
-        link_gbit_s: As of `lightning_sdiloco.Landing`; None where it could not be told.
-        spans: As of `lightning_sdiloco.Landing`, on the clock of rank 0 in seconds since 1970.
-        sites: As of `lightning_sdiloco.Landing`.
-    """
+    """A landing as it was written down; `lightning_sdiloco.Landing` describes most of the fields."""
 
     fragment: int
     launched_at: int
@@ -68,13 +54,7 @@ class LandingRecord:
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation inside the fit.
-
-    Attributes:
-        step: Inner steps before it.
-        span: From its start to its end.
-        metrics: What it logged, by name.
-    """
+    """A validation inside the fit."""
 
     step: int
     span: Span
@@ -83,20 +63,7 @@ class Validation:
 
 @dataclass
 class Rank:
-    """What one rank did; times are on the clock of rank 0, in seconds since 1970.
-
-    Attributes:
-        rank: The rank.
-        about: The head of the record: groups, shards, settings, and so on.
-        fragments: Names of the parameters in each fragment.
-        parameters: Number of values and of bytes of each trainable parameter, by name.
-        steps: The inner steps.
-        landings: The landings.
-        validations: The validations.
-        losses: Inner step and loss of each training batch whose loss was recorded.
-        starts: When it was started, each time, and after how many inner steps it went on from there.
-        uncertainty: By how many seconds its clock may still be off after the correction.
-    """
+    """What one rank did; times are on the clock of rank 0, in seconds since 1970."""
 
     rank: int
     about: dict[str, Any]
@@ -148,14 +115,7 @@ def exchange_of(spans: Mapping[str, Any]) -> str:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Reads the records in a folder, or in its subfolder ``sdiloco``.
-
-    Args:
-        folder: The folder.
-
-    Raises:
-        ValueError: If there are none, or they hold no inner step.
-    """
+    """Reads the records in a folder, or in its subfolder ``sdiloco``."""
     for place in (Path(folder), Path(folder) / "sdiloco"):
         paths = sorted(place.glob("rank_*.jsonl"))
         if paths:

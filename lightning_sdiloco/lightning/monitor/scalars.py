@@ -60,12 +60,7 @@ def scalars_of(landing: Landing) -> dict[str, float]:
 
 
 class Interval:
-    """Sums up what is logged once a round, over ``sync_every`` inner steps or a few more, until a landing ends it.
-
-    Args:
-        sync_every: Inner steps between two launches of the same fragment.
-        first_step: Inner steps made before the first round.
-    """
+    """Sums up what is logged once a round, over ``sync_every`` inner steps or a few more, until a landing ends it."""
 
     def __init__(self, sync_every: int, first_step: int) -> None:
         self._sync_every = sync_every

@@ -29,14 +29,7 @@ def write_timeline(path: str | Path, run: Run) -> None:
 
 
 def trace(run: Run) -> dict[str, Any]:
-    """Returns the trace of a run, in the JSON object format of Chrome's trace viewer.
-
-    A process stands for a rank. Its first row is the training thread, whose slices ``step``, ``launch``, ``wait`` and
-    ``land`` do not overlap; a validation lies inside a step. Below is a row for each fragment with its flights, and
-    inside each flight what happened in the background. Arrows go from a launch to its landing. Of a site of a
-    federation there are marks where it was started, and where sites began or ceased to count. Times are in microseconds
-    since the first inner step.
-    """
+    """Returns the trace of a run, in the JSON object format of Chrome's trace viewer."""
     numbers = count(1)
     events = [event for rank in run.ranks for event in _events(rank, run.began, numbers)]
     uncertainty = max(rank.uncertainty for rank in run.ranks)
@@ -74,11 +67,7 @@ def _events(rank: Rank, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
 
 
 def changes(rank: Rank) -> Iterator[tuple[float, str]]:
-    """Yields what a rank of a site saw of sites that come and go: when, and what in words.
-
-    It knows of its own starts, and of others whether they count in the rounds that land here. Who does not has died,
-    left or come too late: that only the hub can tell.
-    """
+    """Yields what a rank of a site saw of sites that come and go: when, and what in words."""
     if rank.about.get("site") is None:
         return
     for moment, step in rank.starts:

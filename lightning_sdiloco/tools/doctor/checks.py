@@ -18,14 +18,7 @@ _FILES_PER_RANK, _FILES = 8, 256
 
 
 class Finding(NamedTuple):
-    """A line of the table.
-
-    Attributes:
-        state: ``"ok"``; ``"slow"``: training works, and could be faster or safer; ``"wrong"``: it will not work.
-        check: What was looked at.
-        found: What was seen.
-        fix: What to do; empty if nothing.
-    """
+    """A line of the table."""
 
     state: Literal["ok", "slow", "wrong"]
     check: str
@@ -34,15 +27,7 @@ class Finding(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """What the doctor saw.
-
-    Attributes:
-        groups: Number of worker groups.
-        endpoints: The endpoints of every rank.
-        machines: The description of every rank's machine.
-        broken: Connections that cannot be made.
-        links: The measured links between worker groups; none if connections cannot be made.
-    """
+    """What the doctor saw."""
 
     groups: int
     endpoints: Sequence[Endpoints]

@@ -24,22 +24,7 @@ def doctor(
     wait: float = 300.0,
     json: bool = False,
 ) -> str:
-    """Check between the machines of a training: reachability, versions, settings, bandwidth and round trip.
-
-    With --hub it is started once, at a site, and checks the way to a hub: keys, round trip, bandwidth, charter.
-
-    Args:
-        options: Which hub, and by whom, to check that.
-        worker_groups: Number of worker groups, as for the strategy; auto is one per node.
-        num_nodes: Number of nodes, where it is started once on every node, with NODE_RANK and MASTER_ADDR.
-        seconds: How long each direction between worker groups, or to and from the hub, is measured.
-        wait: How many seconds to wait until all ranks have come.
-        json: Print JSON in place of a table.
-
-    Raises:
-        ValueError: If this process does not know its rank, rank 0 cannot be reached, or ranks do not come.
-        Unwell: On rank 0, if training would not work.
-    """
+    """Check between the machines of a training: reachability, versions, settings, bandwidth and round trip."""
     if options.hub is not None:
         return _told(*hub.examine(options, seconds), json)
     launch = detect_launch(num_nodes)

@@ -28,18 +28,7 @@ _SECONDS = 5.0  # for a connection to be made
 
 
 def examine(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[str, Any]]:
-    """Looks at the way to a hub, until something is in the way.
-
-    Args:
-        options: Which hub, and by whom.
-        seconds: How long each direction is measured.
-
-    Returns:
-        What was found, and the numbers.
-
-    Raises:
-        ValueError: If the hub is no address, or there are neither keys nor ``--insecure``.
-    """
+    """Looks at the way to a hub, until something is in the way."""
     if is_folder(str(options.hub)):
         raise ValueError(
             f"--hub {options.hub} is a folder, and the doctor looks at a hub. A site tries its folder when it starts;"

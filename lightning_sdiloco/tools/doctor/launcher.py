@@ -5,15 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
-    """What a launcher told a process.
-
-    Attributes:
-        rank: The rank of this process.
-        world_size: Number of processes.
-        nodes: Number of machines.
-        host: Name or address of the machine of rank 0.
-        port: The port of the rendezvous on it.
-    """
+    """What a launcher told a process."""
 
     rank: int
     world_size: int
@@ -23,14 +15,7 @@ class Launch(NamedTuple):
 
 
 def detect_launch(num_nodes: int | None = None) -> Launch:
-    """Detects torchrun, srun, or variables that were set by hand, as Lightning does for the training.
-
-    Args:
-        num_nodes: Number of nodes, where one process was started by hand on each of them.
-
-    Raises:
-        ValueError: If nothing tells this process its rank, or Lightning refuses how it was launched.
-    """
+    """Detects torchrun, srun, or variables that were set by hand, as Lightning does for the training."""
     environments = _environments()
     if num_nodes is not None:
         by_hand = environments.LightningEnvironment()

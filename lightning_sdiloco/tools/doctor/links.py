@@ -18,15 +18,7 @@ _RATE = struct.Struct(">d")
 
 
 class MeasuredLink(NamedTuple):
-    """One direction between two worker groups.
-
-    Attributes:
-        source: The worker group that sends.
-        target: The worker group that receives.
-        round_trip: Seconds to the target and back, the median of several.
-        bits_per_second: Bandwidth of one connection while all groups send at the same time.
-        error: Why it could not be measured; empty if it was.
-    """
+    """One direction between two worker groups."""
 
     source: int
     target: int
@@ -38,18 +30,7 @@ class MeasuredLink(NamedTuple):
 def measure(
     rendezvous: Rendezvous, groups: int, group: int, speaks: bool, address: str, seconds: float = SECONDS
 ) -> list[MeasuredLink]:
-    """Measures between the first ranks of all worker groups. All ranks must call it.
-
-    In each round every group sends to one other, and receives from one, as a launch does.
-
-    Args:
-        rendezvous: All ranks.
-        groups: Number of worker groups.
-        group: That of this rank.
-        speaks: Whether this rank is the first of its group.
-        address: The address on which this rank listens for other groups.
-        seconds: How long each direction is measured.
-    """
+    """Measures between the first ranks of all worker groups. All ranks must call it."""
     listener = Listener(address, lambda connection: _serve(connection, seconds))
     try:
         told = rendezvous.all_gather("links", [group, address, listener.port] if speaks else None)

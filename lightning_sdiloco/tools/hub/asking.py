@@ -17,14 +17,7 @@ from lightning_sdiloco.comm import (
 
 @dataclass(frozen=True)
 class HubOptions:
-    """Says which hub is asked, and by whom: options that all commands share which ask one.
-
-    Args:
-        hub: Address and port of the hub; of two with a comma between them; or the folder in which sites meet.
-        keys: The bundle of who asks; an operator's for what changes the run.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys.
-    """
+    """Says which hub is asked, and by whom: options that all commands share which ask one."""
 
     hub: str | None = None
     keys: str | None = None
@@ -32,15 +25,7 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubMailbox:
-        """Connects to the hub.
-
-        Args:
-            role: What who asks is to an insecure hub.
-            channels: Connections for blobs.
-
-        Raises:
-            ValueError: If the keys cannot be used, or hub or run are not known.
-        """
+        """Connects to the hub."""
         if self.hub is None:
             raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
         name, run = str(role), self.run
@@ -52,14 +37,7 @@ class HubOptions:
         return HubMailbox(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
 
     def folder(self, role: Role) -> FolderHubMailbox:
-        """Connects to the site that keeps a run in a folder.
-
-        Args:
-            role: What who asks is.
-
-        Raises:
-            ValueError: If the folder cannot be used, or the run is not known.
-        """
+        """Connects to the site that keeps a run in a folder."""
         if self.keys is not None or self.insecure:
             raise ValueError(f"--hub {self.hub} is a folder: leave --keys and --insecure out. Its permissions are all.")
         if self.run is None:
@@ -69,15 +47,7 @@ class HubOptions:
 
 
 class Asking:
-    """Asks a hub, over a connection that lasts as long as the ``with`` block.
-
-    Args:
-        options: Which hub, and by whom.
-        role: What who asks is to an insecure hub.
-
-    Raises:
-        ValueError: If the keys cannot be used, or hub or run are not known.
-    """
+    """Asks a hub, over a connection that lasts as long as the ``with`` block."""
 
     def __init__(self, options: HubOptions, role: Role) -> None:
         self._mailbox = options.folder(role) if is_folder(options.hub or "") else options.mailbox(role)
@@ -89,11 +59,7 @@ class Asking:
         self._mailbox.close()
 
     def ask(self, name: str, **about: Any) -> tuple[dict[str, Any], bytes]:
-        """Asks, and returns the answer.
-
-        Raises:
-            ValueError: If the hub refuses it, or cannot be reached.
-        """
+        """Asks, and returns the answer."""
         try:
             return self._mailbox.call(name, about)
         except MailboxError as error:

@@ -21,26 +21,7 @@ def hub(
     metrics: str | None = None,
     quorum: str | None = None,
 ) -> str:
-    """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger.
-
-    Args:
-        run: The name of the run.
-        keys: The bundle of the hub, or the folder of `sdiloco keys init`.
-        sites: How many sites found the run, the first time. Once it is founded, sites come and go as they like.
-        listen: Address and port. Sites elsewhere reach it at 0.0.0.0 or at the address of an interface.
-        ledger: The file with the records of the run. Without it the run is lost: keep it on a disk that lasts. Or where
-            they are in etcd, for two hubs and more: etcd://HOST:2379[,HOST:2379]/PREFIX.
-        store: Folder or URL for payloads and states; by default the folder beside the ledger. Several hubs share one.
-        insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
-        metrics: Address and port for a Prometheus server, which gets what the status says; by default there is none.
-            Whoever reaches that port can read it.
-        quorum: A quorum of your own on which sites may found the run: module.Class, of a module that Python finds here.
-            Nothing else that a site names is imported; those of this package need no word.
-
-    Raises:
-        ValueError: If there is no run and nobody is to found one, or ledger, keys, an address or the quorum cannot be
-            used.
-    """
+    """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger."""
     if run is None:
         raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -78,44 +59,21 @@ def _found(service: HubService) -> str:
 
 
 def evict(site: str, options: HubOptions) -> str:
-    """Throw a site out of a run. A new start of it may join again, and fetches a state from the others.
-
-    Args:
-        site: The name of the site.
-        options: Which hub, and by whom.
-
-    Raises:
-        ValueError: If the hub refuses it, or cannot be reached.
-    """
+    """Throw a site out of a run. A new start of it may join again, and fetches a state from the others."""
     with Asking(options, "operator") as asking:
         asking.ask("evict", who=site)
     return f"{site} was evicted. To keep it out for good, revoke its keys: sdiloco keys revoke FOLDER {site}."
 
 
 def end(options: HubOptions) -> str:
-    """End a run: the next round of every fragment is the last, for which every site launches what it has.
-
-    Args:
-        options: Which hub, and by whom.
-
-    Raises:
-        ValueError: If the hub refuses it, or cannot be reached.
-    """
+    """End a run: the next round of every fragment is the last, for which every site launches what it has."""
     with Asking(options, "operator") as asking:
         asking.ask("end")
     return "The run ends with the next round of every fragment."
 
 
 def rollback(round: int, options: HubOptions) -> str:
-    """Roll a run back to a round: later records are dropped for good. Sites that have applied them must start again.
-
-    Args:
-        round: The last round of every fragment that stays.
-        options: Which hub, and by whom.
-
-    Raises:
-        ValueError: If the hub has no state from which the run could go on there, or cannot be reached.
-    """
+    """Roll a run back to a round: later records are dropped for good. Sites that have applied them must start again."""
     with Asking(options, "operator") as asking:
         answer, _ = asking.ask("rollback", round=round)
     return (

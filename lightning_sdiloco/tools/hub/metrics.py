@@ -23,18 +23,7 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
 
 
 class MetricsServer:
-    """Answers whoever asks for metrics, in threads of its own, without TLS and without asking who it is.
-
-    Args:
-        listen: Address and port; with port 0 the system chooses one.
-        status: Returns the status of the run.
-
-    Attributes:
-        port: The port on which it listens.
-
-    Raises:
-        ValueError: If the address cannot be listened on, or prometheus_client is not installed.
-    """
+    """Answers whoever asks for metrics, in threads of its own, without TLS and without asking who it is."""
 
     def __init__(self, listen: str, status: Callable[[], dict[str, Any]]) -> None:
         client = _client("prometheus_client")

@@ -14,15 +14,7 @@ _EVERY = 1.0
 
 
 def status(options: HubOptions, json: bool = False) -> str:
-    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; elsewhere once.
-
-    Args:
-        options: Which hub, and by whom: a reader, or anybody else who has keys.
-        json: Print JSON in place of a table, once.
-
-    Raises:
-        ValueError: If the hub refuses it, or cannot be reached.
-    """
+    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; elsewhere once."""
     with Asking(options, "reader") as asking:
         _, text = asking.ask("status")
         if json:

@@ -10,15 +10,7 @@ from lightning_sdiloco.tools.plan.text import hub_as_text, links_as_text, plan_a
 
 
 class Answer(NamedTuple):
-    """What was asked, and only that.
-
-    Attributes:
-        plan: The plan.
-        hub: What goes through the hub of a federation.
-        waits: Whom its rounds wait for.
-        shared: What two shots bring whose parts suit the links.
-        links: The Gbit/s of those links, by the name of their group.
-    """
+    """What was asked, and only that."""
 
     plan: Plan
     hub: HubLoad | None = None

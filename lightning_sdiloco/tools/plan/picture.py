@@ -24,18 +24,7 @@ _POINTS_PER_DECADE = 40
 
 
 def draw(path: str, panels: Panels, first: int, last: int, mark: float | None = None) -> None:
-    """Writes the picture to a file.
-
-    Args:
-        path: The file, with the suffix .svg or .png.
-        panels: The panels.
-        first: The least bandwidth, as a power of ten.
-        last: The greatest bandwidth, as a power of ten.
-        mark: A bandwidth to mark.
-
-    Raises:
-        ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
-    """
+    """Writes the picture to a file."""
     require_drawable(path)
     save(_figure(panels, first, last, mark), path)
 

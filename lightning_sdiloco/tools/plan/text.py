@@ -40,14 +40,7 @@ _SHOWN = ("0.8", "0.95")
 
 
 def plan_as_text(plan: Plan) -> str:
-    """Formats a plan.
-
-    Args:
-        plan: The plan.
-
-    Returns:
-        What was asked, a table of the methods, one of the compressions, the memory, and the recommendation.
-    """
+    """Formats a plan."""
     settings = plan.settings
     overlap = f"overlap_steps={settings.overlap_steps}"
     asked = f"sync_every={settings.sync_every}, {overlap}, layers_per_fragment={settings.layers_per_fragment}"
@@ -72,12 +65,7 @@ def plan_as_text(plan: Plan) -> str:
 
 
 def hub_as_text(hub: HubLoad, settings: Settings) -> str:
-    """Formats what goes through a hub.
-
-    Args:
-        hub: What goes through it.
-        settings: The settings that were asked for.
-    """
+    """Formats what goes through a hub."""
     busy = f"{percent(hub.share)} of what it can" if hub.share <= 1 else f"{hub.share:.3g} times what it can"
     late = hub.flight_steps > settings.overlap_steps
     lines = [
@@ -97,12 +85,7 @@ def hub_as_text(hub: HubLoad, settings: Settings) -> str:
 
 
 def waits_as_text(waits: Waits, step_time: float) -> str:
-    """Formats whom the rounds of a federation wait for.
-
-    Args:
-        waits: What its quorum costs and saves.
-        step_time: Seconds of an inner step.
-    """
+    """Formats whom the rounds of a federation wait for."""
 
     def told(round: Round) -> str:
         steps = max(1, math.ceil(round.seconds / step_time))
@@ -125,13 +108,7 @@ def waits_as_text(waits: Waits, step_time: float) -> str:
 
 
 def links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> str:
-    """Formats what parts that suit the links bring.
-
-    Args:
-        shared: What two shots take over the link of each group.
-        names: The groups.
-        settings: The settings that were asked for.
-    """
+    """Formats what parts that suit the links bring."""
     table = new_table(["link", "Gbit/s", "share", "bytes\nin a round", "seconds\nin a round"], left=1)
     for name, link, share, sent, seconds in zip(names, *shared[:4], strict=True):
         table.add_row(name, short(link), percent(share), readable(sent), short(seconds))
@@ -148,11 +125,7 @@ def links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> st
 
 
 def table_4_as_text(entries: Iterable[Entry]) -> str:
-    """Formats Table 4: what the closed form gives, followed by the paper's own number where it differs.
-
-    Args:
-        entries: The entries.
-    """
+    """Formats Table 4: what the closed form gives, followed by the paper's own number where it differs."""
     rows: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         shown = f"{entry.gbit_s}" if entry.gbit_s == entry.paper else f"{entry.gbit_s} ({entry.paper})"
@@ -218,12 +191,7 @@ def _memory(memory: Memory) -> str:
 
 
 def new_table(columns: list[str], left: int) -> Table:
-    """Returns an empty table.
-
-    Args:
-        columns: The headings.
-        left: How many columns hold words; the others hold numbers.
-    """
+    """Returns an empty table."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right", vertical="bottom", no_wrap=True)
@@ -231,12 +199,7 @@ def new_table(columns: list[str], left: int) -> Table:
 
 
 def rendered(table: Table, width: int = _WIDTH) -> str:
-    """Formats a table as text.
-
-    Args:
-        table: The table.
-        width: The most characters in a line.
-    """
+    """Formats a table as text."""
     # As plain text of a fixed width: the same in a terminal, a file and a test.
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:

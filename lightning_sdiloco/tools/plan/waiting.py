@@ -15,19 +15,7 @@ def asked_waits(
     delays: str | None,
     links: Mapping[str, float],
 ) -> Waits | None:
-    """Predicts whom the rounds of a federation wait for; None where nobody asked.
-
-    Args:
-        planned: The plan, whose groups are its sites.
-        hub_bandwidth: Gbit/s of the hub, in each direction.
-        quorum: When rounds close; a number of sites is one that waits for all until the grace is over.
-        grace: Seconds for which they stay open after the first contribution.
-        delays: Seconds by which what each site sends comes later.
-        links: Gbit/s of the link of each site, where they differ.
-
-    Raises:
-        ValueError: If an option does not go with the others.
-    """
+    """Predicts whom the rounds of a federation wait for; None where nobody asked."""
     if quorum is None:
         for name, value in (("--grace", grace), ("--delays", delays)):
             if value is not None:

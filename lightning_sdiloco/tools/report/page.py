@@ -67,14 +67,7 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 
 
 def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]) -> str:
-    """Returns the page.
-
-    Args:
-        title: The title, such as the folder of the run.
-        run: The run.
-        verdict: The verdict on it.
-        pictures: SVG files by the names of `CAPTIONS`, each by theme.
-    """
+    """Returns the page."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',

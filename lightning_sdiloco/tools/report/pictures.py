@@ -11,17 +11,7 @@ from lightning_sdiloco.tools.report import series
 
 @dataclass(frozen=True)
 class Theme:
-    """The colors of a picture.
-
-    Attributes:
-        ink: Text.
-        quiet: What matters less.
-        grid: Lines of the grid.
-        paper: The page behind the picture.
-        groups: One for each worker group; further groups start again with the first.
-        training: Inner steps.
-        waiting: Training that waits.
-    """
+    """The colors of a picture."""
 
     ink: str
     quiet: str
@@ -70,17 +60,7 @@ _POINTS = 1000
 
 
 def drawn(draw: Callable[[Any, Run, Theme], None], run: Run, theme: Theme, format: str) -> bytes:
-    """Draws a picture, and returns it as a file.
-
-    Args:
-        draw: One of `PICTURES`.
-        run: The run.
-        theme: The colors.
-        format: ``"svg"`` or ``"png"``.
-
-    Raises:
-        ValueError: If matplotlib is not installed.
-    """
+    """Draws a picture, and returns it as a file."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

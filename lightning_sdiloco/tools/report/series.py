@@ -83,14 +83,7 @@ def in_background(landed: LandingRecord) -> list[Span]:
 
 
 def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
-    """Returns what the ranks of a group sent together, in Gbit/s, in every quarter of a round.
-
-    What a flight sends is spread evenly from its launch to the arrival of the last message of the others.
-
-    Args:
-        ranks: The ranks of the group.
-        zero: The moment from which the times of the curve count, in seconds.
-    """
+    """Returns what the ranks of a group sent together, in Gbit/s, in every quarter of a round."""
     sent = [
         ((landed.spans["flight"][0], on_the_link(landed)[-1][1]), landed.bytes_sent)
         for rank in ranks

@@ -12,13 +12,7 @@ from lightning_sdiloco.tools.report import series
 
 
 class Causes(NamedTuple):
-    """Seconds for which training waited, by what it waited for.
-
-    Attributes:
-        link: For messages on their way, those of the second hop included.
-        groups: For a slower group, which had not launched yet.
-        background: For encoding, decoding and the outer step.
-    """
+    """Seconds for which training waited, by what it waited for."""
 
     link: float
     groups: float
@@ -27,13 +21,7 @@ class Causes(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting to change.
-
-    Attributes:
-        changes: The settings and their new values; empty where the planner knows no change that would gain much.
-        now: The utilisation that the planner expects of the settings of the run.
-        then: The utilisation that it expects with the changes.
-    """
+    """A setting to change."""
 
     changes: dict[str, object]
     now: float
@@ -42,16 +30,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What there is to say about a run.
-
-    Attributes:
-        limit: What limited it most: ``nothing``, ``link``, ``groups``, ``background`` or, for one group, ``alone``.
-        utilisation: Share of the time in which training did not wait, the mean over the ranks.
-        causes: What training waited for, summed over the ranks.
-        link: The link as measured; None if nothing travelled, or the messages were always there before a rank waited.
-        advice: Which setting to change; None if no setting would help, or the planner cannot tell.
-        sentences: All of it in words.
-    """
+    """What there is to say about a run."""
 
     limit: str
     utilisation: float
@@ -116,10 +95,7 @@ def _cause(landed: LandingRecord, others: list[LandingRecord]) -> Causes:
 
 
 def measured_link(run: Run) -> Link | None:
-    """Measures the rate at which the flights of the run went, on each hop from when all groups had sent.
-
-    Those of which nobody knows when their messages came tell nothing.
-    """
+    """Measures the rate at which the flights of the run went, on each hop from when all groups had sent."""
     bits = seconds = 0.0
     for _, landed, others in _with_others(run):
         on_link = _seconds_on_link(landed, others)
@@ -139,15 +115,7 @@ def _seconds_on_link(landed: LandingRecord, others: list[LandingRecord]) -> floa
 
 
 def advise(run: Run, link: Link) -> Advice | None:
-    """Finds the smallest change with which the planner expects the utilisation that it recommends, or the best one.
-
-    Args:
-        run: The run.
-        link: The link as measured.
-
-    Returns:
-        The change; None where the compression has no name, so that the planner does not know it.
-    """
+    """Finds the smallest change with which the planner expects the utilisation that it recommends, or the best one."""
     settings, model = _settings(run), _model(run)
     if settings is None:
         return None

@@ -22,15 +22,7 @@ _CLIS = {"lightning": "lightning.pytorch.cli", "pytorch_lightning": "pytorch_lig
 
 @dataclass(frozen=True)
 class Configuration:
-    """A training as a LightningCLI would run it.
-
-    Args:
-        files: Configuration files, as for ``--config``; later ones override earlier ones.
-        arguments: Further arguments of the LightningCLI, without their dashes: ``trainer.max_steps=100``.
-        cli: The class of the command line, if the training script has its own.
-        model: The model's class, if the script gives it to the command line and the files do not name it.
-        data: The class of the data module, likewise.
-    """
+    """A training as a LightningCLI would run it."""
 
     files: tuple[str, ...]
     arguments: tuple[str, ...] = ()
@@ -66,31 +58,11 @@ class Configuration:
         return replace(self, arguments=(*self.arguments, f"seed_everything={seed}"))
 
     def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
-        """Parses the files and fits, as one group.
-
-        Args:
-            rank: The simulated rank of the group.
-            choices: Arguments of the strategy that replace those of the files.
-            callback: A callback that watches.
-
-        Returns:
-            The trainer, after the fit.
-
-        Raises:
-            ValueError: If the files choose what cannot be simulated.
-        """
+        """Parses the files and fits, as one group."""
         return self._parsed(rank, choices, lambda trainer: _on_one_device(trainer, rank, callback)).trainer
 
     def arguments_of_strategy(self, rank: SimulatedRank, choices: Mapping[str, Any]) -> dict[str, Any]:
-        """Parses the files only, and returns the arguments that the strategy would get.
-
-        Args:
-            rank: A simulated rank.
-            choices: Arguments of the strategy that replace those of the files.
-
-        Raises:
-            ValueError: If the files choose what cannot be simulated.
-        """
+        """Parses the files only, and returns the arguments that the strategy would get."""
         cli = self._parsed(rank, choices, None)
         return dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
 

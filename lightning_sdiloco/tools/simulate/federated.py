@@ -21,19 +21,7 @@ _CHANNELS = 8
 
 @dataclass(frozen=True)
 class Places:
-    """Where the sites of a federation are, and how fast.
-
-    Args:
-        sites: How many there are.
-        step_time: Seconds of an inner step.
-        link: The way from a site to the hub; None takes no time.
-        speeds: How fast each site trains, with 1.0 for the step time; None means all alike.
-        delays: Seconds by which what each site sends comes later; None means none.
-        absences: When which site does nothing. One that begins at 0 makes its site join later.
-
-    Raises:
-        ValueError: If there is not one number for each site, or one is out of its range.
-    """
+    """Where the sites of a federation are, and how fast."""
 
     sites: int
     step_time: float
@@ -91,17 +79,7 @@ def _require(holds: bool, name: str, value: float, rule: str) -> None:
 
 @dataclass
 class Site:
-    """What happened at a site.
-
-    Attributes:
-        times: When each inner step was done, in seconds, with landings; the last one with all until it left.
-        ended: When it left.
-        counted: Rounds in which it counts, over all fragments.
-        late: Contributions of it that came when their round was closed.
-        missed: Rounds that landed at it and count nothing of it.
-        weights: By how many samples it counts in each of its rounds, by fragment.
-        group: Its losses, bytes and inner steps.
-    """
+    """What happened at a site."""
 
     times: list[float] = field(default_factory=list)
     ended: float = 0.0
@@ -114,14 +92,7 @@ class Site:
 
 @dataclass(frozen=True)
 class FederatedRun:
-    """What happened in a federation.
-
-    Attributes:
-        sites: The sites.
-        first: What is the same at all of them, as the first one has it.
-        records: The records of the hub.
-        terms: The terms on which it was founded, as text.
-    """
+    """What happened in a federation."""
 
     sites: Sequence[Site]
     first: Run
@@ -132,17 +103,7 @@ class FederatedRun:
 def play_sites(
     configuration: Configuration, places: Places, choices: Mapping[str, Any], stepped: Callable[[], None]
 ) -> FederatedRun:
-    """Runs a configuration as the sites of a federation, in threads that take turns.
-
-    Args:
-        configuration: The configuration.
-        places: Where the sites are.
-        choices: Arguments of the strategy that replace those of the configuration.
-        stepped: Called after every inner step of every site.
-
-    Raises:
-        ValueError: If the configuration chooses what cannot be simulated.
-    """
+    """Runs a configuration as the sites of a federation, in threads that take turns."""
     turns: Turns[tuple[Site, Run | None]] = Turns(places.sites)
     hub = VirtualHub("simulated", places.founders, VirtualTime(places.sites, turns.until))
     lives = [_Life(configuration, places, hub, turns, site) for site in range(places.sites)]

@@ -18,31 +18,13 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def draw(path: str, outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
-    """Writes the picture to a file.
-
-    Args:
-        path: The file, with the suffix .svg or .png.
-        outcomes: The runs.
-        names: The names of what varied among them.
-
-    Raises:
-        ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
-    """
+    """Writes the picture to a file."""
     require_drawable(path)
     save(_figure(outcomes, names), path)
 
 
 def draw_compared(path: str, rows: Sequence[Compared], names: Sequence[str]) -> None:
-    """Writes the picture of a comparison over several seeds: differences with their intervals, and bytes or time.
-
-    Args:
-        path: The file, with the suffix .svg or .png.
-        rows: The runs; all are compared with the first.
-        names: The names of what varied among them.
-
-    Raises:
-        ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
-    """
+    """Writes the picture of a comparison over several seeds: differences with their intervals, and bytes or time."""
     require_drawable(path)
     figure, left, right = _panels(height=1.4 + 0.3 * len(rows))
     timed = all(row.seconds is not None for row in rows)
@@ -63,15 +45,7 @@ def draw_compared(path: str, rows: Sequence[Compared], names: Sequence[str]) -> 
 
 
 def draw_sites(path: str, run: FederatedRun) -> None:
-    """Writes the picture of a federation to a file: the loss of every site over inner steps, and over virtual time.
-
-    Args:
-        path: The file, with the suffix .svg or .png.
-        run: What happened.
-
-    Raises:
-        ValueError: If the suffix is another, the file cannot be written, or matplotlib is not installed.
-    """
+    """Writes the picture of a federation to a file: the loss of every site over inner steps, and over virtual time."""
     require_drawable(path)
     figure, left, right = _panels()
     unit, name = _unit(max(site.ended for site in run.sites))

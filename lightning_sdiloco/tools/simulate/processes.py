@@ -24,16 +24,7 @@ def _nothing() -> None:
 
 
 class SimulatedRank(NamedTuple):
-    """The rank that a thread plays. It is a worker group of its own.
-
-    Attributes:
-        topology: How it reaches the others.
-        clock: A clock that stands still while other threads run.
-        site: Its number as the site of a federation, which is a world of its own; None if it is none.
-        sites: How many sites there are.
-        begins: Called when an inner step begins.
-        step_time: Seconds that it says an inner step takes; 0 for those that it takes here.
-    """
+    """The rank that a thread plays. It is a worker group of its own."""
 
     topology: Topology
     clock: Callable[[], float]

@@ -23,12 +23,7 @@ LAST = 10
 
 
 class Validation(NamedTuple):
-    """What a validation logged.
-
-    Attributes:
-        step: Inner steps before it.
-        metrics: What it logged, by name.
-    """
+    """What a validation logged."""
 
     step: int
     metrics: dict[str, float]

@@ -26,18 +26,7 @@ _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 @dataclass(frozen=True)
 class Group:
-    """What happened in one simulated group.
-
-    Attributes:
-        losses: The training loss of every batch, of the local model.
-        outer_loss: The mean loss of the outer model on the last batches of the group, after the fit; None if the module
-            optimizes manually.
-        bytes_sent: Bytes that the group sent to the others.
-        inner_steps: Inner steps.
-        step_seconds: Seconds of an inner step here; None if there were not two.
-        idle: The inner steps in which the group did not train, because its loader is paced or its data had ended.
-        launches: The fragments that were launched after each inner step.
-    """
+    """What happened in one simulated group."""
 
     losses: list[float]
     outer_loss: float | None
@@ -60,16 +49,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Run:
-    """What happened in a simulated run.
-
-    Attributes:
-        groups: The groups.
-        validations: What validations logged, of the outer model unless ``evaluate="local"``; a mean over all groups
-            where it was logged as one.
-        outer: The outer parameters after the fit.
-        model: The model, as the planner sees it.
-        settings: The settings of the engine.
-    """
+    """What happened in a simulated run."""
 
     groups: list[Group]
     validations: list[Validation]
@@ -97,20 +77,7 @@ def run(
     stepped: Callable[[], None] = lambda: None,
     speeds: Sequence[float] | None = None,
 ) -> Run:
-    """Runs a configuration as several worker groups of one rank each, in threads that take turns.
-
-    Losses and outer parameters are, bit for bit, those of as many real processes with the same data.
-
-    Args:
-        configuration: The configuration.
-        groups: Number of worker groups.
-        choices: Arguments of the strategy that replace those of the configuration.
-        stepped: Called after every inner step of every group.
-        speeds: How fast each group says that it is; None means what it takes here.
-
-    Raises:
-        ValueError: If the configuration chooses what cannot be simulated.
-    """
+    """Runs a configuration as several worker groups of one rank each, in threads that take turns."""
     _require_groups(groups)
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
     topologies = simulated_topologies(groups, turns.until)
@@ -128,20 +95,7 @@ def run(
 def check(
     configuration: Configuration, groups: int, choices: Mapping[str, Any], site: int | None = None
 ) -> dict[str, Any]:
-    """Refuses what the strategy would refuse, without making a model or data.
-
-    Args:
-        configuration: The configuration.
-        groups: Number of worker groups, or of sites.
-        choices: Arguments of the strategy that replace those of the configuration.
-        site: The number of a site of a federation; None if there is none.
-
-    Returns:
-        The arguments of the strategy.
-
-    Raises:
-        ValueError: If they are out of range.
-    """
+    """Refuses what the strategy would refuse, without making a model or data."""
     _require_groups(groups)
     turns: Turns[dict[str, Any]] = Turns(1)
     rank = SimulatedRank(simulated_topologies(1, turns.until)[0], turns.seconds, site, groups)
@@ -166,17 +120,7 @@ def _require_groups(groups: int) -> None:
 def live(
     configuration: Configuration, rank: SimulatedRank, choices: Mapping[str, Any], stepped: Callable[[], None]
 ) -> tuple[Group, Run | None]:
-    """Runs one group to its end, in its thread. Only the first returns what is the same in all.
-
-    Args:
-        configuration: The configuration.
-        rank: The rank of the thread.
-        choices: Arguments of the strategy that replace those of the configuration.
-        stepped: Called after every inner step.
-
-    Raises:
-        ValueError: If the configuration chooses what cannot be simulated.
-    """
+    """Runs one group to its end, in its thread. Only the first returns what is the same in all."""
     recorder = configuration.ours.Recorder(rank.clock, stepped, rank.begins, rank.step_time)
     trainer = configuration.fit(rank, choices, recorder)
     strategy = trainer.strategy

@@ -25,14 +25,7 @@ def half_width(values: Sequence[float]) -> float | None:
 
 
 def parsed(seeds: str | None) -> list[int]:
-    """Reads seeds from the command line.
-
-    Args:
-        seeds: Such as ``"0,1,2"``; None for none.
-
-    Raises:
-        ValueError: If they are not two to ten different whole numbers.
-    """
+    """Reads seeds from the command line."""
     texts = [] if seeds is None else seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len(set(texts)) < len(texts):
         raise ValueError(f"seeds={seeds!r} are not different whole numbers from 0 on. Give them as 0,1,2.")
@@ -45,15 +38,7 @@ def parsed(seeds: str | None) -> list[int]:
 
 
 def each_with(planned: Sequence[Planned], seeds: Sequence[int]) -> list[Planned]:
-    """Returns runs, each with each of some seeds.
-
-    Args:
-        planned: The runs.
-        seeds: The seeds; none leaves that of the configuration.
-
-    Raises:
-        ValueError: If there are seeds, but only one run.
-    """
+    """Returns runs, each with each of some seeds."""
     if seeds and len(planned) < 2:
         raise ValueError("--seeds compares runs, and there is one. Say with --sweep or --methods what varies.")
     return [one._replace(seed=seed) for one in planned for seed in seeds] if seeds else list(planned)
@@ -61,12 +46,7 @@ def each_with(planned: Sequence[Planned], seeds: Sequence[int]) -> list[Planned]
 
 @dataclass(frozen=True)
 class Compared:
-    """A run that was made with several seeds, and the first of the comparison with the same ones.
-
-    Attributes:
-        outcomes: What came of it, by seed.
-        first: What came of the first.
-    """
+    """A run that was made with several seeds, and the first of the comparison with the same ones."""
 
     outcomes: Sequence[Outcome]
     first: Sequence[Outcome]
@@ -108,11 +88,6 @@ class Compared:
 
 
 def compared(outcomes: Sequence[Outcome], seeds: int) -> list[Compared]:
-    """Joins the runs of a sweep that differ in the seed alone.
-
-    Args:
-        outcomes: All runs, those of the same choices together, seed by seed.
-        seeds: The number of seeds.
-    """
+    """Joins the runs of a sweep that differ in the seed alone."""
     each = [outcomes[start : start + seeds] for start in range(0, len(outcomes), seeds)]
     return [Compared(own, each[0]) for own in each]

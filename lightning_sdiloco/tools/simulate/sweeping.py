@@ -22,14 +22,7 @@ METHOD = "method"
 
 
 class Planned(NamedTuple):
-    """A run that is planned.
-
-    Attributes:
-        groups: The number of groups.
-        choices: Arguments of the strategy.
-        name: What it is called, if it has a name.
-        seed: What takes the place of the ``seed_everything`` of the configuration, if there are several seeds.
-    """
+    """A run that is planned."""
 
     groups: int
     choices: Choices
@@ -59,15 +52,7 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
 
 
 def methods(file: str, groups: int) -> list[Planned]:
-    """Reads runs to compare from a YAML file: from a name to arguments of the strategy, or groups.
-
-    Args:
-        file: The file.
-        groups: The number of groups, unless a run has its own.
-
-    Raises:
-        ValueError: If it is no such file, or names what is no argument of the strategy.
-    """
+    """Reads runs to compare from a YAML file: from a name to arguments of the strategy, or groups."""
     read = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
     if not isinstance(read, dict) or not all(isinstance(own, dict) or own is None for own in read.values()):
         raise ValueError(
@@ -106,15 +91,7 @@ def _parsed(sweep: str) -> tuple[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Where a simulated run would take place.
-
-    Args:
-        link: The way between groups.
-        step_time: Seconds of an inner step there; None means what it takes here.
-        memory_rate: Bytes per second that a device reads and writes in its memory.
-        speeds: How fast each group trains, with 1.0 for the step time; None means all alike.
-        absences: When which group is away.
-    """
+    """Where a simulated run would take place."""
 
     link: Link
     step_time: float | None = None
@@ -123,14 +100,7 @@ class Circumstances:
     absences: tuple[Absence, ...] = ()
 
     def check(self, groups: int) -> None:
-        """Refuses numbers that do not fit the number of groups.
-
-        Args:
-            groups: Number of worker groups.
-
-        Raises:
-            ValueError: If there is not one speed for each group, or a number is out of its range.
-        """
+        """Refuses numbers that do not fit the number of groups."""
         if groups > 1:
             method = Streaming(Model.of_size(1, layers=1), Settings(), Groups(self.step_time or 1.0, groups))
             play(method, self.link, 1, self.speeds or (1.0,) * groups, self.absences)
@@ -138,13 +108,7 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Prediction:
-    """How long a run would take.
-
-    Attributes:
-        times: When each group does what.
-        step_time: Seconds of an inner step.
-        ddp_seconds: Seconds that DistributedDataParallel over all groups would take for as many steps.
-    """
+    """How long a run would take."""
 
     times: list[Times]
     step_time: float
@@ -167,15 +131,7 @@ class Prediction:
 
 
 def predict(run: Run, where: Circumstances) -> Prediction | None:
-    """Predicts how long a run would take; None if nothing travels, or no step was made.
-
-    Args:
-        run: The run.
-        where: Where it would take place.
-
-    Raises:
-        ValueError: If there is not one speed for each group, or a number is out of its range.
-    """
+    """Predicts how long a run would take; None if nothing travels, or no step was made."""
     step_time = where.step_time or run.step_seconds
     if len(run.groups) < 2 or step_time is None:
         return None
@@ -195,16 +151,7 @@ def predict(run: Run, where: Circumstances) -> Prediction | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run of a sweep.
-
-    Attributes:
-        groups: The number of groups.
-        choices: The arguments of the strategy that the sweep chose.
-        run: What happened.
-        prediction: How long it would take, if a link was given.
-        name: What the run is called, if it has a name.
-        seed: The seed, if there are several.
-    """
+    """A run of a sweep."""
 
     groups: int
     choices: Mapping[str, Any]

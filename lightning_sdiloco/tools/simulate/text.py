@@ -16,15 +16,7 @@ _MOST_VALIDATIONS = 10
 
 
 def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
-    """Formats one run.
-
-    Args:
-        outcome: The run.
-        where: Where it would take place, if a link was given.
-
-    Returns:
-        The settings, a table of the groups, the validations, and how long it would take.
-    """
+    """Formats one run."""
     run = outcome.run
     steps = max(group.inner_steps for group in run.groups)
     parts = [
@@ -39,15 +31,7 @@ def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
 
 
 def sites_as_text(run: FederatedRun, places: Places) -> str:
-    """Formats a federation.
-
-    Args:
-        run: What happened.
-        places: Where its sites were.
-
-    Returns:
-        The settings, a table of the sites, and the validations of the first one.
-    """
+    """Formats a federation."""
     first = run.first
     parts = [
         f"{len(run.sites)} site{'s' if len(run.sites) > 1 else ''}, {_settings(first)}\n{run.terms}",
@@ -85,13 +69,7 @@ def _link(places: Places) -> str:
 
 
 def sweep_as_text(outcomes: Sequence[Outcome], names: Sequence[str], where: Circumstances | None) -> str:
-    """Formats the runs of a sweep as a table, one line for each.
-
-    Args:
-        outcomes: The runs.
-        names: What varied.
-        where: Where they would take place, if a link was given.
-    """
+    """Formats the runs of a sweep as a table, one line for each."""
     metrics = list(outcomes[0].run.validations[-1].metrics) if outcomes[0].run.validations else []
     columns = [*names, f"loss, last\n{LAST} batches", "outer\nmodel", *metrics, "bytes sent\nper group"]
     timed = [outcome.prediction for outcome in outcomes]
@@ -114,13 +92,7 @@ def sweep_as_text(outcomes: Sequence[Outcome], names: Sequence[str], where: Circ
 
 
 def compared_as_text(rows: Sequence[Compared], names: Sequence[str], where: Circumstances | None) -> str:
-    """Formats runs that were made with several seeds as a table, one line for each.
-
-    Args:
-        rows: The runs.
-        names: What varied.
-        where: Where they would take place, if a link was given.
-    """
+    """Formats runs that were made with several seeds as a table, one line for each."""
     timed = [row.seconds for row in rows]
     columns = [*names, "loss of the\nouter model", "minus that of\nthe first, %", "bytes sent\nper group"]
     table = new_table([*columns, *(["predicted\ntime"] if any(timed) else [])], left=len(names))

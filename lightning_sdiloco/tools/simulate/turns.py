@@ -49,17 +49,7 @@ class Turns(Generic[Result]):
         self._failure: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Runs one function in each thread. All start from the caller's random numbers, which are restored afterwards.
-
-        Args:
-            functions: The functions, in the order in which they have their first turn.
-
-        Returns:
-            What they return, in their order.
-
-        Raises:
-            BaseException: Whatever the first of them to fail raised. The others end then.
-        """
+        """Runs one function in each thread, all from the caller's random numbers, which it restores."""
         state = _State.taken(0)
         threads = [
             threading.Thread(target=self._live, args=(seat, function, state), name=f"group {seat}", daemon=True)
@@ -84,14 +74,7 @@ class Turns(Generic[Result]):
         return [self._results[seat] for seat in range(len(functions))]
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Lets the other threads have their turns until a condition holds.
-
-        Args:
-            ready: Tells whether it holds.
-
-        Raises:
-            Stopped: If another thread has failed, or all wait for each other, which `run` raises as an error.
-        """
+        """Lets the other threads have their turns until a condition holds."""
         self._go_on()
         if ready():
             return

@@ -15,12 +15,7 @@ Until = Callable[[Callable[[], bool]], None]
 
 
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
-    """Makes the topologies of worker groups of one rank each, whose threads take turns.
-
-    Args:
-        groups: Number of worker groups.
-        until: Lets the other threads have their turns until a condition holds.
-    """
+    """Makes the topologies of worker groups of one rank each, whose threads take turns."""
     tables: dict[int, _Meeting] = defaultdict(_Meeting)
     words, places, sent, sent_on = ([0] * groups for _ in range(4))
     return [
@@ -47,14 +42,7 @@ class _Meeting:
 
 
 class SimulatedWorld(Communicator):
-    """All ranks, which are threads of this process.
-
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        meetings: The collectives by their number, shared by all ranks.
-        until: Lets the other threads have their turns until a condition holds.
-    """
+    """All ranks, which are threads of this process."""
 
     def __init__(self, rank: int, size: int, meetings: dict[int, _Meeting], until: Until) -> None:
         super().__init__()
@@ -65,7 +53,6 @@ class SimulatedWorld(Communicator):
         self._number = 0
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """See `Communicator.all_gather`."""
         return [part.clone() for part in self._meet("gather tensors", tensor.detach().clone())]
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -73,7 +60,6 @@ class SimulatedWorld(Communicator):
         return [pickle.loads(data) for data in self._meet("gather objects", pickle.dumps(value))]
 
     def broadcast(self, tensor: Tensor) -> None:
-        """See `Communicator.broadcast`."""
         parts = self._meet("broadcast", tensor.detach().clone() if self._rank == 0 else None)
         tensor.copy_(parts[0])
 
@@ -99,14 +85,7 @@ def _require_the_same(asked: list[str]) -> None:
 
 
 class TurnTakingExchange(Exchange[tuple[int, Any]]):
-    """An exchange that lets the other groups have their turns until all have posted.
-
-    Args:
-        exchange: The exchange between groups of one process.
-        group: This group.
-        sent: How many messages each group has posted; shared by all groups.
-        until: Lets the other threads have their turns until a condition holds.
-    """
+    """An exchange that lets the other groups have their turns until all have posted."""
 
     def __init__(self, exchange: Exchange[Any], group: int, sent: list[int], until: Until) -> None:
         super().__init__(exchange.num_groups)
@@ -116,12 +95,10 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
         self._until = until
 
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[int, Any]:
-        """See `Exchange.post`."""
         self._sent[self._group] += 1
         return self._sent[self._group], self._exchange.post(messages, sizes)
 
     def collect(self, posted: tuple[int, Any], deadline: float) -> list[Tensor]:
-        """See `Exchange.collect`."""
         number, sent = posted
         self._until(lambda: min(self._sent) >= number)
         messages = self._exchange.collect(sent, deadline)
