@@ -123,12 +123,12 @@ def test_every_file_is_in_a_room() -> None:
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == FLOOR.keys() - GROUND
 
 
-@pytest.mark.parametrize("module", of_rooms(*FLOOR))
-def test_imports_go_down_only(module: str) -> None:
-    own = room_of(module)
-    # A room knows itself; the face, which is above all, is no room.
-    others = {other for other in GRAPH[module] if room_of(other) != own}
-    assert [other for other in others if FLOOR.get(room_of(other), len(FLOORS)) >= FLOOR[own]] == []
+def test_imports_go_down_only() -> None:
+    for module in of_rooms(*FLOOR):
+        own = room_of(module)
+        # A room knows itself; the face, which is above all, is no room.
+        others = {other for other in GRAPH[module] if room_of(other) != own}
+        assert [other for other in others if FLOOR.get(room_of(other), len(FLOORS)) >= FLOOR[own]] == [], module
 
 
 def test_no_imports_form_a_circle() -> None:
@@ -209,22 +209,22 @@ def called(node: ast.AST, function: str) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == function
 
 
-@pytest.mark.parametrize("module", of_rooms(*BELOW_LIGHTNING))
-def test_what_is_below_lightning_needs_torch_alone(module: str) -> None:
-    # typing_extensions and fsspec come with torch. An extra is imported by its name, where it is used: by `extra`.
-    assert tops_of(module) <= {NAME, "torch", "typing_extensions", "fsspec"} | sys.stdlib_module_names
-    modules = {node.args[0].value.split(".")[0] for node in nodes_of(module) if called(node, "extra")}
-    assert modules <= ({"grpc", "cryptography"} if module.startswith(f"{NAME}.comm.mailbox.") else set())
+def test_what_is_below_lightning_needs_torch_alone() -> None:
+    for module in of_rooms(*BELOW_LIGHTNING):
+        # typing_extensions and fsspec come with torch. An extra is imported by its name, where it is used: by `extra`.
+        assert tops_of(module) <= {NAME, "torch", "typing_extensions", "fsspec"} | sys.stdlib_module_names, module
+        modules = {node.args[0].value.split(".")[0] for node in nodes_of(module) if called(node, "extra")}
+        assert modules <= ({"grpc", "cryptography"} if module.startswith(f"{NAME}.comm.mailbox.") else set()), module
 
 
-@pytest.mark.parametrize("module", sorted(WITHOUT_TENSORS))
-def test_arithmetic_needs_neither_torch_nor_the_rest_of_the_package(module: str) -> None:
-    assert tops_of(module) <= sys.stdlib_module_names
+def test_arithmetic_needs_neither_torch_nor_the_rest_of_the_package() -> None:
+    for module in sorted(WITHOUT_TENSORS):
+        assert tops_of(module) <= sys.stdlib_module_names, module
 
 
-@pytest.mark.parametrize("module", of_rooms("federation", "planning"))
-def test_planning_and_federation_are_plain_numbers(module: str) -> None:
-    assert tops_of(module) <= {NAME, "typing_extensions"} | sys.stdlib_module_names
+def test_planning_and_federation_are_plain_numbers() -> None:
+    for module in of_rooms("federation", "planning"):
+        assert tops_of(module) <= {NAME, "typing_extensions"} | sys.stdlib_module_names, module
 
 
 @pytest.mark.parametrize(
@@ -245,10 +245,10 @@ def test_a_member_of_a_family_knows_no_other_member(family: str, shared: set[str
 CLOCKS_AND_FILES = {"time", "datetime", "random", "secrets", "os", "pathlib", "socket", "threading", "asyncio"}
 
 
-@pytest.mark.parametrize("module", of_rooms("federation"))
-def test_the_rules_of_a_federation_have_no_clock_no_chance_and_no_file(module: str) -> None:
-    assert tops_of(module) & CLOCKS_AND_FILES == set()
-    assert GRAPH[module] <= {*of_rooms("federation"), f"{NAME}.errors"}
+def test_the_rules_of_a_federation_have_no_clock_no_chance_and_no_file() -> None:
+    for module in of_rooms("federation"):
+        assert tops_of(module) & CLOCKS_AND_FILES == set(), module
+        assert GRAPH[module] <= {*of_rooms("federation"), f"{NAME}.errors"}, module
 
 
 PICKLING = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"}
@@ -269,14 +269,14 @@ MAY_PICKLE = {f"{NAME}.tools.simulate.world"}
 MAY_LOAD = {f"{NAME}.lightning.checkpoint.sharded_model"}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_that_another_rank_sends_is_unpickled(module: str) -> None:
-    assert module in MAY_PICKLE or tops_of(module) & PICKLING == set()
-    assert dotted_names([module]) & {f"{module}: {name}" for name in OBJECT_COLLECTIVES} == set()
-    loads = [
-        ast.unparse(node) for node in nodes_of(module) if called(node, "load") and "torch.load" in ast.unparse(node)
-    ]
-    assert module in MAY_LOAD or [load for load in loads if "weights_only=True" not in load] == []
+def test_nothing_that_another_rank_sends_is_unpickled() -> None:
+    for module in MODULES:
+        assert module in MAY_PICKLE or tops_of(module) & PICKLING == set(), module
+        assert dotted_names([module]) & {f"{module}: {name}" for name in OBJECT_COLLECTIVES} == set(), module
+        loads = [
+            ast.unparse(node) for node in nodes_of(module) if called(node, "load") and "torch.load" in ast.unparse(node)
+        ]
+        assert module in MAY_LOAD or [load for load in loads if "weights_only=True" not in load] == [], module
 
 
 def test_nothing_from_the_network_is_unpickled() -> None:
@@ -441,12 +441,12 @@ def test_everything_exported_has_a_docstring() -> None:
     assert [name for name, thing in found.items() if isinstance(thing, described) and not inspect.getdoc(thing)] == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_the_first_line_of_a_file_says_what_it_is_about(module: str) -> None:
-    docstring = ast.get_docstring(tree_of(module))
-    assert docstring
-    assert MODULES[module].read_text().startswith('"""')
-    assert docstring.split("\n")[0].endswith(".")
+def test_the_first_line_of_a_file_says_what_it_is_about() -> None:
+    for module in MODULES:
+        docstring = ast.get_docstring(tree_of(module))
+        assert docstring, module
+        assert MODULES[module].read_text().startswith('"""'), module
+        assert docstring.split("\n")[0].endswith("."), module
 
 
 def named_by(page: Path) -> list[str]:
