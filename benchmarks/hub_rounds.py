@@ -29,7 +29,7 @@ from lightning_sdiloco.hub import (
 
 RUN = "rounds"
 TERMS = Terms(fragments=1, sync_every=2, overlap_steps=1, grace=10.0, lease=10.0)
-CHARTER = Charter(RUN, TERMS, {}, ({"weight": "(1,)"},), ((),), {}, "")
+CHARTER = Charter(RUN, TERMS, {}, ((("weight", "(1,)"),),), ((),), {}, "")
 
 
 class Site:

@@ -39,8 +39,7 @@ from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.site.arithmetic import Encoded, SiteArithmetic, Stepped
 from lightning_sdiloco.engine.site.world import FederatedWorld
-from lightning_sdiloco.federation import Contribution, Landing, Record
-from lightning_sdiloco.federation.progress import Progress
+from lightning_sdiloco.federation import Contribution, Landing, Progress, Record
 from lightning_sdiloco.hub import Connection, InProcessConnection, InProcessHub
 from lightning_sdiloco.tools.simulate.seeds import half_width
 

@@ -6,30 +6,38 @@ averaged is the business of those who call. This room knows no network, no clock
 """
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation.anchors import Anchors
-from lightning_sdiloco.federation.charter import Charter
-from lightning_sdiloco.federation.follower import Follower
-from lightning_sdiloco.federation.founding import Founding
-from lightning_sdiloco.federation.ledger import Answer, Ledger, Member, OpenRound
-from lightning_sdiloco.federation.messages import Beat, Call, Hello, Standing, StateHeader, Welcome
-from lightning_sdiloco.federation.parsing import CLASS_PATH, KEY, LIFE, NAME, words
-from lightning_sdiloco.federation.progress import Flight, Landing, Progress
-from lightning_sdiloco.federation.quorum import All, DynamicBackup, Quorum, built_in, chosen, quorum_of
-from lightning_sdiloco.federation.records import Contribution, Launch, LeftOut, Payload, Position, Record, Timing
-from lightning_sdiloco.federation.settling import Known, Measurement, Settling
-from lightning_sdiloco.federation.terms import (
+from lightning_sdiloco.federation.charter import (
     ANCHOR_EVERY,
     LONGEST_GRACE,
     RETENTION,
+    Charter,
     ChosenQuorum,
+    Founding,
     Terms,
-    automatic_grace,
 )
+from lightning_sdiloco.federation.codec import CLASS_PATH, KEY, NAME, Message, read
+from lightning_sdiloco.federation.follower import Flight, Follower, Landing, Progress
+from lightning_sdiloco.federation.ledger import Answer, Ledger
+from lightning_sdiloco.federation.messages import (
+    Beat,
+    Call,
+    Contribution,
+    Hello,
+    Launch,
+    Payload,
+    Position,
+    Record,
+    Standing,
+    StateHeader,
+    Timing,
+    Welcome,
+)
+from lightning_sdiloco.federation.quorum import All, DynamicBackup, Quorum, built_in, chosen, quorum_of
+from lightning_sdiloco.federation.settling import Known, Measurement, Settling
 
 __all__ = [
     "ANCHOR_EVERY",
     "All",
-    "Anchors",
     "Answer",
     "Beat",
     "CLASS_PATH",
@@ -44,17 +52,14 @@ __all__ = [
     "Hello",
     "KEY",
     "Known",
-    "LIFE",
     "LONGEST_GRACE",
     "Landing",
     "Launch",
-    "LeftOut",
+    "Message",
     "Ledger",
     "Malformed",
     "Measurement",
-    "Member",
     "NAME",
-    "OpenRound",
     "Payload",
     "Position",
     "Progress",
@@ -68,9 +73,8 @@ __all__ = [
     "Terms",
     "Timing",
     "Welcome",
-    "automatic_grace",
     "built_in",
     "chosen",
     "quorum_of",
-    "words",
+    "read",
 ]

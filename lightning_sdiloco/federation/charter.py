@@ -1,77 +1,134 @@
 """The charter: what a run was founded on. Who brings another one is refused, and told what differs."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
-from lightning_sdiloco.errors import Malformed
-from lightning_sdiloco.federation.parsing import (
+from lightning_sdiloco.federation.codec import (
     CLASS_PATH,
-    LONGEST_WORD,
+    LONGEST_TEXT,
     MOST_FRAGMENTS,
-    NAME,
-    decoded,
+    Message,
+    Name,
     encoded,
-    fields,
     key_of,
-    listed,
-    number,
-    require_sealed,
-    sealed,
-    text,
-    whole,
-    word,
-    words,
+    plain,
 )
-from lightning_sdiloco.federation.terms import ChosenQuorum, Terms
 
-MOST_BYTES = 1 << 26
-"""How long the text of a charter may be: it names every parameter."""
+RETENTION = 8
+"""For how many rounds payloads are kept. Who is further behind needs a state."""
+ANCHOR_EVERY = 50
+"""Rounds between two states that are left at the hub, so that the run survives the loss of all sites."""
+LONGEST_GRACE = 10.0
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Charter:
+class ChosenQuorum:
+    """Names a `Quorum`, as it stands in the charter: every hub of the run makes the same one of it.
+
+    Args:
+        class_path: Its class.
+        init_args: The arguments of that, as values of JSON.
+
+    Examples:
+        >>> print(ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.5}))
+        lightning_sdiloco.DynamicBackup(least=0.5)
+    """
+
+    class_path: Annotated[str, CLASS_PATH]
+    init_args: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if len(encoded(plain(self))) > LONGEST_TEXT:
+            raise ValueError(f"the quorum is longer than {LONGEST_TEXT} characters")
+
+    def __str__(self) -> str:
+        return f"{self.class_path}({', '.join(f'{name}={value!r}' for name, value in self.init_args.items())})"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Holds what hub and sites must agree on to follow the same rules. Times are in seconds."""
+
+    fragments: Annotated[int, range(MOST_FRAGMENTS + 1)]
+    sync_every: int
+    overlap_steps: int
+    grace: float
+    lease: float = 10.0
+    quorum: int | ChosenQuorum = 1
+    rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            least = {"overlap_steps": 0, "grace": 0}.get(item.name, 1 if item.name != "lease" else 0)
+            is_chosen = isinstance(value, ChosenQuorum) or (item.name == "rounds" and value is None)
+            if not is_chosen and not value >= least:
+                raise ValueError(f"{item.name}={value!r} is out of range: it must be at least {least}.")
+        if self.overlap_steps >= self.sync_every:
+            raise ValueError(
+                f"overlap_steps={self.overlap_steps} is out of range: it must be below sync_every, which is"
+                f" {self.sync_every}. Choose a smaller one."
+            )
+
+    @property
+    def least_steps(self) -> int:
+        """With fewer inner steps since it was last counted a site does not launch."""
+        return max(1, -(-self.sync_every // 4))
+
+    @property
+    def longest_wait(self) -> float:
+        """How long a site stops training, at most, because a flight has not landed."""
+        return self.grace + 1.0
+
+    def is_last(self, round: int) -> bool:
+        """Tells whether a round is the last by the charter."""
+        return self.rounds is not None and round >= self.rounds
+
+
+Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
+"""The parameters of a fragment in the order of their values: names, and what describes shape and dtype."""
+
+
+@dataclass(frozen=True)
+class Charter(Message):
     """Holds what must be the same at all sites, and stays the same as long as the run lasts.
 
     Args:
         run: The name of the run.
         terms: The numbers of its rules.
         settings: Every setting of the training as text, with no ``"auto"`` left in it.
-        fragments: Of each fragment its parameters: names, and what describes shape and dtype.
+        fragments: Of each fragment its parameters, in the order of their values in a payload: pairs of a name, and what
+            describes shape and dtype.
         shards: Of each fragment the sizes of its shards where ranks must be the same everywhere; otherwise empty.
         versions: The versions of what takes part in the arithmetic.
         self_test: What the arithmetic of a site makes of known values.
 
     Examples:
         >>> terms = Terms(fragments=1, sync_every=100, overlap_steps=5, grace=2.0)
-        >>> ours = Charter("llm", terms, {"compression": "'fp4'"}, ({"weight": "(2, 2)"},), ((),), {}, "5f")
-        >>> theirs = Charter("llm", terms, {"compression": "'fp32'"}, ({"weight": "(2, 2)"},), ((),), {}, "60")
+        >>> ours = Charter("llm", terms, {"compression": "'fp4'"}, ((("weight", "(2, 2)"),),), ((),), {}, "5f")
+        >>> theirs = Charter("llm", terms, {"compression": "'fp32'"}, ((("weight", "(2, 2)"),),), ((),), {}, "60")
         >>> ours.differences(theirs)
         ["settings.compression is 'fp4' here and 'fp32' there", 'self_test is 5f here and 60 there']
     """
 
-    run: str
+    run: Name
     terms: Terms
     settings: Mapping[str, str]
-    fragments: tuple[Mapping[str, str], ...]
+    fragments: tuple[Parameters, ...]
     shards: tuple[tuple[int, ...], ...]
     versions: Mapping[str, str]
     self_test: str
 
-    def described(self) -> dict[str, Any]:
-        """Returns it as an object of JSON."""
-        return {
-            "run": self.run,
-            "terms": asdict(self.terms),
-            "settings": dict(self.settings),
-            # The order of parameters counts too: it is that of the values in a payload.
-            "fragments": [[list(entry) for entry in own.items()] for own in self.fragments],
-            "shards": [list(sizes) for sizes in self.shards],
-            "versions": dict(self.versions),
-            "self_test": self.self_test,
-        }
+    most_bytes = 1 << 26  # it names every parameter
+    sealed = True
+
+    def __post_init__(self) -> None:
+        for index, parameters in enumerate(self.fragments):
+            if len(dict(parameters)) < len(parameters):
+                raise ValueError(f"charter.fragments[{index}] does not name its parameters once each")
 
     @cached_property
     def key(self) -> str:
@@ -80,38 +137,13 @@ class Charter:
 
     def summary(self) -> dict[str, Any]:
         """Returns what is to be said of it in short, as an object of JSON: without the names of parameters."""
-        own = self.described() | {"key": self.key, "fragments": len(self.fragments)}
+        own = plain(self) | {"key": self.key, "fragments": len(self.fragments)}
         del own["shards"]
-        return own | {"parameters": sum(map(len, self.fragments))}
-
-    def to_bytes(self) -> bytes:
-        """Returns its text, with a key, so that no bit of it changes unseen."""
-        return sealed(self.described())
-
-    @staticmethod
-    def from_bytes(data: bytes) -> "Charter":
-        """Reads its text."""
-        value = decoded(data, MOST_BYTES)
-        if isinstance(value, dict):
-            value.pop("key", None)
-        read = fields(
-            value,
-            "charter",
-            run=text(NAME),
-            terms=_terms,
-            settings=words,
-            fragments=listed(_parameters, MOST_FRAGMENTS),
-            shards=listed(listed(whole(), MOST_FRAGMENTS), MOST_FRAGMENTS),
-            versions=words,
-            self_test=word,
-        )
-        charter = Charter(**read)
-        require_sealed(data, charter.described())
-        return charter
+        return {**own, "parameters": sum(map(len, self.fragments))}
 
     def differences(self, other: "Charter") -> list[str]:
         """Names what differs from another charter, this one being "here": empty if nothing does."""
-        ours, theirs = dict(_leaves(self.described())), dict(_leaves(other.described()))
+        ours, theirs = dict(_leaves(plain(self))), dict(_leaves(plain(other)))
         return [
             f"{name} is {ours.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
             for name in dict.fromkeys([*ours, *theirs])
@@ -141,40 +173,51 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, str(value)
 
 
-def _parameters(value: Any, name: str) -> Any:
-    entries = listed(listed(word, 2), 1 << 20)(value, name)
-    if any(len(entry) != 2 for entry in entries) or len({key for key, _ in entries}) < len(entries):
-        raise Malformed(f"{name} does not name its parameters once each, with their shapes")
-    return dict(entries)
+class Founding:
+    """Gathers sites until there are enough to found a run, which happens once.
 
+    The hub writes the charter durably before it tells anybody, and asks the founder for its state: the anchor at round
+    0, from which all others begin. From then on there is a run, and no founding any more.
 
-def _terms(value: Any, name: str) -> Any:
-    read = fields(
-        value,
-        name,
-        fragments=whole(1, MOST_FRAGMENTS),
-        sync_every=whole(1),
-        overlap_steps=whole(),
-        grace=number,
-        lease=number,
-        quorum=_quorum,
-        rounds=lambda value, name: value if value is None else whole(1)(value, name),
-    )
-    try:
-        return Terms(**read)
-    except ValueError as error:
-        raise Malformed(str(error)) from None
+    Args:
+        sites: How many it takes.
 
+    Examples:
+        >>> terms = Terms(fragments=1, sync_every=100, overlap_steps=5, grace=2.0)
+        >>> charter = Charter("llm", terms, {}, ((("weight", "(2, 2)"),),), ((),), {}, "5f")
+        >>> founding = Founding(2)
+        >>> founding.hello("b", charter), founding.hello("b", charter), founding.hello("a", charter)
+        (False, False, True)
+        >>> founding.founder
+        'a'
+    """
 
-def _quorum(value: Any, name: str) -> Any:
-    if not isinstance(value, dict):
-        return whole(1)(value, name)
-    if len(encoded(value)) > LONGEST_WORD:
-        raise Malformed(f"{name} is longer than {LONGEST_WORD} characters")
-    return ChosenQuorum(**fields(value, name, class_path=text(CLASS_PATH), init_args=_object))
+    def __init__(self, sites: int) -> None:
+        self._sites = sites
+        self._charters: dict[str, Charter] = {}
 
+    def hello(self, site: str, charter: Charter) -> bool:
+        """Takes a site in; returns whether there are enough now."""
+        for other in (own for name, own in self._charters.items() if name != site):
+            charter.require_same(other)
+        self._charters[site] = charter
+        return len(self._charters) >= self._sites
 
-def _object(value: Any, name: str) -> Any:
-    if not isinstance(value, dict):
-        raise Malformed(f"{name} is no object")
-    return value
+    def gone(self, site: str) -> None:
+        """Takes back a site that went away before there were enough."""
+        self._charters.pop(site, None)
+
+    @property
+    def charter(self) -> Charter:
+        """The charter that all brought."""
+        return next(iter(self._charters.values()))
+
+    @property
+    def missing(self) -> int:
+        """How many sites there are too few."""
+        return max(0, self._sites - len(self._charters))
+
+    @property
+    def founder(self) -> str:
+        """The site whose outer parameters are those of round 0: the first by name."""
+        return min(self._charters)

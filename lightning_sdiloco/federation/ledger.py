@@ -29,12 +29,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lightning_sdiloco.errors import AgreementError, Refused
-from lightning_sdiloco.federation.anchors import Anchors
-from lightning_sdiloco.federation.messages import Beat, Call, Hello, Standing, StateHeader, Welcome
+from lightning_sdiloco.federation.charter import ANCHOR_EVERY, RETENTION, Terms
+from lightning_sdiloco.federation.messages import (
+    Beat,
+    Call,
+    Contribution,
+    Hello,
+    LeftOut,
+    Position,
+    Record,
+    Standing,
+    StateHeader,
+    Timing,
+    Welcome,
+)
 from lightning_sdiloco.federation.quorum import Quorum, quorum_of
-from lightning_sdiloco.federation.records import Contribution, LeftOut, Position, Record
-from lightning_sdiloco.federation.terms import RETENTION, Terms
-from lightning_sdiloco.federation.timings import Timings
 
 
 class Answer(Enum):
@@ -350,3 +359,90 @@ class Ledger:
         )
         rounds = zip(self.closed, anchored, strict=True)
         return tuple(max(0, min(closed.round - RETENTION, own)) + 1 for closed, own in rounds)
+
+
+class Anchors:
+    """Knows which states at the hub can be trusted, and when it is time for a new one."""
+
+    def __init__(self, headers: Iterable[StateHeader] = ()) -> None:
+        self._states: list[tuple[StateHeader, set[int]]] = [(header, set()) for header in headers]
+
+    @property
+    def headers(self) -> list[StateHeader]:
+        """The states that are kept, the oldest first. What is not among them can be deleted."""
+        return [header for header, _ in self._states]
+
+    @property
+    def best(self) -> StateHeader | None:
+        """The state to begin from if no site has one."""
+        return self._states[0][0] if self._states else None
+
+    def add(self, header: StateHeader) -> None:
+        """Takes a state that is durable at the hub."""
+        self._states.append((header, set()))
+
+    def check(self, record: Record) -> None:
+        """Compares the states with a record, and drops those that are wrong or no longer needed."""
+        sound = []
+        for header, verified in self._states:
+            position = header.applied[record.fragment]
+            if position.round == record.round - 1:
+                if (position.key, header.digests[record.fragment]) != (record.previous, record.digest):
+                    continue
+                verified.add(record.fragment)
+            sound.append((header, verified))
+        last = max((i for i, (header, ok) in enumerate(sound) if len(ok) == len(header.applied)), default=0)
+        self._states = sound[last:]
+
+    def is_due(self, rounds: Iterable[int]) -> bool:
+        """Tells whether it is time for a new state."""
+        if not self._states:
+            return True
+        newest = self._states[-1][0].applied
+        return any(closed - own.round >= ANCHOR_EVERY for closed, own in zip(rounds, newest, strict=True))
+
+
+class Timings:
+    """Remembers when contributions came, until a record tells it."""
+
+    def __init__(self) -> None:
+        # By fragment: the last round that was closed, and when it was opened.
+        self._closed: dict[int, tuple[int, float | None]] = {}
+        # By fragment and site: when it came for a round, and in which life it was counted when.
+        self._came: dict[tuple[int, str], tuple[int, float]] = {}
+        self._counted: dict[tuple[int, str], tuple[str, float]] = {}
+        self._untold: dict[int, dict[tuple[str, int], Timing]] = {}
+
+    def arrives(self, own: Contribution, now: float, opened: float | None) -> None:
+        """Hears of a contribution."""
+        self._came[own.fragment, own.site] = own.round, now
+        if opened is not None:
+            late = round(now - opened, 3)
+            timing = Timing(own.site, own.round, late, self._step(own, now))
+            self._untold.setdefault(own.fragment, {})[own.site, own.round] = timing
+
+    def arrives_late(self, own: Contribution, now: float) -> None:
+        """Hears of a contribution to a round that is closed: once, and only if it was the last one."""
+        closed, opened = self._closed.get(own.fragment, (0, None))
+        came, _ = self._came.get((own.fragment, own.site), (0, 0.0))
+        if own.round == closed and came < closed:
+            self.arrives(own, now, opened)
+
+    def _step(self, own: Contribution, now: float) -> float | None:
+        """Returns the seconds for each of the inner steps, which are those since the site was last counted."""
+        life, since = self._counted.get((own.fragment, own.site), ("", now))
+        return float(f"{(now - since) / own.steps:.4g}") if life == own.life and own.steps else None
+
+    def of(self, fragment: int) -> tuple[Timing, ...]:
+        """Returns what the next record of a fragment tells, by name of the site."""
+        return tuple(own for _, own in sorted(self._untold.get(fragment, {}).items()))
+
+    def closes(self, record: Record, opened: float | None) -> None:
+        """Hears that a record has told what it tells."""
+        fragment = record.fragment
+        self._closed[fragment] = record.round, opened
+        self._untold.pop(fragment, None)
+        for own in record.counted:
+            came, time = self._came.get((fragment, own.site), (0, 0.0))
+            if came == record.round:
+                self._counted[fragment, own.site] = own.life, time

@@ -8,11 +8,9 @@ from statistics import median
 from typing import Any
 
 from lightning_sdiloco.errors import Malformed
-from lightning_sdiloco.federation.parsing import CLASS_PATH, decoded, encoded
-from lightning_sdiloco.federation.records import Record
-from lightning_sdiloco.federation.terms import RETENTION, ChosenQuorum
-
-_LONGEST = 4096
+from lightning_sdiloco.federation.charter import RETENTION, ChosenQuorum
+from lightning_sdiloco.federation.codec import CLASS_PATH, LONGEST_TEXT, decoded, encoded
+from lightning_sdiloco.federation.messages import Record
 
 
 class Quorum(ABC):
@@ -182,7 +180,7 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
         )
     arguments = {item.name: getattr(quorum, item.name) for item in fields(quorum) if item.init}
     try:
-        return ChosenQuorum(path, decoded(encoded(arguments), _LONGEST))
+        return ChosenQuorum(path, decoded(encoded(arguments), LONGEST_TEXT))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"quorum={quorum!r} has arguments that cannot stand in the charter: {error}. They must be numbers, texts,"

@@ -7,12 +7,9 @@ keeps the first choice. Who brings a charter meanwhile has chosen for all. After
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-from lightning_sdiloco.errors import Malformed
-from lightning_sdiloco.federation.parsing import MOST_SITES, NAME, decoded, encoded, fields, number, whole, words
-from lightning_sdiloco.federation.records import MOST_BYTES
+from lightning_sdiloco.federation.codec import Message, Name
 
 HEARD_FOR = 60.0
 """Seconds after which the numbers of a site do not count any more that it has not told again."""
@@ -32,44 +29,23 @@ class Measurement:
         """Whether the way to the hub has been measured."""
         return self.to_hub > 0 and self.from_hub > 0
 
-    @staticmethod
-    def read(value: Any, name: str = "measurement") -> "Measurement":
-        """Reads an object of JSON."""
-        own = Measurement(**fields(value, name, **dict.fromkeys(Measurement.__dataclass_fields__, number)))
-        if not own.step_time:
-            raise Malformed(f"{name}.step_time is 0")
-        return own
+    def __post_init__(self) -> None:
+        if not self.step_time:
+            raise ValueError("measurement.step_time is 0")
 
 
 @dataclass(frozen=True)
-class Known:
+class Known(Message):
     """Holds what a hub knows of settings that a site has left open."""
 
     settings: Mapping[str, str] | None
-    measured: Mapping[str, Measurement] = field(default_factory=dict)
+    measured: Mapping[Name, Measurement] = field(default_factory=dict)
     missing: int = 0
 
     @property
     def is_whole(self) -> bool:
         """Whether all is known from which to choose."""
         return not self.missing and all(own.is_whole for own in self.measured.values())
-
-    def to_bytes(self) -> bytes:
-        """Returns its text."""
-        return encoded(asdict(self))
-
-    @staticmethod
-    def from_bytes(data: bytes) -> "Known":
-        """Reads its text."""
-        return Known(
-            **fields(
-                decoded(data, MOST_BYTES),
-                "known",
-                settings=lambda value, name: None if value is None else words(value, name),
-                measured=_measured,
-                missing=whole(0, MOST_SITES),
-            )
-        )
 
 
 class Settling:
@@ -114,9 +90,3 @@ class Settling:
         self._told = {site: told for site, told in self._told.items() if now - told[1] <= HEARD_FOR}
         if not self._told:
             self._chosen = None
-
-
-def _measured(value: Any, name: str) -> Any:
-    if not isinstance(value, dict) or len(value) > MOST_SITES or not all(map(NAME.fullmatch, value)):
-        raise Malformed(f"{name} is no object by the names of sites")
-    return {site: Measurement.read(own, f"{name}.{site}") for site, own in value.items()}

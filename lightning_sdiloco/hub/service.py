@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from lightning_sdiloco.comm import (
     Push,
 )
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, Measurement, StateHeader, words
+from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, Measurement, StateHeader, read
 from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.events import parts_of, text_of
 from lightning_sdiloco.hub.history import History, Store
@@ -128,8 +128,8 @@ class CoordinatorHandler:
         own, chosen = about.get("measured"), about.get("chosen")
         known = self._coordinator.settle(
             peer.name,
-            None if own is None else Measurement.read(own),
-            None if chosen is None else words(chosen, "chosen"),
+            None if own is None else read(Measurement, own, "measured"),
+            None if chosen is None else read(Mapping[str, str], chosen, "chosen"),
         )
         return known.to_bytes()
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from lightning_sdiloco.federation import Contribution, Record, StateHeader
-from lightning_sdiloco.federation.parsing import key_of
+from lightning_sdiloco.federation.codec import key_of
 
 read = lru_cache(maxsize=1 << 14)(Record.from_bytes)
 

@@ -16,7 +16,7 @@ from lightning_sdiloco.federation import (
     Refused,
     StateHeader,
 )
-from lightning_sdiloco.federation.parsing import key_of
+from lightning_sdiloco.federation.codec import key_of
 from tests.federation.disk import Disk
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from lightning_sdiloco.federation import (
     StateHeader,
     Welcome,
 )
-from lightning_sdiloco.federation.parsing import key_of
+from lightning_sdiloco.federation.codec import key_of
 
 if TYPE_CHECKING:
     from tests.federation.world import World

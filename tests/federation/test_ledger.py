@@ -345,7 +345,7 @@ def test_what_is_exact_makes_no_round_the_last_that_is_not() -> None:
 
 
 def test_a_run_is_founded_once_by_sites_with_one_charter() -> None:
-    charter = Charter("llm", TERMS, {"mixing": "0.5"}, ({"w": "(2,)"},), ((),), {}, "5f")
+    charter = Charter("llm", TERMS, {"mixing": "0.5"}, ((("w", "(2,)"),),), ((),), {}, "5f")
     founding = Founding(2)
     assert not founding.hello("b", charter)
     with pytest.raises(ValueError, match=r"settings\.mixing is 0\.6 here and 0\.5 there"):

@@ -15,7 +15,7 @@ from lightning_sdiloco.federation import (
     Ledger,
     Progress,
     Record,
-    records,
+    messages,
 )
 from lightning_sdiloco.federation import follower as follower_module
 from tests.federation.hub import SimulatedHub
@@ -40,7 +40,7 @@ def _(patch: Patch) -> None:
         return [round.here[site] for site in sorted(round.here) if not round.here[site].reason]
 
     patch(Ledger, "_largest_camp", all_of_them)
-    patch(records, "_require_one_round", lambda record: None)
+    patch(messages, "_require_one_round", lambda record: None)
     blind(patch)
 
 

@@ -53,7 +53,7 @@ def test_what_is_known_travels_as_text() -> None:
         ({"settings": {"sync_every": 3}}, "is no text"),
         ({"settings": []}, "is no object"),
         ({"settings": {"x": "y" * 5000}}, "is no text of at most"),
-        ({"measured": {"../a": {}}}, "by the names of sites"),
+        ({"measured": {"../a": {}}}, "no text like"),
         ({"measured": {"a": {"step_time": 0.0, "round_trip": 0.0, "to_hub": 0.0, "from_hub": 0.0}}}, "step_time is 0"),
         ({"measured": {"a": {"step_time": -1.0, "round_trip": 0.0, "to_hub": 0.0, "from_hub": 0.0}}}, "no finite"),
         ({"missing": -1}, "no whole number"),

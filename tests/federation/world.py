@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_sdiloco.federation import ChosenQuorum, Follower, Landing, Ledger, Record, Terms
-from lightning_sdiloco.federation.parsing import key_of
+from lightning_sdiloco.federation.codec import key_of
 from tests.federation.disk import Disk, read
 from tests.federation.hub import SimulatedHub
 from tests.federation.judge import Judge

@@ -12,7 +12,7 @@ from lightning_sdiloco.federation import (
     StateHeader,
     Terms,
 )
-from lightning_sdiloco.federation.parsing import key_of
+from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.hub import (
     Called,
     Connection,
@@ -30,7 +30,7 @@ TERMS = Terms(fragments=2, sync_every=8, overlap_steps=2, grace=1.0, lease=2.0)
 
 
 def charter(terms: Terms = TERMS, **other: str) -> Charter:
-    fragments = tuple({f"weight{p}": f"({LENGTH},)"} for p in range(terms.fragments))
+    fragments = tuple(((f"weight{p}", f"({LENGTH},)"),) for p in range(terms.fragments))
     return Charter(RUN, terms, {"compression": "'none'", **other}, fragments, ((),) * terms.fragments, {}, "5f")
 
 

