@@ -16,9 +16,8 @@ from lightning_sdiloco.lightning.host.patching import check_class, replace
 from lightning_sdiloco.lightning.launcher import LauncherMixin
 from lightning_sdiloco.lightning.model_format.sharded_model import ShardedModel
 from lightning_sdiloco.lightning.model_format.whole_model import WholeModel
-from lightning_sdiloco.lightning.monitor.monitor import StreamingDiLoCoMonitorMixin
-from lightning_sdiloco.lightning.monitor.records import LandingRecord, Rank, Run, read_run
-from lightning_sdiloco.lightning.monitor.timeline import write_timeline
+from lightning_sdiloco.lightning.monitor import StreamingDiLoCoMonitorMixin
+from lightning_sdiloco.lightning.records import LandingRecord, Rank, Run, read_run, write_timeline
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
 from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 

@@ -35,8 +35,7 @@ from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike
 from lightning_sdiloco.lightning.host.uneven_data import end_epochs_together
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
-from lightning_sdiloco.lightning.monitor.monitor import asks_for_diagnostics
-from lightning_sdiloco.lightning.monitor.scalars import shown
+from lightning_sdiloco.lightning.monitor import asks_for_diagnostics, shown
 from lightning_sdiloco.lightning.options import CurrentOptions, Options
 from lightning_sdiloco.lightning.requests import Requests
 from lightning_sdiloco.lightning.results import Results

@@ -14,7 +14,7 @@ from lightning_sdiloco import SimulatedGroups
 from lightning_sdiloco.algorithm.digest import digest
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.offload import OnHost
-from lightning_sdiloco.lightning.monitor.deferred import Deferred
+from lightning_sdiloco.lightning.monitor import Deferred
 from tests import pretend
 from tests.known_training import (
     CHOICES,

@@ -19,7 +19,7 @@ from lightning_sdiloco.comm import add_keys, init_keys
 from lightning_sdiloco.federation import Record
 from lightning_sdiloco.hub import HubService
 from lightning_sdiloco.lightning import read_run
-from lightning_sdiloco.lightning.monitor.timeline import changes
+from lightning_sdiloco.lightning.records import changes
 from tests.comm.mailbox.hubs import require_extra
 from tests.lightning.federated_site import (
     AUTO,

@@ -25,9 +25,8 @@ def lines_of(site: str, moments: list[float], first: int = 1) -> list[dict[str, 
     """The record of one start of a site that makes a step at each of some moments, and lands after each."""
     settings = {"sync_every": 1, "overlap_steps": 0, "layers_per_fragment": 1, "mixing": 0.5, "fragments": "strided"}
     about = {"rank": 0, "group": 0, "groups": 1, "shard": 0, "shards": 1, "host": "here", "site": site}
-    offset = {"seconds": 0.0, "uncertainty": 0.0}
     lines: list[dict[str, Any]] = [
-        {"kind": "start", **about, "settings": settings, "offset": offset, "time": moments[0], "step": first - 1}
+        {"kind": "start", **about, "settings": settings, "time": moments[0], "step": first - 1}
     ]
     for step, at in enumerate(moments, first):
         away = AT["killed"] < at < AT["back"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_sdiloco.lightning.collectives import in_batch
 from lightning_sdiloco.lightning.host.group_collectives import keep_in_group
 from lightning_sdiloco.lightning.host.patching import replace
-from lightning_sdiloco.lightning.monitor.scalars import fitting
+from lightning_sdiloco.lightning.monitor import fitting
 from lightning_sdiloco.lightning.requests import MOST_CHECKPOINTS, Request, Requests
 from lightning_sdiloco.lightning.signals import Signals, listen_without_fit
 from lightning_sdiloco.lightning.worker_groups import ConnectedGroups

@@ -29,7 +29,7 @@ CAPTIONS: Mapping[str, tuple[str, str]] = {
         "Fragments in flight, at the end of the run",
         "The first groups, at most four. First row of a group: its inner steps, and where it waited. Below, each flight"
         " of its fragments from launch to result: strong while on the link, the second hop included; weaker while it is"
-        " encoded, decoded or stepped; pale while it waits for its turn. All times are on the clock of rank 0.",
+        " encoded, decoded or stepped; pale while it waits for its turn. Each rank goes by its own clock.",
     ),
     "agreement": (
         "Agreement of the groups",
@@ -132,7 +132,7 @@ def _tile(value: str, label: str) -> str:
 
 
 def _table(run: Run) -> str:
-    head = ("rank", "group", "host", "inner step", "waited", "utilisation", "sent", "clock within")
+    head = ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")
     rows = [
         (
             str(rank.rank),
@@ -142,7 +142,6 @@ def _table(run: Run) -> str:
             seconds_as_text(sum(landed.seconds("wait") for landed in series.waits(rank))),
             f"{series.utilisation(rank):.1%}",
             _size(sum(landed.bytes_sent for landed in rank.landings)),
-            seconds_as_text(rank.uncertainty),
         )
         for rank in run.ranks
     ]

@@ -1,21 +1,28 @@
-"""Provides the callback that records what a run did: a file for every rank, and a timeline of all of them."""
+"""Tells what a run does: logged scalars, the progress bar, and a callback that keeps a record of every rank.
+
+Nothing here changes training, waits for another rank, or sends anything between groups. `records` reads what the
+callback wrote.
+"""
 
 import json
 import logging
 import math
 import socket
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from lightning_sdiloco.algorithm import Fragment
+from lightning_sdiloco.comm import page_locked
 from lightning_sdiloco.engine import Landing, Span, StreamingDiLoCo
-from lightning_sdiloco.lightning.monitor.clocks import ClockOffset, measured, wall_clock
-from lightning_sdiloco.lightning.monitor.deferred import Deferred
-from lightning_sdiloco.lightning.monitor.records import exchange_of, read_run, record_path
-from lightning_sdiloco.lightning.monitor.timeline import write_timeline
+from lightning_sdiloco.lightning.records import read_run, record_path, write_timeline
+from lightning_sdiloco.planning import readable_rate
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -24,7 +31,160 @@ else:
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 1
+# What is logged and shown
+
+_PREFIX = "sdiloco/"
+
+LAYOUT = {
+    "Streaming DiLoCo": {
+        "Utilisation": ("compute_utilisation",),
+        "Waiting (ms)": ("exposed_wait_ms",),
+        "Link (Gbit/s)": ("link_gbit_s", "peak_gbit_s"),
+        "Bytes": ("bytes_sent", "bytes_received"),
+        "Time in flight (ms)": (
+            "in_flight_ms",
+            "encode_ms",
+            "transfer_ms",
+            "decode_ms",
+            "second_hop_ms",
+            "outer_step_ms",
+        ),
+        "Outer gradient": ("outer_grad_norm", "outer_grad_norm_group_.*"),
+        "Cosine with the mean": ("cosine_group_.*",),
+        "Outer step": ("outer_lr", "outer_momentum_norm"),
+        "Local from outer parameters": ("local_distance",),
+        "Compression error": ("compression_error",),
+        "Groups": ("groups_counted", "groups_left_out", "groups_outlying"),
+    }
+}
+"""The charts of TensorBoard, each with the scalars that it shows, without their prefix."""
+
+
+def scalars_of(landing: Landing) -> dict[str, float]:
+    """Returns what is logged of a landing. What cannot be told is left out."""
+    numbers: dict[str, float] = {
+        "fragment": landing.fragment,
+        "bytes_sent": landing.bytes_sent,
+        "bytes_received": landing.bytes_received,
+        "exposed_wait_ms": 1000 * landing.exposed_wait_s,
+        "in_flight_ms": 1000 * landing.in_flight_s,
+        **{f"{part}_ms": 1000 * landing.seconds(part) for part in ("encode", "transfer", "decode", "outer_step")},
+        "link_gbit_s": landing.link_gbit_s,
+        "outer_grad_norm": landing.outer_grad_norm,
+        **{f"outer_grad_norm_group_{group}": norm for group, norm in enumerate(landing.group_norms)},
+        "outer_lr": landing.outer_lr,
+        "groups_counted": len(landing.counted),
+        "groups_left_out": len(landing.left_out),
+        "groups_outlying": len(landing.outlying),
+    }
+    if "relay" in landing.spans:
+        numbers["second_hop_ms"] = 1000 * landing.seconds("relay")
+    if landing.diagnostics is not None:
+        told = landing.diagnostics._asdict()
+        numbers |= {f"cosine_group_{group}": cosine for group, cosine in enumerate(told.pop("cosines"))} | told
+    return {_PREFIX + name: number for name, number in numbers.items() if not math.isnan(number)}
+
+
+class Interval:
+    """Sums up what is logged once a round, over ``sync_every`` inner steps or a few more, until a landing ends it."""
+
+    def __init__(self, sync_every: int, first_step: int) -> None:
+        self._sync_every = sync_every
+        self._began = time.perf_counter()
+        self._first_step = first_step
+        self._waited = 0.0
+        self._peak = math.nan
+
+    def scalars_with(self, landing: Landing) -> dict[str, float]:
+        """Counts a landing, and returns the scalars of the round if the landing ends it, otherwise none."""
+        self._waited += landing.exposed_wait_s
+        rates = [rate for rate in (self._peak, landing.link_gbit_s) if not math.isnan(rate)]
+        self._peak = max(rates, default=math.nan)
+        if landing.landed_at - self._first_step < self._sync_every:
+            return {}
+        now = landing.spans["land"][1]
+        utilisation = 1 - min(1.0, self._waited / (now - self._began))
+        scalars = {"compute_utilisation": utilisation, "peak_gbit_s": self._peak}
+        self._began, self._first_step, self._waited, self._peak = now, landing.landed_at, 0.0, math.nan
+        return {_PREFIX + name: number for name, number in scalars.items() if not math.isnan(number)}
+
+
+def shown(landing: Landing | None) -> dict[str, str]:
+    """Returns what a progress bar shows of the last landing."""
+    if landing is None:
+        return {"exposed_wait": "-", "link": "-"}
+    return {"exposed_wait": f"{1000 * landing.exposed_wait_s:.3g} ms", "link": _rate(landing.link_gbit_s)}
+
+
+def fitting(entries: dict[str, str], columns: int) -> dict[str, str]:
+    """Returns as many entries of a progress bar as fit into a line, and at least the first.
+
+    >>> fitting({"outer_step": "12", "in_flight": "0", "link": "-"}, columns=27)
+    {'outer_step': '12', 'in_flight': '0'}
+    """
+    shown: dict[str, str] = {}
+    for name, value in entries.items():
+        columns -= len(f"{name}: {value} ") if shown else len(f"{name}: {value}")
+        if shown and columns < 0:
+            break
+        shown[name] = value
+    return shown
+
+
+def _rate(gbit_s: float) -> str:
+    return "-" if gbit_s == 0 or math.isnan(gbit_s) else readable_rate(gbit_s)
+
+
+def lay_out(trainer: Any) -> None:
+    """Tells every TensorBoard logger of a trainer which scalars share a chart."""
+    layout = {
+        section: {title: ["Multiline", [_PREFIX + name for name in names]] for title, names in charts.items()}
+        for section, charts in LAYOUT.items()
+    }
+    for logger in trainer.loggers:
+        # By name: there is one class in each distribution, and neither need be there.
+        if any(base.__name__ == "TensorBoardLogger" for base in type(logger).__mro__):
+            logger.experiment.add_custom_scalars(layout)
+
+
+# The record of a rank
+
+
+class Deferred:
+    """Scalars on their way from the device to the host, in the order in which they were taken.
+
+    Examples:
+        >>> losses = Deferred()
+        >>> losses.take(1, torch.tensor(0.5))
+        >>> losses.ready()
+        [(1, 0.5)]
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Tensor, Any]] = deque()
+
+    def take(self, step: int, value: Tensor) -> None:
+        """Starts to copy a scalar to the host."""
+        scalar = value.detach().reshape(())
+        copied = page_locked(scalar, value.device).copy_(scalar, non_blocking=True)
+        event = None
+        if value.device.type != "cpu":
+            event = torch.get_device_module(value.device).Event()
+            event.record()
+        self._waiting.append((step, copied, event))
+
+    def ready(self, wait: bool = False) -> list[tuple[int, float]]:
+        """Takes out the scalars that have arrived, each with its step."""
+        arrived = []
+        while self._waiting:
+            step, copied, event = self._waiting[0]
+            if event is not None and not event.query():
+                if not wait:
+                    break
+                event.synchronize()
+            self._waiting.popleft()
+            arrived.append((step, float(copied)))
+        return arrived
 
 
 class StreamingDiLoCoMonitorMixin(_Base):
@@ -50,8 +210,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
         self._folder = folder
         self._timeline = timeline
         self._file: Any = None
-        self._clock = wall_clock()
-        self._offsets: list[ClockOffset] = []
+        self._ahead = 0.0  # of time.perf_counter(), which runs more steadily than the clock
         self._fragments: tuple[Fragment, ...] = ()
         self._step = 0
         self._done: float | None = None
@@ -71,16 +230,14 @@ class StreamingDiLoCoMonitorMixin(_Base):
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Opens the record of this rank, and compares its clock with that of rank 0."""
-        world = trainer.strategy.topology.world
+        """Opens the record of this rank."""
         folder = Path(self._folder or Path(trainer.log_dir or trainer.default_root_dir) / "sdiloco")
         path = record_path(folder, trainer.global_rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         # A line at a time, so that a run that is killed leaves what it did.
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._folder = str(folder)
-        self._clock = wall_clock()
-        self._offsets = [measured(self._clock, world)]
+        self._ahead = time.time() - time.perf_counter()
         self._fragments, self._done = (), None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -118,14 +275,11 @@ class StreamingDiLoCoMonitorMixin(_Base):
         self._write("validation", step=self._step, span=span, metrics=metrics)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Compares the clocks once more, and closes the record."""
+        """Records the exchange at the end of the fit, and closes the record."""
         engine = trainer.strategy.engine
         if engine is not None and self._done is not None:
             self.note(engine.final_landings, final=True)
             self._note_losses(wait=True)
-            # All ranks come here together: next the strategy compares the model among them.
-            self._offsets.append(measured(self._clock, trainer.strategy.topology.world))
-            self._write("end", step=self._step, time=time.perf_counter(), offset=self._offsets[-1]._asdict())
         self._close()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -156,11 +310,9 @@ class StreamingDiLoCoMonitorMixin(_Base):
             final: Whether they belong to the exchange at the end of the fit.
         """
         for landing in landings if self._file is not None else ():
-            rate, on_link_s = (
-                None if math.isnan(number) else number for number in (landing.link_gbit_s, landing.on_link_s)
-            )
-            told = landing._asdict() | {"final": final, "link_gbit_s": rate, "on_link_s": on_link_s}
-            told["exchange"] = exchange_of(landing.spans)
+            rates = {"link_gbit_s": landing.link_gbit_s, "on_link_s": landing.on_link_s}
+            told = landing._asdict() | {name: None if math.isnan(rate) else rate for name, rate in rates.items()}
+            told["final"] = final
             spans = {name: self._on_clock(span) for name, span in told.pop("spans").items()}
             diagnostics = told.pop("diagnostics")
             self._write("landing", **told, spans=spans, diagnostics=diagnostics and diagnostics._asdict())
@@ -175,7 +327,6 @@ class StreamingDiLoCoMonitorMixin(_Base):
             self._append("")  # what was here before may end within a line
         self._write(
             "start",
-            format=_FORMAT,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             groups=topology.num_groups,
@@ -184,7 +335,6 @@ class StreamingDiLoCoMonitorMixin(_Base):
             shard=topology.group_rank,
             host=socket.gethostname(),
             site=engine.site,
-            offset=self._offsets[0]._asdict(),
             time=self._done,
             step=self._step,
             settings={
@@ -243,7 +393,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
 
     def _clock_of(self, moment: float) -> float:
         """Converts a moment of ``time.perf_counter()`` to seconds since 1970 on this rank's clock, to a microsecond."""
-        return round(self._clock(moment), 6)
+        return round(self._ahead + moment, 6)
 
     def _close(self) -> None:
         if self._file is not None:
