@@ -29,7 +29,7 @@ ANCHOR_EVERY = 60
 class SimulatedHub:
     """One start of a hub. A dead one neither hears nor says anything; a stopped one hears later."""
 
-    def __init__(self, world: "World", disk: Disk, ledger: type[Ledger] = Ledger) -> None:
+    def __init__(self, world: "World", disk: Disk) -> None:
         self.world, self.disk = world, disk
         self.dead = self.stopped = False
         self.waiting: list[tuple[Any, ...]] = []
@@ -37,7 +37,7 @@ class SimulatedHub:
         self.beats: dict[str, tuple[float, bool, tuple[int, ...]]] = {}
         self.lives: dict[str, str] = {}
         self.overdue: dict[int, int] = defaultdict(int)
-        self.ledger = ledger(
+        self.ledger = Ledger(
             world.terms,
             world.charter,
             world.now,

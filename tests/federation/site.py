@@ -8,6 +8,7 @@ from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.federation import (
     Call,
     Contribution,
+    Follower,
     Landing,
     Malformed,
     Payload,
@@ -71,7 +72,7 @@ class SimulatedSite:
         self.flying: dict[int, list[int]] = {}
         self.calm_since = world.now
         self.step = 0
-        self.follower = world.cast.follower(world.terms, world.charter, self.name, self.life, late=world.late)
+        self.follower = Follower(world.terms, world.charter, self.name, self.life, late=world.late)
         fragments = range(world.terms.fragments)
         self.held: list[list[int]] = [[] for _ in fragments]
         self.is_not_finite = [False for _ in fragments]

@@ -2,14 +2,14 @@
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from lightning_sdiloco.federation import ChosenQuorum, Follower, Landing, Ledger, Record, Terms
+from lightning_sdiloco.federation import ChosenQuorum, Landing, Record, Terms
 from lightning_sdiloco.federation.codec import key_of
 from tests.federation.disk import Disk, read
 from tests.federation.hub import SimulatedHub
@@ -29,20 +29,9 @@ LEAST = 0.5
 
 
 @dataclass
-class Cast:
-    """Who plays: mutants put others in their place."""
-
-    ledger: type[Ledger] = Ledger
-    follower: type[Follower] = Follower
-    hub: type[SimulatedHub] = SimulatedHub
-    site: type[SimulatedSite] = SimulatedSite
-
-
-@dataclass
 class World:
     seed: int
     faults: int = 50
-    cast: Cast = field(default_factory=Cast)
 
     def __post_init__(self) -> None:
         self.random = random = Random(self.seed)
@@ -64,10 +53,10 @@ class World:
         self.charter = key_of(f"charter {self.seed}".encode())
         self.disk = Disk()
         self.quiet_records: list[Record] | None = None
-        self.hub = self.cast.hub(self, self.disk, self.cast.ledger)
+        self.hub = SimulatedHub(self, self.disk)
         speeds = [0.15, 0.15, 0.3, random.choice([0.15, 0.6])]
         self.sites = {
-            f"s{i}": self.cast.site(self, f"s{i}", speed, random.choice([1, 2, 4])) for i, speed in enumerate(speeds)
+            f"s{i}": SimulatedSite(self, f"s{i}", speed, random.choice([1, 2, 4])) for i, speed in enumerate(speeds)
         }
         self.sites["s0"].begins_as_founder = True
         for site in self.sites.values():
@@ -193,7 +182,7 @@ class World:
 
     def hub_starts(self, disk: Disk, instead_of: SimulatedHub | None) -> None:
         if self.hub.dead and (instead_of is None or self.hub is instead_of):
-            self.hub = self.cast.hub(self, disk, self.cast.ledger)
+            self.hub = SimulatedHub(self, disk)
 
     def do_hub_stop(self, site: SimulatedSite) -> None:
         self.hub.stopped = not self.hub.dead
@@ -205,7 +194,7 @@ class World:
         if first.dead or first.stopped or not first.disk.is_real:
             return
         first.stopped = True
-        self.hub = self.cast.hub(self, self.disk, self.cast.ledger)
+        self.hub = SimulatedHub(self, self.disk)
         self.after(self.random.uniform(0.1, 8), first.go_on)
 
     def do_old_ledger(self, site: SimulatedSite) -> None:
@@ -215,13 +204,13 @@ class World:
             min(self.random.randint(1, 12), len(self.disk.records)),
             {own: sent.ids for own, sent in self.judge.sent.items()},
         )
-        self.hub = self.cast.hub(self, backup, self.cast.ledger)
+        self.hub = SimulatedHub(self, backup)
         self.after(self.random.uniform(1, 6), self.restore, self.hub)
 
     def restore(self, backup: SimulatedHub) -> None:
         backup.dead = True
         if not self.hub.disk.is_real:
-            self.hub = self.cast.hub(self, self.disk, self.cast.ledger)
+            self.hub = SimulatedHub(self, self.disk)
 
     def do_leave(self, site: SimulatedSite) -> None:
         if site.alive:
