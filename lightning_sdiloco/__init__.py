@@ -1,23 +1,20 @@
 """Streaming DiLoCo for PyTorch Lightning: train one model on worker groups joined by slow links."""
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.algorithm.aggregation import Count, Weighing
 from lightning_sdiloco.algorithm.control import Control
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.parts import TwoShot
-from lightning_sdiloco.algorithm.policies.landing import Carry, Eager, LandingRule, Mix
+from lightning_sdiloco.algorithm.policies.landing import Carry, LandingRule, Mix
 from lightning_sdiloco.algorithm.policies.pace import Heard, Pace, Selective
 from lightning_sdiloco.algorithm.policies.route import FastestPairs, RandomPairs, Ring, Route
-from lightning_sdiloco.algorithm.policies.weighing import ByMedian, ByNorm, ZScore
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
 from lightning_sdiloco.engine.drop_compute import DropCompute
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
-from lightning_sdiloco.engine.outer.delayed_nesterov import DelayedNesterov
-from lightning_sdiloco.engine.paced import Paced
 from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups
@@ -30,16 +27,12 @@ __all__ = [
     "FP4",
     "AgreementError",
     "BFloat16",
-    "ByMedian",
-    "ByNorm",
     "Carry",
     "Compression",
     "DropCompute",
     "Control",
     "Count",
-    "DelayedNesterov",
     "DynamicBackup",
-    "Eager",
     "ExchangeError",
     "FastestPairs",
     "Federation",
@@ -47,7 +40,6 @@ __all__ = [
     "Fragment",
     "Heard",
     "Landing",
-    "Paced",
     "LandingRule",
     "Mix",
     "Pace",
@@ -62,7 +54,6 @@ __all__ = [
     "TwoShot",
     "Weighing",
     "WorkerGroups",
-    "ZScore",
 ]
 
 # Importing a module of a distribution registers the strategy there. Both may be installed; without any, there is the
@@ -83,3 +74,25 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
         "StreamingDiLoCoMonitor",
         "StreamingDiLoCoStrategy",
     ]
+
+_EXAMPLES = {
+    "ByMedian": "edit.py",
+    "ByNorm": "edit.py",
+    "DelayedNesterov": "delayed_nesterov.py",
+    "Eager": "eager_updates.py",
+    "Paced": "dylu.py",
+    "ZScore": "edit.py",
+}
+
+
+class _IsAnExample(ImportError, ValueError):
+    """What was asked for is no part of the package: an import error, and a wrong value of a configuration."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXAMPLES:
+        raise _IsAnExample(
+            f"lightning_sdiloco has no {name}: it is an example, not a part of the package. Copy"
+            f" examples/methods/{_EXAMPLES[name]} of the repository beside your script, and import it from there."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

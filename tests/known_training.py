@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_sdiloco import Eager, Landing, StreamingDiLoCo
+from lightning_sdiloco import Landing, StreamingDiLoCo
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import ErrorFeedback, Int2, RandomK, TopK
 from lightning_sdiloco.engine.background import Pending, Stages, ThreadBackground, _Flight
@@ -129,7 +129,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "fp32, two shots": {"compression": "fp32", "exchange": "two_shot", "mixing": 0.0},
     "error feedback": {"compression": ErrorFeedback(TopK(1 / 16, Int2()))},
     "random, two shots": {"compression": RandomK(2, Int2()), "exchange": "two_shot", "outer_clip_norm": 0.1},
-    "eager": {"mixing": Eager()},
     "outer AdamW": {"compression": "int8", "outer_optimizer": partial(AdamW, lr=0.1), "outlier_guard": 2.0},
 }
 CHOICES |= {f"{name}, offloaded": {**choices, "offload": True} for name, choices in CHOICES.items()}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco import Paced
+from tests.methods import Paced
 
 
 def _made(distribution: str) -> tuple[Any, Any]:

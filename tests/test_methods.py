@@ -1,12 +1,30 @@
-"""The examples of the methods: each runs, is short, and is named in the docs."""
+"""The methods of the examples: each runs, is short, is named in the docs, and does what its equations say."""
 
+import logging
 import runpy
 import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from math import floor, nan
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-FOLDER = Path(__file__).parents[1] / "examples" / "methods"
+import lightning_sdiloco
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from tests.engine.test_engine_reference import assert_same, grouped
+from tests.engine.test_policies import trained
+from tests.methods import FOLDER, DelayedNesterov, EagerGroups, EagerUpdates, Paced, Stay
+from tests.ranks import run_ranks
+from tests.training import batch, inner_optimizer, mlp, train_step
+
 SHARED = ("side_by_side.py", "local_momentum.py")
 """What several examples import."""
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.name not in SHARED)
@@ -24,7 +42,449 @@ def test_every_example_runs(path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_every_example_is_short_and_in_the_docs(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 60
-    assert f"examples/methods/{path.name}" in (FOLDER.parents[1] / "docs" / "methods.md").read_text()
+def test_every_example_is_short_and_in_the_docs() -> None:
+    docs = (FOLDER.parents[1] / "docs" / "methods.md").read_text()
+    assert [path.name for path in EXAMPLES if f"examples/methods/{path.name}" not in docs] == []
+    assert [path.name for path in EXAMPLES if len(path.read_text().splitlines()) > 140] == []
+
+
+def test_what_is_an_example_says_where_it_is() -> None:
+    """In an import, and as a class path of a YAML file."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.cli import LightningArgumentParser
+
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Trainer, "trainer")
+    ours = "--trainer.strategy=lightning_sdiloco.StreamingDiLoCoStrategy"
+    for name, argument, file in (
+        ("ByMedian", "weighing", "edit"),
+        ("ByNorm", "weighing", "edit"),
+        ("ZScore", "weighing", "edit"),
+        ("Eager", "mixing", "eager_updates"),
+        ("DelayedNesterov", "outer_optimizer", "delayed_nesterov"),
+        ("Paced", "", "dylu"),
+    ):
+        assert FOLDER / f"{file}.py" in EXAMPLES
+        for kind in (ImportError, ValueError):
+            with pytest.raises(kind, match=rf"has no {name}: .*examples/methods/{file}\.py"):
+                exec(f"from lightning_sdiloco import {name}")
+        if argument:
+            with pytest.raises(Exception, match=rf"examples/methods/{file}\.py"):
+                parser.parse_args([ours, f"--trainer.strategy.{argument}=lightning_sdiloco.{name}"])
+    with pytest.raises(AttributeError, match="has no attribute 'Nobody'"):
+        lightning_sdiloco.Nobody  # noqa: B018
+
+
+# Outer optimizers
+
+
+@given(
+    every=st.integers(1, 4),
+    spread=st.floats(0, 1),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    gradients=st.lists(st.floats(-10, 10), min_size=1, max_size=12),
+)
+def test_delayed_nesterov_is_its_equations(every: int, spread: float, momentum: float, gradients: list[float]) -> None:
+    spread /= every
+    value = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer = DelayedNesterov([value], lr=0.3, momentum=momentum, every=every, spread=spread)
+    theta = m = summed = 0.0
+    for number, gradient in enumerate(gradients, 1):
+        value.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        summed += gradient
+        if number % every:
+            theta -= 0.3 * (spread * momentum * m + gradient / every)
+        else:
+            m, summed = momentum * m + summed / every, 0.0
+            theta -= 0.3 * ((1 - spread * every + spread) * momentum * m + gradient / every)
+        assert value.item() == pytest.approx(theta, rel=1e-9, abs=1e-9)
+
+
+DELAYED: dict[str, Any] = {
+    "sync_every": 4,
+    "overlap_steps": 2,
+    "mixing": 0.25,
+    "fragments": grouped(2),
+    "compression": "fp4",
+}
+
+
+def test_every_step_it_is_nesterov_sgd() -> None:
+    delayed = partial(DelayedNesterov, lr=0.7, momentum=0.9, every=1)
+    both = [
+        trained(2, 30, outer_optimizer=delayed, **DELAYED),
+        trained(2, 30, outer_lr=0.7, outer_momentum=0.9, **DELAYED),
+    ]
+    for values, expected in zip(both[0][0], both[1][0], strict=True):
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_delayed_nesterov_resumes_bit_for_bit() -> None:
+    choices = {**DELAYED, "outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=3, spread=0.1)}
+    for whole, resumed in zip(trained(2, 40, **choices), trained(2, 40, 14, **choices), strict=True):
+        assert all(map(torch.equal, whole, resumed))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.37])
+def test_snoo_and_lookahead_are_ten_lines_of_a_plain_loop(momentum: float) -> None:
+    from snoo import SNOO  # type: ignore[import-not-found]
+
+    model = mlp()
+    engine = StreamingDiLoCo(model, worker_groups=1, **{**SNOO, "sync_every": 7, "outer_momentum": momentum})
+    optimizer = inner_optimizer("adamw", model)
+    plain = mlp()
+    slow = [parameter.detach().clone() for parameter in plain.parameters()]
+    outer = torch.optim.SGD(slow, lr=0.68, momentum=momentum, nesterov=momentum > 0)
+    inner = inner_optimizer("adamw", plain)
+    for step in range(1, 57):
+        train_step(model, optimizer, 0, step)
+        engine.step()
+        train_step(plain, inner, 0, step)
+        if step % 7 == 0:
+            for kept, fast in zip(slow, plain.parameters(), strict=True):
+                kept.grad = kept - fast.detach()
+            outer.step()
+            for kept, fast in zip(slow, plain.parameters(), strict=True):
+                fast.data.copy_(kept)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def moved(start: list[Tensor], steps: range, group: int, lr: float) -> list[Tensor]:
+    """The client of FedGLOMO in a plain loop: start minus end of local steps with its local momentum."""
+    now, before, v = [w.clone() for w in start], [w.clone() for w in start], None
+    for step in steps:
+        x, y = batch(group, step)
+        gradients = []
+        for weights in (now, before):
+            model = mlp()
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), weights, strict=True):
+                    parameter.copy_(value)
+            gradients.append(torch.autograd.grad(nn.functional.mse_loss(model(x), y), list(model.parameters())))
+        v = gradients[0] if v is None else [g + k - o for g, k, o in zip(gradients[0], v, gradients[1], strict=True)]
+        before = now
+        now = [w - lr * own for w, own in zip(now, v, strict=True)]
+    return [a - b for a, b in zip(start, now, strict=True)]
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.4])
+def test_fedglomo_is_its_equations(beta: float) -> None:
+    from fedglomo import train  # type: ignore[import-not-found]
+
+    models = [mlp() for _ in range(3)]
+    train(models, batch, rounds=6, steps=4, lr=0.05, beta=beta)
+
+    w = [parameter.detach() for parameter in mlp().parameters()]
+    last: list[Tensor] = []
+    u: list[Tensor] = []
+    for number in range(6):
+        steps = range(number * 4 + 1, number * 4 + 5)
+        d_now = [moved(w, steps, group, 0.05) for group in range(3)]
+        d_mean = [torch.stack(parts).mean(0) for parts in zip(*d_now, strict=True)]
+        if number == 0:
+            u = d_mean
+        else:
+            d_last = [
+                torch.stack(p).mean(0) for p in zip(*[moved(last, steps, g, 0.05) for g in range(3)], strict=True)
+            ]
+            u = [beta * d + (1 - beta) * (k + d - o) for d, k, o in zip(d_mean, u, d_last, strict=True)]
+        last, w = w, [a - b for a, b in zip(w, u, strict=True)]
+    names = [name for name, _ in mlp().named_parameters()]
+    for model in models:
+        assert_same(dict(zip(names, model.parameters(), strict=True)), dict(zip(names, w, strict=True)), 50)
+
+
+@given(mx=st.floats(0, 0.999), my=st.floats(0.3, 1), gradients=st.lists(st.floats(-3, 3), min_size=1, max_size=8))
+def test_gpa_is_its_equations(mx: float, my: float, gradients: list[float]) -> None:
+    from gpa import GPA  # type: ignore[import-not-found]
+
+    value = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    optimizer = GPA([value], lr=0.1, mx=mx, my=my, betas=(0.9, 0.95), weight_decay=0.2)
+    x = y = z = 1.0
+    first = second = 0.0
+    for number, gradient in enumerate(gradients, 1):
+        value.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
+        update = (first / (1 - 0.9**number)) / ((second / (1 - 0.95**number)) ** 0.5 + 1e-8)
+        z = z * (1 - 0.1 * 0.2) - 0.1 * update
+        x = mx * x + (1 - mx) * z
+        y = my * x + (1 - my) * z
+        assert value.item() == pytest.approx(y, rel=1e-9, abs=1e-9)
+    optimizer.eval()
+    assert value.item() == pytest.approx(x, rel=1e-8, abs=1e-8)
+    optimizer.train()
+    assert value.item() == pytest.approx(y, rel=1e-8, abs=1e-8)
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer with a mode, as schedule-free ones have."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+@pytest.mark.parametrize(("momentum", "warns"), [(0.9, True), (0.0, False)])
+def test_who_averages_inside_is_warned_of_an_outer_momentum(
+    momentum: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    with caplog.at_level(logging.WARNING):
+        SimulatedGroups([model], [[Averaging(model.parameters(), lr=0.1)]], outer_lr=1.0, outer_momentum=momentum)
+    assert ("Averaging averages the steps" in caplog.text) is warns
+
+
+# Eager updates
+
+
+EAGER: dict[str, Any] = {
+    "sync_every": 5,
+    "overlap_steps": 4,
+    "fragments": grouped(2),
+    "outer_lr": 0.7,
+    "outer_momentum": 0.9,
+    "compression": "fp32",
+}
+
+
+def eager_loops(groups: int, steps: int, lr: float, momentum: float, every: int, fragments: int) -> list[list[Tensor]]:
+    """Algorithm 3 of arXiv 2502.12996: every group has outer parameters and a Nesterov momentum of its own.
+
+    Returns:
+        The local parameters of every group after every inner step.
+    """
+    models = [mlp() for _ in range(groups)]
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    outer = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
+    buffers, before = ([[torch.zeros_like(own) for own in outer[0]] for _ in models] for _ in range(2))
+    mean = [torch.zeros_like(own) for own in outer[0]]
+    trajectory = []
+    for step in range(1, steps + 1):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, group, step)
+        for fragment in range(fragments):
+            offset = fragment * every // fragments
+            if step <= offset or (step - offset) % every:
+                continue
+            # Weight and bias of every second layer.
+            for p in [p for p in range(len(mean)) if p // 2 % fragments == fragment]:
+                local = [list(model.parameters())[p] for model in models]
+                gradients = [own[p] - values.detach() for own, values in zip(outer, local, strict=True)]
+                for m, values in enumerate(local):
+                    eager = mean[p] + (gradients[m] - before[m][p]) / groups
+                    buffers[m][p] = momentum * buffers[m][p] + eager
+                    outer[m][p] = outer[m][p] - lr * (eager + momentum * buffers[m][p])
+                    values.data.copy_(outer[m][p])
+                    before[m][p] = gradients[m]
+                mean[p] = sum(gradients) / groups
+        trajectory.append([parameter.detach().clone() for model in models for parameter in model.parameters()])
+    return trajectory
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    groups=st.integers(1, 4),
+    every=st.integers(1, 7),
+    overlap=st.integers(0, 6),
+    momentum=st.sampled_from([0.0, 0.9]),
+    fragments=st.integers(1, 2),
+)
+def test_groups_do_what_the_paper_says(groups: int, every: int, overlap: int, momentum: float, fragments: int) -> None:
+    """Whenever the mean comes: nothing of it is taken in before the next launch."""
+    choices = {**EAGER, "sync_every": every, "overlap_steps": min(overlap, every - 1), "outer_momentum": momentum}
+    models = [mlp() for _ in range(groups)]
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    simulated = EagerGroups(models, **{**choices, "fragments": grouped(fragments)})
+    for step, expected in enumerate(eager_loops(groups, 22, 0.7, momentum, every, fragments), 1):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, group, step)
+        simulated.step()
+        for actual, values in zip([p for model in models for p in model.parameters()], expected, strict=True):
+            torch.testing.assert_close(actual.detach(), values, rtol=1e-4, atol=2e-5)
+
+
+def in_process(rank: int, world_size: int) -> tuple[list[Tensor], float]:
+    model = mlp()
+    engine = StreamingDiLoCo(model, worker_groups=2, **{**EAGER, "mixing": Stay(), "compression": "fp4"})
+    optimizer, eager = inner_optimizer("sgd", model), EagerUpdates(engine, model)
+    for step in range(1, 32):
+        train_step(model, optimizer, rank, step)
+        eager.before_step()
+        engine.step()
+        eager.after_step()
+    apart = float(torch.cat([p.detach().flatten() for p in model.parameters()]).norm())
+    eager.finish()
+    return [parameter.detach() for parameter in model.parameters()], apart
+
+
+def test_processes_make_the_eager_updates_of_the_simulation() -> None:
+    models = [mlp() for _ in range(2)]
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    simulated = EagerGroups(models, **{**EAGER, "compression": "fp4"})
+    for step in range(1, 32):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, group, step)
+        simulated.step()
+    simulated.finish()
+    told = run_ranks(in_process, 2)
+    for held, _ in told:
+        assert all(map(torch.equal, held, models[0].parameters()))
+    assert len({apart for _, apart in told}) == 2, "groups train from parameters of their own"
+
+
+def test_the_last_mean_is_that_of_all_progress() -> None:
+    """What was trained since the last launch counts once, and so does what a landing has brought meanwhile."""
+    models = [mlp() for _ in range(2)]
+    choices = {**EAGER, "fragments": grouped(1), "sync_every": 6, "overlap_steps": 2}
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    simulated = EagerGroups(models, **choices)
+    for step in range(1, 10):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, group, step)
+        simulated.step()
+        if step == 6:
+            began = [[p.detach().clone() for p in model.parameters()] for model in models]
+    outer = simulated.outer_state_dict()
+    progress = [
+        sum(p.detach() - b for p, b in zip(both, start, strict=True)) / 2
+        for both, start in zip(
+            zip(*(model.parameters() for model in models), strict=True), zip(*began, strict=True), strict=True
+        )
+    ]
+    simulated.finish()
+    for (name, values), moved in zip(simulated.outer_state_dict().items(), progress, strict=True):
+        torch.testing.assert_close(values, outer[name] + moved, rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_that_is_not_finite_is_left_out_and_comes_back() -> None:
+    models = [mlp() for _ in range(3)]
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    simulated = EagerGroups(models, **EAGER)
+    left_out = []
+    for step in range(1, 31):
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, group, step)
+        if step == 9:
+            models[1][0].weight.data.fill_(nan)
+        left_out += [landing.left_out for landing in simulated.step()[0] if landing.left_out]
+    assert left_out
+    assert set(left_out) == {(1,)}
+    assert all(bool(p.isfinite().all()) for model in models for p in model.parameters())
+    simulated.finish()
+    for model in models[1:]:
+        assert all(map(torch.equal, model.parameters(), models[0].parameters()))
+
+
+# Unequal speeds
+
+
+def counted(batches: list[Any]) -> list[int]:
+    """After every inner step: how many have been trained."""
+    return [sum(batch is not None for batch in batches[: step + 1]) for step in range(len(batches))]
+
+
+@pytest.mark.parametrize("speed", [0.1, 0.3, 0.5, 2 / 3, 0.75, 0.99, 1.0])
+def test_in_t_steps_as_many_are_trained_as_there_is_time_for(speed: float) -> None:
+    paced = Paced(range(1000), speed=speed)
+    assert len(paced) == 1000
+    assert counted(list(paced)) == [floor(speed * step + 1e-6) for step in range(1, 1001)]
+    # What is left of the time is not lost at the end of an epoch.
+    short = Paced(range(7), speed=speed)
+    assert sum(batch is not None for _ in range(100) for batch in short) == floor(speed * 700 + 1e-6)
+
+
+def test_an_inner_step_is_trained_with_all_its_micro_batches_or_not_at_all() -> None:
+    batches = list(Paced(range(10), speed=0.5, micro_batches=4))
+    assert batches == [None, None, None, None, 0, 1, 2, 3, None, None]
+    without_length = list(Paced(iter(range(3)), speed=0.5))
+    assert without_length == [None, 0, None, 1, None, 2, None]
+
+
+class Resumable:
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 9:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def heard(*times: float) -> Any:
+    """What of an engine tells the speeds, for the second group."""
+    return SimpleNamespace(
+        site=None, topology=SimpleNamespace(group_index=1), last_landing=SimpleNamespace(step_times=times)
+    )
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_it_goes_on_where_it_was(stop: int) -> None:
+    first = Paced(Resumable(), micro_batches=2).follow(heard(1.0, 1.6))
+    items, seen = iter(first), []
+    for _ in range(stop):
+        seen.append(next(items))
+    second = Paced(Resumable(), micro_batches=2).follow(heard(0.0, 0.0))
+    second.load_state_dict(first.state_dict())
+    assert second.speed == first.speed == 1.0 / 1.6
+    assert list(second) == list(items)
+
+
+def test_auto_is_the_share_of_the_fastest_among_what_is_known() -> None:
+    for times, speed in (
+        ((1.0, 2.0, 4.0), 0.5),
+        ((1.0, 1.04), 1.0),
+        ((3.0, 2.0), 1.0),
+        ((0.0, 2.0, 1.5), 0.75),
+        ((1.0, 0.0), 1.0),
+    ):
+        paced = Paced(range(4)).follow(heard(*times))
+        next(iter(paced))
+        assert paced.speed == speed
+
+
+def test_a_paced_loader_refuses_a_federation_and_a_step_what_is_no_number_of_micro_batches() -> None:
+    with pytest.raises(ValueError, match="does not go with a federation"):
+        Paced([]).follow(SimpleNamespace(site="berlin"))  # type: ignore[arg-type]
+    for micro_batches in (-1, 1.5):
+        with pytest.raises(ValueError, match=r"trained=.* is no number of micro-batches"):
+            StreamingDiLoCo(torch.nn.Linear(2, 2)).step(trained=micro_batches)  # type: ignore[arg-type]
+
+
+STEP = 0.08
+
+
+def test_real_processes_do_not_wait_for_a_paced_group() -> None:
+    """The last of four groups is half as fast; all others go on at their own speed once it has been heard."""
+
+    def run(rank: int, world_size: int) -> tuple[float, int, float]:
+        model = torch.nn.Linear(4, 4)
+        engine = StreamingDiLoCo(model, sync_every=8, overlap_steps=2, fragments=[["*"]], compression="fp32")
+        paced, done, began = Paced(range(58)).follow(engine), 0, 0.0
+        for step, item in enumerate(paced, start=1):
+            if item is not None:
+                time.sleep(STEP * (2 if rank == 3 else 1))
+                done += step > 18
+            engine.step(idle=item is None)
+            if step == 18:
+                began = time.perf_counter()
+        seconds = time.perf_counter() - began
+        engine.finish()
+        return seconds, done, paced.speed
+
+    ranks = run_ranks(run, 4)
+    assert ranks[3][2] == pytest.approx(0.5, rel=0.1)
+    assert all(done >= 36 for _, done, _ in ranks[:3])
+    # By the clock of planning: one slow inner step more than the fast groups need, in place of twice the time.
+    assert max(seconds for seconds, *_ in ranks) == pytest.approx(41 * STEP, rel=0.05)

@@ -8,15 +8,17 @@ from typing import Any
 from typing_extensions import override
 
 from benchmarks import gossip
-from benchmarks.methods.trained import Dropping, FedGLOMO, HalfSpeed, SlowUplink
+from benchmarks.methods.trained import Dropping, Eager, FedGLOMO, HalfSpeed, SlowUplink
 from benchmarks.models import TINY
 from benchmarks.quality import DILOCO, HELD_OUT, MUON_RATES, TUNING, Rates, pair
 from benchmarks.training import NamedTraining
-from lightning_sdiloco import ByMedian, ByNorm, Carry, DelayedNesterov, Eager, Selective, TwoShot, ZScore
+from lightning_sdiloco import Carry, Selective, TwoShot
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold, TopK
 
-from snoo import LOOKAHEAD, SNOO  # isort: skip  (on the path since benchmarks.models)
+from delayed_nesterov import DelayedNesterov  # isort: skip  (on the path since benchmarks.models)
+from edit import ByMedian, ByNorm, ZScore  # isort: skip
+from snoo import LOOKAHEAD, SNOO  # isort: skip
 
 DEFAULTS, ALONE, LARGER, AVERAGED = "defaults", "AdamW alone", "defaults, 8 windows a step", "FedAvg, SGD inside"
 
@@ -64,7 +66,7 @@ METHODS: Mapping[str, Method] = {
     "Carry": Method(lambda: {"mixing": Carry()}),
     "defaults, tau=19": Method(lambda: {"overlap_steps": 19}),
     "Carry, tau=19": Method(lambda: {"overlap_steps": 19, "mixing": Carry()}),
-    "Eager, tau=19": Method(lambda: {"overlap_steps": 19, "mixing": Eager()}),
+    "Eager, tau=19": Method(training=Eager),
     "ByNorm(1.0)": Method(lambda: {"weighing": ByNorm(1.0)}),
     "ZScore(warmup=20)": Method(lambda: {"weighing": ZScore(warmup=20)}),
     "ByMedian": Method(lambda: {"weighing": ByMedian()}),

@@ -18,7 +18,8 @@ from lightning_sdiloco.algorithm import best_drop
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.engine import StepClock
 
-from local_momentum import LocalMomentum  # isort: skip  (on the path since benchmarks.models)
+from eager_updates import EagerGroups  # isort: skip  (on the path since benchmarks.models)
+from local_momentum import LocalMomentum  # isort: skip
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,25 @@ class HalfSpeed(NamedTraining):
     @override
     def trained(self, group: int, step: int) -> int:
         return self.batch if group < self.groups - 1 or step % 2 else 0
+
+
+@dataclass(frozen=True)
+class Eager(NamedTraining):
+    """Groups make eager updates, as in `examples/methods/eager_updates.py`."""
+
+    @property
+    @override
+    def can_go_on(self) -> bool:
+        return False  # the state of the own outer steps is not kept
+
+    @override
+    def given(self) -> Mapping[str, Any]:
+        return {"overlap_steps": 19, "outer_momentum": 0.5}
+
+    @override
+    def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> Simulated:
+        choices = {name: value for name, value in (self.choices or {}).items() if name != "mixing"}
+        return EagerGroups(models, optimizers, offload=False, **choices, outer_momentum=0.5)
 
 
 RANKS, MICRO_BATCHES, SIGMA, MOST_DROPPED = 2, 4, 0.5, 0.1

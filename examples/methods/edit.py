@@ -1,13 +1,110 @@
-"""EDiT's weighing of groups (arXiv 2412.07210).
+"""EDiT's weighings of groups (arXiv 2412.07210), and SparseLoCo's (arXiv 2508.15706), as subclasses of `Weighing`.
 
     python examples/methods/edit.py
 
-With a Trainer it is `StreamingDiLoCoStrategy(weighing=ByNorm(temperature=1.0))`.
+With a Trainer: `StreamingDiLoCoStrategy(weighing=ByNorm(temperature=1.0))`, with this file beside your script.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, inf, isfinite, sqrt
+from statistics import median
+from typing import Any
 
 from side_by_side import compare
 
-from lightning_sdiloco import ByMedian, ByNorm, ZScore
+from lightning_sdiloco import Control, Count, Weighing
+
+
+def candidates(controls: Sequence[Control]) -> list[int]:
+    """The groups that may count: they trained, and their outer gradient is finite."""
+    return [group for group, control in enumerate(controls) if control.finite and control.weight > 0]
+
+
+def by_training(controls: Sequence[Control], groups: Sequence[int]) -> dict[int, float]:
+    """The factors of groups that count by what they trained; their mean is 1."""
+    total = sum(controls[group].weight for group in groups)
+    return {group: len(groups) * controls[group].weight / total for group in groups}
+
+
+@dataclass(frozen=True)
+class ByNorm(Weighing):
+    """EDiT: a group counts by `exp(-norm / temperature)` times what it trained; its norm is that of one fragment."""
+
+    temperature: float = 1.0
+
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
+        weights = by_training(controls, candidates(controls))
+        # Measured from the shortest, so that one of them is never 0.
+        shortest = min((controls[group].norm for group in weights), default=inf)
+        if shortest == inf:
+            return Count(weights)
+        shares = {
+            group: weight * exp((shortest - controls[group].norm) / self.temperature)
+            for group, weight in weights.items()
+        }
+        total = sum(shares.values())
+        return Count({group: len(shares) * share / total for group, share in shares.items()})
+
+
+@dataclass(frozen=True)
+class ByMedian(Weighing):
+    """SparseLoCo: scales outer gradients down that are longer than the median of all groups, to that length."""
+
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
+        weights = by_training(controls, candidates(controls))
+        middle = median([controls[group].norm for group in weights]) if weights else 0.0
+        norms = {group: controls[group].norm for group in weights}
+        return Count(
+            {
+                group: weight * (1.0 if norms[group] <= middle else middle / norms[group])
+                for group, weight in weights.items()
+            }
+        )
+
+
+@dataclass(frozen=True)
+class ZScore(Weighing):
+    """EDiT: leaves a group out whose norm is `threshold` standard deviations above the mean of its own last ones.
+
+    `alpha` is how much a new norm counts in mean and variance; after `warmup` norms they are judged. What was left out
+    enters the mean as the longest that would have counted, so that a lasting change is accepted in time.
+    """
+
+    threshold: float = 3.0
+    alpha: float = 0.02
+    warmup: int = 120
+
+    def start(self, groups: int) -> list[list[float]]:
+        return [[0, 0.0, 0.0] for _ in range(groups)]  # how many norms, their mean, their variance
+
+    def count(self, controls: Sequence[Control], state: Any) -> Count:
+        groups = candidates(controls)
+        outlying = tuple(group for group in groups if controls[group].norm > self.longest(state[group]))
+        return Count(by_training(controls, [group for group in groups if group not in outlying]), outlying)
+
+    def heard(self, controls: Sequence[Control], state: Any) -> list[list[float]]:
+        trained = candidates(controls)
+        return [
+            self.added(seen, min(controls[group].norm, self.longest(seen))) if group in trained else list(seen)
+            for group, seen in enumerate(state)
+        ]
+
+    def longest(self, seen: Sequence[float]) -> float:
+        count, mean, variance = seen
+        return mean + self.threshold * sqrt(variance) if count >= self.warmup else inf
+
+    def added(self, seen: Sequence[float], norm: float) -> list[float]:
+        count, mean, variance = seen
+        if not isfinite(norm):
+            return list(seen)
+        # The first norms count alike, or the very first one would count most for long.
+        share = max(self.alpha, 1 / (count + 1))
+        off = norm - mean
+        return [count + 1, mean + share * off, (1 - share) * (variance + share * off * off)]
+
 
 if __name__ == "__main__":
     compare(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,26 @@ def loss_of(model: nn.Module, windows: list[tuple[Tensor, Tensor]]) -> Tensor:
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
+@cache
+def text() -> Windows:
+    """Returns the windows of text that all are trained and judged on."""
+    sources = b"\0".join(path.read_bytes() for path in standard_library_sources()[:200])
+    return Windows(torch.frombuffer(bytearray(sources), dtype=torch.uint8), CONTEXT)
+
+
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
 def train(groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOptimizer) -> tuple[float, float, int]:
     """Trains from scratch; returns the loss on other text, megabytes that a group sent, and launches."""
     torch.manual_seed(0)
-    text = b"\0".join(path.read_bytes() for path in standard_library_sources()[:200])
-    windows = Windows(torch.frombuffer(bytearray(text), dtype=torch.uint8), CONTEXT)
+    windows = text()
     order = torch.randperm(len(windows)).tolist()
     held_out = [windows[order.pop()] for _ in range(128)]
     models = [GPT(layers=2, width=32, heads=2, context=CONTEXT) for _ in range(groups)]
     optimizers = [optimizer(model, lr=6e-3) for model in models]
-    simulated = SimulatedGroups(models, [[inner] for inner in optimizers], **choices)
+    made = {"simulated": SimulatedGroups, **choices}
+    simulated = made.pop("simulated")(models, [[inner] for inner in optimizers], **made)
     for _ in range(steps):
         for model, inner in zip(models, optimizers, strict=True):
             inner.zero_grad()
@@ -70,7 +78,7 @@ def compare(
     """Trains with each of some choices and prints a table.
 
     Args:
-        methods: From a name to the arguments of the engine that make it.
+        methods: From a name to the arguments of the engine that make it, and `simulated` if that is another class.
         groups: Number of worker groups.
         steps: Inner steps.
         optimizer: From a model and ``lr`` to the inner optimizer.

@@ -11,10 +11,9 @@ from lightning_sdiloco.algorithm.dropping import Drop, best_drop
 from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
 from lightning_sdiloco.algorithm.parts import TwoShot, least_seconds
-from lightning_sdiloco.algorithm.policies.landing import Carry, Eager, LandingRule, Mix, mix
+from lightning_sdiloco.algorithm.policies.landing import Carry, LandingRule, Mix, mix
 from lightning_sdiloco.algorithm.policies.pace import Every, Heard, Pace, Selective
 from lightning_sdiloco.algorithm.policies.route import Everyone, FastestPairs, Leg, RandomPairs, Ring, Route, check_legs
-from lightning_sdiloco.algorithm.policies.weighing import ByMedian, ByNorm, ZScore
 from lightning_sdiloco.algorithm.ranges import fault_of, is_real, is_whole
 from lightning_sdiloco.algorithm.recommended import AUTO, OVERLAP_STEPS, SPARSE_GAINS, OuterStep, recommended
 from lightning_sdiloco.algorithm.reduction import (
@@ -32,15 +31,12 @@ __all__ = [
     "Aggregation",
     "AllReduce",
     "Brought",
-    "ByMedian",
-    "ByNorm",
     "CONTROL_BYTES",
     "Carry",
     "Control",
     "Count",
     "DEFAULT_TIMEOUT",
     "Drop",
-    "Eager",
     "Every",
     "Everyone",
     "FastestPairs",
@@ -68,7 +64,6 @@ __all__ = [
     "Settings",
     "Taken",
     "Weighing",
-    "ZScore",
     "all_reduce_for",
     "best_drop",
     "bring",

@@ -38,9 +38,6 @@ _TABLE = (
 
 _MOMENTUM = 0.9
 
-# Where the mean is a whole round late, the usual one goes too far; see docs/methods.md.
-_MOMENTUM_AHEAD = 0.5
-
 # For compressions that are sparse; see `recommended`.
 _SPARSE_LR = 2.0
 
@@ -60,10 +57,8 @@ EARLIER: Mapping[str, str] = {"outer_lr": "0.4", "outer_momentum": "0.9", "mixin
 """The defaults of versions that had numbers in place of ``"auto"``, as a checkpoint of theirs tells them."""
 
 
-def recommended(
-    num_groups: int, sync_every: int, is_sparse: bool = False, over_senders: bool = False, is_ahead: bool = False
-) -> OuterStep:
-    """Returns what suits a number of groups, the inner steps between launches, the compression, and the landing rule.
+def recommended(num_groups: int, sync_every: int, is_sparse: bool = False, over_senders: bool = False) -> OuterStep:
+    """Returns what suits a number of groups, the inner steps between launches, and the compression.
 
     It is the row of the table with the nearest number of groups, and among these with the nearest ``sync_every``. Of
     numbers, the nearest is that with the smallest ratio; of two as near, the smaller.
@@ -78,7 +73,6 @@ def recommended(
         sync_every: Inner steps between two launches of the same fragment.
         is_sparse: Whether each group sends few values of its own choice, and remembers the others.
         over_senders: Whether the mean of a value is that of the groups that sent it.
-        is_ahead: Whether groups step ahead of the mean, which is a round late then; see `LandingRule.ahead`.
 
     Examples:
         >>> recommended(2, 100).outer_momentum, recommended(2, 100, is_sparse=True).outer_momentum
@@ -89,7 +83,7 @@ def recommended(
     row = rows[_nearest(rows, sync_every)]
     if is_sparse:
         return OuterStep(_SENDERS_LR if over_senders else _SPARSE_LR, 0.0, row.mixing)
-    return OuterStep(row.outer_lr, _MOMENTUM_AHEAD if is_ahead else _MOMENTUM, row.mixing)
+    return OuterStep(row.outer_lr, _MOMENTUM, row.mixing)
 
 
 def _nearest(numbers: Iterable[int], to: int) -> int:

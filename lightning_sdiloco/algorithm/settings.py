@@ -230,12 +230,6 @@ class Settings:
                 f"exchange={self.exchange!r} does not go with route={self.route!r}: in a leg each group sends its"
                 " partners whole fragments, once. Leave exchange out."
             )
-        if isinstance(self.mixing, LandingRule) and self.mixing.ahead(2):
-            raise ValueError(
-                f"mixing={self.mixing!r} does not go with route={self.route!r}: inner steps begin from the outer"
-                " parameters that all groups share plus a part of the own group, and on this route none are shared."
-                " Leave mixing out, or route."
-            )
         check_compression(self.compression)
 
     @property
@@ -304,8 +298,7 @@ class Settings:
         if self.routing.momentum(num_groups) is not None:
             return self._with_momentum_of_route(num_groups)
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
-        is_ahead = isinstance(self.mixing, LandingRule) and self.mixing.ahead(num_groups) > 0
-        suits = recommended(num_groups, self.sync_every, is_sparse, self.codec.counts_senders(), is_ahead)
+        suits = recommended(num_groups, self.sync_every, is_sparse, self.codec.counts_senders())
         return replace(self, **{name: getattr(suits, name) for name in self._left_open})
 
     def _with_momentum_of_route(self, num_groups: int) -> "Settings":

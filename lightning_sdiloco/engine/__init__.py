@@ -16,7 +16,6 @@ from lightning_sdiloco.engine.drop_compute import DropCompute, DroppingLoader
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import GroupMean, Landing
 from lightning_sdiloco.engine.measurements import Span, StepClock
-from lightning_sdiloco.engine.paced import Paced
 from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
 from lightning_sdiloco.engine.restart import Restart, restart_from
@@ -32,7 +31,6 @@ __all__ = [
     "GroupMean",
     "InlineBackground",
     "Landing",
-    "Paced",
     "Restart",
     "Saved",
     "Settler",

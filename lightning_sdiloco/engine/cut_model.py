@@ -162,7 +162,6 @@ class CutModel:
             )
         fragments = cut_again(self.model, before, self.settings, self._topology)
         yield from self.world.land_all(step)
-        self.rounds.rejoin()
         outer = named_outer(before, self._topology.in_group)
         frozen = set(outer.parameters) - set(trainable(self.model))
         if any(not outer.parameters[name].rounds for name in frozen):

@@ -56,7 +56,7 @@ class StreamingDiLoCo:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), or ``"auto"``; or a
-            `LandingRule`, such as `Carry` and `Eager`.
+            `LandingRule`, such as `Carry`.
         fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns of names.
         layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
@@ -74,7 +74,7 @@ class StreamingDiLoCo:
         offload: Whether outer parameters and momentum rest in page-locked memory of the host; ``"auto"``: with CUDA.
         timeout: How long a fragment may be in flight.
         schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner steps.
-        weighing: How much each group counts in a mean, such as `ByNorm`; None: by the inner steps that it trained.
+        weighing: How much each group counts in a mean, as a `Weighing`; None: by the inner steps that it trained.
         route: With whom each group exchanges in a round, such as `RandomPairs`; None: with all. Then groups hold outer
             parameters of their own, and what shows the outer model needs `group_mean`.
         inner_optimizers: Those of the training loop. `save` keeps their state; what is not finite of it is dropped.

@@ -25,9 +25,6 @@ anchor             (length,)    storage     On a route that does not share (see 
                                             with which the rounds began, bitwise equal in all groups. There
                                             ``outer.values`` are each group's own.
 twin               (length,)    storage     The second vector of a route's momentum; None while it is ``outer.values``.
-ahead              (length,)    device      Where a landing rule makes own steps (see [Note: ahead of the mean]): the
-                                            values from which the inner steps of this group began, and the state of
-                                            its own steps; None while it began from ``outer.values``.
 prefetched         (length,)    device      ``outer.values`` on their way to the device, for the next launch.
 gathered           (held,)      device      Outer parameters after the outer step, as far as this rank holds the
                                             fragment: the shards of its group. Made by the background, mixed into the
@@ -36,8 +33,8 @@ gradient           (length,)    device      Outer gradient: outer parameters min
                                             flight keeps it until it lands.
 =================  ===========  ==========  ============================================================================
 
-Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched``, ``weight`` and
-``ahead``: at a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``,
+Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched`` and ``weight``: at
+a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``,
 ``memory``, ``tuning``, ``residual``, ``anchor`` or ``twin``. So the background reads records without a lock, and a
 checkpoint that is written during a flight holds the values before the outer step. The background returns new tensors,
 in a `SyncResult`, and writes to none of the record.
@@ -83,7 +80,6 @@ class FragmentState:
         self.shares = shares
         self.anchor: Tensor | None = None
         self.twin: Tensor | None = None
-        self.ahead: OuterState | None = None
         self._begin_from_outer()
         self.weighing = weighing
         self.weight = 0
@@ -105,12 +101,9 @@ class FragmentState:
         """Reads all that a flight takes along, and changes nothing; the arguments are those of `launch`."""
         if purpose.is_exact:
             outer, gradient = self._zero(), self.layout.read().neg_()
-            if purpose is Purpose.MEAN and self.ahead is not None:
-                # The inner steps of this group, as if they had begun from the outer parameters.
-                gradient -= self.load_outer() - self.ahead.values
         else:
             outer = self.load_outer()
-            gradient = self.layout.outer_gradient(outer if self.ahead is None else self.ahead.values)
+            gradient = self.layout.outer_gradient(outer)
         return LaunchSnapshot(
             fragment=self.index,
             step=step,
@@ -174,13 +167,7 @@ class FragmentState:
 
     def _begin_from_outer(self) -> None:
         """Forgets all that made this group differ from the outer parameters, which all groups share now."""
-        self.anchor, self.twin, self.ahead = None if self.shares else self.outer.values, None, None
-
-    def rejoin(self, group: Communicator) -> None:
-        """Moves the local values to where inner steps from the outer parameters of now had led. In-group collective."""
-        if self.ahead is not None:
-            self.layout.shift(self.layout.all_gather(self.load_outer() - self.ahead.values, group))
-            self.ahead = None
+        self.anchor, self.twin = None if self.shares else self.outer.values, None
 
     def load_outer(self) -> Tensor:
         """Returns the outer parameters of the shard on the device, by way of what was prefetched."""
@@ -199,9 +186,6 @@ class FragmentState:
                 self.memory, self.tuning = result.memory, result.tuning
             if result.counted.factors:
                 self.residual = result.residual
-            # Where the local values become the outer ones, inner steps begin from these.
-            if result.gathered and rule.kept == 0:
-                self.ahead = None
         self.layout.land(rule, result.gathered, steps)
         self.buffers.commit(result.buffers, result.changed)
         self.buffers.mix(rule.kept, result.buffers)
@@ -258,7 +242,6 @@ class FragmentState:
             **({} if self.tuning is None else {"tuning": _on_host(self.tuning)}),
             "residual": _on_host(self.residual),
             **({} if self.shares else {"anchor": _on_host(self.anchor), "twin": _on_host(self.twin)}),
-            **({} if self.ahead is None else {"ahead": self.ahead.state_dict()}),
             # That of the default is the last norms of all groups; other weighings came later.
             "norms": self.weighing,
             "trained": self.weight,

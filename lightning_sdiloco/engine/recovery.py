@@ -26,7 +26,6 @@ def recover(
             fragment.buffers.write()
         elif not is_finite:
             fragment.write_outer(in_group)
-            fragment.ahead = None
         else:
             continue
         parameters = fragment.layout.parameters

@@ -22,7 +22,6 @@ from torch.profiler import record_function
 from lightning_sdiloco.algorithm import Fragment, Heard, LandingRule, Schedule, Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Kernels
-from lightning_sdiloco.engine.ahead import ahead_of
 from lightning_sdiloco.engine.background import Background, Pending, Stages
 from lightning_sdiloco.engine.flight import Counts, Flight, GroupMean, Landing, LaunchSnapshot, Purpose, SyncResult
 from lightning_sdiloco.engine.fragments import fragments_of
@@ -66,7 +65,6 @@ class Rounds:
         self._settings, self._pace = settings, settings.pace
         self._begin_at(0)
         self.fragments = fragments_of(model, fragments, settings, topology, means.storage)
-        self._ahead = ahead_of(self.fragments, settings, topology)
         self._model = model
         self._sharded = sharded_modules(model)
         self._topology = topology
@@ -105,12 +103,6 @@ class Rounds:
         start_from(self.fragments, outer, self._topology.in_group)
         self._begin_at(began_at)
 
-    def rejoin(self) -> None:
-        """Lets inner steps go on from the outer parameters, where they began ahead of them. In-group collective."""
-        self.reshard()
-        for fragment in self.fragments:
-            fragment.rejoin(self._topology.in_group)
-
     def _begin_at(self, step: int) -> None:
         settings, self.began_at = self._settings, step
         # What the rounds before have in flight arrives, and lands nowhere.
@@ -134,9 +126,6 @@ class Rounds:
             leg = self._leg(step) if purpose is Purpose.ROUND else ()
             snapshot = snapshot._replace(step_time=mailbox.step_time, leg=leg)
             self._start(self.chosen(snapshot), began)
-            if self._ahead is not None and purpose is Purpose.ROUND:
-                self.reshard()
-                self._ahead.step(fragment, snapshot)
 
     def chosen(self, snapshot: LaunchSnapshot) -> LaunchSnapshot:
         """Chooses in which code a launch is sent, by what this rank alone knows."""
@@ -314,8 +303,6 @@ class Rounds:
                 )
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
-            if self._ahead is not None:
-                self._ahead.load(fragment, saved.get("ahead"))
         self._begin_at(state["rounds_began_at"])
         # Earlier versions had the pace that remembers nothing.
         self._paced = state.get("pace", self._paced)

@@ -64,7 +64,7 @@ class WorkerGroupStrategy(_Base):
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
             ``sync_every``; or ``"auto"``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1; or a
-            ``LandingRule``, as ``Carry()`` or ``Eager()``. Here, in ``outer_lr`` and in ``outer_momentum``, ``"auto"``
+            ``LandingRule``, as ``Carry()``. Here, in ``outer_lr`` and in ``outer_momentum``, ``"auto"``
             is what suits the number of groups, ``sync_every`` and the compression; a fit that is resumed takes the
             numbers of its checkpoint.
         fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
@@ -99,8 +99,8 @@ class WorkerGroupStrategy(_Base):
             from CUDA device to CUDA device.
         schedule: When fragments launch: a ``Pace`` such as ``Selective()``, which launches less often while outer
             gradients hardly change. None: every ``sync_every`` inner steps.
-        weighing: How much each group counts in a mean: a ``Weighing`` such as ``ByNorm()``, ``ZScore()`` or
-            ``ByMedian()``. None: by the inner steps that it trained.
+        weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps that it
+            trained.
         route: With whom each group exchanges in a round: a ``Route`` such as ``RandomPairs()``, ``FastestPairs()`` or
             ``Ring()``, on which groups hold outer parameters of their own; validation and checkpoints have their mean.
             None: with all.

@@ -108,8 +108,7 @@ class Streaming(Method):
         self.numels = model.fragments(settings)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels), settings.warmup_steps)
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
-        landing = settings.chosen_for(groups.groups).landing
-        mixing, self._is_ahead = landing.kept, landing.ahead(groups.groups) > 0
+        mixing = settings.chosen_for(groups.groups).landing.kept
         # On a route that does not share, a group sends to its partners whole fragments, and 16 bytes to all.
         self._partners = groups.others if settings.shares else _partners(groups.groups)
         self._connections = self._partners * groups.group_size
@@ -199,17 +198,15 @@ class Streaming(Method):
         per_value, shard, part = 1 / self.groups.memory_rate, self._shards[fragment], self._parts[fragment]
         connections, hops_again = max(1, round(self._connections)), self._second_hops[fragment] > 0
         first, again = connections * self._messages[fragment], connections * self._second_hops[fragment]
-        # Who steps ahead of the mean makes an outer step at the launch, and writes it into the model.
-        ahead = self._is_ahead * (_OUTER_STEP * shard + _LAND * self.numels[fragment])
         return Costs(
-            launch=(_LAUNCH * shard + ahead) * per_value,
+            launch=_LAUNCH * shard * per_value,
             encode=_ENCODE * shard * per_value,
             warm=link.seconds(first, connections) - link.round_trip,
             cold=link.seconds(first, connections, warm=False) - link.round_trip,
             average=((self._partners + 1) * _DECODE + hops_again * _ENCODE) * part * per_value,
             second_hop=link.seconds(again, connections) - link.round_trip,
             step=(hops_again * _DECODE + _OUTER_STEP) * shard * per_value,
-            land=0.0 if self._is_ahead else _LAND * self.numels[fragment] * per_value,
+            land=_LAND * self.numels[fragment] * per_value,
         )
 
     def message_bytes(self, fragment: int, bytes_per_s: float) -> int:
@@ -276,11 +273,9 @@ class Streaming(Method):
         # Where outer state rests on the host, outer parameters come to the device at the launch and one step before,
         # and the momentum for the outer step; both leave it again before the landing.
         visiting = 2 * FLOAT32 * max(self._shards) if self.offloads else held
-        # Where inner steps began and the momentum of own steps, which stay on the device.
-        ahead = 2 * FLOAT32 * sum(self._shards) if self._is_ahead else 0
         resting = held + 2 * FLOAT32 * max(sum(self._shards[p] for p in fragments) for fragments in together)
         return Memory(
-            device_bytes=visiting + ahead + most + max(working),
+            device_bytes=visiting + most + max(working),
             host_bytes=on_their_way + (resting if self.offloads else 0),
             evaluation_bytes=self._model.nbytes + gathered * max(self.numels),
         )

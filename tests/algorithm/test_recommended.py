@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sdiloco import Carry, Eager, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.recommended import EARLIER, SPARSE_GAINS, OuterStep, _Row, recommended
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Float32, Int2, RandomK, Threshold, TopK
@@ -105,14 +105,6 @@ def test_what_waits_in_a_memory_is_a_momentum_already(compression: Any, is_spars
     chosen = Settings(compression=compression).chosen_for(2)
     assert OuterStep(**chosen.numbers) == recommended(2, 100, is_sparse)
     assert (chosen.outer_momentum == 0) == is_sparse
-
-
-def test_where_the_mean_is_a_round_late_the_momentum_is_smaller() -> None:
-    eager, plain = Settings(mixing=Eager()).chosen_for(4), Settings().chosen_for(4)
-    assert eager.outer_momentum < plain.outer_momentum
-    assert eager.outer_lr == plain.outer_lr
-    assert Settings(mixing=Carry()).chosen_for(4).outer_momentum == plain.outer_momentum
-    assert Settings(mixing=Eager(), outer_momentum=0.9).chosen_for(4).outer_momentum == 0.9
 
 
 def test_a_mean_over_senders_has_a_rate_of_its_own() -> None:

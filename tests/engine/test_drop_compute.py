@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from benchmarks.drop_compute import Case, closed_form
-from lightning_sdiloco import DropCompute, Paced, StreamingDiLoCo
+from lightning_sdiloco import DropCompute, StreamingDiLoCo
 from lightning_sdiloco.algorithm import best_drop
 from lightning_sdiloco.engine import DroppingLoader
+from tests.methods import Paced
 
 
 def by_hand(times: np.ndarray, rest: float, most_dropped: float) -> tuple[float, float, float]:

@@ -14,12 +14,9 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from lightning_sdiloco import (
-    ByMedian,
-    ByNorm,
     Carry,
     Control,
     Count,
-    Eager,
     Federation,
     Heard,
     LandingRule,
@@ -31,9 +28,9 @@ from lightning_sdiloco import (
     StreamingDiLoCoStrategy,
     TwoShot,
     Weighing,
-    ZScore,
 )
 from tests.engine.test_engine_reference import assert_same, grouped, reference, simulate
+from tests.methods import ByMedian, ByNorm, ZScore
 from tests.ranks import run_ranks
 from tests.training import inner_optimizer, mlp, train_step
 
@@ -221,7 +218,7 @@ BUILT_IN: dict[str, Any] = {"schedule": Selective(0.4), "weighing": ZScore(warmu
 MANY: list[dict[str, Any]] = [
     {"schedule": Selective(0.4), "weighing": ZScore(threshold=1.5, alpha=0.2, warmup=2), "mixing": Carry()},
     {"schedule": Rarer(), "weighing": ByMedian()},
-    {"weighing": ByNorm(0.5), "mixing": Eager()},
+    {"weighing": ByNorm(0.5), "mixing": Carry()},
     {"weighing": Loudest(), "mixing": DelayCompensation()},
 ]
 
@@ -347,7 +344,6 @@ def test_the_planner_does_not_choose_beside_a_pace() -> None:
         {"weighing": ByMedian()},
         {"weighing": Loudest()},
         {"mixing": Carry()},
-        {"mixing": Eager()},
         {"mixing": DelayCompensation()},
         {"exchange": TwoShot([1.0])},
     ],

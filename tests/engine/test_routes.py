@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import (
     AgreementError,
-    ByNorm,
     FastestPairs,
     Federation,
     RandomPairs,
@@ -30,6 +29,7 @@ from lightning_sdiloco.comm.exchange import InProcessExchange
 from lightning_sdiloco.compression import Int8, RandomK
 from lightning_sdiloco.engine import Restart, restart_from
 from lightning_sdiloco.planning import Groups, Link, Model, Streaming, play
+from tests.methods import ByNorm
 from tests.ranks import run_ranks
 from tests.training import inner_optimizer, mlp, train_step
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco import DelayedNesterov, Federation, SimulatedGroups
+from lightning_sdiloco import Federation, SimulatedGroups
 from lightning_sdiloco.comm import add_keys, init_keys
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError
@@ -22,6 +22,7 @@ from tests.engine.ranked_sites import Rank, whole
 from tests.engine.ranked_sites import train as train_ranked
 from tests.engine.sites import STEP, Site, VirtualHub, agree, equal, founded, train
 from tests.large.models import FEATURES, TARGETS, wide
+from tests.methods import DelayedNesterov
 from tests.training import inner_optimizer, mlp, train_step
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2}

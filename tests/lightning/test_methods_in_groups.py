@@ -12,10 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sdiloco import (
-    ByMedian,
-    ByNorm,
     Carry,
-    Eager,
     FastestPairs,
     RandomPairs,
     Ring,
@@ -23,9 +20,9 @@ from lightning_sdiloco import (
     SimulatedGroups,
     StreamingDiLoCo,
     StreamingDiLoCoFabricStrategy,
-    ZScore,
 )
 from tests import sharded
+from tests.methods import ByMedian, ByNorm, ZScore
 from tests.ranks import run_processes, run_ranks
 from tests.sharded import whole
 from tests.training import batch, inner_optimizer, mlp, train_step
@@ -48,7 +45,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "selective, z-score, carry": {"schedule": Selective(0.4), "weighing": ZScore(warmup=1), "mixing": Carry()},
     "by norm": {"weighing": ByNorm(0.5)},
     "by median": {"weighing": ByMedian()},
-    "eager": {"mixing": Eager()},
 }
 METHODS = ROUTES | POLICIES
 

@@ -19,12 +19,13 @@ from rich import console as rich_console
 from torch import Tensor, nn
 
 import lightning_sdiloco
-from lightning_sdiloco import ByNorm, Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.comm import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, scalars_of, shown
 from lightning_sdiloco.lightning.records import Rank, read_run, trace
 from tests import fits
 from tests.fits import LIGHTNING, fit
+from tests.methods import ByNorm
 from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 

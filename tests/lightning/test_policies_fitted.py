@@ -11,21 +11,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sdiloco import (
-    ByMedian,
-    ByNorm,
     Carry,
-    DelayedNesterov,
     DropCompute,
-    Eager,
-    Paced,
     Selective,
     SimulatedGroups,
     StreamingDiLoCoMonitor,
     TwoShot,
-    ZScore,
 )
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
 from tests import fits
+from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
 from tests.ranks import run_processes
 from tests.training import inner_optimizer
 
@@ -37,7 +32,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "z_score": {"weighing": ZScore(warmup=1)},
     "by_median": {"weighing": ByMedian()},
     "carry": {"mixing": Carry()},
-    "eager": {"mixing": Eager()},
     "delayed_nesterov": {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2)},
     "random_k": {"compression": "random_k+memory"},
     "random_block": {"compression": "random_block"},

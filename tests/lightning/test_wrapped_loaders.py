@@ -8,9 +8,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_sdiloco import DropCompute, Paced
+from lightning_sdiloco import DropCompute
 from tests import fits
 from tests.lightning.uneven_fits import Announced, Place, Stateful, fit, gan, noting, run_fit
+from tests.methods import Paced
 from tests.ranks import RankError, run_processes
 
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco import Paced
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.planning.clock import Absence, play
 from lightning_sdiloco.planning.link import Line, Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
+from tests.methods import Paced
 
 
 def method(groups: int = 2, **settings: object) -> Streaming:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sdiloco import Eager, Schedule, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import Schedule, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.planning.hub import through_hub, way_through_hub
@@ -338,16 +338,14 @@ def test_no_bandwidth_is_enough_where_the_round_trip_alone_takes_too_long() -> N
     assert needs == dict.fromkeys(map(str, TARGETS))
 
 
-@pytest.mark.parametrize("mixing", [0.2, Eager()], ids=repr)
-def test_held_memory_is_that_of_the_engines_tensors(mixing: Any) -> None:
+def test_held_memory_is_that_of_the_engines_tensors() -> None:
     choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": LAYERS, "compression": "fp32"}
-    choices |= {"offload": False, "mixing": mixing}
+    choices |= {"offload": False, "mixing": 0.2}
     models = [mlp(), mlp()]
     simulated = SimulatedGroups(models, **choices)
     train(simulated, models, steps=12)
     saved = simulated.engines[0].state_dict()["fragments"]
-    states = [state for fragment in saved for state in (fragment, fragment.get("ahead")) if state is not None]
-    kept = [value for state in states for value in (state["outer"], *state["state"].values())]
+    kept = [value for state in saved for value in (state["outer"], *state["state"].values())]
     held = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
     method = Streaming(Model.of_parameters(trainable(mlp())), Settings(**choices), Groups(1.0))
     largest = max(method.numels)
@@ -363,14 +361,6 @@ def test_a_fragment_that_is_launched_where_another_lands_is_held_beside_it() -> 
     chosen = Settings(sync_every=4, overlap_steps=1, layers_per_fragment=1, compression="fp32", offload=False)
     held, flying, in_lane = 4_000 * 8, 2 * (12_000 + 2 * 4_048), 4_048 + 8_000
     assert Streaming(model, chosen, groups).memory.device_bytes == held + flying + in_lane
-
-
-def test_who_steps_ahead_of_the_mean_pays_at_the_launch_and_not_at_the_landing() -> None:
-    model, groups, link = Model.of_size(8_000_000, layers=8), Groups(1.0), Link(1.0)
-    mixed, ahead = (Streaming(model, Settings(mixing=mixing), groups).costs(0, link) for mixing in (0.2, Eager()))
-    assert ahead.launch == pytest.approx(mixed.launch + mixed.step + mixed.land)
-    assert ahead.land == 0
-    assert ahead._replace(launch=mixed.launch, land=mixed.land) == mixed
 
 
 def test_offloaded_the_device_holds_what_is_in_flight_and_the_host_the_rest() -> None:

@@ -44,17 +44,6 @@ class LandingRule(ABC):
             steps: Inner steps since the launch.
         """
 
-    def ahead(self, groups: int) -> float:
-        """Returns the share of its outer gradient with which a group makes an outer step ahead of the mean; 0 is none.
-
-        At the launch: its next inner steps then begin from the outer parameters plus that step, in the place of the
-        local values.
-
-        Args:
-            groups: Number of worker groups.
-        """
-        return 0.0
-
 
 @dataclass(frozen=True)
 class Mix(LandingRule):
@@ -97,32 +86,6 @@ class Carry(LandingRule):
     @override
     def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
         local.add_(gathered[0])
-
-
-@dataclass(frozen=True)
-class Eager(LandingRule):
-    """Goes on from the newest outer parameters plus its own part of the outer step to come, at every launch.
-
-    Eager updates (arXiv 2502.12996): no group waits for the mean of a round until the next one is launched, so it may
-    take nearly ``sync_every`` inner steps to come. See [Note: ahead of the mean] in ``engine/ahead.py``.
-    """
-
-    @property
-    def kept(self) -> float:  # type: ignore[override]
-        """Nothing: inner steps begin from outer parameters."""
-        return 0.0
-
-    @override
-    def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
-        return ()
-
-    @override
-    def merge(self, local: Tensor, gathered: Sequence[Tensor], steps: int) -> None:
-        """Leaves the local values as they are: the next launch takes the outer parameters in."""
-
-    @override
-    def ahead(self, groups: int) -> float:
-        return 1 / groups
 
 
 def mix(local: Tensor, outer: Tensor, kept: float) -> None:

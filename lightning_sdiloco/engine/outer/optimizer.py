@@ -173,23 +173,6 @@ def _nesterov(settings: Settings) -> Make:
     return partial(SGD, lr=settings.numbers["outer_lr"], momentum=momentum, nesterov=momentum > 0)
 
 
-def require_linear(settings: Settings) -> None:
-    """Refuses an outer optimizer whose steps are not linear in its gradients, so that no group has a part of them."""
-    make = settings.outer_optimizer or _nesterov(settings)
-    generator = torch.Generator().manual_seed(0)
-    gradients = [[torch.randn(64, generator=generator)] for _ in range(4)]
-    once, twice = (
-        _tried(make, [torch.zeros(64)], [[scale * one for one in own] for own in gradients], slice(None))[0]
-        for scale in (1.0, 2.0)
-    )
-    if not torch.allclose(2 * once, twice, rtol=1e-4, atol=1e-6):
-        raise ValueError(
-            f"mixing={settings.mixing!r} does not go with this outer_optimizer: of its step a group makes its own part"
-            " before the mean of all is there, and with gradients twice as long its steps are not twice as long."
-            " Choose one that is linear, such as the default or torch.optim.SGD, or another mixing."
-        )
-
-
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
     """Returns the parameter group of every shard."""
     index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}

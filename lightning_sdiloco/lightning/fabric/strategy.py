@@ -134,7 +134,7 @@ class FabricWorkerGroupStrategy(_Base):
         return self._loop.finish()
 
     def idle_step(self) -> list[Landing]:
-        """Makes an inner step in which this group does not train, where `Paced` yields None. Returns what landed."""
+        """Makes an inner step in which this group does not train, where its loader yields None. Returns what landed."""
         return self._loop.idle_step()
 
     def note_trained(self, micro_batches: int) -> None:

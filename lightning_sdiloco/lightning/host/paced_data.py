@@ -1,9 +1,13 @@
-"""What a Trainer does with loaders that yield None on purpose; see `Paced` and `DropCompute`."""
+"""What a Trainer does with loaders that yield None on purpose.
+
+Such a loader has another one as `loader`, and `follow(engine)`: `DropCompute` makes them, and so may users, as in
+``examples/methods/dylu.py``.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_sdiloco.engine import DroppingLoader, Paced, StreamingDiLoCo
+from lightning_sdiloco.engine import DroppingLoader, StreamingDiLoCo
 from lightning_sdiloco.lightning.host.ended_data import YIELDED_NONE
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
 
@@ -18,9 +22,9 @@ def process_wrapped(trainer: Any, dataloader: Any) -> Any:
     return dataloader
 
 
-def _wrappers(loader: Any) -> Iterator[Paced | DroppingLoader]:
+def _wrappers(loader: Any) -> Iterator[Any]:
     """Yields a wrapper and those in it, the innermost first."""
-    if isinstance(loader, (Paced, DroppingLoader)):
+    if hasattr(loader, "loader") and hasattr(loader, "follow"):
         yield from _wrappers(loader.loader)
         yield loader
 
