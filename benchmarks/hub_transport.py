@@ -61,10 +61,10 @@ def iperf3(links: Links, size: int, connections: int) -> float:
 
 def serve(folder: str) -> None:
     """Is the hub, in site 0."""
-    from lightning_sdiloco.comm import BlobStore, Hub, LedgerHandler, SQLiteLedger
+    from lightning_sdiloco.comm import BlobStore, Hub
+    from tests.comm.mailbox.hubs import Noting
 
-    store, ledger = BlobStore(Path(folder, "store")), SQLiteLedger(Path(folder, "hub.sqlite"))
-    hub = Hub(LedgerHandler(ledger), store, RUN, "0.0.0.0:7100", keys=Path(folder, "keys"))
+    hub = Hub(Noting(), BlobStore(Path(folder, "store")), RUN, "0.0.0.0:7100", keys=Path(folder, "keys"))
     hub.start()
     print("ready", flush=True)
     sys.stdin.read()
@@ -77,7 +77,7 @@ def send(folder: str, address: str, connections: str) -> None:
 
     keys = Path(folder, "keys", "site.bundle")
     mailbox = HubMailbox(f"{address}:7100", RUN, "site", keys, channels=int(connections))
-    mailbox.put(os.urandom(int(connections) << 20))
+    mailbox.send(os.urandom(int(connections) << 20))
     print("ready", flush=True)
     for line in sys.stdin:
         blob = os.urandom(int(line))

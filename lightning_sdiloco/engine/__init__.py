@@ -19,9 +19,7 @@ from lightning_sdiloco.engine.measurements import Span, StepClock
 from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
 from lightning_sdiloco.engine.restart import Restart, restart_from
-from lightning_sdiloco.engine.site.alone import Undecided
 from lightning_sdiloco.engine.site.federation import Federation, refuse_quorum
-from lightning_sdiloco.engine.site.settling import Settler
 from lightning_sdiloco.engine.start import cut
 
 __all__ = [
@@ -33,11 +31,9 @@ __all__ = [
     "Landing",
     "Restart",
     "Saved",
-    "Settler",
     "Span",
     "StepClock",
     "StreamingDiLoCo",
-    "Undecided",
     "align_model",
     "clean_name",
     "cut",

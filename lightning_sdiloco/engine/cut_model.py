@@ -22,7 +22,6 @@ from lightning_sdiloco.engine.parameters.naming import trainable, unwrapped
 from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
-from lightning_sdiloco.engine.site.alone import NOTHING, Alone, Trained, Undecided
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
 from lightning_sdiloco.engine.start import agreed_fragments, align_ranks, cut, say_what_averages_twice
@@ -45,7 +44,7 @@ class CutModel:
         topology: Topology,
         inner_optimizers: Sequence[Optimizer],
         link: LinkRate,
-        federation: Federation | Undecided | None,
+        federation: Federation | None,
     ) -> None:
         self.given, self.settings, self._topology = given, given.chosen_for(topology.num_groups), topology
         require_own_group(model, topology)
@@ -60,20 +59,15 @@ class CutModel:
         self._divide(fragments)
         align_ranks(self.model, self.rounds.fragments, topology)
         require_same_settings({**self.rounds.described(), "kernels": kernels.name}, topology.world)
-        if isinstance(federation, Undecided):
-            self._renewed, self.world = Alone, Alone(self.rounds)
-        elif federation is not None:
-            self._join(federation)
+        if federation is not None:
+            self._renewed = refuse_other_rounds
+            self.world = join(federation, self.model, self.rounds, self.settings, topology, self.means)
 
     def _divide(self, fragments: tuple[Fragment, ...]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self.rounds = Rounds(self.model, fragments, self.settings, self._topology, self.means, self._diagnoses)
         self.view = OuterView(self.model, self.rounds.fragments, self._topology.in_group, self.means.storage)
         self.world, self.warmup = self._renewed(self.rounds), Warmup(self.rounds)
-
-    def _join(self, federation: Federation, trained: Trained = NOTHING) -> None:
-        self._renewed = refuse_other_rounds
-        self.world = join(federation, self.model, self.rounds, self.settings, self._topology, self.means, trained)
 
     def diagnose(self, diagnoses: bool) -> None:
         """Sets whether landings tell how far the groups agree."""
@@ -124,21 +118,10 @@ class CutModel:
         self.rounds.begin(NamedOuter(landed, restart.buffers), step)
         self.view.write_outer()
 
+    @torch.no_grad()
     def choose(self, settings: Settings, step: int) -> None:
         """Goes on after an inner step as if these had been the settings from the start."""
         self.rounds.require_no_launch(step, settings)
-        self._go_on_with(settings)
-
-    def enter(self, federation: Federation, settings: Settings, step: int) -> None:
-        """Enters the federation of an `Undecided` site after an inner step; see [Note: alone at first]."""
-        trained = Trained(step, self.rounds.fragments[0].weight)
-        self._go_on_with(settings)
-        for fragment in self.rounds.fragments:
-            fragment.weight = 0
-        self._join(federation, trained)
-
-    @torch.no_grad()
-    def _go_on_with(self, settings: Settings) -> None:
         before, outer = self.rounds, named_outer(self.rounds.fragments, self._topology.in_group)
         self.given, self.settings = settings, settings.chosen_for(self._topology.num_groups)
         self._divide(cut(self.model, settings).fragments)

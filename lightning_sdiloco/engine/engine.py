@@ -34,7 +34,6 @@ from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
 from lightning_sdiloco.engine.measurements import LinkRate, Span, StepClock
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.restart import Restart
-from lightning_sdiloco.engine.site.alone import Undecided
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups, checked_micro_batches, default_topology
 
@@ -126,7 +125,7 @@ class StreamingDiLoCo:
         route: Route | None = None,
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
-        federation: Federation | Undecided | None = None,
+        federation: Federation | None = None,
     ) -> None:
         given = Settings.among(locals())
         self.topology = topology or default_topology(1 if federation else worker_groups, timeout)
@@ -447,10 +446,6 @@ class StreamingDiLoCo:
     def choose(self, settings: Settings) -> None:
         """Goes on as if these had been the settings from the start. All ranks must call it, before a launch was due."""
         self._cut.choose(settings, self.inner_steps)
-
-    def enter(self, federation: Federation, settings: Settings) -> None:
-        """Enters the federation of an `Undecided` site, with the settings of its run, for which `join` then waits."""
-        self._cut.enter(federation, settings, self.inner_steps)
 
     def has_other_parameters(self) -> bool:
         """Tells whether parameters were frozen or became trainable since the model was cut."""

@@ -33,7 +33,6 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
 )
 from lightning_sdiloco.federation.quorum import All, DynamicBackup, Quorum, built_in, chosen, quorum_of
-from lightning_sdiloco.federation.settling import Known, Measurement, Settling
 
 __all__ = [
     "ANCHOR_EVERY",
@@ -51,14 +50,12 @@ __all__ = [
     "Founding",
     "Hello",
     "KEY",
-    "Known",
     "LONGEST_GRACE",
     "Landing",
     "Launch",
     "Message",
     "Ledger",
     "Malformed",
-    "Measurement",
     "NAME",
     "Payload",
     "Position",
@@ -67,7 +64,6 @@ __all__ = [
     "RETENTION",
     "Record",
     "Refused",
-    "Settling",
     "Standing",
     "StateHeader",
     "Terms",

@@ -23,30 +23,24 @@ from lightning_sdiloco.hub.connection import (
 if TYPE_CHECKING:
     from lightning_sdiloco.hub.coordinator import Coordinator
     from lightning_sdiloco.hub.in_process import InProcessConnection, InProcessHub, InProcessShards
-    from lightning_sdiloco.hub.keeper import Keeper, Rhythm
-    from lightning_sdiloco.hub.kept import FolderConnection, folder_shards
     from lightning_sdiloco.hub.plain import from_plain, to_plain
     from lightning_sdiloco.hub.remote import HubConnection
     from lightning_sdiloco.hub.service import HubService
-    from lightning_sdiloco.hub.shards import HubShards, MailboxShards, Shards, Wanted, payloads_of, places_of
+    from lightning_sdiloco.hub.shards import HubShards, Shards, Wanted, payloads_of, places_of
     from lightning_sdiloco.hub.virtual import VirtualHub, VirtualLink, VirtualTime
 
 __all__ = [
     "Called",
     "Connection",
     "Coordinator",
-    "FolderConnection",
     "HubConnection",
     "HubService",
     "HubShards",
     "InProcessConnection",
     "InProcessHub",
     "InProcessShards",
-    "Keeper",
     "Lost",
-    "MailboxShards",
     "Recorded",
-    "Rhythm",
     "Shards",
     "StateArrived",
     "StateWanted",
@@ -57,7 +51,6 @@ __all__ = [
     "Waiting",
     "Wanted",
     "Welcomed",
-    "folder_shards",
     "from_plain",
     "payloads_of",
     "places_of",
@@ -66,19 +59,14 @@ __all__ = [
 
 _FILES = {
     "Coordinator": "coordinator",
-    "FolderConnection": "kept",
     "HubConnection": "remote",
     "HubService": "service",
     "HubShards": "shards",
     "InProcessConnection": "in_process",
     "InProcessHub": "in_process",
     "InProcessShards": "in_process",
-    "Keeper": "keeper",
-    "MailboxShards": "shards",
-    "Rhythm": "keeper",
     "Shards": "shards",
     "Wanted": "shards",
-    "folder_shards": "kept",
     "from_plain": "plain",
     "payloads_of": "shards",
     "places_of": "shards",

@@ -37,8 +37,6 @@ from lightning_sdiloco.federation import (
     Charter,
     Contribution,
     Follower,
-    Known,
-    Measurement,
     Record,
     StateHeader,
     Welcome,
@@ -112,15 +110,6 @@ class Connection(Protocol):
     site: str
     life: str
     sends_bytes_per_s: float
-
-    def settle(self, own: Measurement | None = None, chosen: Mapping[str, str] | None = None) -> Known:
-        """Tells what a site has measured that has left settings open, or chosen; see [Note: settled once]."""
-
-    def round_trip(self) -> float:
-        """Returns how many seconds a small call to the hub takes, before training."""
-
-    def bandwidth(self, up: bool) -> float:
-        """Returns the bits per second that get through to the hub, or from it, before training."""
 
     def agree(self, charter: Charter) -> Charter:
         """Brings the charter of this site; waits for the hub."""

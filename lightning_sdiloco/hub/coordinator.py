@@ -8,7 +8,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from lightning_sdiloco.comm import Busy, Event, MailboxError, NoSpace
 from lightning_sdiloco.errors import AgreementError, Refused
@@ -19,9 +19,7 @@ from lightning_sdiloco.federation import (
     Charter,
     Contribution,
     Hello,
-    Known,
     Ledger,
-    Measurement,
     Payload,
     Record,
     StateHeader,
@@ -93,13 +91,6 @@ class Coordinator:
         """Hears which charter a site brings; returns that of the run, as `Connection.agree` does."""
         with self._lock:
             return self.charter or self._gathering.propose(site, charter)
-
-    def settle(self, site: str, own: Measurement | None, chosen: Mapping[str, str] | None = None) -> Known:
-        """Hears of a site that has left settings open; returns what is known of them, as `Connection.settle` does."""
-        with self._lock:
-            if self.charter is not None:
-                return Known(self.charter.settings)
-            return self._gathering.settle(site, own, chosen, self._clock())
 
     def hello(self, hello: Hello, brought: Callable[[], Charter]) -> Iterator[Event]:
         """Takes a site in."""

@@ -1,10 +1,10 @@
 """The gathering of sites before a run is founded: who is here, and with which charter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation import Charter, Founding, Hello, Known, Measurement, Settling, quorum_of
+from lightning_sdiloco.federation import Charter, Founding, Hello, quorum_of
 
 
 class Gathering:
@@ -13,7 +13,6 @@ class Gathering:
     def __init__(self, sites: int, quorums: Callable[[str], type[Any]]) -> None:
         self._sites, self._quorums = sites, quorums
         self._founding = Founding(sites)
-        self._settling = Settling(sites)
         self._proposed: dict[str, Charter] = {}
         self._founder: str | None = None
         self.hellos: dict[str, Hello] = {}
@@ -24,16 +23,6 @@ class Gathering:
         others = (own for other, own in self._proposed.items() if other != site)
         self._proposed[site] = next(others, charter)
         return self._proposed[site]
-
-    def settle(self, site: str, own: Measurement | None, chosen: Mapping[str, str] | None, now: float) -> Known:
-        """Hears what a site has measured, or chosen; returns what is known. A charter that was brought goes first."""
-        if charter := next(iter(self._proposed.values()), None):
-            return Known(charter.settings)
-        known = self._settling.known(now) if own is None else self._settling.hear(site, own, now)
-        if chosen is None or not known.is_whole:
-            return known
-        self._settling.choose(chosen)
-        return self._settling.known(now)
 
     def hello(self, hello: Hello, charter: Charter) -> None:
         """Takes a site in."""

@@ -45,10 +45,6 @@ class Journal(Protocol):
     def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
         """Drops all but the first records, and notes what changes with it."""
 
-    @property
-    def held(self) -> bool:
-        """Whether nobody else writes to it, as far as is known without asking."""
-
 
 class Store(Protocol):
     """Where blobs are kept, such as `BlobStore`."""
@@ -59,8 +55,8 @@ class Store(Protocol):
     def size(self, key: str) -> int:
         """Returns the size of a blob; raises `Missing` if it is not there."""
 
-    def retain(self, keys: Collection[str], age: float = ..., may: Callable[[], bool] = ...) -> int:
-        """Drops all blobs but those named, and those that came lately, for as long as it may."""
+    def retain(self, keys: Collection[str], age: float = ...) -> int:
+        """Drops all blobs but those named, and those that came lately."""
 
 
 class History:
@@ -200,4 +196,4 @@ class History:
             needed.update(payload.key for payload in Contribution.from_bytes(text).payloads)
         for _, parts in self.anchors:
             needed.update(part.key for part in parts)
-        return self.store.retain(needed, may=lambda: self.journal.held)
+        return self.store.retain(needed)

@@ -14,8 +14,6 @@ from lightning_sdiloco.federation import (
     Contribution,
     Follower,
     Hello,
-    Known,
-    Measurement,
     Payload,
     Record,
     StateHeader,
@@ -36,8 +34,6 @@ from lightning_sdiloco.hub.history import Bytes, History
 from lightning_sdiloco.hub.outbox import Outbox
 from lightning_sdiloco.hub.quorums import imported
 from lightning_sdiloco.hub.shards import Fetched, Wanted, all_payloads
-
-_MEMORY_BITS_PER_S = 8e10
 
 
 class InMemoryJournal:
@@ -72,10 +68,6 @@ class InMemoryJournal:
         del self._records[count:]
         self.note(notes)
 
-    @property
-    def held(self) -> bool:
-        return True
-
 
 class InMemoryStore:
     """Blobs in memory; see `Store`."""
@@ -103,7 +95,7 @@ class InMemoryStore:
         except Missing:
             return None
 
-    def retain(self, keys: Collection[str], age: float = 0.0, may: Callable[[], bool] = lambda: True) -> int:
+    def retain(self, keys: Collection[str], age: float = 0.0) -> int:
         before = len(self._blobs)
         self._blobs = {key: blob for key, blob in self._blobs.items() if key in keys}
         return before - len(self._blobs)
@@ -166,17 +158,6 @@ class InProcessConnection:
         self._beat: Beat | None = None
         self._asked_at = -1.0
         self.sends_bytes_per_s = 0.0
-
-    def settle(self, own: Measurement | None = None, chosen: Mapping[str, str] | None = None) -> Known:
-        return self._hub.coordinator.settle(self.site, own, chosen)
-
-    def round_trip(self) -> float:
-        """See `Connection`: no time passes."""
-        return 0.0
-
-    def bandwidth(self, up: bool) -> float:
-        """See `Connection`: nothing is on the way."""
-        return _MEMORY_BITS_PER_S
 
     def agree(self, charter: Charter) -> Charter:
         self._hub.store.put(charter.to_bytes())

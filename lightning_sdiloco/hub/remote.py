@@ -1,17 +1,16 @@
-"""A site's connection to a hub, over whatever carries its messages: `Connection` says what it promises."""
+"""A site's connection to a hub over gRPC: `Connection` says what it promises."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lightning_sdiloco.comm import MAX_BLOB, Busy, HubMailbox, HubUnreachable, MailboxError, key_of
 from lightning_sdiloco.errors import ExchangeError, Refused
-from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Known, Measurement, StateHeader
+from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, StateHeader
 from lightning_sdiloco.hub.connection import (
     Called,
     Lost,
@@ -28,33 +27,33 @@ from lightning_sdiloco.hub.inbox import Inbox
 from lightning_sdiloco.hub.outbox import Outbox
 from lightning_sdiloco.hub.records_to_fetch import RecordsToFetch
 from lightning_sdiloco.hub.shards import Wanted, all_payloads
-from lightning_sdiloco.hub.site_mailbox import SiteMailbox
 
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 _LONGEST_LEASE = 12.0  # seconds after which a name that is in use is not that of a process that died
 _THREADS = 8
-_MEASURED_FOR = 2.0  # seconds in each direction, in which founders that begin some moments apart share the hub's link
-
-Answer = TypeVar("Answer")
 
 
-class MailboxConnection:
-    """A site's connection to its hub; see `Connection`. It has threads of its own."""
+class HubConnection:
+    """A site's connection to a hub over gRPC; see `Connection`. It has threads of its own."""
 
     def __init__(
         self,
-        mailbox: SiteMailbox,
+        hub: str,
         run: str,
         site: str,
-        patience: float,
-        wanted: Wanted,
-        longest_lease: float,
+        keys: str | Path | None = None,
+        insecure: bool = False,
+        patience: float = 60.0,
+        wanted: Wanted = all_payloads,
+        channels: int = 8,
+        beat: float = 1.0,
+        max_blob: int = MAX_BLOB,
     ) -> None:
-        self._mailbox = mailbox
-        self.site, self.life = site, mailbox.life
-        self._run, self._patience, self._wanted, self._longest_lease = run, patience, wanted, longest_lease
+        self._mailbox = HubMailbox(hub, run, site, keys, insecure, channels=channels, beat=beat, max_blob=max_blob)
+        self.site, self.life = site, self._mailbox.life
+        self._run, self._patience, self._wanted = run, patience, wanted
         self._about = {"site": site}
         self._inbox, self._outbox = Inbox(), Outbox()
         self._fetching, self._fetching_states = Fetching(self._get), Fetching(self._get)
@@ -77,32 +76,18 @@ class MailboxConnection:
 
     # Before training
 
-    def settle(self, own: Measurement | None = None, chosen: Mapping[str, str] | None = None) -> Known:
-        about = {**self._about, "measured": own and asdict(own), "chosen": chosen and dict(chosen)}
-        return Known.from_bytes(self._reached(lambda: self._mailbox.call("settle", about)[1]))
-
-    def round_trip(self) -> float:
-        return self._reached(self._mailbox.round_trip)
-
-    def bandwidth(self, up: bool) -> float:
-        return self._reached(lambda: self._mailbox.bandwidth(up, _MEASURED_FOR))
-
     def agree(self, charter: Charter) -> Charter:
         def brought() -> Charter:
             answer = self._mailbox.send(charter.to_bytes(), {**self._about, "kind": "charter"})
             key = str(answer.get("charter"))
             return charter if key == charter.key else Charter.from_bytes(bytes(self._mailbox.get(key)))
 
-        return self._reached(brought)
-
-    def _reached(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks the hub until it answers, or patience is over."""
         until = time.monotonic() + self._patience
         while True:
             try:
-                return ask()
+                return brought()
             except MailboxError as error:
-                if isinstance(error, Busy) and time.monotonic() > until - self._patience + self._longest_lease:
+                if isinstance(error, Busy) and time.monotonic() > until - self._patience + _LONGEST_LEASE:
                     raise Refused(str(error)) from error
                 if time.monotonic() > until:
                     raise ExchangeError(f"{self.site} has not reached its hub: {error}") from error
@@ -226,7 +211,7 @@ class MailboxConnection:
         try:
             for key, blob in blobs.items():
                 began = time.monotonic()
-                self._mailbox.leave(blob, {**self._about, "kind": "payload"}, key=key)
+                self._mailbox.send(blob, {**self._about, "kind": "payload"}, key=key)
                 if is_first:
                     self.sends_bytes_per_s = len(blob) / max(time.monotonic() - began, 1e-6)
             answer = self._call("contribute", body=own.to_bytes())
@@ -330,23 +315,3 @@ class MailboxConnection:
             if now > self._busy_since + self._lease + _AGAIN:
                 raise Refused(said.text)
         self._inbox.put(Lost(said.text))
-
-
-class HubConnection(MailboxConnection):
-    """A site's connection to a hub over gRPC; see `Connection`. It has threads of its own."""
-
-    def __init__(
-        self,
-        hub: str,
-        run: str,
-        site: str,
-        keys: str | Path | None = None,
-        insecure: bool = False,
-        patience: float = 60.0,
-        wanted: Wanted = all_payloads,
-        channels: int = 8,
-        beat: float = 1.0,
-        max_blob: int = MAX_BLOB,
-    ) -> None:
-        mailbox = HubMailbox(hub, run, site, keys, insecure, channels=channels, beat=beat, max_blob=max_blob)
-        super().__init__(mailbox, run, site, patience, wanted, _LONGEST_LEASE)

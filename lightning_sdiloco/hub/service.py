@@ -1,14 +1,11 @@
 """A hub as a process: the coordinator behind gRPC, with a ledger and a store on disk, and its own monotonic clock."""
 
-import contextlib
 import json
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 from lightning_sdiloco.comm import (
     MAX_BLOB,
@@ -18,17 +15,16 @@ from lightning_sdiloco.comm import (
     Hub,
     MailboxError,
     Missing,
-    NotActive,
     Peer,
     Push,
+    SQLiteLedger,
 )
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, Measurement, StateHeader, read
+from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, StateHeader
 from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.events import parts_of, text_of
-from lightning_sdiloco.hub.history import History, Store
+from lightning_sdiloco.hub.history import History
 from lightning_sdiloco.hub.quorums import Quorums
-from lightning_sdiloco.hub.seat import Kept, checked_store, seat_at
 from lightning_sdiloco.hub.status import Status
 
 log = logging.getLogger(__name__)
@@ -39,22 +35,11 @@ MAX_CHARTER = 64 << 20
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 
 
-class Blobs(Store, Protocol):
-    """The store of a hub, where it may leave a blob itself."""
-
-    def put(self, blob: bytes) -> str:
-        """Stores a blob and returns its key."""
-
-
 class CoordinatorHandler:
     """Hands what arrives over gRPC to a coordinator; see `Handler`. Who may call what has been looked at before."""
 
-    def __init__(self, coordinator: Callable[[], Coordinator], store: Blobs) -> None:
-        self._active, self._store = coordinator, store
-
-    @property
-    def _coordinator(self) -> Coordinator:
-        return self._active()
+    def __init__(self, coordinator: Coordinator, store: BlobStore) -> None:
+        self._coordinator, self._store = coordinator, store
 
     def start(self, push: Push) -> None:
         self._push = push
@@ -83,9 +68,8 @@ class CoordinatorHandler:
             self._coordinator.beat(beat)
 
     def gone(self, peer: Peer) -> None:
-        with contextlib.suppress(NotActive):
-            if peer.role == "site":
-                self._coordinator.gone(peer.name, peer.life)
+        if peer.role == "site":
+            self._coordinator.gone(peer.name, peer.life)
 
     def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
         """Takes charters of some size, and of a site that is there payloads and states; see `Handler.admit`."""
@@ -123,15 +107,6 @@ class CoordinatorHandler:
     def _on_hello(self, peer: Peer, about: Header, body: bytes) -> None:
         for event in self._events(peer, about):
             self._push(event, [peer.name])
-
-    def _on_settle(self, peer: Peer, about: Header, body: bytes) -> bytes:
-        own, chosen = about.get("measured"), about.get("chosen")
-        known = self._coordinator.settle(
-            peer.name,
-            None if own is None else read(Measurement, own, "measured"),
-            None if chosen is None else read(Mapping[str, str], chosen, "chosen"),
-        )
-        return known.to_bytes()
 
     def _on_contribute(self, peer: Peer, about: Header, body: bytes) -> Header:
         own = Contribution.from_bytes(body)
@@ -177,7 +152,7 @@ def _require_own(peer: Peer, site: str, life: str | None = None) -> None:
 
 
 class HubService:
-    """Serves a run to its sites, from what is on disk, or in etcd together with other hubs."""
+    """Serves a run to its sites, from what is on disk."""
 
     def __init__(
         self,
@@ -192,38 +167,28 @@ class HubService:
         beat: float = 1.0,
         quorum: str | None = None,
     ) -> None:
-        self._quorums = Quorums(quorum)
-        self._run, self._sites = run, sites
+        if "://" in str(ledger):
+            raise ValueError(
+                f"ledger={str(ledger)!r} is a URL, and a run has one hub, whose ledger is a file on its machine: give a"
+                " path. Where that hub ends, start it again with it; sites train on meanwhile."
+            )
+        quorums = Quorums(quorum)
         self._awake, self._closed = threading.Event(), threading.Event()
-        self._seat = seat_at(ledger, f"{socket.gethostname()} ({listen})", sites is None, insecure)
-        store = checked_store(ledger, store)
-        self._journal: Kept | None = None
-        self._coordinator: Coordinator | None = None
-        self._why = ""
-        self._hub: Hub | None = None
+        self.ledger = SQLiteLedger(ledger, must_exist=sites is None)
         try:
-            self._journal = self._seat.take()
-            self._blobs = BlobStore(store, max_blob)
-            self._take_over()
-            handler = CoordinatorHandler(lambda: self.coordinator, self._blobs)
-            self._hub = Hub(handler, self._blobs, run, listen, keys=keys, insecure=insecure, beat=beat)
+            blobs = BlobStore(Path(ledger).with_suffix(".store") if store is None else store, max_blob)
+            self.coordinator = Coordinator(run, History(self.ledger, blobs, quorums), sites, time.monotonic)
+            handler = CoordinatorHandler(self.coordinator, blobs)
+            self._hub = Hub(handler, blobs, run, listen, keys=keys, insecure=insecure, beat=beat)
         except BaseException:
-            self._give_up()
+            self.ledger.close()
             raise
         self.port = self._hub.port
         self._ticker = threading.Thread(target=self._tick, name="hub-clock", daemon=True)
 
-    @property
-    def coordinator(self) -> Coordinator:
-        """What decides."""
-        if (coordinator := self._coordinator) is None:
-            raise NotActive(self._why)
-        return coordinator
-
     def start(self) -> None:
         """Begins to serve."""
-        assert self._hub is not None, "it was made"
-        self._begin()
+        self.coordinator.start(self._hub.push, self._awake.set)
         self._hub.start()
         self._ticker.start()
 
@@ -237,52 +202,15 @@ class HubService:
         self._awake.set()
         if self._ticker.ident is not None:
             self._ticker.join()
-        assert self._hub is not None, "it was made"
         self._hub.close()
-        self._give_up()
-
-    def _take_over(self) -> bool:
-        """Becomes the active hub, if there is no other one."""
-        self._journal = self._journal or self._seat.take()
-        if self._journal is None:
-            self._why = f"this hub waits: {self._seat.holder or 'another one'} is the active one."
-            return False
-        try:
-            history = History(self._journal, self._blobs, self._quorums)
-            self._coordinator = Coordinator(self._run, history, self._sites, time.monotonic)
-        except BaseException:
-            self._give_up()
-            raise
-        return True
-
-    def _begin(self) -> None:
-        if self._coordinator and self._hub:
-            self._coordinator.start(self._hub.push, self._awake.set)
-
-    def _step_down(self, why: str) -> None:
-        """Takes nothing new: another hub does. This one may become the active one again, and begins anew then."""
-        log.error("%s Nothing new is taken here.", why)
-        self._why = why
-        self._give_up()
-        if self._hub:
-            self._hub.send_away(NotActive(why))
-
-    def _give_up(self) -> None:
-        if self._coordinator:
-            # What is still being answered tells nobody.
-            self._coordinator.start(lambda event, to=None: None, lambda: None)
-        self._coordinator = None
-        if self._journal:
-            self._journal.close()
-        self._journal = None
+        # What is still being answered tells nobody.
+        self.coordinator.start(lambda event, to=None: None, lambda: None)
+        self.ledger.close()
 
     def _tick(self) -> None:
         while not self._closed.is_set():
             try:
-                seconds = self._turn()
-            except NotActive as error:
-                self._step_down(str(error))
-                seconds = _AGAIN
+                seconds = self.coordinator.tick()
             except MailboxError as error:
                 log.warning("%s", error)
                 seconds = _AGAIN
@@ -291,13 +219,3 @@ class HubService:
                 seconds = _AGAIN
             self._awake.wait(seconds)
             self._awake.clear()
-
-    def _turn(self) -> float:
-        if self._coordinator is None:
-            if self._take_over():
-                log.warning("this hub is the active one now, after %s records", self.status().get("records", 0))
-                self._begin()
-            return _AGAIN
-        if self._journal and not self._journal.held:
-            raise NotActive("this hub is not the active one any more: its lease was not renewed in time.")
-        return self._coordinator.tick()

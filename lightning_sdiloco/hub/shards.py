@@ -21,7 +21,6 @@ from lightning_sdiloco.federation import Contribution, Payload, Record
 from lightning_sdiloco.hub.fetching import Fetching, each_once
 from lightning_sdiloco.hub.history import Bytes
 from lightning_sdiloco.hub.outbox import Outbox
-from lightning_sdiloco.hub.site_mailbox import SiteMailbox
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +79,22 @@ class Shards(Protocol):
         """Ends it."""
 
 
-class MailboxShards:
-    """Moves payloads to and from a hub; see `Shards`. It has threads of its own."""
+class HubShards:
+    """Moves payloads to and from a hub over gRPC; see `Shards`. It has threads of its own."""
 
-    def __init__(self, mailbox: SiteMailbox, site: str, wanted: Wanted, patience: float) -> None:
-        self._mailbox = mailbox
+    def __init__(
+        self,
+        hub: str,
+        run: str,
+        site: str,
+        life: str,
+        keys: str | Path | None = None,
+        insecure: bool = False,
+        wanted: Wanted = all_payloads,
+        patience: float = 3600.0,
+        channels: int = 8,
+    ) -> None:
+        self._mailbox = HubMailbox(hub, run, site, keys, insecure, channels=channels, life=life)
         self._site, self._wanted, self._patience = site, wanted, patience
         self._outbox, self._fetching = Outbox(), Fetching(self._get)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="hub-shards")
@@ -186,22 +196,3 @@ class MailboxShards:
             self._away_since = time.monotonic()
         log.info("%s: %s", self._site, error)
         self._closed.wait(_AGAIN)
-
-
-class HubShards(MailboxShards):
-    """Moves payloads to and from a hub over gRPC; see `Shards`."""
-
-    def __init__(
-        self,
-        hub: str,
-        run: str,
-        site: str,
-        life: str,
-        keys: str | Path | None = None,
-        insecure: bool = False,
-        wanted: Wanted = all_payloads,
-        patience: float = 3600.0,
-        channels: int = 8,
-    ) -> None:
-        mailbox = HubMailbox(hub, run, site, keys, insecure, channels=channels, life=life)
-        super().__init__(mailbox, site, wanted, patience)

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine import (
     Landing,
     StreamingDiLoCo,
-    Undecided,
     align_model,
     cut,
     is_aligned,
@@ -20,7 +18,6 @@ from lightning_sdiloco.engine import (
 )
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.lightning.announcement import Announcement, inner_steps_of, warn_of_few_rounds
-from lightning_sdiloco.lightning.auto_in_federation import RunSettings
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
 from lightning_sdiloco.lightning.collectives import BatchWatch
@@ -144,12 +141,11 @@ class Fit:
 
     def start(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
-        federation = self._parts.options.federation
         engine = StreamingDiLoCo(
             module,
             topology=self._parts.groups.topology,
             inner_optimizers=optimizers,
-            federation=Undecided(federation) if federation and self.options.options.auto.names else federation,
+            federation=self._parts.options.federation,
             **vars(self.options.settings),
         )
         engine.diagnose(asks_for_diagnostics(self._trainer))
@@ -163,21 +159,8 @@ class Fit:
                 # In manual optimization they may be stepped without Lightning's wrapper.
                 optimizer.register_step_post_hook(self.steps.note_step)
         self.checkpointer.resume(engine, self._averaging)
-        self._take_settings_of_run(engine)
         engine.join()
         self._announce(engine)
-
-    def _take_settings_of_run(self, engine: StreamingDiLoCo) -> None:
-        """Takes the settings that are still open from the federation, if it has them."""
-        if (run := self._run_settings()) is not None and (settings := run.known(self.options.settings)) is not None:
-            self._go_on_with(engine, settings)
-
-    def _run_settings(self) -> RunSettings | None:
-        """Returns what settles open settings in a federation."""
-        auto, federation = self.options.options.auto, self._parts.options.federation
-        if federation is None or not auto.names:
-            return None
-        return RunSettings(auto, federation, self._parts.groups.topology, self._trainer.lightning_module)
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
         if self._parts.options.federation is not None:
@@ -253,21 +236,10 @@ class Fit:
     def _choose(self, engine: StreamingDiLoCo) -> None:
         """Chooses the ``"auto"`` settings; see [Note: what is chosen when]."""
         self.meet()
-        settings, topology = self.options.settings, self._parts.groups.topology
-        if (run := self._run_settings()) is not None:
-            chosen = run.settle(settings)
-        else:
-            chosen = self.options.options.auto.choose(settings, self._trainer.lightning_module, topology)
-        self._go_on_with(engine, chosen)
-
-    def _go_on_with(self, engine: StreamingDiLoCo, settings: Settings) -> None:
-        trainer, auto, federation = self._trainer, self.options.options.auto, self._parts.options.federation
-        self.options.choose(settings)
-        if federation is None:
-            engine.choose(settings)
-        else:
-            engine.enter(federation, settings)
-            engine.join()
+        trainer, auto, topology = self._trainer, self.options.options.auto, self._parts.groups.topology
+        chosen = auto.choose(self.options.settings, trainer.lightning_module, topology)
+        self.options.choose(chosen)
+        engine.choose(chosen)
         self._parts.results.cut(engine.fragments)
         self._watch_signals(engine)
         self._announce(engine)
@@ -318,9 +290,6 @@ class Fit:
         if self.steps.engine is None or self._parts.groups.failed:
             return []
         self.meet()
-        if self.steps.engine.inner_steps and self._run_settings() is not None:
-            # It ended before it could be measured as long as it should, and others wait for this site.
-            self._choose(self.steps.engine)
         landings = self.steps.engine.finish()
         if self._epoch_ends is not None:
             self._epoch_ends.collect()

@@ -86,10 +86,11 @@ class Options:
                 " group. Leave it out, and start the others as sites of their own."
             )
         federation.check(self.settings)
-        if self.auto.names and federation.sites is not None:
+        if self.auto.names:
             raise ValueError(
-                f"{self.auto.names[0]}='auto' does not go with hub={federation.hub!r}: in a folder nobody measures what"
-                " the way to the others carries. Give a number, the same at all sites, or start a hub."
+                f"{self.auto.names[0]}='auto' does not go with a federation: its sites are launched on their own, and"
+                " all bring the same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or"
+                " that of the site that founded the run (sdiloco doctor --hub shows it)."
             )
         for name, is_refused, instead in (
             ("exchange_backend", self.exchange_backend == "nccl", "a site reaches its hub over gRPC: leave it out"),

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from lightning_sdiloco import Federation, StreamingDiLoCo
-from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import InlineBackground, Undecided
+from lightning_sdiloco.engine import InlineBackground
 from lightning_sdiloco.engine.site.world import FederatedWorld
 from lightning_sdiloco.federation import Record
 from lightning_sdiloco.hub import Connection, InProcessConnection, InProcessHub
@@ -66,7 +65,6 @@ class Site:
         inner: str = "adamw",
         connection: Any = None,
         late: Literal["drop", "carry"] = "carry",
-        joins: bool = True,
         grace: float = 1.0,
         rounds: int | None = None,
         **choices: Any,
@@ -76,13 +74,12 @@ class Site:
         self.optimizer = inner_optimizer(inner, self.model)
         self.connection = connection or hub.connect(f"s{index}")
         self.step = 0
-        self.federation = here(self.connection, late, grace, rounds)
         self.engine = StreamingDiLoCo(
             self.model,
             topology=replace(Topology(), background=InlineBackground.connect(1)[0]),
             inner_optimizers=[self.optimizer],
             layers_per_fragment=1,
-            federation=self.federation if joins else Undecided(self.federation),
+            federation=here(self.connection, late, grace, rounds),
             **choices,
         )
 
@@ -90,10 +87,6 @@ class Site:
     def world(self) -> FederatedWorld:
         assert isinstance(self.engine._cut.world, FederatedWorld)
         return self.engine._cut.world
-
-    def enter(self, **choices: Any) -> None:
-        """Enters the federation of a site that did not join."""
-        self.engine.enter(self.federation, Settings(**choices))
 
     def train(self) -> None:
         self.step += 1

@@ -64,47 +64,6 @@ def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(choices: dic
     assert equal(list(sites[0].model.parameters()), local)
 
 
-@pytest.mark.parametrize("alone", [0, 3, 6])
-def test_sites_that_train_their_first_steps_alone_have_the_bits_of_those_that_knew_their_settings(alone: int) -> None:
-    hub = VirtualHub(2)
-    placeholders = {"sync_every": 1000, "overlap_steps": 0, "compression": "fp4"}
-    sites = [Site(hub, index, joins=False, **placeholders) for index in range(2)]
-    train(sites, alone)
-    for site in sites:
-        site.enter(layers_per_fragment=1, compression="bf16", **CHOICES)
-    for site in (*sites, *sites):
-        site.world.hear()
-    knowing = founded(2, compression="bf16", **CHOICES)
-    train(knowing, alone)
-    for both in (sites, knowing):
-        train(both, 30 - alone)
-    weights, expected = ([weighed(own) for own in both[0].hub.records()] for both in (sites, knowing))
-    assert len(expected) > 10
-    assert weights == expected
-    for one, other in zip(sites, knowing, strict=True):
-        assert equal(one.held(), other.held())
-
-
-def weighed(record: Record) -> tuple[int, int, list[tuple[str, int]]]:
-    """What counts in a round, and how much."""
-    return record.fragment, record.round, [(own.site, own.weight) for own in record.counted]
-
-
-def test_what_a_site_trained_alone_on_other_parameters_than_the_founders_is_dropped() -> None:
-    hub = VirtualHub(2)
-    sites = [Site(hub, index, seed=index, joins=False, sync_every=1000) for index in range(2)]
-    train(sites, 5)
-    for site in sites:
-        site.enter(layers_per_fragment=1, **CHOICES)
-    for _ in range(4):
-        for site in sites:
-            site.world.hear()
-            site.world._look_after()
-    assert [site.world.follower.fragments[0].samples for site in sites] == [5, 0]
-    assert equal(sites[0].outer(), sites[1].outer())
-    assert equal(sites[1].outer()[:1], [sites[1].engine._cut.rounds.fragments[0].layout.read()])
-
-
 def test_a_site_weighs_by_what_it_trained() -> None:
     sites = founded(2, **CHOICES)
     for _ in range(12):
@@ -800,6 +759,9 @@ def test_a_federation_refuses_what_is_out_of_range() -> None:
         ({"hub": "a.example:99999"}, "hub='a.example:99999' has port 99999: a port is a number from 1 to 65535"),
         ({"hub": "a.example:0"}, "hub='a.example:0' has port 0: a port is a number from 1 to 65535"),
         ({"hub": "a.example:port"}, "hub='a.example:port' is no address"),
+        ({"hub": "/mnt/run"}, "hub='/mnt/run' is a folder or bucket, and sites meet at a hub: start one"),
+        ({"hub": "s3://bucket/run", "sites": 2}, "hub='s3://bucket/run' is a folder or bucket"),
+        ({"sites": 2}, "sites=2 is nothing that a site says: the hub does (sdiloco hub --sites)"),
         ({"insecure": False}, "site 'a' needs either keys or insecure=True"),
         ({"keys": "keys.bundle"}, "needs either keys or insecure=True"),
         ({"insecure": False, "keys": "no/such.bundle"}, "There are no keys at no/such.bundle"),
@@ -819,18 +781,3 @@ def test_keys_of_another_site_or_run_are_refused_when_a_federation_is_made(tmp_p
         Federation("a.example:29400", "run", "a", keys=bundle)
     with pytest.raises(ValueError, match="These keys are for run 'run', and not for run='other'"):
         Federation("a.example:29400", "other", "b", keys=bundle)
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"hub": "/mnt/run"}, "hub='/mnt/run' is a folder, and nobody says how many sites found the run"),
-        ({"hub": "s3://bucket/run", "sites": 0}, "sites=0 is out of range"),
-        ({"hub": "s3://bucket/run", "sites": 2, "keys": "keys"}, "keys='keys' does not go with hub='s3://bucket/run'"),
-        ({"hub": "/mnt/run", "sites": 2, "insecure": True}, "insecure=True does not go with hub='/mnt/run'"),
-        ({"hub": "hub:1", "sites": 2, "insecure": True}, "sites=2 does not go with hub='hub:1'"),
-    ],
-)
-def test_what_does_not_go_with_a_folder_or_only_with_one_is_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(told)):
-        Federation(**given, run="run", site="a")

@@ -1,6 +1,5 @@
 """Keys of every role, made once."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from lightning_sdiloco.comm import add_keys, init_keys
 from tests.comm.mailbox.hubs import require_extra
 from tests.hub.scripted import RUN
-from tests.s3 import S3Process, s3_at
 
 HOLDERS = {"a": "site", "b": "site", "c": "site", "boss": "operator", "viewer": "reader"}
 
@@ -21,9 +19,3 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, role in HOLDERS.items():
         add_keys(folder, name, role)  # type: ignore[arg-type]
     return folder
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Process]:
-    with s3_at(tmp_path_factory.mktemp("s3")) as server:
-        yield server

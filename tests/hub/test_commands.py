@@ -119,7 +119,10 @@ def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
             ["hub", "--run", "r", "--insecure", "--sites", "1", "--quorum", "no.Core"],
             "quorum='no.Core' cannot be imported",
         ),
+        (["hub", "--run", "r", "--insecure", "--sites", "1", "--ledger", "etcd://a:2379/r"], "and a run has one hub"),
         (["status"], "Say where the hub is"),
+        (["status", "--hub", "/mnt/run", "--run", "r", "--insecure"], "hub='/mnt/run' is a folder or bucket"),
+        (["doctor", "--hub", "s3://bucket/run", "--insecure"], "hub='s3://bucket/run' is a folder or bucket"),
         (["hub", "end", "--hub", "127.0.0.1:1"], "Say which run it is"),
     ],
 )

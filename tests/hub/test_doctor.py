@@ -70,7 +70,7 @@ def test_it_says_who_this_is_how_far_the_hub_is_and_what_the_run_is(
     assert told["status"]["charter"]["settings"] == {"compression": "'none'"}
 
 
-def test_of_two_hubs_it_says_which_one_cannot_be_reached(
+def test_of_two_addresses_it_says_which_one_cannot_be_reached(
     hub: HubService, keys: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -15,7 +15,7 @@ from lightning_sdiloco.federation import Beat, Contribution, Hello, Payload, Pos
 from lightning_sdiloco.hub import Coordinator, HubService
 from lightning_sdiloco.hub.history import History
 from lightning_sdiloco.hub.in_process import InMemoryStore
-from tests.comm.mailbox.hubs import serving
+from tests.comm.mailbox.hubs import put, serving
 from tests.hub.scripted import RUN, TERMS, charter
 from tests.hub.test_service import World
 from tests.small_disk import fill, small_disk
@@ -99,10 +99,10 @@ def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(tmp_path: Path
     with serving(tmp_path, keys) as served:
         site = served.mailbox("a", channels=channels)
         # The first one makes threads and connections.
-        site.put(os.urandom(4 << 20))
+        put(site, os.urandom(4 << 20))
         peak_of_the_process()
         before = peak_of_the_process()
-        key = site.put(blob)
+        key = put(site, blob)
         after = peak_of_the_process()
     # Of each connection at most a window and some chunks are in memory, at both ends, which are in this process here.
     bound = 2 * channels * (8 * CHUNK + (1 << 20))
@@ -119,12 +119,12 @@ def test_a_payload_of_a_gigabyte_takes_little_memory_and_the_next_one_none(tmp_p
     with serving(tmp_path, keys) as served:
         served.store.max_blob = size
         site = served.mailbox("a", channels=4, max_blob=size)
-        site.put(os.urandom(4 << 20))
+        put(site, os.urandom(4 << 20))
         peak_of_the_process()
         peaks = [peak_of_the_process()]
         for number in range(2):
             blob[0] = number
-            site.put(blob)
+            put(site, blob)
             peaks.append(peak_of_the_process())
     # Of both ends, which are in this process.
     assert peaks[1] - peaks[0] < size / 12

@@ -150,7 +150,7 @@ def test_a_hub_that_dies_and_comes_back_has_lost_nothing(world: World) -> None:
     # Nothing that was trained counts twice, and all of it counts: what was held meanwhile too.
     told = world.service.status()["records"]
     # More may close meanwhile.
-    assert len(list(world.service._journal.read())) >= told
+    assert len(list(world.service.ledger.read())) >= told
 
 
 def test_all_sites_are_lost_and_the_anchor_brings_the_run_back(world: World) -> None:

@@ -33,7 +33,6 @@ from tests.large.models import FEATURES, TARGETS, wide
 
 BATCH = 8
 CHOICES: dict[str, Any] = {"sync_every": 20, "overlap_steps": 2, "layers_per_fragment": 2}
-AUTO: dict[str, Any] = {"sync_every": "auto", "overlap_steps": "auto", "fragments": "auto", "compression": "auto"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Place:
     rank: int = 0
     ranks: int = 1
     late: Literal["carry", "drop"] = "drop"
-    sites: int | None = None
     lease: float = 2.0
     grace: float | Literal["auto"] = "auto"
 
@@ -58,9 +56,8 @@ class Place:
 
     @cached_property
     def federation(self) -> Federation:
-        keys = None if self.sites else self.keys
         times: dict[str, Any] = {"lease": self.lease, "grace": self.grace}
-        return Federation(hub=self.hub, run="run", site=self.site, keys=keys, late=self.late, sites=self.sites, **times)
+        return Federation(hub=self.hub, run="run", site=self.site, keys=self.keys, late=self.late, **times)
 
     def settle(self) -> None:
         """Prepares this process."""
@@ -122,15 +119,13 @@ class Notes(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         now = time.monotonic()
         engine = trainer.strategy.engine
-        # A site that leaves its settings open has none in its first steps.
-        follower = getattr(engine._cut.world, "follower", None)
-        rounds = [own.applied.round for own in follower.fragments] if follower else [0]
-        digests = [own.digest for own in follower.fragments] if follower else [None]
-        lag = follower.lag if follower else 0
+        follower = engine._cut.world.follower
+        rounds = [own.applied.round for own in follower.fragments]
+        digests = [own.digest for own in follower.fragments]
         began, ended = engine.step_span
         took, stalled = now - self.began, ended - began
         step = engine.inner_steps
-        self.write(step=step, took=took, stalled=stalled, at=now, rounds=rounds, digests=digests, lag=lag)
+        self.write(step=step, took=took, stalled=stalled, at=now, rounds=rounds, digests=digests, lag=follower.lag)
         self.began = time.monotonic()
 
     def write(self, **what: object) -> None:
@@ -200,9 +195,8 @@ def train(
     outer, digest = {name: float(values.sum()) for name, values in state.items()}, hashlib.sha256()
     for values in state.values():
         digest.update(values.numpy().tobytes())
-    settings = {name: str(getattr(strategy.engine.settings, name)) for name in AUTO}
     applied = [list(own.applied) for own in strategy.engine._cut.world.follower.fragments]
-    about = {"settings": settings, "report": strategy.report(), "metrics": metrics}
+    about = {"report": strategy.report(), "metrics": metrics}
     notes.write(**ended, **about, outer=outer, digest=digest.hexdigest(), applied=applied)
 
 

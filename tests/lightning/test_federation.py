@@ -92,17 +92,13 @@ def test_sites_behind_a_nat_are_cut_off_and_return_by_themselves(tmp_path: Path)
         ({"evaluate": "mean"}, "evaluate='mean' does not go with a federation"),
         ({"on_resume": "restart"}, "on_resume='restart' does not go with a federation"),
         ({"worker_groups": 2}, "worker_groups=2 does not go with a federation"),
+        ({"sync_every": "auto"}, "sync_every='auto' does not go with a federation: .* Give a number or name"),
+        ({"compression": "auto"}, "compression='auto' does not go with a federation"),
     ],
 )
 def test_a_strategy_refuses_by_name_what_a_federation_cannot_do(choice: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         StreamingDiLoCoStrategy(federation=lightning_sdiloco.Federation("hub:1", "run", "a", insecure=True), **choice)
-
-
-def test_a_folder_measures_nothing_so_settings_must_be_given(tmp_path: Path) -> None:
-    federation = lightning_sdiloco.Federation(str(tmp_path), "run", "a", sites=2)
-    with pytest.raises(ValueError, match=r"sync_every='auto' does not go with hub=.* Give a number"):
-        StreamingDiLoCoStrategy(federation=federation, sync_every="auto")
 
 
 @pytest.mark.parametrize(

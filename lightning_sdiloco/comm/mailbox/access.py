@@ -1,6 +1,6 @@
 """Who asks a hub, and what each role may ask: every call passes here before anything else is looked at."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning_sdiloco.comm.mailbox.base import Denied
@@ -14,16 +14,14 @@ MAY: Mapping[str, frozenset[str]] = {
     "ping": EVERY_ROLE,
     "watch": EVERY_ROLE,
     "status": EVERY_ROLE,
-    "put": frozenset({"site", "hub"}),
-    "get": frozenset({"site", "hub"}),
-    "settle": frozenset({"site"}),
+    "put": frozenset({"site"}),
+    "get": frozenset({"site"}),
     "hello": frozenset({"site"}),
     "contribute": frozenset({"site"}),
     "skip": frozenset({"site"}),
     "state": frozenset({"site"}),
     "give": frozenset({"site"}),
     "leave": frozenset({"site"}),
-    "append": frozenset({"hub"}),
     "evict": frozenset({"operator"}),
     "end": frozenset({"operator"}),
     "rollback": frozenset({"operator"}),
@@ -46,11 +44,9 @@ class Peer(NamedTuple):
 class Access:
     """Tells who makes a call, and whether it may."""
 
-    def __init__(
-        self, run: str, certified: bool, revoked: Any = frozenset, may: Mapping[str, Collection[str]] = MAY
-    ) -> None:
+    def __init__(self, run: str, certified: bool, revoked: Any = frozenset) -> None:
         self.run = run
-        self._certified, self._revoked, self._may = certified, revoked, may
+        self._certified, self._revoked = certified, revoked
 
     def peer(self, call: str, header: Header, context: Any) -> Peer:
         """Returns who makes a call."""
@@ -59,7 +55,7 @@ class Access:
             self._check(claimed, context)
         if claimed.run != self.run:
             raise Denied(f"this hub serves run {self.run!r}, and not {claimed.run!r}.")
-        if claimed.role not in self._may.get(call, ()):
+        if claimed.role not in MAY.get(call, ()):
             raise Denied(f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that.")
         speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
         return Peer(claimed.role, claimed.name, life, context.peer())

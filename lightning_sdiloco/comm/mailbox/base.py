@@ -1,11 +1,10 @@
-"""What a mailbox is: blobs under their digests, and numbered records that everybody sees in the same order."""
+"""What goes between sites: blobs under their digests, of sizes that are checked, and what may go wrong with them."""
 
 import hashlib
 import importlib
 import re
-from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_sdiloco.errors import Malformed, Refused
 
@@ -18,7 +17,7 @@ MAX_RECORD = 128 << 10
 """Bytes of the largest record: it names blobs, it does not hold them."""
 
 EVERYTHING = -1
-"""After which number `Mailbox.watch` begins, to see all records: they are numbered from 0."""
+"""After which number to read, to see all records: they are numbered from 0."""
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -29,10 +28,6 @@ class MailboxError(RuntimeError):
 
 class HubUnreachable(MailboxError):
     """The hub does not answer, but may later. What was sent may or may not have arrived, and may be sent again."""
-
-
-class NotActive(HubUnreachable):
-    """This hub does not serve the run: another one does, or nobody for now."""
 
 
 class Denied(Refused):
@@ -57,22 +52,6 @@ class Altered(MailboxError):
 
 Failure = MailboxError | Refused
 """What a call of a mailbox may raise."""
-
-
-class Mailbox(Protocol):
-    """Where sites leave blobs and records for each other."""
-
-    def put(self, blob: Bytes) -> str:
-        """Leaves a blob, durably."""
-
-    def get(self, key: str) -> bytes | bytearray:
-        """Returns the blob under a key, whose digest has been verified."""
-
-    def append(self, seq: int, record: Bytes) -> bool:
-        """Gives a number to a record, durably, unless another record has it."""
-
-    def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
-        """Yields records with their numbers, in order; waits for more, until the mailbox is closed."""
 
 
 def key_of(blob: Bytes) -> str:

@@ -4,7 +4,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,13 +29,13 @@ _SYNC_EVERY = 32 << 20
 class BlobStore:
     """Blobs under their digests, in a folder or under a URL of fsspec."""
 
-    def __init__(self, url: str | Path, max_blob: int = MAX_BLOB, files: Files | None = None) -> None:
+    def __init__(self, url: str | Path, max_blob: int = MAX_BLOB) -> None:
         self.url, self.max_blob = str(url), max_blob
-        self._files: Files = files or files_at(self.url)
+        self._files = files_at(self.url)
         self._stored: dict[str, float] = {}  # when this process stored a blob, on the clock of time.monotonic()
 
     def put(self, blob: Bytes) -> str:
-        """Stores a blob and returns its key, as `Mailbox.put` does."""
+        """Stores a blob and returns its key."""
         view = memoryview(blob).cast("B")
         upload = self.begin(key_of(view), len(view))
         with upload.discarded_on_error():
@@ -50,7 +50,7 @@ class BlobStore:
         return Upload(self, checked_key(key), checked_size(size, self.max_blob, "blob"), self._files)
 
     def get(self, key: str) -> bytes:
-        """Returns a blob, verified, as `Mailbox.get` does."""
+        """Returns a blob, verified."""
         size = checked_size(self.size(key), self.max_blob, "blob")
         return checked_blob(key, self.read(key, 0, size), f"the store {self.url}")
 
@@ -66,15 +66,13 @@ class BlobStore:
         """Returns a chunk of a blob whose size is known."""
         return self.read(key, *bounds(index, size))
 
-    def retain(self, keys: Collection[str], age: float = 600.0, may: Callable[[], bool] = lambda: True) -> int:
+    def retain(self, keys: Collection[str], age: float = 600.0) -> int:
         """Drops all blobs but those named, and those that came lately: no record may name them yet."""
         now = time.monotonic()
         dropped = 0
         for key in self._files.names(_FOLDER):
             if key in keys or now - self._stored.get(key, -age) < age:
                 continue
-            if not may():
-                break
             self._files.delete(_name(key))
             self._stored.pop(key, None)
             dropped += 1

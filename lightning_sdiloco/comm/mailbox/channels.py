@@ -12,7 +12,6 @@ from lightning_sdiloco.comm.mailbox.base import (
     MailboxError,
     Missing,
     NoSpace,
-    NotActive,
     checked_blob,
     extra,
     key_of,
@@ -84,7 +83,6 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 CODES: Mapping[type[Exception], str] = {
-    NotActive: "UNAVAILABLE",
     Denied: "PERMISSION_DENIED",
     Malformed: "INVALID_ARGUMENT",
     Refused: "FAILED_PRECONDITION",

@@ -2,9 +2,7 @@
 
 import contextlib
 import errno
-import inspect
 import os
-import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,9 +35,6 @@ class Files(Protocol):
 
     def move_in(self, spooled: Path, name: str) -> None:
         """Gives a name to a file that is complete and synced; if another has the name, it has the same bytes."""
-
-    def create(self, name: str, data: Bytes) -> bool:
-        """Writes a file unless there is one of the name; tells whether it was written."""
 
     def delete(self, name: str) -> None:
         """Deletes a file, if it is there."""
@@ -115,20 +110,6 @@ class LocalFiles:
         spooled.replace(target)
         sync_folder(target.parent)
 
-    def create(self, name: str, data: Bytes) -> bool:
-        spooled, target = self.spool / secrets.token_hex(16), self._folder / name
-        with telling_full_disks(self._folder):
-            target.parent.mkdir(exist_ok=True)
-            write_synced(spooled, data)
-            try:
-                os.link(spooled, target)
-            except FileExistsError:
-                return False
-            finally:
-                spooled.unlink()
-        sync_folder(target.parent)
-        return True
-
     def delete(self, name: str) -> None:
         (self._folder / name).unlink(missing_ok=True)
 
@@ -140,22 +121,10 @@ class LocalFiles:
             raise Missing(f"{self._folder / name} is not there.") from None
 
 
-def _is_there_already(error: OSError) -> bool:
-    """Tells whether a service has refused to write an object because there is one: s3fs says so in the cause only."""
-    answer = getattr(error.__cause__, "response", None)
-    code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
-    return isinstance(error, FileExistsError) or code in ("PreconditionFailed", "412")
-
-
 class RemoteFiles:
     """Objects behind fsspec, of a kind that appear whole, such as those of S3."""
 
     def __init__(self, filesystem: Any, root: str, url: str) -> None:
-        if "mode" not in inspect.signature(filesystem.pipe_file).parameters:
-            raise ValueError(
-                f"The store {url!r} cannot create a file only once: its pipe_file() has no mode. Install a newer "
-                "fsspec, and package for this kind of URL, of 2024.9 or later."
-            )
         self._filesystem, self._root = filesystem, root.rstrip("/")
         self.spool = Path(tempfile.mkdtemp(prefix="sdiloco-"))
 
@@ -177,15 +146,6 @@ class RemoteFiles:
     def move_in(self, spooled: Path, name: str) -> None:
         self._filesystem.put_file(str(spooled), self._path(name))
         spooled.unlink()
-
-    def create(self, name: str, data: Bytes) -> bool:
-        try:
-            self._filesystem.pipe_file(self._path(name), bytes(data), mode="create")
-        except OSError as error:
-            if not _is_there_already(error):
-                raise
-            return False
-        return True
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

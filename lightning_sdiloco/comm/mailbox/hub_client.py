@@ -10,17 +10,15 @@ from typing import TypeVar
 
 from lightning_sdiloco.comm.mailbox.base import (
     MAX_BLOB,
-    MAX_RECORD,
     Altered,
     Bytes,
     HubUnreachable,
     MailboxError,
     checked_key,
-    checked_size,
     extra,
     key_of,
 )
-from lightning_sdiloco.comm.mailbox.channels import Event, record_of
+from lightning_sdiloco.comm.mailbox.channels import Event
 from lightning_sdiloco.comm.mailbox.frames import PROTOCOL, Header, pack, unpack
 from lightning_sdiloco.comm.mailbox.keys import Bundle, Identity, Role, load
 from lightning_sdiloco.comm.mailbox.link import Link
@@ -29,9 +27,8 @@ from lightning_sdiloco.comm.mailbox.probing import bandwidth, round_trip
 from lightning_sdiloco.errors import Refused
 
 _SILENT_BEATS = 4  # beats of the hub that may be missing before it counts as gone
-_LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
-
 Answer = TypeVar("Answer")
+_LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
 
 
 class HubMailbox:
@@ -70,7 +67,7 @@ class HubMailbox:
 
     @property
     def reachable(self) -> bool:
-        """Whether the hub is not known to be gone, which `events` and `watch` notice while they are at work."""
+        """Whether the hub is not known to be gone, which `events` notices while it is at work."""
         return self._link.away is None
 
     def put(self, blob: Bytes) -> str:
@@ -86,20 +83,10 @@ class HubMailbox:
         header = self._header(about) | {"key": key or key_of(view), "size": len(view)}
         return self._from_any(lambda: upload(self._link, header, view, timeout))
 
-    def leave(self, blob: Bytes, about: Header | None = None, *, key: str | None = None) -> None:
-        """Leaves a blob ahead of a call that names it, as `send` does."""
-        self.send(blob, about, key=key)
-
     def get(self, key: str, timeout: float | None = None) -> bytearray:
-        """See `Mailbox.get`; ``timeout`` is as in `send`."""
+        """Returns the blob under a key, verified."""
         checked_key(key)
         return self._from_any(lambda: download(self._link, self._header(), key, self.max_blob, timeout))
-
-    def append(self, seq: int, record: Bytes) -> bool:
-        """See `Mailbox.append`; the certificate of a hub is needed for it."""
-        checked_size(len(record), MAX_RECORD, "record")
-        answer, _ = self.call("append", {"seq": seq}, bytes(record))
-        return answer.get("given") is True
 
     def call(
         self, name: str, about: Header | None = None, body: bytes = b"", timeout: float | None = None
@@ -119,20 +106,19 @@ class HubMailbox:
                 raise link.error(error) from error
 
     def _from_any(self, ask: Callable[[], Answer]) -> Answer:
-        """Asks one hub after the other until one answers; while `events` is at work, it knows which one does."""
+        """Asks at each address until one answers; while `events` is at work, it knows where the hub is."""
         for _ in self._link.hubs[1:]:
             try:
                 return ask()
             except HubUnreachable:
                 if self._listening or self._link.closed.is_set():
                     raise
-                self._link.next_hub()
+                self._link.look_elsewhere()
         return ask()
 
     def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
         """Yields what the hub tells, of its own accord and for as long as the mailbox is not closed."""
-        broken = 0
-        self._listening = True
+        broken, self._listening = 0, True
         try:
             while not self._link.closed.is_set():
                 why, kind = f"hub {self._link.hub} ended the connection.", "HubUnreachable"
@@ -148,7 +134,6 @@ class HubMailbox:
                 if self._link.closed.is_set():
                     return
                 self._link.lost(why)
-                self._link.next_hub()
                 yield Event("lost", {"why": why, "kind": kind})
                 self._link.closed.wait(min(self._beat * 2**broken / 5, _LONGEST_PAUSE))
                 broken = min(broken + 1, 10)
@@ -156,19 +141,6 @@ class HubMailbox:
             self._listening = False
             # Nobody would notice that it is back.
             self._link.found()
-
-    def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
-        """See `Mailbox.watch`. It waits where the hub is gone."""
-        seen = [after]
-        for event in self.events(lambda: {"after": seen[0]}):
-            if event.kind != "record":
-                continue
-            seq, record = record_of(event)
-            if seq > seen[0] + 1:
-                raise MailboxError(f"the hub left out records {seen[0] + 1} to {seq - 1}.")
-            if seq == seen[0] + 1:
-                seen[0] = seq
-                yield seq, record
 
     def round_trip(self) -> float:
         """Returns how many seconds a small call takes; see `probing.round_trip`."""
@@ -179,7 +151,7 @@ class HubMailbox:
         return bandwidth(self._link, self._header(), up, seconds)
 
     def close(self) -> None:
-        """Ends all connections, and every `events` and `watch`."""
+        """Ends all connections, and every `events`."""
         self._link.close()
 
     def _header(self, about: Header | None = None) -> Header:

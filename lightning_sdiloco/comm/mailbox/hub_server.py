@@ -5,12 +5,12 @@ import logging
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning_sdiloco.comm.mailbox.access import LOOKING, MAY, Access, Peer, speaks_for_itself
+from lightning_sdiloco.comm.mailbox.access import LOOKING, Access, Peer, speaks_for_itself
 from lightning_sdiloco.comm.mailbox.base import (
     Failure,
     MailboxError,
@@ -75,7 +75,6 @@ class Hub:
         keys: str | Path | None = None,
         insecure: bool = False,
         beat: float = 1.0,
-        may: Mapping[str, Collection[str]] = MAY,
     ) -> None:
         self.store = store
         self._handler, self._beat = handler, beat
@@ -95,13 +94,13 @@ class Hub:
                 "The hub serves without TLS: whoever reaches its port can read and change everything (insecure=True).",
                 stacklevel=2,
             )
-            self._access = Access(run, certified=False, may=may)
+            self._access = Access(run, certified=False)
         else:
             bundle = load(keys).bound(run)
             if bundle.identity.role != "hub":
                 whose = f"{bundle.identity.role} {bundle.identity.name!r}"
                 raise ValueError(f"The keys are those of {whose}, and a hub needs its own: give hub.bundle.")
-            self._access = Access(run, certified=True, revoked=bundle.revoked, may=may)
+            self._access = Access(run, certified=True, revoked=bundle.revoked)
         self._add_calls()
         self.port = self._listen(listen, None if keys is None else bundle)
 
@@ -118,10 +117,6 @@ class Hub:
     def push(self, event: Event, to: Collection[str] | None = None) -> None:
         """Tells something to all who watch, or to some of them, without waiting for anybody."""
         self._sessions.push(event, to)
-
-    def send_away(self, error: Failure) -> None:
-        """Ends the connections of all who watch, with a reason; they may come again."""
-        self._sessions.end_all(error)
 
     def _listen(self, listen: str, bundle: Any) -> int:
         try:

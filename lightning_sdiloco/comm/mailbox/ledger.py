@@ -62,11 +62,6 @@ class SQLiteLedger:
             raise
 
     @property
-    def held(self) -> bool:
-        """Whether it is this process that writes: the lock on the file lasts as long as the process."""
-        return True
-
-    @property
     def last(self) -> int:
         """The number of the last record, or `EVERYTHING` if there is none."""
         return self._count + EVERYTHING
@@ -77,7 +72,7 @@ class SQLiteLedger:
         return self._chain.hex()
 
     def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> bool:
-        """Gives a number to a record, as `Mailbox.append` does, and notes what changes with it, both or neither."""
+        """Gives a number to a record and notes what changes with it, both or neither."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._lock:
             if not 0 <= seq <= self._count:

@@ -1,6 +1,5 @@
 """The connections of a site to its hub: made when needed, made again by themselves, never waited for without end."""
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,18 +14,19 @@ _THREADS = 128
 
 
 def hub_addresses(hub: str) -> list[tuple[str, int]]:
-    """Returns host and port of each hub that is named."""
+    """Returns host and port of each place where the hub may be."""
+    if "://" in hub or hub.startswith("/"):
+        raise ValueError(
+            f"hub={hub!r} is a folder or bucket, and sites meet at a hub: start one on a machine that all of them reach"
+            " (sdiloco hub), and give its ADDRESS:PORT. It keeps payloads in a folder or bucket with --store."
+        )
     places = []
-    for one in hub.split(","):
-        if not one.strip():
-            raise ValueError(
-                f"hub={hub!r} names no hub between two commas: give ADDRESS:PORT, or ADDRESS:PORT,ADDRESS:PORT."
-            )
-        host, _, port = one.strip().rpartition(":")
+    for one in map(str.strip, hub.split(",")):
+        host, _, port = one.rpartition(":")
         if not host or not port.isdecimal():
-            raise ValueError(f"hub={one.strip()!r} is no address: give one with a port, such as a.example:29400.")
+            raise ValueError(f"hub={one!r} is no address: give one with a port, such as a.example:29400.")
         if not 0 < int(port) < 1 << 16:
-            raise ValueError(f"hub={one.strip()!r} has port {port}: a port is a number from 1 to 65535.")
+            raise ValueError(f"hub={one!r} has port {port}: a port is a number from 1 to 65535.")
         places.append((host.strip("[]"), int(port)))
     return places
 
@@ -36,13 +36,10 @@ class Link:
 
     def __init__(self, hub: str, bundle: Bundle | None, channels: int, timeout: float) -> None:
         hub_addresses(hub)
-        self.hubs = [one.strip() for one in hub.split(",")]
-        self.timeout = timeout
+        self.hubs, self._turn, self.timeout = [one.strip() for one in hub.split(",")], 0, timeout
         self._grpc = extra("grpc")
         self._bundle = bundle
-        # Those to a hub that is not spoken to stay: it may be its turn again soon.
-        self._channels = [[self._channel(one) for _ in range(channels + 1)] for one in self.hubs]
-        self._turn = 0
+        self._channels = [self._channel() for _ in range(channels + 1)]
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-link")
         self._lock = threading.Lock()
         self._running: set[Any] = set()
@@ -56,25 +53,26 @@ class Link:
 
     @property
     def hub(self) -> str:
-        """The hub that is spoken to."""
+        """Where the hub is looked for."""
         return self.hubs[self._turn]
 
     @property
     def data(self) -> list[Any]:
         """The channels for blobs."""
-        return self._channels[self._turn][1:]
-
-    def next_hub(self) -> None:
-        """Speaks to the next hub from now on."""
-        self._turn = (self._turn + 1) % len(self.hubs)
+        return self._channels[1:]
 
     def lost(self, why: str) -> None:
         """Notes that the hub is gone: what waits for it ends at once, and all connections are made anew."""
         self._away = why
         self._cancel_all()
-        before = self._channels[self._turn]
+        self.look_elsewhere()
+
+    def look_elsewhere(self) -> None:
+        """Makes all connections anew, to the next address."""
+        self._turn = (self._turn + 1) % len(self.hubs)
+        before = self._channels
         if not self.closed.is_set():
-            self._channels[self._turn] = [self._channel(self.hub) for _ in before]
+            self._channels = [self._channel() for _ in before]
         for channel in before:
             channel.close()
 
@@ -84,7 +82,7 @@ class Link:
 
     def method(self, kind: str, name: str, channel: Any = None) -> Any:
         """Returns a method of the hub, such as of the kind ``unary_unary``, on the channel for calls by default."""
-        return getattr(channel or self._channels[self._turn][0], kind)(f"/{SERVICE}/{name}")
+        return getattr(channel or self._channels[0], kind)(f"/{SERVICE}/{name}")
 
     @contextmanager
     def cancelled_at_the_end(self) -> Iterator[Callable[[Any], Any]]:
@@ -146,7 +144,7 @@ class Link:
         """Ends all connections, and what waits for them."""
         self.closed.set()
         self._cancel_all()
-        for channel in itertools.chain(*self._channels):
+        for channel in self._channels:
             channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -156,10 +154,10 @@ class Link:
         for call in running:
             call.cancel()
 
-    def _channel(self, hub: str) -> Any:
+    def _channel(self) -> Any:
         bundle = self._bundle
         if bundle is None:
-            return self._grpc.insecure_channel(hub, CLIENT_OPTIONS)
+            return self._grpc.insecure_channel(self.hub, CLIENT_OPTIONS)
         credentials = self._grpc.ssl_channel_credentials(bundle.authority, bundle.key, bundle.certificate)
         name = ("grpc.ssl_target_name_override", host_of(bundle.identity.run))
-        return self._grpc.secure_channel(hub, credentials, [*CLIENT_OPTIONS, name])
+        return self._grpc.secure_channel(self.hub, credentials, [*CLIENT_OPTIONS, name])

@@ -117,9 +117,9 @@ class Sessions:
         for session in told:
             session.push(event)
 
-    def end_all(self, error: Failure | None = None) -> None:
-        """Ends all sessions, with the reason if there is one."""
+    def end_all(self) -> None:
+        """Ends all sessions."""
         with self._lock:
             ended = list(self._all)
         for session in ended:
-            session.end(error)
+            session.end()

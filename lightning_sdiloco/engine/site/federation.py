@@ -1,4 +1,4 @@
-"""What a user says of a federation: where its hub is, or the folder in place of one, and the terms of its founding."""
+"""What a user says of a federation: where its hub is, and the terms of its founding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_sdiloco.algorithm import LandingRule, Settings, TwoShot, fault_of, is_real, is_whole
-from lightning_sdiloco.comm import bundle_of, hub_addresses, is_folder
+from lightning_sdiloco.comm import bundle_of, hub_addresses
 from lightning_sdiloco.federation import LONGEST_GRACE, NAME, ChosenQuorum, Landing, Quorum, chosen
 from lightning_sdiloco.hub import (
     Connection,
-    FolderConnection,
     HubConnection,
     HubShards,
-    MailboxShards,
     Shards,
-    Wanted,
-    folder_shards,
     payloads_of,
 )
 
@@ -29,8 +25,7 @@ class Federation:
     """The federation in which this site trains: jobs that are launched on their own, and joined through a hub.
 
     Args:
-        hub: Address and port of the hub; of two hubs with a comma between them, "a:29400,b:29400". Or, without a hub,
-            the folder or bucket in which sites meet: "/mnt/shared/run", "s3://bucket/run".
+        hub: Address and port of the hub; several, "a:29400,b:29400", where it may be started again elsewhere.
         run: The run.
         site: The name of this site.
         keys: Its bundle of keys, or the folder of ``sdiloco keys init``.
@@ -45,7 +40,7 @@ class Federation:
             ``"carry"``: it stays in the local parameters, and counts in a later round. Each site chooses for itself.
         patience: Seconds for which the site trains without the hub before it gives up.
         rounds: The rounds of every fragment after which the run ends; None: it ends when its sites do.
-        sites: How many sites found the run, where they meet in a folder or bucket; of a hub its operator says it.
+        sites: Refused: how many sites found the run its operator says to the hub, ``sdiloco hub --sites``.
 
     Raises:
         ValueError: If an argument is out of its range, a hub has no port, or the keys are not there or not those of
@@ -87,46 +82,30 @@ class Federation:
         self._require("quorum", is_enough, "at least 1, or a Quorum", "1 is the default")
         self._require("late", self.late in ("drop", "carry"), "'drop' or 'carry'", "'drop' is the default")
         self._require("patience", is_real(self.patience) and self.patience >= 0, "at least 0", "3600.0 is the default")
-        for name in ("rounds", "sites"):
-            is_number = (value := getattr(self, name)) is None or (is_whole(value) and value >= 1)
-            self._require(name, is_number, "a whole number of at least 1, or None", "None is the default")
-        self._check_place()
+        is_number = self.rounds is None or (is_whole(self.rounds) and self.rounds >= 1)
+        self._require("rounds", is_number, "a whole number of at least 1, or None", "None is the default")
+        self._check_hub()
 
-    def _check_place(self) -> None:
-        """Refuses what is no place where sites meet, and what does not go with it."""
+    def _check_hub(self) -> None:
+        """Refuses what does not lead to a hub, and keys that are not those of this site."""
         if not isinstance(self.hub, str):
             raise ValueError(
                 f"hub={self.hub!r} is of type {type(self.hub).__name__}, not a string: give one, such as"
-                " 'a.example:29400' or '/mnt/shared/run'."
+                " 'a.example:29400'."
             )
-        if not is_folder(self.hub):
-            if self.sites is not None:
-                raise ValueError(
-                    f"sites={self.sites} does not go with hub={self.hub!r}: the hub says how many sites found the run"
-                    " (sdiloco hub --sites). Leave it out."
-                )
-            hub_addresses(self.hub)
-            bundle = bundle_of(self.hub, self.site, self.keys, self.insecure)
-            if bundle is not None and bundle.folder is None:  # a folder of keys is bound to the run that connects
-                bundle.bound(self.run)
-            return
-        if self.sites is None:
+        hub_addresses(self.hub)
+        if self.sites is not None:
             raise ValueError(
-                f"hub={self.hub!r} is a folder, and nobody says how many sites found the run: there is no hub to do so."
-                " Give sites, the same at all of them."
+                f"sites={self.sites} is nothing that a site says: the hub does (sdiloco hub --sites). Leave it out."
             )
-        for name, is_given in (("keys", self.keys is not None), ("insecure", self.insecure)):
-            if is_given:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} does not go with hub={self.hub!r}: a folder has neither TLS nor"
-                    f" certificates, and who can write there can be any site. Leave {name} out, and give the folder the"
-                    " permissions that you want; or start a hub (sdiloco hub)."
-                )
+        bundle = bundle_of(self.hub, self.site, self.keys, self.insecure)
+        if bundle is not None and bundle.folder is None:  # a folder of keys is bound to the run that connects
+            bundle.bound(self.run)
 
     def _require(self, name: str, holds: bool, rule: str, advice: str) -> None:
         if not holds:
             value = getattr(self, name)
-            fault = "out of range" if name == "late" else fault_of(value, name in ("rounds", "sites"))
+            fault = "out of range" if name == "late" else fault_of(value, name == "rounds")
             raise ValueError(f"{name}={value!r} is {fault}: it must be {rule}. Choose another {name}; {advice}.")
 
     @property
@@ -151,17 +130,6 @@ class Federation:
 
     def connect(self, ranks: int = 1) -> Connection:
         """Connects the first rank of a site of so many ranks to the hub."""
-        if self.sites is not None:
-            quorum = self.quorum_of_terms
-            return FolderConnection(
-                self.hub,
-                self.run,
-                self.site,
-                self.sites,
-                self.lease,
-                None if isinstance(quorum, int) else quorum.class_path,
-                wanted=payloads_of(0, ranks),
-            )
         return HubConnection(
             self.hub,
             self.run,
@@ -183,20 +151,15 @@ class Federation:
         Raises:
             ExchangeError: If this rank cannot reach the hub.
         """
-        shards = self._shards(payloads_of(rank, ranks), ranks, life)
+        own = self.hub, self.run, self.site, life, self.keys, self.insecure
+        channels = max(1, _CHANNELS // ranks)
+        shards = HubShards(*own, wanted=payloads_of(rank, ranks), patience=self.patience, channels=channels)
         try:
             shards.reach()
         except Exception:
             shards.close()
             raise
         return shards
-
-    def _shards(self, wanted: Wanted, ranks: int, life: str) -> MailboxShards:
-        if self.sites is not None:
-            return folder_shards(self.hub, self.run, self.site, life, self.lease, wanted, self.patience)
-        channels = max(1, _CHANNELS // ranks)
-        own = self.hub, self.run, self.site, life, self.keys, self.insecure
-        return HubShards(*own, wanted=wanted, patience=self.patience, channels=channels)
 
     def check(self, settings: Settings) -> None:
         """Refuses settings of a training that a federation cannot have.

@@ -8,7 +8,6 @@ from torch import nn
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.rounds import Means, Rounds
-from lightning_sdiloco.engine.site.alone import NOTHING, Trained
 from lightning_sdiloco.engine.site.arithmetic import SiteArithmetic
 from lightning_sdiloco.engine.site.charter import charter_of
 from lightning_sdiloco.engine.site.federation import Federation
@@ -24,7 +23,6 @@ def join(
     settings: Settings,
     topology: Topology,
     means: Means,
-    trained: Trained = NOTHING,
 ) -> FederatedWorld:
     """Joins a federation."""
     federation.check(settings)
@@ -45,7 +43,6 @@ def join(
         raise
     site, life, late = connection.site, connection.life, federation.landing_of_late
     follower = Follower(charter.terms, charter.key, site, life, federation.patience, late=late)
-    follower.trained(sum(topology.in_site.all_gather_object(trained.samples)), trained.steps)
     arithmetic = SiteArithmetic(rounds.fragments, topology, settings, rounds.schedule, means.kernels)
     return FederatedWorld(model, rounds, topology, means, connection, follower, arithmetic, federation.waits)
 

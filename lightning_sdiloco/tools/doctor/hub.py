@@ -13,7 +13,6 @@ from lightning_sdiloco.comm import (
     MailboxError,
     hub_addresses,
     identity_of,
-    is_folder,
     valid_until,
 )
 from lightning_sdiloco.errors import Refused
@@ -29,11 +28,6 @@ _SECONDS = 5.0  # for a connection to be made
 
 def examine(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[str, Any]]:
     """Looks at the way to a hub, until something is in the way."""
-    if is_folder(str(options.hub)):
-        raise ValueError(
-            f"--hub {options.hub} is a folder, and the doctor looks at a hub. A site tries its folder when it starts;"
-            " sdiloco status says who is there."
-        )
     places = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError("Give the keys of a site, or of anybody else of the run: --keys FILE; or --insecure.")
@@ -52,7 +46,7 @@ def _findings(
 ) -> Iterator[Finding]:
     yield _certificate(options)
     yield from _reached(places)
-    # The other one of two may be away, or not active: then it is the next one's turn.
+    # It is at one of them.
     for number, (host, port) in enumerate(places, start=1):
         findings = list(_of_hub(replace(options, hub=f"{host}:{port}"), seconds, numbers))
         if number == len(places) or findings[-1].state != "wrong":
@@ -75,7 +69,7 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
 
 
 def _reached(places: list[tuple[str, int]]) -> Iterator[Finding]:
-    """Says which hubs cannot be reached: with one of several a site can train."""
+    """Says which addresses cannot be reached: one of several is enough."""
     errors = [try_to_connect(host, port, _SECONDS) for host, port in places]
     state: Literal["slow", "wrong"] = "wrong" if all(errors) else "slow"
     for (host, port), error in zip(places, errors, strict=True):

@@ -3,16 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sdiloco.comm import (
-    FolderHubMailbox,
-    HubMailbox,
-    MailboxError,
-    Role,
-    identity_of,
-    is_bucket,
-    is_folder,
-    shared_files,
-)
+from lightning_sdiloco.comm import HubMailbox, MailboxError, Role, identity_of
 
 
 @dataclass(frozen=True)
@@ -36,21 +27,12 @@ class HubOptions:
             raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")
         return HubMailbox(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
 
-    def folder(self, role: Role) -> FolderHubMailbox:
-        """Connects to the site that keeps a run in a folder."""
-        if self.keys is not None or self.insecure:
-            raise ValueError(f"--hub {self.hub} is a folder: leave --keys and --insecure out. Its permissions are all.")
-        if self.run is None:
-            raise ValueError("Say which run it is: --run RUN.")
-        url = str(self.hub)
-        return FolderHubMailbox(shared_files(url), self.run, str(role), role, poll=1.0 if is_bucket(url) else 0.05)
-
 
 class Asking:
     """Asks a hub, over a connection that lasts as long as the ``with`` block."""
 
     def __init__(self, options: HubOptions, role: Role) -> None:
-        self._mailbox = options.folder(role) if is_folder(options.hub or "") else options.mailbox(role)
+        self._mailbox = options.mailbox(role)
 
     def __enter__(self) -> "Asking":
         return self

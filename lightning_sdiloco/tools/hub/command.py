@@ -4,7 +4,7 @@ import logging
 import signal
 import threading
 
-from lightning_sdiloco.comm import MailboxError, NotActive
+from lightning_sdiloco.comm import MailboxError
 from lightning_sdiloco.hub import HubService
 from lightning_sdiloco.tools.hub.asking import Asking, HubOptions
 from lightning_sdiloco.tools.hub.metrics import MetricsServer
@@ -49,10 +49,7 @@ def hub(
 
 
 def _found(service: HubService) -> str:
-    try:
-        status = service.status()
-    except NotActive as error:
-        return str(error).rstrip(".")
+    status = service.status()
     if status["founded"]:
         return f"it goes on after {status['records']} records"
     return f"it waits for {status['missing']} sites that found the run"

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from tests.comm.mailbox.hubs import Served, make_keys, require_extra, serving
-from tests.s3 import S3Process, s3_at
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +18,3 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(tmp_path_factory.mktemp("hub"), keys) as served:
         yield served
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Process]:
-    with s3_at(tmp_path_factory.mktemp("s3")) as server:
-        yield server

@@ -12,12 +12,13 @@ import pytest
 
 from lightning_sdiloco.comm import (
     BlobStore,
+    Event,
     Hub,
     HubMailbox,
-    LedgerHandler,
-    SQLiteLedger,
+    Refused,
     add_keys,
     init_keys,
+    key_of,
 )
 
 RUN = "run-1"
@@ -38,14 +39,57 @@ def make_keys(folder: Path, run: str | None = RUN) -> Path:
     return folder
 
 
-class Served:
-    """A hub that keeps records, and what it keeps them in."""
+class Noting:
+    """Answers calls without rules: what a hub does with them is `Coordinator`'s business, and tested with it."""
 
-    def __init__(self, folder: Path, keys: Path | None, handler: Any = None, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, str]] = []
+        self.seen: list[str] = []
+        self.records: list[bytes] = []
+        self.push: Any = None
+
+    def start(self, push: Any) -> None:
+        self.push = push
+
+    def record(self, text: bytes) -> None:
+        """Tells a record, also those who come later."""
+        self.records.append(text)
+        self.push(Event("record", {"seq": len(self.records) - 1}, text))
+
+    def hello(self, peer: Any, about: dict[str, Any]) -> list[Event]:
+        if about.get("refused"):
+            raise Refused("another charter")
+        self.seen.append(f"hello {peer.name} {peer.life[:2]}")
+        records = [Event("record", {"seq": seq}, text) for seq, text in enumerate(self.records)]
+        return records or [Event("welcome", {"to": peer.name})]
+
+    def beat(self, peer: Any, about: dict[str, Any]) -> None:
+        self.seen.append(f"beat {peer.name}")
+
+    def gone(self, peer: Any) -> None:
+        self.seen.append(f"gone {peer.name} {peer.life[:2]}")
+
+    def admit(self, peer: Any, about: dict[str, Any], key: str, size: int) -> None:
+        if size != about.get("size", size):
+            raise Refused("the charter says another size")
+
+    def stored(self, peer: Any, about: dict[str, Any], key: str, size: int) -> dict[str, Any]:
+        if (peer.name, key) in self.taken:
+            return {"said": "known"}
+        self.taken.append((peer.name, key))
+        return {"said": "open"}
+
+    def call(self, peer: Any, name: str, about: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        return {"asked": name}, body
+
+
+class Served:
+    """A hub without rules, and what it keeps blobs in."""
+
+    def __init__(self, folder: Path, keys: Path | None, listen: str = "127.0.0.1:0") -> None:
         self.keys = keys
         self.store = BlobStore(folder / "store", max_blob=64 << 20)
-        self.ledger = SQLiteLedger(folder / "hub.sqlite")
-        self.handler = handler or LedgerHandler(self.ledger)
+        self.handler = Noting()
         self.hub = Hub(self.handler, self.store, RUN, listen, keys=keys, insecure=keys is None, beat=0.2)
         self.port = self.hub.port
         self.hub.start()
@@ -61,7 +105,6 @@ class Served:
         for mailbox in self.mailboxes:
             mailbox.close()
         self.hub.close(0.1)
-        self.ledger.close()
 
 
 @contextmanager
@@ -131,6 +174,12 @@ class Line:
         for end in (one, other):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+
+
+def put(site: HubMailbox, blob: bytes) -> str:
+    """Sends a blob; returns its key."""
+    site.send(blob)
+    return key_of(blob)
 
 
 def until(true: Callable[[], Any], seconds: float = 20.0) -> None:

@@ -130,8 +130,9 @@ import sys
 for name in ("grpc", "cryptography"):
     sys.modules[name] = None
 import lightning_sdiloco
-from lightning_sdiloco.comm import FolderMailbox, Hub, HubMailbox, init_keys
-assert FolderMailbox(sys.argv[1]).get(FolderMailbox(sys.argv[1]).put(b"blob")) == b"blob"
+from lightning_sdiloco.comm import BlobStore, Hub, HubMailbox, init_keys
+store = BlobStore(sys.argv[1] + "/store")
+assert store.get(store.put(b"blob")) == b"blob"
 for wanted, make in (
     ("grpcio", lambda: HubMailbox("127.0.0.1:1", "run", "site", insecure=True)),
     ("grpcio", lambda: Hub(None, None, "run", insecure=True)),

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.comm import EVERYTHING, BlobStore, Event, HubUnreachable, Missing, NoSpace, key_of
+from lightning_sdiloco.comm import Altered, BlobStore, Event, HubUnreachable, Missing, NoSpace, key_of
 from lightning_sdiloco.comm.mailbox.channels import CLIENT_OPTIONS
 from lightning_sdiloco.comm.mailbox.frames import CHUNK
 from lightning_sdiloco.comm.mailbox.sessions import MAX_EVENTS
-from tests.comm.mailbox.hubs import Line, Served, serving, until
+from tests.comm.mailbox.hubs import Line, Served, put, serving, until
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_where_no_hub_is_every_call_ends_soon(hub: Served) -> None:
     free = Line(1)
     free.close()
     site = hub.mailbox("site-a", port=free.port)
-    quickly(lambda: site.put(b"blob"))
+    quickly(lambda: site.send(b"blob"))
     quickly(lambda: site.get(key_of(b"blob")))
     quickly(lambda: site.call("ping"))
     assert next(site.events(dict)).kind == "lost"
@@ -52,41 +52,41 @@ def test_a_site_far_away_has_time_to_connect() -> None:
 
 
 def test_a_hub_that_dies_and_comes_back_is_found_again(keys: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, bytes]] = []
+    seen: list[Event] = []
     first = Served(tmp_path, keys)
     site = first.mailbox("site-a")
     first.mailboxes.clear()
-    watcher = threading.Thread(target=lambda: seen.extend(site.watch(EVERYTHING)))
-    records = site.watch(EVERYTHING)
-    first.mailbox("second").append(0, b"before")
-    key = site.put(b"blob")
-    assert next(records) == (0, b"before")
+    key = put(site, b"blob")
+    watcher = threading.Thread(target=lambda: seen.extend(site.events(dict)))
     watcher.start()
+    until(lambda: any(session.admitted for session in first.hub._sessions._all))
     first.close()
     # What waits in events hears of it; what is called meanwhile ends at once.
     until(lambda: not site.reachable)
-    quickly(lambda: site.put(b"other"), 1.0)
+    quickly(lambda: site.send(b"other"), 1.0)
     quickly(lambda: site.call("ping"), 1.0)
     with serving(tmp_path, keys, listen=f"127.0.0.1:{first.port}") as second:
-        second.mailbox("second").append(1, b"after")
+        second.handler.record(b"after")
         until(lambda: site.reachable)
         assert site.get(key) == b"blob"
-        site.put(b"other")
+        site.send(b"other")
         site.close()
         watcher.join(20)
-    assert [record for _, record in seen] in ([b"before", b"after"], [b"before"])
+    assert not watcher.is_alive()
+    assert seen[0].kind == "welcome"
+    assert "lost" in [event.kind for event in seen]
 
 
 def test_a_silent_hub_is_gone_after_some_beats_and_all_that_waits_ends(hub: Served, line: Line) -> None:
     site = hub.mailbox("site-a", port=line.port)
-    events = site.events(lambda: {"after": EVERYTHING})
+    events = site.events(dict)
+    assert next(events).kind == "welcome"
     with ThreadPoolExecutor() as pool:
         heard = pool.submit(next, events)
-        until(lambda: hub.hub._sessions._all)
         time.sleep(0.5)
         assert not heard.done()
         line.flows.clear()
-        waiting = pool.submit(site.put, os.urandom(20 * CHUNK))
+        waiting = pool.submit(site.send, os.urandom(20 * CHUNK))
         event = heard.result(10)
         assert event.kind == "lost"
         assert "silent" in event.header["why"]
@@ -95,7 +95,7 @@ def test_a_silent_hub_is_gone_after_some_beats_and_all_that_waits_ends(hub: Serv
         quickly(lambda: site.get(key_of(b"")), 1.0)
         line.flows.set()
         # It is the next event that connects again.
-        hub.ledger.append(0, b"record")
+        hub.handler.record(b"record")
         again = pool.submit(next, events)
         assert again.result(20).kind in ("record", "lost")
         site.close()
@@ -112,8 +112,8 @@ def test_a_cut_just_as_a_site_says_hello_is_noticed_after_some_beats_too(hub: Se
         return hears(*said)
 
     hub.handler.hello = cut_off
-    hub.ledger.append(0, b"record")
-    events = site.events(lambda: {"after": EVERYTHING})
+    hub.handler.record(b"record")
+    events = site.events(dict)
     with ThreadPoolExecutor() as pool:
         event = pool.submit(next, events).result(10)
         assert "silent for 0.8 s" in event.header["why"]
@@ -123,10 +123,10 @@ def test_a_cut_just_as_a_site_says_hello_is_noticed_after_some_beats_too(hub: Se
 
 def test_connections_that_lead_nowhere_are_made_again_at_once(hub: Served, line: Line) -> None:
     site = hub.mailbox("site-a", port=line.port, channels=2)
-    events = site.events(lambda: {"after": EVERYTHING})
-    key = site.put(os.urandom(4 * CHUNK))
+    events = site.events(dict)
+    key = put(site, os.urandom(4 * CHUNK))
     with ThreadPoolExecutor() as pool:
-        hub.ledger.append(0, b"record")
+        hub.handler.record(b"record")
         assert pool.submit(next, events).result(10).kind == "record"
         heard = pool.submit(next, events)
         line.forget()
@@ -144,7 +144,7 @@ def test_what_has_arrived_is_not_sent_again(hub: Served, line: Line) -> None:
     site.call("ping")
     blob = os.urandom(40 * CHUNK)
     line.passed["up"], line.cut_after["up"] = 0, 20 * CHUNK
-    key = site.put(blob)
+    key = put(site, blob)
     assert hub.store.get(key) == blob
     # What was on its way in buffers is lost: some chunks for each connection.
     assert len(blob) <= line.passed["up"] < 1.6 * len(blob)
@@ -164,20 +164,24 @@ def test_several_blobs_travel_at_the_same_time(hub: Served) -> None:
     sites = [hub.mailbox(name) for name in ("site-a", "site-b")]
     blobs = [os.urandom(5 * CHUNK + number) for number in range(6)]
     with ThreadPoolExecutor(6) as pool:
-        keys = list(pool.map(lambda number: sites[number % 2].put(blobs[number]), range(6)))
+        keys = list(pool.map(lambda number: put(sites[number % 2], blobs[number]), range(6)))
         assert list(pool.map(lambda number: sites[1 - number % 2].get(keys[number]), range(6))) == blobs
         # Both send the same.
         same = os.urandom(9 * CHUNK)
-        assert list(pool.map(lambda site: site.put(same), sites)) == [key_of(same)] * 2
+        assert list(pool.map(lambda site: put(site, same), sites)) == [key_of(same)] * 2
     assert not os.listdir(Path(hub.store.url) / "incomplete")
 
 
-def test_a_blob_that_is_dropped_is_missing(hub: Served) -> None:
+def test_a_blob_that_is_dropped_is_missing_and_one_that_was_altered_is_refused(hub: Served) -> None:
     site = hub.mailbox("site-a")
-    key = site.put(b"old")
-    hub.store.retain([], age=0)
+    key, other = put(site, b"old"), put(site, bytes(3 * CHUNK))
+    hub.store.retain([other], age=0)
     with pytest.raises(Missing, match=key):
         site.get(key)
+    with (Path(hub.store.url) / "blobs" / other).open("rb+") as file:
+        file.write(b"\x01")
+    with pytest.raises(Altered, match=other):
+        site.get(other)
 
 
 def test_a_full_disk_at_the_hub_is_told_and_the_hub_serves_on(hub: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,14 +193,14 @@ def test_a_full_disk_at_the_hub_is_told_and_the_hub_serves_on(hub: Served, monke
     with monkeypatch.context() as patch:
         patch.setattr(BlobStore, "begin", full)
         with pytest.raises(NoSpace, match="no space left"):
-            site.put(b"blob")
-    assert site.get(site.put(b"blob")) == b"blob"
+            site.send(b"blob")
+    assert site.get(put(site, b"blob")) == b"blob"
 
 
 def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: Served) -> None:
     site, other = hub.mailbox("site-a"), hub.mailbox("viewer")
-    slow, quick = (mailbox.events(lambda: {"after": EVERYTHING}) for mailbox in (site, other))
-    hub.ledger.append(0, b"record")
+    slow, quick = (mailbox.events(dict) for mailbox in (site, other))
+    hub.handler.record(b"record")
     assert next(slow).kind == next(quick).kind == "record"
     for session in list(hub.hub._sessions._all):
         if session.peer.name == "site-a":
@@ -210,8 +214,8 @@ def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: 
 def test_closing_ends_everything(hub: Served) -> None:
     site = hub.mailbox("site-a")
     with ThreadPoolExecutor() as pool:
-        watching = pool.submit(list, site.watch(EVERYTHING))
-        until(lambda: hub.hub._sessions._all)
+        watching = pool.submit(list, site.events(dict))
+        until(lambda: "hello" in "".join(hub.handler.seen))
         site.close()
-        assert watching.result(10) == []
+        assert [event.kind for event in watching.result(10)] in ([], ["welcome"])
     quickly(lambda: site.call("ping"), 1.0)
