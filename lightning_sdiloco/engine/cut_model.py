@@ -23,7 +23,7 @@ from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_para
 from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Means, Rounds
 from lightning_sdiloco.engine.site.federation import Federation
-from lightning_sdiloco.engine.site.joining import join, refuse_other_rounds
+from lightning_sdiloco.engine.site.world import join, refuse_other_rounds
 from lightning_sdiloco.engine.start import agreed_fragments, align_ranks, cut, say_what_averages_twice
 from lightning_sdiloco.engine.warmup import Warmup, warmup_steps_of
 from lightning_sdiloco.engine.world import FixedWorld, World

@@ -114,16 +114,6 @@ def test_of_what_came_to_an_earlier_start_of_the_hub_no_time_is_told() -> None:
     assert first.timings == ()
 
 
-def test_texts_from_before_timings_are_read_and_have_their_keys() -> None:
-    old = record(1, own("a"))
-    assert {"timings", "steps"} & json.loads(old.to_bytes()).keys() == set()
-    assert "steps" not in json.loads(old.to_bytes())["counted"][0]
-    assert Record.from_bytes(old.to_bytes()).key == old.key
-    for wrong in ({"timings": [["a", 1, -1.0, None]]}, {"timings": [["a", 0, 1.0, None]]}, {"timings": [["a"]]}):
-        with pytest.raises(Malformed, match="timings"):
-            Record.from_bytes(json.dumps({**json.loads(old.to_bytes()), **wrong}).encode())
-
-
 # In the charter
 
 

@@ -1,6 +1,7 @@
 """Records, contributions, messages and charters as text: what goes out comes back, and anything else is refused."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_sdiloco.federation import (
     Standing,
     StateHeader,
     Terms,
+    Timing,
     Welcome,
 )
 from lightning_sdiloco.federation.codec import decoded, plain
@@ -104,56 +106,55 @@ def test_a_message_comes_back_as_it_was(message: Any) -> None:
     assert type(message).from_bytes(message.to_bytes()) == message
 
 
-@pytest.mark.parametrize("standing", [[0], [0, "ab" * 8, 1], [-1, "ab" * 8], [0, "AB" * 8], {}])
-def test_a_welcome_names_a_fragment_and_a_life_for_what_stands(standing: Any) -> None:
-    text = {"closed": [], "kept": [], "standing": [standing]}
-    with pytest.raises(Malformed, match=r"welcome\.standing\[0\]"):
-        Welcome.from_bytes(json.dumps(text).encode())
-
-
 OWN = Contribution(1, 5, "site-a", "ab" * 8, "ef" * 32, 100, -7, (Payload("cd" * 32, 40),))
 RECORD = Record(9, 1, 5, "ef" * 32, (OWN, replace(OWN, site="site-b")))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("fragment", True),
-        ("fragment", -1),
-        ("round", 1.0),
-        ("round", 2**63),
-        ("site", "../../etc"),
-        ("site", "a\n"),
-        ("site", "a" * 64),
-        ("life", "AB" * 8),
-        ("weight", "100"),
-        ("digest", None),
-        ("payloads", [["cd" * 32]]),
-        ("payloads", [["cd" * 32, -1]]),
-        ("payloads", {}),
-        ("finite", 1),
-        ("exact", 1),
-        ("norm_squared", -1.0),
-        ("unknown", 1),
-    ],
-)
-def test_a_field_of_the_wrong_kind_is_refused_by_its_name(field: str, value: object) -> None:
-    with pytest.raises(Malformed, match=field):
-        Contribution.from_bytes(json.dumps({**plain(OWN), field: value}).encode())
+def test_a_field_of_the_wrong_kind_is_refused_by_its_name() -> None:
+    welcome, late = Welcome((), ()), replace(RECORD, timings=(Timing("a", 1, 0.0),))
+    for whole, field, value in (
+        (OWN, "fragment", True),
+        (OWN, "fragment", -1),
+        (OWN, "round", 1.0),
+        (OWN, "round", 2**63),
+        (OWN, "site", "../../etc"),
+        (OWN, "site", "a\n"),
+        (OWN, "site", "a" * 64),
+        (OWN, "life", "AB" * 8),
+        (OWN, "weight", "100"),
+        (OWN, "digest", None),
+        (OWN, "payloads", [["cd" * 32]]),
+        (OWN, "payloads", [["cd" * 32, -1]]),
+        (OWN, "payloads", {}),
+        (OWN, "finite", 1),
+        (OWN, "exact", 1),
+        (OWN, "norm_squared", -1.0),
+        (OWN, "unknown", 1),
+        (welcome, "standing[0]", [0]),
+        (welcome, "standing[0]", [0, "ab" * 8, 1]),
+        (welcome, "standing[0]", [-1, "ab" * 8]),
+        (welcome, "standing[0]", [0, "AB" * 8]),
+        (welcome, "standing[0]", {}),
+        (late, "timings[0]", ["a", 1, -1.0, None]),
+        (late, "timings[0]", ["a", 0, 1.0, None]),
+        (late, "timings[0]", ["a"]),
+        (late, "left_out[0]", ["a", "no reason"]),
+    ):
+        name, _, is_in_a_list = field.partition("[")
+        text = {**plain(whole), name: [value] if is_in_a_list else value}
+        with pytest.raises(Malformed, match=re.escape(field)):
+            type(whole).from_bytes(json.dumps(text).encode())
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b'{"a": 1, "a": 2}', b'{"a": NaN}', b"[" * 100_000, b'"' + b"a" * 200_000 + b'"', b"9" * 5000, b"\xff", b""],
-)
-def test_json_with_surprises_is_refused(data: bytes) -> None:
-    with pytest.raises(Malformed):
-        decoded(data, 150_000)
+def test_json_with_surprises_is_refused() -> None:
+    surprises = (b'{"a": 1, "a": 2}', b'{"a": NaN}', b"[" * 100_000, b'"' + b"a" * 200_000 + b'"', b"9" * 5000, b"\xff")
+    for data in (*surprises, b""):
+        with pytest.raises(Malformed):
+            decoded(data, 150_000)
 
 
-@pytest.mark.parametrize(
-    "counted",
-    [
+def test_a_record_whose_contributions_make_no_round_is_refused() -> None:
+    for counted in (
         (),
         (OWN, OWN),
         (replace(OWN, site="z"), OWN),
@@ -162,30 +163,21 @@ def test_json_with_surprises_is_refused(data: bytes) -> None:
         (OWN, replace(OWN, site="site-b", previous="00" * 32)),
         (replace(OWN, finite=False),),
         (replace(OWN, weight=0),),
-    ],
-)
-def test_a_record_whose_contributions_make_no_round_is_refused(counted: tuple[Contribution, ...]) -> None:
-    with pytest.raises(Malformed, match=r"record\.counted"):
-        Record.from_bytes(replace(RECORD, counted=counted).to_bytes())
+    ):
+        with pytest.raises(Malformed, match=r"record\.counted"):
+            Record.from_bytes(replace(RECORD, counted=counted).to_bytes())
 
 
 def test_the_key_of_a_record_depends_on_all_that_it_says() -> None:
-    others = [
-        replace(RECORD, **change)
-        for change in (
-            {"seq": 8},
-            {"previous": "00" * 32},
-            {"final": True},
-            {"left_out": (LeftOut("c", "no samples"),)},
-            {"counted": (OWN,)},
-            {"counted": (OWN, replace(OWN, site="site-b", exact=True))},
-        )
-    ]
+    changes = {"seq": 8}, {"previous": "00" * 32}, {"final": True}, {"left_out": (LeftOut("c", "no samples"),)}
+    counted = (OWN,), (OWN, replace(OWN, site="site-b", exact=True))
+    others = [replace(RECORD, **change) for change in (*changes, *({"counted": own} for own in counted))]
     assert len({RECORD.key, *(other.key for other in others)}) == 7
 
 
-def test_a_contribution_that_is_not_exact_says_what_it_said_before_there_were_others() -> None:
-    assert "exact" not in plain(OWN)
+def test_what_a_text_need_not_say_is_left_out_and_read_as_nothing() -> None:
+    assert {"steps", "exact", "timings"} & (plain(OWN).keys() | plain(RECORD).keys()) == set()
+    assert Record.from_bytes(RECORD.to_bytes()) == RECORD
     assert Contribution.from_bytes(replace(OWN, weight=0, exact=True).to_bytes()).reason == ""
 
 
@@ -203,23 +195,23 @@ def test_a_charter_comes_back_as_it_was_and_one_bit_is_not_lost() -> None:
         Charter.from_bytes(CHARTER.to_bytes().replace(b'"0.5"', b'"0.6"'))
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"terms": replace(TERMS, sync_every=50)}, "terms.sync_every is 50 here and 100 there"),
-        ({"settings": {}}, "settings.mixing is missing here and 0.5 there"),
-        ({"fragments": ((("b", "(1,)"), ("w", "(2,)")), ())}, r"fragments\[0\]\[0\]\[0\] is b here and w there"),
-        ({"shards": ((1, 2), ())}, r"shards\[0\]\[0\] is 1 here and 3 there"),
-        ({"versions": {"torch": "2.7"}}, "versions.torch is 2.7 here and 2.6 there"),
-        ({"self_test": "60"}, "self_test is 60 here and 5f there"),
-        ({"run": "other"}, "run is other here and llm there"),
-    ],
-)
-def test_another_charter_is_refused_with_what_differs(change: dict[str, Any], named: str) -> None:
-    other = replace(CHARTER, **change)
-    assert other.key != CHARTER.key
-    with pytest.raises(ValueError, match=named):
-        other.require_same(CHARTER)
+def test_another_charter_is_refused_with_what_differs() -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "terms.sync_every is 50 here and 100 there": {"terms": replace(TERMS, sync_every=50)},
+        "settings.mixing is missing here and 0.5 there": {"settings": {}},
+        "fragments[0][0][0] is b here and w there": {"fragments": ((("b", "(1,)"), ("w", "(2,)")), ())},
+        "shards[0][0] is 1 here and 3 there": {"shards": ((1, 2), ())},
+        "versions.torch is 2.7 here and 2.6 there": {"versions": {"torch": "2.7"}},
+        "self_test is 60 here and 5f there": {"self_test": "60"},
+        "run is other here and llm there": {"run": "other"},
+    }
+    for named, change in changes.items():
+        other = replace(CHARTER, **change)
+        assert other.key != CHARTER.key
+        with pytest.raises(ValueError, match=re.escape(named)):
+            other.require_same(CHARTER)
+    with pytest.raises(ValueError, match=r"fragments\[1\] does not name its parameters once each"):
+        replace(CHARTER, fragments=((), (("w", "(2,)"), ("w", "(2,)"))))
 
 
 def test_impossible_terms_are_refused() -> None:

@@ -6,6 +6,7 @@ its record takes the plain mean, as the final exchange does there; see [Note: th
 """
 
 import ctypes
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
@@ -31,7 +32,7 @@ from lightning_sdiloco.compression import Kernels, mean_over_senders, resolve, w
 from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
 from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
 from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.outer.optimizer import OuterState
+from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.parameters.layouts import FragmentLayout
 from lightning_sdiloco.federation import Contribution, Payload, Record
 from lightning_sdiloco.hub import places_of
@@ -275,3 +276,32 @@ def to_bytes(values: Tensor) -> bytes:
 def to_tensor(data: Bytes) -> Tensor:
     """Copies bytes to a uint8 tensor on the host."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+# Values of the self-test: no multiple of a block, so that padding is tested too.
+_TESTED = 4099
+
+
+def self_test(settings: Settings, kernels: Kernels, device: torch.device) -> str:
+    """Returns what the arithmetic of this site makes of known values: compression, weights, mean and outer step."""
+    outer, *gradients = (_known(seed, device) for seed in range(4))
+    all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept, kernels).at(1)
+    payloads = [all_reduce.encode(gradient, None).payloads[0] for gradient in gradients]
+    controls = [
+        Control(0, 1, 0, weight=3 + group, digest=0, norm_squared=norm_squared(own), changed=0, finite=True)
+        for group, own in enumerate(gradients)
+    ]
+    optimizer = outer_optimizer_for(settings, [outer])
+    state = optimizer.take_initial()[0]
+    seal = hashlib.sha256()
+    for _ in range(2):
+        mean = all_reduce.mean(payloads, Aggregation(settings.outer_clip_norm).count(controls), like=outer)
+        state = optimizer.step(0, state, state.values, mean)
+        seal.update(to_bytes(state.values.view(torch.uint8)))
+    return seal.hexdigest()
+
+
+def _known(seed: int, device: torch.device) -> Tensor:
+    # No random numbers: those of torch differ between processors.
+    numbers = torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003
+    return ((numbers - 1001).to(torch.float32) / 997).to(device)

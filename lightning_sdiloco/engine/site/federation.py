@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lightning_sdiloco.algorithm import LandingRule, Settings, TwoShot, fault_of, is_real, is_whole
 from lightning_sdiloco.comm import bundle_of, hub_addresses
-from lightning_sdiloco.federation import LONGEST_GRACE, NAME, ChosenQuorum, Landing, Quorum, chosen
+from lightning_sdiloco.federation import NAME, ChosenQuorum, Quorum, chosen
 from lightning_sdiloco.hub import (
     Connection,
     HubConnection,
@@ -109,24 +109,9 @@ class Federation:
             raise ValueError(f"{name}={value!r} is {fault}: it must be {rule}. Choose another {name}; {advice}.")
 
     @property
-    def seconds_of_grace(self) -> float:
-        """The grace for the charter."""
-        return LONGEST_GRACE if self.grace == "auto" else self.grace
-
-    @property
     def quorum_of_terms(self) -> int | ChosenQuorum:
         """The quorum for the charter."""
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
-
-    @property
-    def landing_of_late(self) -> Landing:
-        """What a landing does where the own contribution came too late."""
-        return Landing(self.late)
-
-    @property
-    def waits(self) -> bool:
-        """Whether training ever waits for a landing."""
-        return self.grace != "auto"
 
     def connect(self, ranks: int = 1) -> Connection:
         """Connects the first rank of a site of so many ranks to the hub."""

@@ -15,10 +15,8 @@ from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter
 from lightning_sdiloco.engine.parameters.sharding import reshard
 from lightning_sdiloco.engine.rounds import Rounds
-from lightning_sdiloco.engine.site.shared import SharedConnection
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import Follower, Landing, StateHeader
-from lightning_sdiloco.hub import StateArrived, StateWanted
 
 _log = logging.getLogger(__name__)
 
@@ -55,15 +53,11 @@ def from_part(fragment: FragmentState, part: Bytes) -> Arrived:
     return Arrived(outer, buffers)
 
 
-class StateTransfer:
+class OuterStates:
     """Gives the outer state of a site to others, and takes over theirs, between landings. In-group collectives."""
 
-    def __init__(
-        self, model: nn.Module, rounds: Rounds, topology: Topology, connection: SharedConnection, follower: Follower
-    ) -> None:
-        self._model, self._rounds, self._topology = model, rounds, topology
-        self._connection, self._follower = connection, follower
-        self.refused: list[str] = []
+    def __init__(self, model: nn.Module, rounds: Rounds, topology: Topology, follower: Follower) -> None:
+        self._model, self._rounds, self._topology, self._follower = model, rounds, topology, follower
 
     def digests(self) -> list[int]:
         """Returns the digests of the outer parameters, by fragment."""
@@ -84,20 +78,15 @@ class StateTransfer:
         if list(anchor.digests) == digests:
             self._follower.found(digests)
 
-    def give(self, wanted: StateWanted) -> None:
-        """Gives the state of this site, if it follows."""
-        if wanted.founding:
-            positions = tuple(own.applied for own in self._follower.fragments)
-            header = StateHeader(positions, tuple(self.digests()))
-        elif self._follower.follows:
-            header = self._follower.header()
-            if list(header.digests) != self.digests():
-                return
-        else:
-            return
+    def given(self, founding: bool) -> tuple[StateHeader, list[bytes]] | None:
+        """Returns the state of this site, if it follows, or founds the run."""
+        digests = self.digests()
+        if founding:
+            header = StateHeader(tuple(own.applied for own in self._follower.fragments), tuple(digests))
+        elif not self._follower.follows or list((header := self._follower.header()).digests) != digests:
+            return None
         gather = self._topology.in_site.all_gather_object
-        parts = [to_part(own, gather(own.outer.state_dict())) for own in self._rounds.fragments]
-        self._connection.give(wanted.request, header, parts)
+        return header, [to_part(own, gather(own.outer.state_dict())) for own in self._rounds.fragments]
 
     @torch.no_grad()
     def begin_again(self, fragments: Sequence[int]) -> None:
@@ -120,26 +109,20 @@ class StateTransfer:
         fragment.memory = fragment.tuning = None
 
     @torch.no_grad()
-    def adopt(self, state: StateArrived) -> list[int]:
-        """Takes over a state that came, as far as it is newer than what this site has."""
-        if not self._follower.wants_state:
-            return []
-        try:
-            fragments = self._rounds.fragments
-            if len(state.parts) != len(fragments):
-                raise Refused(f"the state has {len(state.parts)} parts, and there are {len(fragments)} fragments")
-            came = [from_part(own, part) for own, part in zip(fragments, state.parts, strict=True)]
-            digests = self._combined([own.outer.values for own in came])
-            landings = self._follower.adopt(state.header, digests)
-        except ValueError as error:
-            _log.warning("A state that %s gave was refused: %s.", state.source, error)
-            self.refused.append(state.source)
-            return []
-        self.refused.clear()
+    def adopt(self, header: StateHeader, parts: Sequence[Bytes]) -> list[int]:
+        """Takes over a state, as far as it is newer than what this site has; returns the fragments that it changed.
+
+        Raises:
+            ValueError: If it is not what it says, or not what the records say.
+        """
+        fragments = self._rounds.fragments
+        if len(parts) != len(fragments):
+            raise Refused(f"the state has {len(parts)} parts, and there are {len(fragments)} fragments")
+        came = [from_part(own, part) for own, part in zip(fragments, parts, strict=True)]
+        landings = self._follower.adopt(header, self._combined([own.outer.values for own in came]))
         reshard(self._model)
         for index, landing in landings.items():
             self._take_over(index, came[index], landing)
-        self._connection.hello(self._follower)
         return list(landings)
 
     def _take_over(self, index: int, came: Arrived, landing: Landing) -> None:

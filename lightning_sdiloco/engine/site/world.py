@@ -1,42 +1,57 @@
 """The world of a site: when its fragments launch and land is what the rules of the federation say.
 
-The training thread owns the follower and talks to the connection; see [Note: one site, many followers]. Encoding and
-averaging run in the background, and are looked after once in every inner step. A site never waits for what is not
+The training thread owns the follower and talks to the connection; see [Note: how a site uses its connection]. Encoding
+and averaging run in the background, and are looked after once in every inner step. A site never waits for what is not
 there, except where the follower says so.
+
+[Note: one site, many followers] Every rank has a follower of its own. The first rank speaks with the hub for all, each
+rank moves its own payloads, and all hear the same events, of the same time, after the same inner step. So all decide
+the same, and nothing has to be agreed on but what is heard. A record is heard when every rank has what it needs of its
+payloads.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from lightning_sdiloco.algorithm import Mix
-from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine.background import Pending
+from lightning_sdiloco.algorithm import Mix, Settings
+from lightning_sdiloco.comm import Communicator, Topology
+from lightning_sdiloco.compression import Kernels
+from lightning_sdiloco.engine.background import Background, Pending, Stages
+from lightning_sdiloco.engine.flight import Flight, LaunchSnapshot, Purpose
 from lightning_sdiloco.engine.flight import Landing as LandingReport
 from lightning_sdiloco.engine.measurements import Span
+from lightning_sdiloco.engine.parameters.layouts import ShardedLayout
+from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.engine.parameters.sharding import reshard
 from lightning_sdiloco.engine.recovery import recover
 from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.rounds import Means, Rounds
-from lightning_sdiloco.engine.site.arithmetic import Bytes, SiteArithmetic, Stepped
-from lightning_sdiloco.engine.site.launches import Launched, Launches, in_background
-from lightning_sdiloco.engine.site.shared import SharedConnection
-from lightning_sdiloco.engine.site.states import StateTransfer
-from lightning_sdiloco.federation import Follower, Landing, Record
+from lightning_sdiloco.engine.site.arithmetic import Bytes, Encoded, SiteArithmetic, Stepped, self_test
+from lightning_sdiloco.engine.site.federation import Federation
+from lightning_sdiloco.engine.site.states import OuterStates
+from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
+from lightning_sdiloco.federation import LONGEST_GRACE, Charter, Contribution, Follower, Landing, Record, Terms
 from lightning_sdiloco.hub import (
     Called,
+    Connection,
     Lost,
     Recorded,
+    Shards,
     StateArrived,
     StateWanted,
+    Told,
     Waiting,
     Welcomed,
+    from_plain,
+    to_plain,
 )
 
 _log = logging.getLogger(__name__)
@@ -45,8 +60,87 @@ _log = logging.getLogger(__name__)
 _MOMENT = 0.05
 
 
+def join(
+    federation: Federation, model: nn.Module, rounds: Rounds, settings: Settings, topology: Topology, means: Means
+) -> "FederatedWorld":
+    """Joins a federation: brings the charter of this site, and begins to follow the records of the run."""
+    federation.check(settings)
+    if topology.num_groups > 1:
+        raise ValueError(
+            f"worker_groups={topology.num_groups} does not go with a federation: a site is one worker group. Leave it"
+            " out, and start the others as sites of their own."
+        )
+    ours = charter_of(federation, model, rounds, settings, means.kernels)
+    connection = SharedConnection(federation, topology)
+    try:
+        charter = connection.agree(ours)
+        if federation.grace == "auto":
+            ours = replace(ours, terms=replace(ours.terms, grace=charter.terms.grace))
+        ours.require_same(charter)
+    except Exception:
+        connection.close()
+        raise
+    site, life, late = connection.site, connection.life, Landing(federation.late)
+    follower = Follower(charter.terms, charter.key, site, life, federation.patience, late=late)
+    arithmetic = SiteArithmetic(rounds.fragments, topology, settings, rounds.schedule, means.kernels)
+    return FederatedWorld(model, rounds, topology, means, connection, follower, arithmetic, federation.grace != "auto")
+
+
+def charter_of(
+    federation: Federation, model: nn.Module, rounds: Rounds, settings: Settings, kernels: Kernels
+) -> Charter:
+    """Returns what this site would found the run on."""
+    terms = Terms(
+        fragments=len(rounds.fragments),
+        sync_every=settings.sync_every,
+        overlap_steps=settings.overlap_steps,
+        grace=LONGEST_GRACE if federation.grace == "auto" else float(federation.grace),
+        lease=float(federation.lease),
+        quorum=federation.quorum_of_terms,
+        rounds=federation.rounds,
+    )
+    parameters = trainable(model)
+    fragments = tuple(
+        (
+            *((name, f"{tuple(parameters[name].shape)} {parameters[name].dtype}") for name in own.layout.names),
+            *((name, f"{tuple(buffer.shape)} buffer") for name, buffer in own.buffers.named().items()),
+        )
+        for own in rounds.fragments
+    )
+    return Charter(
+        run=federation.run,
+        terms=terms,
+        settings={**settings.fixed_by_a_checkpoint(), **rounds.described()},
+        fragments=fragments,
+        # Their sizes where ranks must be the same everywhere.
+        shards=tuple(
+            tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else () for own in rounds.fragments
+        ),
+        versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": version("lightning-sdiloco")},
+        self_test=self_test(settings, kernels, rounds.fragments[0].storage.device),
+    )
+
+
+def refuse_other_rounds(rounds: Rounds) -> NoReturn:
+    """Refuses to cut the model of a site anew, or to choose other settings for it."""
+    raise ValueError(
+        "The fragments and settings of a site are those of the charter of its run: while it trains, parameters cannot"
+        " be frozen or become trainable, and settings cannot be chosen anew. Found another run, from the outer model of"
+        " this one."
+    )
+
+
 @dataclass
-class _Applied:
+class Launched:
+    """Holds a launch that is being encoded, or has been sent, until it has landed."""
+
+    flight: Flight
+    begun: Contribution
+    pending: Pending[Encoded]
+    encoded: Encoded | None = None
+
+
+class _Applied(NamedTuple):
     """Holds a record that is being applied."""
 
     record: Record
@@ -62,17 +156,18 @@ class FederatedWorld:
         rounds: Rounds,
         topology: Topology,
         means: Means,
-        connection: SharedConnection,
+        connection: "SharedConnection",
         follower: Follower,
         arithmetic: SiteArithmetic,
         waits: bool = True,
     ) -> None:
         self._model, self._rounds, self._topology, self._means = model, rounds, topology, means
         self._connection, self.follower, self._arithmetic, self._waits = connection, follower, arithmetic, waits
-        self._launches = Launches(rounds, means.background, connection, follower, arithmetic, means.link)
+        self._launched: dict[int, Launched] = {}
         self._applied: dict[int, _Applied] = {}
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
-        self._states = StateTransfer(model, rounds, topology, connection, follower)
+        self._states = OuterStates(model, rounds, topology, follower)
+        self._refused: list[str] = []
         self._now = time.monotonic()
         self._has_said_hello = self._has_left = self._has_told_of_drop = self._is_alone = False
         self._waits_for = ""
@@ -112,14 +207,53 @@ class FederatedWorld:
         self.requested = self.hear(mailbox.take())
         self._step_time = mailbox.step_time or self._step_time
         for call in self.follower.skips():
-            self._connection.skip(call)
+            if self._connection.hub:
+                self._connection.hub.skip(call)
         due = self.follower.launches(step)
         if due:
             self._rounds.require_coverage()
         for index in due:
-            self._launches.launch(index, step, self._step_time)
-        self._launches.send()
+            began, fragment = time.perf_counter(), self._rounds.fragments[index]
+            begun = self.follower.begin(index, step)
+            snapshot = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
+            # Nobody tells a site in advance which buffers others have changed, so all of them travel.
+            snapshot = snapshot._replace(travelling=fragment.buffers.travelling(True), step_time=self._step_time)
+            self._means.link.note(self._connection.sends_bytes_per_s)
+            self._launch(self._rounds.chosen(snapshot), begun, (began, time.perf_counter()))
+        self._send()
         return len(due)
+
+    def _launch(self, snapshot: LaunchSnapshot, begun: Contribution, launch: Span) -> None:
+        pending = _in_background(self._means.background, lambda: self._arithmetic.encode(snapshot, begun))
+        flight = Flight(snapshot, pending, launch)
+        self._launched[snapshot.fragment] = Launched(flight, begun, pending)
+        self._rounds.flights.append(flight)
+
+    def _send(self, wait: bool = False) -> None:
+        """Sends what has been encoded."""
+        encoding = {index: one.pending for index, one in self._launched.items() if one.encoded is None}
+        for index in encoding if wait else self._connection.ready(encoding):
+            launched = self._launched[index]
+            launched.encoded = encoded = launched.pending.result()
+            sent = replace(
+                launched.begun,
+                digest=encoded.digest,
+                payloads=encoded.payloads,
+                finite=encoded.finite,
+                norm_squared=encoded.norm_squared,
+            )
+            own = self.follower.fragments[index].flight
+            if own is not None and own.own == sent:
+                # It was launched before the checkpoint, which has it whole.
+                self._connection.contribute(sent, encoded.blobs)
+            elif (complete := self.follower.complete(sent)) is not None:
+                self._connection.contribute(complete, encoded.blobs)
+        self._drop_landed()
+
+    def _drop_landed(self) -> None:
+        """Forgets what the follower no longer has in flight."""
+        for index in [i for i in self._launched if self.follower.fragments[i].flight is None]:
+            self._rounds.flights.remove(self._launched.pop(index).flight)
 
     def land_due(self, step: int) -> Iterator[LandingReport]:
         """Lands what is due, and waits where the rules say so; see `World.land_due`."""
@@ -163,9 +297,9 @@ class FederatedWorld:
             self._connection.close()
 
     def _look_after(self) -> None:
-        self._launches.send()
-        if self.follower.reachable and self.follower.wants_state:
-            self._connection.ask(self._states.refused)
+        self._send()
+        if self._connection.hub and self.follower.reachable and self.follower.wants_state:
+            self._connection.hub.ask(self._refused)
         self._connection.beat(self.follower)
 
     # Landing
@@ -177,12 +311,12 @@ class FederatedWorld:
             if record is None or own.digest is None or record.key not in self._blobs:
                 continue
             applied = self._applied.get(own.fragment)
-            launched = self._launches.of(own.fragment)
+            launched = self._launched.get(own.fragment)
             if applied is None or applied.record.key != record.key:
                 blobs, before = self._blobs[record.key], self._rounds.fragments[own.fragment].outer
                 encoded = launched.encoded if launched else None
                 work = partial(self._arithmetic.apply, record, blobs, before, encoded)
-                self._applied[own.fragment] = _Applied(record, in_background(self._means.background, work))
+                self._applied[own.fragment] = _Applied(record, _in_background(self._means.background, work))
 
     @torch.no_grad()
     def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[LandingReport]:
@@ -207,7 +341,7 @@ class FederatedWorld:
     def _land(self, applied: _Applied, step: int, wait: Span | None) -> LandingReport | None:
         record, stepped = applied.record, applied.pending.result()
         arrived = time.perf_counter()
-        fragment, launched = self._rounds.fragments[record.fragment], self._launches.of(record.fragment)
+        fragment, launched = self._rounds.fragments[record.fragment], self._launched.get(record.fragment)
         was_finite = launched is None or launched.encoded is None or launched.encoded.finite
         landing = self.follower.land(record, stepped.before, stepped.after)
         del self._applied[record.fragment]
@@ -219,7 +353,7 @@ class FederatedWorld:
                 record.round,
                 record.fragment,
             )
-            self._launches.drop_landed()
+            self._drop_landed()
             return None
         reshard(self._model)
         own = next((i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1)
@@ -236,7 +370,7 @@ class FederatedWorld:
         if not was_finite:
             optimizers, in_group = self._means.inner_optimizers, self._topology.in_group
             recover(self._model, self._rounds.fragments, fragment.index, optimizers, in_group)
-        self._launches.drop_landed()
+        self._drop_landed()
         return self._report(record, stepped, launched, step, wait or (arrived, arrived), was_finite)
 
     def _tell_of_drop(self, record: Record) -> None:
@@ -272,26 +406,32 @@ class FederatedWorld:
     def hear(self, requests: int = 0) -> int:
         """Takes what the connection has heard since the last time; says hello before."""
         if not self._has_said_hello:
-            self._has_said_hello = True
-            self._connection.hello(self.follower)
+            self._say_hello()
         told, self._now, requests, samples = self._connection.heard(requests, self._samples)
         if self._has_trained:
             self.follower.trained(samples)
             self._has_trained, self._samples = False, 0
-        self._launches.send()
+        self._send()
         for event in told:
             match event:
                 case Welcomed():
                     self._states.begin_again(self.follower.welcome(event.welcome))
-                    self._launches.drop_landed()
-                    self._tell_of_return()
+                    self._drop_landed()
+                    if self._is_alone:
+                        _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
+                    self._is_alone, self._waits_for = False, ""
                     self._states.begin_as_founded(event.anchor)
                 case Called():
                     self.follower.hear(event.call)
                 case Recorded():
-                    self._learn(event)
+                    self.follower.learn(event.record)
+                    own = self.follower.fragments[event.record.fragment]
+                    if event.blobs is not None and event.record.round > own.applied.round:
+                        self._blobs[event.record.key] = event.blobs
                 case StateWanted():
-                    self._states.give(event)
+                    given = self._states.given(event.founding)
+                    if given and self._connection.hub:
+                        self._connection.hub.give(event.request, *given)
                 case StateArrived():
                     self._adopt(event)
                 case Lost():
@@ -302,39 +442,40 @@ class FederatedWorld:
                         )
                     self.follower.lose(self._now)
                 case Waiting():
-                    self._tell_of_wait(event.why)
+                    # Once for each reason: nothing else would show why training does not begin.
+                    if event.why != self._waits_for:
+                        self._waits_for = event.why
+                        _log.warning("Site %s waits: %s", self.follower.site, event.why)
         return requests
-
-    def _tell_of_wait(self, why: str) -> None:
-        """Says why training does not begin, once for each reason: nothing else would show."""
-        if why != self._waits_for:
-            self._waits_for = why
-            _log.warning("Site %s waits: %s", self.follower.site, why)
-
-    def _tell_of_return(self) -> None:
-        self._waits_for = ""
-        if self._is_alone:
-            self._is_alone = False
-            _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
-
-    def _learn(self, event: Recorded) -> None:
-        self.follower.learn(event.record)
-        own = self.follower.fragments[event.record.fragment]
-        if event.blobs is not None and event.record.round > own.applied.round:
-            self._blobs[event.record.key] = event.blobs
 
     def _adopt(self, state: StateArrived) -> None:
         """Takes over a state that came, as far as it is newer than what this site has."""
-        for index in self._states.adopt(state):
+        if not self.follower.wants_state:
+            return
+        try:
+            adopted = self._states.adopt(state.header, state.parts)
+        except ValueError as error:
+            _log.warning("A state that %s gave was refused: %s.", state.source, error)
+            self._refused.append(state.source)
+            return
+        self._refused.clear()
+        self._say_hello()
+        for index in adopted:
             self._applied.pop(index, None)
-        self._launches.drop_landed()
+        self._drop_landed()
+
+    def _say_hello(self) -> None:
+        self._has_said_hello = True
+        if self._connection.hub:
+            self._connection.hub.hello(self.follower)
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the site knows of the federation, and what is in flight, once that is encoded."""
+        self._send(wait=True)
         return {
-            "flights": self._launches.state_dict(),
+            "flights": [flight.snapshot.state_dict() for flight in self._rounds.flights],
             "federation": {"site": self.follower.site, **self.follower.state_dict()},
         }
 
@@ -348,6 +489,166 @@ class FederatedWorld:
             )
         self.follower.load_state_dict(saved, self._states.digests())
         self._applied.clear()
-        self._launches.load_state_dict(state["flights"])
+        self._rounds.flights.clear()
+        self._launched.clear()
+        for flight in state["flights"]:
+            own = self.follower.fragments[flight["fragment"]].flight
+            if own is not None:
+                began, outer = time.perf_counter(), self._rounds.fragments[flight["fragment"]].load_outer()
+                snapshot = LaunchSnapshot.of(flight, outer, float("inf"))
+                self._launch(snapshot, own.own, (began, time.perf_counter()))
+        self._send(wait=True)
         self._has_said_hello = False
         self.hear()
+
+
+def _in_background(background: Background, work: Callable[[], Any]) -> Pending[Any]:
+    """Starts work in the first stage of the background."""
+    return background.start(Stages(work, _same, _same))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+_ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
+
+
+def all_say(ranks: Communicator, ask: Callable[[], Any]) -> list[Any]:
+    """Returns what all ranks of a site say. An error of one is raised on all, of which none may wait for the others."""
+    every = ranks.attempt(ask)
+    for outcome in every:
+        if outcome.failure:
+            kinds = (_ERRORS[name] for name in outcome.failure if name in _ERRORS)
+            raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
+    return [outcome.value for outcome in every]
+
+
+class SharedConnection:
+    """The connections of a rank; see [Note: one site, many followers] and [Note: a site of several ranks]."""
+
+    def __init__(self, federation: Federation, topology: Topology) -> None:
+        self._ranks, rank, ranks = topology.in_site, topology.group_rank, topology.group_size
+        self.hub: Connection | None = None
+        self._shards: Shards | None = None
+        self._payloads: dict[str, Mapping[str, Bytes]] = {}
+        self._coming: dict[str, tuple[Record, set[int]]] = {}
+
+        def connect() -> tuple[str, str] | None:
+            if rank:
+                return None
+            self.hub = federation.connect(ranks)
+            return self.hub.site, self.hub.life
+
+        def connect_shards() -> None:
+            self._shards = federation.connect_shards(rank, ranks, self.life) if rank else None
+
+        self.site, self.life = all_say(self._ranks, connect)[0]
+        try:
+            all_say(self._ranks, connect_shards)
+        except Exception:
+            self.close()
+            raise
+
+    def agree(self, charter: Charter) -> Charter:
+        """Returns the charter of the run, which is this one where it is founded."""
+        said = all_say(self._ranks, lambda: self.hub and self.hub.agree(charter).to_bytes())[0]
+        return Charter.from_bytes(said)
+
+    # What is heard
+
+    def heard(self, requests: int = 0, samples: int = 0) -> tuple[list[Told], float, int, int]:
+        """Returns what was heard since the last time, the time, and what all ranks request and have trained."""
+        if self._ranks.size == 1:
+            assert self.hub is not None, "the first rank has it"
+            return self.hub.events(), self.hub.now(), requests, samples
+        every = all_say(self._ranks, lambda: (*self._listen(), requests, samples))
+        told = [one for one in map(from_plain, every[0][0]) if not self._is_coming(one)]
+        for rank, (_, fetched, _, asked, _) in enumerate(every):
+            requests |= asked
+            told += [one for key, is_there in fetched.items() if (one := self._arrived(key, rank, is_there))]
+        return told, every[0][2], requests, sum(samples for *_, samples in every)
+
+    def _listen(self) -> tuple[list[Any], dict[str, bool], float]:
+        """Returns what this rank has heard: events at the first one, and which records it has fetched payloads for."""
+        told: list[Any] = []
+        fetched: dict[str, Mapping[str, Bytes] | None] = dict(self._shards.fetched()) if self._shards else {}
+        for one in self.hub.events() if self.hub else ():
+            if isinstance(one, Recorded):
+                fetched[one.record.key] = one.blobs
+                one = Recorded(one.record, None)
+            told.append(to_plain(one))
+        self._payloads.update((key, blobs) for key, blobs in fetched.items() if blobs is not None)
+        return (
+            told,
+            {key: blobs is not None for key, blobs in fetched.items()},
+            self.hub.now() if self.hub else 0.0,
+        )
+
+    def _is_coming(self, told: Told) -> bool:
+        """Begins to fetch what this rank needs; tells whether it is a record, which is told when all ranks have it."""
+        if isinstance(told, Called) and told.own and self._shards:
+            self._shards.prefetch(told.own)
+        if not isinstance(told, Recorded):
+            return False
+        if told.record.key not in self._coming:
+            self._coming[told.record.key] = told.record, set()
+            if self._shards:
+                self._shards.fetch(told.record)
+        return True
+
+    def _arrived(self, key: str, rank: int, is_there: bool) -> Recorded | None:
+        """Hears that a rank has what it needs for a record, or that some of it is gone; returns what is told of it."""
+        if key not in self._coming:
+            # It was fetched twice.
+            self._payloads.pop(key, None)
+            return None
+        record, there = self._coming[key]
+        there.add(rank)
+        if is_there and len(there) < self._ranks.size:
+            return None
+        del self._coming[key]
+        blobs = self._payloads.pop(key, None)
+        return Recorded(record, blobs if is_there else None)
+
+    def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
+        """Returns what of some work in the background is ready, at rank 0: the others wait for theirs, a moment."""
+        if not pending:
+            return ()
+        ready: Collection[int] = all_say(self._ranks, lambda: {key for key, one in pending.items() if one.is_ready})[0]
+        return ready
+
+    def wait(self, timeout: float) -> None:
+        """Waits for something to hear, at rank 0. The others wait where they hear it."""
+        if self.hub is not None:
+            self.hub.wait(timeout)
+
+    @property
+    def sends_bytes_per_s(self) -> float:
+        """What the link of this rank carried to the hub with its last payload; 0 if that is not known."""
+        own = self._shards or self.hub
+        return own.sends_bytes_per_s if own else 0.0
+
+    # What is said
+
+    def beat(self, follower: Follower) -> None:
+        """Says what is new of the follower."""
+        if self.hub:
+            self.hub.beat(follower)
+        if self._shards:
+            self._shards.keep(follower.outstanding())
+
+    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
+        """Sends what the site launches: each rank its own payload."""
+        if self._shards:
+            self._shards.contribute(own, blobs)
+        if self.hub:
+            self.hub.contribute(own, blobs)
+
+    def close(self) -> None:
+        """Leaves, and ends the connections."""
+        if self.hub:
+            self.hub.leave()
+            self.hub.close()
+        if self._shards:
+            self._shards.close()
