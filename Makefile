@@ -20,6 +20,7 @@ GPU_ARGS ?=
 PYTEST_ARGS ?= --numprocesses 2 --reruns 1
 
 BIN := $(VENV)/bin
+BUILT_FROM := pyproject.toml hatch_build.py lightning_sdiloco/compression/fp4.c
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable
 
 # The register of Lightning's names, and at least one fit for each promise that rests on them.
@@ -76,19 +77,19 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-foreign build dist site runs data .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-foreign build dist site runs data .pytest_cache .mypy_cache .ruff_cache lightning_sdiloco/compression/libfp4.so .hypothesis *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: PYTHON=... make")'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # The stamps are newer than what they were made from, so nothing is installed twice.
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+$(VENV)/.installed: $(BUILT_FROM) $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV); PyTorch is large, so this can take some minutes ..."
 	$(INSTALL) .
 	@touch $@
 
-$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+$(VENV)/.installed-%: $(BUILT_FROM) $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV), with what '$*' needs ..."
 	$(INSTALL) ".[$*]"
 	@touch $@

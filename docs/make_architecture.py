@@ -40,7 +40,6 @@ ROOMS = {
     "comm": (1, "the door to the network"),
     "errors": (0, "what ends a run, what is refused"),
     "memory": (0, "vectors in pages of their own"),
-    "native": (0, "passes in C"),
 }
 
 

@@ -22,7 +22,7 @@ PACKAGE = Path(lightning_sdiloco.__file__).parent
 ROOT = PACKAGE.parent
 NAME = "lightning_sdiloco"
 
-GROUND = {"errors", "memory", "native"}  # single files, which everybody may use
+GROUND = {"errors", "memory"}  # single files, which everybody may use
 FLOORS = [
     GROUND,
     {"compression", "comm"},
@@ -228,7 +228,7 @@ def test_planning_and_federation_are_plain_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "shared"), [("compression", {"base", "blockwise", "native", "sample"}), ("comm.exchange", {"base"})]
+    ("family", "shared"), [("compression", {"base", "blockwise", "sample"}), ("comm.exchange", {"base"})]
 )
 def test_a_member_of_a_family_knows_no_other_member(family: str, shared: set[str]) -> None:
     ground = {f"{NAME}.{name}" for name in GROUND}

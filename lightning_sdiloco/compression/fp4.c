@@ -1,6 +1,6 @@
 // FP4 for a CPU: what fp4.py does with operations of torch, bit for bit, in one pass over the values.
 //
-// Compiled on the machine where it runs; see native.py. Products round by themselves (-ffp-contract=off).
+// Compiled by hatch_build.py when the package is built. Products round by themselves (-ffp-contract=off).
 
 #include <stdint.h>
 #include <string.h>

@@ -1,11 +1,15 @@
 """FP4: four bits a value, E3M0 codes (sign and three exponent bits) under one scale per block.
 
 A payload of ``numel`` values is ``ceil(numel / 128)`` tops of 16 bits, then ``ceil(numel / 2)`` bytes of codes.
-``docs/compression.md`` has the format byte by byte and the measurements behind the choices. On a CPU, ``fp4.c`` does
-the same in one pass where it could be compiled; see [Note: compiled in the background].
+``docs/compression.md`` has the format byte by byte and the measurements behind the choices.
+
+[Note: compiled when the package is built] On a CPU, ``fp4.c`` does the same in one pass, the mean in an eighth of the
+time. ``hatch_build.py`` compiles it where there is a C compiler; nothing is compiled later. Operations of torch are the
+reference and do without it, so ranks need not agree on it: it has shown on a sample that it gives their bits.
 """
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +31,10 @@ from lightning_sdiloco.compression.blockwise import (
 )
 from lightning_sdiloco.compression.sample import same_bits, sample
 from lightning_sdiloco.memory import new_vector
-from lightning_sdiloco.native import NativeLibrary
+
+_log = logging.getLogger(__name__)
+
+LIBRARY = Path(__file__).with_name("libfp4.so")
 
 BLOCK = 128
 """Values under one scale."""
@@ -67,26 +74,26 @@ class FP4(Blockwise):
     @override
     def encode(self, values: Tensor) -> Tensor:
         """Encodes values; see `Blockwise.encode`."""
-        native = _native_for(values)
-        return super().encode(values) if native is None else _encode(native, values)
+        library = _native_for(values)
+        return super().encode(values) if library is None else _encode(library, values)
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Decodes a payload; see `Blockwise.decode`."""
-        native = _native_for(payload, out)
-        if native is None:
+        library = _native_for(payload, out)
+        if library is None:
             super().decode(payload, out)
         else:
-            _decode(native, payload, out)
+            _decode(library, payload, out)
 
     @override
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
         """Takes the mean of several payloads; see `Compression.mean`."""
-        native = _native_for(out, *(payload for payload, _ in sent))
-        if native is None or not sent:
+        library = _native_for(out, *(payload for payload, _ in sent))
+        if library is None or not sent:
             super().mean(sent, out)
         else:
-            _mean(native, sent, out)
+            _mean(library, sent, out)
 
     @override
     def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
@@ -120,29 +127,47 @@ def _pairs(device: torch.device) -> Tensor:
 
 def _native_for(*tensors: Tensor) -> ctypes.CDLL | None:
     on_cpu = all(type(each) is Tensor and each.device.type == "cpu" and each.is_contiguous() for each in tensors)
-    return NATIVE.get() if on_cpu else None
+    return native() if on_cpu else None
 
 
-def _encode(native: ctypes.CDLL, values: Tensor) -> Tensor:
+@cache
+def native() -> ctypes.CDLL | None:
+    """Returns the library, or None where it was not built; see [Note: compiled when the package is built]."""
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        library.fp4_encode.argtypes = (pointer, size, pointer)
+        library.fp4_decode.argtypes = (pointer, size, pointer, pointer)
+        library.fp4_mean.argtypes = (pointer, pointer, size, size, pointer, pointer)
+        reason = "" if _is_proven(library) else "it gives other bits"
+    except (OSError, AttributeError) as error:
+        reason = f"it was not compiled when the package was built, or for another machine ({error})"
+    if not reason:
+        return library
+    _log.info("fp4.c is not used: %s. Operations of torch do the same, and take longer.", reason)
+    return None
+
+
+def _encode(library: ctypes.CDLL, values: Tensor) -> Tensor:
     assert values.dtype == torch.float32, "an outer gradient is float32"
     payload = new_vector(FP4().wire_bytes(values.numel()), values.device, torch.uint8)
-    native.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
+    library.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
     return payload
 
 
-def _decode(native: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
+def _decode(library: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
     assert payload.numel() == FP4().wire_bytes(out.numel()), "the payload belongs to a vector of another size"
     assert (payload.dtype, out.dtype) == (torch.uint8, torch.float32), "bytes are decoded to float32"
-    native.fp4_decode(payload.data_ptr(), out.numel(), _pairs(out.device).data_ptr(), out.data_ptr())
+    library.fp4_decode(payload.data_ptr(), out.numel(), _pairs(out.device).data_ptr(), out.data_ptr())
 
 
-def _mean(native: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+def _mean(library: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
     for payload, _ in sent:
         assert payload.numel() == FP4().wire_bytes(out.numel()), "the payload belongs to a vector of another size"
         assert (payload.dtype, out.dtype) == (torch.uint8, torch.float32), "bytes are decoded to float32"
     payloads = (ctypes.c_void_p * len(sent))(*(payload.data_ptr() for payload, _ in sent))
     factors = (ctypes.c_float * len(sent))(*(factor for _, factor in sent))
-    native.fp4_mean(payloads, factors, len(sent), out.numel(), _pairs(out.device).data_ptr(), out.data_ptr())
+    library.fp4_mean(payloads, factors, len(sent), out.numel(), _pairs(out.device).data_ptr(), out.data_ptr())
 
 
 class _Eager(FP4):
@@ -151,26 +176,14 @@ class _Eager(FP4):
     encode, decode, mean = Blockwise.encode, Blockwise.decode, Blockwise.mean
 
 
-def _is_proven(native: ctypes.CDLL) -> bool:
+def _is_proven(library: ctypes.CDLL) -> bool:
     """Tells whether a library gives the bits of the operations of torch, a block that is not whole included."""
     eager, values = _Eager(), sample(torch.empty(20_001, device="cpu", dtype=torch.float32))
-    payload, other = _encode(native, values), eager.encode(values.flip(0))
+    payload, other = _encode(library, values), eager.encode(values.flip(0))
     sent = [(payload, 1.0), (other, 0.3), (payload, 1.7)]
     found, expected = ([torch.empty_like(values) for _ in range(2)] for _ in range(2))
-    _decode(native, payload, found[0])
+    _decode(library, payload, found[0])
     eager.decode(payload, expected[0])
-    _mean(native, sent, found[1])
+    _mean(library, sent, found[1])
     eager.mean(sent, expected[1])
     return same_bits((payload, *found), (eager.encode(values), *expected))
-
-
-NATIVE = NativeLibrary(
-    Path(__file__).with_suffix(".c"),
-    {
-        "fp4_encode": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-        "fp4_decode": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
-        "fp4_mean": (*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2),
-    },
-    _is_proven,
-)
-"""The same in C, for tensors on a CPU."""

@@ -1,13 +1,17 @@
 """Agreement before the first step: settings and model must be the same on all ranks."""
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_sdiloco.algorithm import digest
 from lightning_sdiloco.comm import Communicator, Topology, ranks_in
+from lightning_sdiloco.compression import FP4
+from lightning_sdiloco.engine.outer import nesterov
 from lightning_sdiloco.engine.parameters.naming import clean_name
 from lightning_sdiloco.engine.parameters.sharding import described, is_sharded, local, ranks_of, reshard
 
@@ -33,6 +37,28 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
             f"The model differs between ranks: {shown}. All ranks must build the same model, with the same names,"
             " shapes and dtypes. Do not let its construction depend on the rank."
         )
+    is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if differences := _differences(
+        world.all_gather_object({"what known values give": rounding() if is_on_host else ""})
+    ):
+        raise ValueError(
+            f"The processors of these ranks round differently: {differences[0]}. Worker groups would drift apart. Train"
+            " on machines whose processors have the same instructions, or set ATEN_CPU_CAPABILITY=default on all ranks,"
+            " for those that every processor has."
+        )
+
+
+@cache
+def rounding() -> str:
+    """Returns what this processor makes of known values, in what has to give the same bits in all groups."""
+    # No random numbers: those of torch differ between processors.
+    known = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
+    values, gradient, momentum = known.view(3, -1).clone().unbind()
+    codec, mean = FP4(), torch.empty_like(gradient)
+    codec.mean([(codec.encode(gradient), 1 / 3), (codec.encode(momentum), 1.7)], mean)
+    group = {"lr": 0.7, "momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False}
+    nesterov.stepped(group, values, mean, {nesterov.MOMENTUM: momentum})
+    return f"{digest(mean) % 2**64:x}"
 
 
 def require_own_group(model: nn.Module, topology: Topology) -> None:

@@ -1,56 +1,56 @@
-"""The digest in C is that of the operations of torch, for words of all kinds, anywhere."""
-
-import importlib
+"""The digest is its definition, for words of all kinds, anywhere, and however the whole is cut."""
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given, settings
 
-from lightning_sdiloco.algorithm import digest
-from lightning_sdiloco.native import NativeLibrary
-from tests.compiled import SPECIAL, needs_compiler, vector, wait_for
-
-module = importlib.import_module("lightning_sdiloco.algorithm.digest")
+from lightning_sdiloco.algorithm import combined, digest
+from tests.bits import SPECIAL, vector
 
 
 def plain(words: list[int], start: int) -> int:
-    """The definition, in whole numbers."""
-    total = sum(word * (2 * (start + place) + 1) for place, word in enumerate(words))
+    """The definition, in whole numbers: an odd position is the upper half of a number of 64 bits."""
+    total = 0
+    for place, word in enumerate(words, start):
+        total += word % 2**32 * 2 ** (place % 2 * 32) * (place // 2 * 2 + 1)
     return (total + 2**63) % 2**64 - 2**63
 
 
-@needs_compiler
 @given(
     values=st.lists(st.floats(width=32), min_size=1, max_size=40),
     numel=st.integers(1, 300),
     offset=st.integers(0, 3),
     start=st.integers(0, 2**40),
 )
-@example(values=SPECIAL, numel=300, offset=1, start=2**40)
+@example(values=SPECIAL, numel=300, offset=1, start=2**40 + 1)
 @settings(max_examples=150, deadline=None)
 def test_it_is_its_definition(values: list[float], numel: int, offset: int, start: int) -> None:
-    wait_for(module.NATIVE)
-    assert module.NATIVE.get() is not None
     given = vector(values, numel + offset)[offset:]  # an address that is no multiple of a vector's
     assert digest(given, start) == plain(given.view(torch.int32).tolist(), start)
 
 
-@needs_compiler
-@pytest.mark.parametrize("numel", [0, 1, 511, 65_535, 65_536, 65_537, 262_145, 1_000_003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8])
-def test_both_ways_give_the_same(numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for(module.NATIVE)
-    values = torch.randn(numel).mul(100).to(dtype)
-    strided = values.expand(3, -1).t()
-    found = digest(values, 7), digest(strided, 7)
-    monkeypatch.setattr(NativeLibrary, "get", lambda self: None)
-    assert found == (digest(values, 7), digest(strided, 7))
+def test_shards_of_any_kind_and_cut_add_up_to_the_whole(dtype: torch.dtype) -> None:
+    for numel in (0, 1, 131_071, 131_072, 131_073, 400_003):
+        values = torch.randn(numel).mul(100).to(dtype)
+        words = dtype.itemsize // 4 or 1
+        whole = digest(values, 7)
+        assert whole == digest(values.expand(3, -1).t()[:, 1], 7)
+        for cut in (0, numel // 3, numel // 2 + 1):
+            parts = digest(values[:cut], 7), digest(values[cut:], 7 + words * min(cut, numel))
+            assert combined(list(parts)) == whole
 
 
-@needs_compiler
-def test_the_most_that_a_stretch_can_hold() -> None:
-    wait_for(module.NATIVE)
-    for word in (-(2**31), 2**31 - 1):
-        words = torch.full((200_001,), word, dtype=torch.int32)
-        assert digest(words, 2**62) == plain(words.tolist(), 2**62)
+def test_no_single_change_goes_unseen_and_the_largest_words_wrap() -> None:
+    words = torch.full((200_001,), -(2**31), dtype=torch.int32)
+    before = digest(words, 2**62 + 1)
+    assert before == plain(words.tolist(), 2**62 + 1)
+    for place in (0, 1, 131_071, 200_000):
+        for bit in (0, 15, 31):
+            changed = words.clone()
+            changed[place] ^= torch.tensor(1 << bit).to(torch.int32)
+            assert digest(changed, 2**62 + 1) != before
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
+        values = torch.arange(1000).to(dtype)
+        assert digest(values) != digest(values.roll(1))

@@ -1,7 +1,10 @@
 """All groups hold the same outer parameters, bit for bit, or the run ends with an error that says who does not."""
 
 import copy
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import AgreementError, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm.digest import combined, digest
 from lightning_sdiloco.comm.layout import GroupLayout
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import COMPRESSIONS
+from lightning_sdiloco.engine import agreement
 from tests.ranks import run_ranks
 from tests.training import LAYERS, backward, batch, inner_optimizer, mlp, train_step
 
@@ -169,21 +172,23 @@ def test_groups_that_are_at_different_steps_are_an_error() -> None:
         advance(groups, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8])
-def test_a_digest_sees_every_bit(dtype: torch.dtype) -> None:
-    values = torch.arange(1000).to(dtype)
-    changed = values.clone()
-    changed.view(torch.uint8)[777] ^= 1
-    assert digest(values) == digest(values.clone())
-    assert digest(values) != digest(changed)
-    assert digest(values) != digest(values.roll(1))
+def test_a_rank_whose_processor_rounds_otherwise_is_named() -> None:
+    def start(rank: int, world_size: int) -> None:
+        if rank == 1:
+            # What torch takes where the processor multiplies and adds in two roundings; only a new process can choose.
+            program = "from lightning_sdiloco.engine import agreement; print(agreement.rounding())"
+            other = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+            made = subprocess.run(
+                [sys.executable, "-c", program], env=other, capture_output=True, text=True, check=True
+            )
+            agreement.rounding = lambda: made.stdout.strip()
+        StreamingDiLoCo(mlp(), fragments=LAYERS)
 
-
-def test_the_digest_of_a_long_vector_is_that_of_its_shards() -> None:
-    values = torch.randn(1_000_003)
-    starts = range(0, values.numel(), 262_147)
-    shards = [digest(values[start : start + 262_147], start) for start in starts]
-    assert combined(shards) == digest(values)
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("this processor has no instructions for that")
+    report = str(run_ranks(start, 2, expect_failure=True))
+    assert re.search("round differently: what known values give is [0-9a-f]+ on rank 0, [0-9a-f]+ on rank 1. ", report)
+    assert "set ATEN_CPU_CAPABILITY=default on all ranks" in report
 
 
 def test_local_training_is_untouched_by_showing_the_outer_model() -> None:

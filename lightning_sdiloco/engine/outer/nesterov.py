@@ -1,86 +1,44 @@
-"""Outer steps of torch's SGD with Nesterov momentum in one pass over the values, where they could be compiled.
+"""Outer steps of torch's SGD with Nesterov momentum on a CPU, in one pass over the values: torch's own fused step.
 
-torch takes three passes, and copies on which it works. ``nesterov.c`` reads values, momentum and gradient once and
-writes what comes of them where it stays, with the same bits; see [Note: compiled in the background].
+It gives the bits of the plain one, which takes three passes, but in what is left over behind the last whole vector of
+the processor: that little is stepped by the plain one.
 """
 
-import ctypes
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import SGD
+from torch.optim.sgd import sgd
 
 from lightning_sdiloco.memory import new_vector
-from lightning_sdiloco.native import NativeLibrary
 
 MOMENTUM = "momentum_buffer"
 """Under which key torch's SGD keeps the momentum."""
 
-# What a parameter group of SGD says where it does nothing but Nesterov momentum.
-_PLAIN = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False, "differentiable": False}
+_CHOICES = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+_STRETCH = 1 << 17  # values that are stepped at once, so that their copies stay in the cache
+_VECTOR = 64  # values: a multiple of those in a vector of any processor
 
 
+@torch.no_grad()
 def stepped(
     group: Mapping[str, Any], values: Tensor, gradient: Tensor, state: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Makes a step of SGD, if it can: a first step, which has no momentum yet, is left to torch."""
+    """Makes a step, which overwrites the gradient with the new values and returns the new state.
+
+    None, and nothing is written, if that is left to torch: a first step, which has no momentum yet, or one elsewhere.
+    """
     before = state.get(MOMENTUM)
-    native = NATIVE.get() if _is_plain(group) and all(map(_is_vector, (values, gradient, before))) else None
-    if native is None or before is None:
+    if before is None or {values.device.type, before.device.type} != {"cpu"}:
         return None
-    after = new_vector(values.numel(), values.device)
-    _call(native, group, values, gradient, before, after)
+    numel, choices = values.numel(), {key: group[key] for key in _CHOICES}
+    after, scratch = new_vector(numel, values.device), new_vector(min(_STRETCH, numel), values.device)
+    whole = numel // _VECTOR * _VECTOR
+    starts = [*range(0, whole, _STRETCH), whole, numel]
+    for start, stop in zip(starts, starts[1:], strict=False):
+        # What others may be reading stays as it is: copies are stepped.
+        moved, kept = scratch[: stop - start].copy_(values[start:stop]), after[start:stop].copy_(before[start:stop])
+        sgd([moved], [gradient[start:stop]], [kept], fused=start < whole, foreach=False, **choices)
+        gradient[start:stop] = moved
     return {**state, MOMENTUM: after}
-
-
-def _is_plain(group: Mapping[str, Any]) -> bool:
-    is_plain = all(group.get(key) == value for key, value in _PLAIN.items()) and not group.get("fused")
-    return is_plain and isinstance(group.get("lr"), float) and isinstance(group.get("momentum"), float)
-
-
-def _is_vector(values: Any) -> bool:
-    on_cpu = type(values) is Tensor and values.device.type == "cpu" and values.dtype == torch.float32
-    return on_cpu and values.dim() == 1 and values.is_contiguous()
-
-
-def _call(
-    native: ctypes.CDLL, group: Mapping[str, Any], values: Tensor, gradient: Tensor, before: Tensor, after: Tensor
-) -> None:
-    addresses = (vector.data_ptr() for vector in (values, before, gradient, after))
-    native.nesterov_step(*addresses, values.numel(), group["momentum"], -group["lr"])
-
-
-def _is_proven(native: ctypes.CDLL) -> bool:
-    """Tells whether a library gives the bits of torch, for values of all magnitudes and zeros of both signs."""
-    values, gradient, before = _sample()
-    parameter, after = Parameter(values.clone()), torch.empty_like(before)
-    parameter.grad = gradient.clone()
-    optimizer = SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
-    optimizer.state[parameter] = {MOMENTUM: before.clone()}
-    with torch.enable_grad():
-        optimizer.step()
-    _call(native, optimizer.param_groups[0], values, gradient, before, after)
-    expected = parameter.detach(), optimizer.state[parameter][MOMENTUM]
-    pairs = zip((gradient, after), expected, strict=True)
-    return all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
-
-
-def _sample() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    one, other = torch.randn(2, 3, 20_001, generator=generator, device="cpu", dtype=torch.float32)
-    sample = one * other.mul(12).exp()
-    sample[:, ::17], sample[:, 5::19] = 0.0, -0.0
-    sample[:, 1024:2048] *= 1e-38
-    return sample.clamp_(-1e37, 1e37)
-
-
-NATIVE = NativeLibrary(
-    Path(__file__).with_suffix(".c"),
-    {"nesterov_step": (*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_float, ctypes.c_float)},
-    _is_proven,
-)
-"""The same in C, for tensors on a CPU."""
