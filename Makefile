@@ -46,7 +46,7 @@ large slow: $(VENV)/.installed-test
 
 # One after the other, and once: who stands still is timed.
 chaos soak: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ tests/lightning/test_chaos.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ tests/chaos/test_chaos.py
 
 foreign:
 	$(MAKE) .venv-foreign/.installed-foreign VENV=.venv-foreign CONSTRAINTS=constraints-foreign.txt

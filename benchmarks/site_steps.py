@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from benchmarks import report
-from benchmarks.chaos.net import BATCH, FEATURES, SYNC_EVERY, TARGETS
-from benchmarks.chaos.site import Net
 from benchmarks.fits import fit
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 from lightning_sdiloco.comm import add_keys, init_keys
 from lightning_sdiloco.hub import HubService
+from tests.chaos.net import BATCH, FEATURES, SYNC_EVERY, TARGETS
+from tests.chaos.site import Net
 from tests.ranks import run_processes
 
 RUN, SITES = "steps", ("a", "b")

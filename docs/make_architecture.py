@@ -3,17 +3,11 @@
 The picture has an arrow where one room imports another, also inside functions and for type checkers. An import that
 goes up, or to a room on the same floor, is drawn in red. Below the picture's files, the script prints a table of
 numbers. Other checkouts may stand beside this one: ``python docs/make_architecture.py --tree ../before --tree .``.
-``--flight`` prints every call that a fragment makes from its launch to its landing.
 """
 
 import argparse
 import ast
-import json
-import os
-import subprocess
-import sys
-import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -147,93 +141,6 @@ def allowed(importer: str, imported: str) -> bool:
     return ROOMS[imported][0] < ROOMS[importer][0]
 
 
-# A fragment from launch to landing
-
-
-class Call(NamedTuple):
-    """A call of a function of the package."""
-
-    thread: str
-    file: str
-    function: str
-
-
-def trace_flight() -> list[Call]:
-    """Returns the calls of one flight in their order: one worker group, one fragment, fp4, real background threads.
-
-    Of the training thread it takes the ``launch_due`` that launches and the ``land_due`` that lands; of the background
-    threads, everything. It uses public names only, so that any checkout can be measured: that which
-    ``import lightning_sdiloco`` finds.
-    """
-    import torch
-
-    import lightning_sdiloco
-
-    folder, calls, names = Path(lightning_sdiloco.__file__).parent, [], {threading.get_ident(): "training"}
-    traced = False
-
-    def see(frame: Any, event: str, _: Any) -> None:
-        if traced and event == "call" and frame.f_code.co_filename.startswith(str(folder)):
-            thread = names.setdefault(threading.get_ident(), f"background {len(names)}")
-            file = Path(frame.f_code.co_filename).relative_to(folder).as_posix()
-            calls.append(Call(thread, file, frame.f_code.co_name))
-
-    threading.setprofile(see)  # for the threads that the engine starts
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
-    engine = lightning_sdiloco.StreamingDiLoCo(model, sync_every=4, overlap_steps=1, compression="fp4")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    landed = []
-    for step in range(1, 6):
-        optimizer.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-        for half, at in ((engine.launch_due, 4), (engine.land_due, 5)):
-            traced = traced or step == at == 4
-            sys.setprofile(see if step == at else None)
-            landed += half() or []
-            sys.setprofile(None)
-    traced = False
-    threading.setprofile(None)
-    engine.close()
-    assert len(landed) == 1, "the fragment landed after inner step 5"
-    return calls
-
-
-def flight_in(root: Path) -> list[Call]:
-    """What `trace_flight` finds in a checkout, from a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, "--trace"]
-    done = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True)
-    return [Call(*call) for call in json.loads(done.stdout.splitlines()[-1])]
-
-
-def by_thread(calls: list[Call]) -> dict[str, list[Call]]:
-    """The calls of every thread, in their order."""
-    threads = defaultdict(list)
-    for call in calls:
-        threads[call.thread].append(call)
-    return threads
-
-
-def changes_of_file(calls: list[Call]) -> int:
-    """How often a thread's call lies in another file than its call before, over all threads."""
-    pairs = [pair for own in by_thread(calls).values() for pair in zip(own, own[1:], strict=False)]
-    return sum(one.file != next_one.file for one, next_one in pairs)
-
-
-def print_flight(calls: list[Call]) -> None:
-    """Prints the calls, a line for every stay in a file."""
-    for thread, own in by_thread(calls).items():
-        print(f"{thread}: {changes_of_file(own)} changes of file")
-        stays: list[tuple[str, list[str]]] = []
-        for call in own:
-            if not stays or stays[-1][0] != call.file:
-                stays.append((call.file, []))
-            stays[-1][1].append(call.function)
-        for file, functions in stays:
-            print(f"  {file:34} {' '.join(functions)}")
-
-
 # Numbers
 
 
@@ -243,7 +150,6 @@ def numbers(root: Path) -> dict[str, str]:
     lines = {module: len(path.read_text().splitlines()) for module, path in source.files.items()}
     longest = max(lines, key=lambda module: lines[module])
     function_lines, function = max(source.functions())
-    calls = flight_in(root)
     return {
         "folders": str(len({path.parent for path in source.files.values()})),
         "files": str(len(lines)),
@@ -252,8 +158,6 @@ def numbers(root: Path) -> dict[str, str]:
         "longest function": f"{function_lines} ({short(function)})",
         "longest chain of imports": str(len(source.longest_chain)),
         "circles": ", ".join(f"{len(circle)} files" for circle in source.circles) or "0",
-        "calls from launch to landing": str(len(calls)),
-        "changes of file among them": str(changes_of_file(calls)),
     }
 
 
@@ -429,18 +333,9 @@ def main() -> None:
     """Writes the pictures, and prints the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", type=Path, action="append", help="a checkout to count; this one if none is given")
-    parser.add_argument("--flight", action="store_true", help="print the calls of a flight, and nothing else")
-    parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    trees = arguments.tree or [ROOT]
-    if arguments.trace:
-        print(json.dumps(trace_flight()))
-    elif arguments.flight:
-        for tree in trees:
-            print_flight(flight_in(tree.resolve()))
-    else:
-        draw_both()
-        print_numbers([tree.resolve() for tree in trees])
+    trees = parser.parse_args().tree or [ROOT]
+    draw_both()
+    print_numbers([tree.resolve() for tree in trees])
 
 
 if __name__ == "__main__":

@@ -78,18 +78,6 @@ def test_chains_and_circles_of_imports_are_found(tmp_path: Path) -> None:
     assert [len(link) for link in source.longest_chain] == [1, 1, 2, 1]
 
 
-def test_changes_of_file_are_counted_within_each_thread() -> None:
-    calls = [architecture.Call(*call.split()) for call in ("t a f", "b x f", "t a g", "t b f", "b y f", "b y g")]
-    assert architecture.changes_of_file(calls) == 2
-
-
-def test_a_flight_is_traced_from_launch_to_landing() -> None:
-    calls = architecture.flight_in(ROOT)
-    assert {call.file for call in calls} >= {"engine/engine.py", "compression/fp4.py", "engine/outer/optimizer.py"}
-    assert len(architecture.by_thread(calls)) == 4
-    assert 0 < architecture.changes_of_file(calls) < len(calls)
-
-
 # The page
 
 
@@ -140,22 +128,12 @@ def steps_in_other_files() -> set[str]:
     return {f"{file}.py: {name}" for file, names in steps for name in quoted(names) if name not in there[file]}
 
 
-def new_names_that_are_nowhere() -> set[str]:
-    """The names that the changelog gives for old ones, and that nothing in the package has."""
-    section = (ROOT / "CHANGELOG.md").read_text().partition("### The house")[2].partition("\n### ")[0]
-    rows = re.findall(r"^\| `.* \| (`.*`) \|$", section, flags=re.M)
-    assert len(rows) > 10
-    known = set().union(*map(defined_in, MODULES))
-    return {name for new in rows for name in quoted(new)} - known
-
-
 @pytest.mark.parametrize(
     "missing",
     [
         files_without_a_place,
         names_without_a_definition,
         steps_in_other_files,
-        new_names_that_are_nowhere,
     ],
 )
 def test_what_the_page_names_is_there(missing: Callable[[], set[str]]) -> None:

@@ -36,9 +36,7 @@ def quick(module: ModuleType, folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize(
-    "name", ["overhead", "memory", "quality", "defaults", "finetuning", "late_sites", "trace", "scale"]
-)
+@pytest.mark.parametrize("name", ["overhead", "memory", "quality", "defaults", "finetuning", "late_sites", "scale"])
 def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
     content = quick(importlib.import_module(f"benchmarks.{name}"), tmp_path)
     assert content["headline"], "there are numbers"

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos.cast import free_ports
-from benchmarks.chaos.notes import read
 from lightning_sdiloco.comm import SQLiteLedger, add_keys, init_keys
 from lightning_sdiloco.federation import Record
 from lightning_sdiloco.tools.cli import main
+from tests.chaos.cast import free_ports
+from tests.chaos.notes import read
 from tests.comm.mailbox.hubs import require_extra
 from tests.hub.scripted import RUN
 from tests.hub.test_commands import HubProcess
@@ -36,9 +36,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.chaos.net import samples
-from benchmarks.chaos.notes import Notebook
-from benchmarks.chaos.site import Net, Notes
+from tests.chaos.net import samples
+from tests.chaos.notes import Notebook
+from tests.chaos.site import Net, Notes
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 
 if __name__ == "__main__":

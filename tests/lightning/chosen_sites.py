@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos import site
-from benchmarks.chaos.cast import Federated, Process
-from benchmarks.chaos.faults import HUB
 from lightning_sdiloco import Federation
+from tests.chaos import site
+from tests.chaos.cast import Federated, Process
+from tests.chaos.faults import HUB
 
 
 def train(name: str, place: site.Place, choices: dict[str, Any]) -> None:

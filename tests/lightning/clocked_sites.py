@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.cast import Federated, Process
-from benchmarks.chaos.faults import HUB
-from benchmarks.chaos.hub import serve
-from benchmarks.chaos.notes import Notebook, read
-from benchmarks.chaos.site import train
+from tests.chaos.cast import Federated, Process
+from tests.chaos.faults import HUB
+from tests.chaos.hub import serve
+from tests.chaos.notes import Notebook, read
+from tests.chaos.site import train
 
 _SHIM = Path(__file__).with_name("wrong_clock.c")
 

@@ -11,12 +11,12 @@ from statistics import median
 import pytest
 import torch
 
-from benchmarks.chaos.checks import Told, examined
-from benchmarks.chaos.faults import HUB, Fault
-from benchmarks.chaos.net import BATCH, OVERLAP_STEPS, SYNC_EVERY
-from benchmarks.chaos.notes import Note
-from benchmarks.chaos.running import Play
-from benchmarks.chaos.world import World
+from tests.chaos.checks import Told, examined
+from tests.chaos.faults import HUB, Fault
+from tests.chaos.net import BATCH, OVERLAP_STEPS, SYNC_EVERY
+from tests.chaos.notes import Note
+from tests.chaos.running import Play
+from tests.chaos.world import World
 from tests.comm.mailbox.hubs import require_extra
 from tests.lightning.chosen_sites import Chosen
 from tests.lightning.clocked_sites import Clocked

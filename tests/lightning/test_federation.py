@@ -8,14 +8,14 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_sdiloco
-from benchmarks.chaos.checks import Found, Span, Told, examined, returned
-from benchmarks.chaos.faults import Fault
-from benchmarks.chaos.net import BATCH
-from benchmarks.chaos.running import Play
-from benchmarks.chaos.world import World
 from benchmarks.links import Links, missing
 from lightning_sdiloco import DynamicBackup, StreamingDiLoCoStrategy
 from lightning_sdiloco.comm import add_keys, init_keys
+from tests.chaos.checks import Found, Span, Told, examined, returned
+from tests.chaos.faults import Fault
+from tests.chaos.net import BATCH
+from tests.chaos.running import Play
+from tests.chaos.world import World
 from tests.comm.mailbox.hubs import require_extra
 from tests.own_quorum import Core
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.chaos.cast import Cast, Federated, Process
-from benchmarks.chaos.faults import ALL, HUB, KILLS, STAGE, Fault
-from benchmarks.chaos.notes import Note, Notebook, Reader, read
 from benchmarks.links import Links
+from tests.chaos.cast import Federated, Process
+from tests.chaos.faults import ALL, HUB, KILLS, STAGE, Fault
+from tests.chaos.notes import Note, Notebook, Reader, read
 
 MBIT_S, ONE_WAY_DELAY = 100e6, 0.025
 _FLIGHT = 25.0  # seconds within which a site comes to every stage of a flight
@@ -32,7 +32,7 @@ class World:
         faults: Writes down what is done to them.
     """
 
-    def __init__(self, folder: Path, sites: Sequence[str], cast: Cast, links: Links | None = None) -> None:
+    def __init__(self, folder: Path, sites: Sequence[str], cast: Federated, links: Links | None = None) -> None:
         self.folder, self.sites, self._cast, self._links = folder, tuple(sites), cast, links
         names = (HUB, *sites)
         self._number = {name: number for number, name in enumerate(names)}

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from benchmarks.chaos.notes import Notebook
-from benchmarks.chaos.site import RUN, Place
 from lightning_sdiloco.federation import Hello, Record
 from lightning_sdiloco.hub import HubService
 from lightning_sdiloco.hub.coordinator import Coordinator
 from lightning_sdiloco.hub.history import History
+from tests.chaos.notes import Notebook
+from tests.chaos.site import RUN, Place
 
 
 def serve(sites: int, place: Place) -> None:

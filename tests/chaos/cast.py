@@ -1,4 +1,4 @@
-"""What starts the processes to which faults happen: those of a federation here, those of others beside it."""
+"""What starts the processes to which faults happen."""
 
 import multiprocessing
 import socket
@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.chaos.faults import HUB
-from benchmarks.chaos.hub import serve
-from benchmarks.chaos.site import RUN, Place, train
 from benchmarks.links import Links
 from lightning_sdiloco.comm import add_keys, init_keys
+from tests.chaos.faults import HUB
+from tests.chaos.hub import serve
+from tests.chaos.site import RUN, Place, train
 
 
 class Process(Protocol):
@@ -26,16 +26,6 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
     def join(self, timeout: float | None = None) -> None: ...
-
-
-class Cast(Protocol):
-    """Starts the hub and the sites of a world, whatever they are."""
-
-    def start(self, name: str) -> Process:
-        """Starts the hub or a site."""
-
-    def move(self) -> None:
-        """Lets the hub be started at its other address from now on."""
 
 
 class Federated:
@@ -74,7 +64,7 @@ class Federated:
         }
         # They begin with what they import, and with no thread of gRPC.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.chaos.hub"])
+        self._context.set_forkserver_preload(["tests.chaos.hub"])
 
     def start(self, name: str) -> Process:
         """Starts the hub or a site."""

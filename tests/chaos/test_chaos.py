@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.__main__ import run
-from benchmarks.chaos.checks import Found
-from benchmarks.chaos.faults import ALL, HUB, Fault, Kind
-from benchmarks.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 from benchmarks.links import Links, missing
+from tests.chaos.__main__ import run
+from tests.chaos.checks import Found
+from tests.chaos.faults import ALL, HUB, Fault, Kind
+from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 from tests.comm.mailbox.hubs import require_extra
 from tests.lightning.test_federation import played
 

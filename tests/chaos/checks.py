@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.chaos.faults import ALL, FORMS, HUB, KILLS, STAGE, Kind
-from benchmarks.chaos.lost import losses
-from benchmarks.chaos.notes import Note, read
+from tests.chaos.faults import ALL, FORMS, HUB, KILLS, STAGE, Kind
+from tests.chaos.lost import losses
+from tests.chaos.notes import Note, read
 
 LONGEST_STALL = 0.1
 """Seconds, with one step more, for which training may stand still because others have faults."""

@@ -5,10 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from benchmarks.chaos.checks import LONGEST_HANG
-from benchmarks.chaos.faults import ALL, HUB, KILLS, STAGE, Fault
-from benchmarks.chaos.notes import Note
-from benchmarks.chaos.world import World
+from tests.chaos.checks import LONGEST_HANG
+from tests.chaos.faults import ALL, HUB, KILLS, STAGE, Fault
+from tests.chaos.notes import Note
+from tests.chaos.world import World
 
 _MOST = 3  # faults at the same time
 _START = 150.0  # seconds that a process may take to start: on a busy machine it does
@@ -44,12 +44,10 @@ class Play:
     Args:
         world: The processes.
         faults: What happens, each with the seconds to wait before it.
-        patience: Seconds for which a fault waits until its victim is back from the last one, so that none is left out.
     """
 
     world: World
     faults: Iterator[tuple[float, Fault]] = field(default_factory=lambda: iter(()))
-    patience: float = 0.0
     seen: dict[str, Seen] = field(default_factory=dict)
     records: int = 0
     record_at: float = field(default_factory=time.monotonic)
@@ -69,7 +67,7 @@ class Play:
         while done < count and time.monotonic() < deadline:
             pause, fault = next(self.faults)
             self.wait(pause)
-            if self._comes(fault):
+            if self._may(fault):
                 self._begin(fault)
                 done += 1
         self.until_back()
@@ -118,24 +116,13 @@ class Play:
             if time.monotonic() > deadline:
                 raise Halted(f"{what}: not within {seconds:.0f} s: {self.seen}, {self.records} records")
 
-    def _comes(self, fault: Fault) -> bool:
-        if not self.patience:
-            return self._may(fault)
-        since = time.monotonic()
-        while not (self._may(fault) or (self._can(fault) and time.monotonic() > since + self.patience)):
-            self.look()
-        return True
-
-    def _can(self, fault: Fault) -> bool:
+    def _may(self, fault: Fault) -> bool:
         victims = [one.victim for _, one in self.going_on]
         if ALL in (fault.victim, *victims):
             return not victims
-        return len(victims) < _MOST and fault.victim not in victims
-
-    def _may(self, fault: Fault) -> bool:
         # Who is coming back is hit as well, but not always.
-        is_back = fault.victim in (HUB, ALL) or self.seen[fault.victim].back or fault.strength < 0.25
-        return self._can(fault) and is_back
+        is_back = fault.victim == HUB or self.seen[fault.victim].back or fault.strength < 0.25
+        return len(victims) < _MOST and fault.victim not in victims and is_back
 
     def _begin(self, fault: Fault) -> None:
         for site in self.world.sites:

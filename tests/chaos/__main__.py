@@ -1,7 +1,6 @@
 """How a federation bears faults: real processes with the Trainer, and faults by chance.
 
-    python -m benchmarks.chaos [--seed N] [--faults N] [--minutes M] [--namespaces] [--kinds KIND ...]
-        [--json FILE] [--picture FILE]
+    python -m tests.chaos [--seed N] [--faults N] [--minutes M] [--namespaces] [--kinds KIND ...] [--json FILE]
 
 A hub and four sites, 220,000 parameters, H=20; a site that is killed is started again with its newest checkpoint. With
 --namespaces every site is a network namespace behind a NAT, on a link of 100 Mbit/s and 50 ms, which needs root. With
@@ -22,13 +21,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks import report
-from benchmarks.chaos.checks import Found, Told, examined
-from benchmarks.chaos.faults import FORMS, Kind, sequence
-from benchmarks.chaos.net import BATCH
-from benchmarks.chaos.running import Halted, Play
-from benchmarks.chaos.timeline import draw, timeline
-from benchmarks.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 from benchmarks.links import Links, missing
+from tests.chaos.checks import Found, Told, examined
+from tests.chaos.faults import FORMS, Kind, sequence
+from tests.chaos.net import BATCH
+from tests.chaos.running import Halted, Play
+from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 
 SITES = ("a", "b", "c", "d")
 
@@ -63,12 +61,11 @@ def run(
             Play(world, sequence(seed, SITES, namespaces, only)).run(faults, 60 * minutes)
         except Halted as halted:
             problems = [str(halted)]
-    told = Told.of(folder, SITES)
-    found = examined(told, BATCH)
+    found = examined(Told.of(folder, SITES), BATCH)
     found["problems"] += problems
     about = {"seed": seed, "namespaces": namespaces, "kinds": list(only), "commit": commit()}
     about["seconds"] = time.monotonic() - began
-    return rounded({**about, **found, "timeline": timeline(told)})
+    return rounded({**about, **found})
 
 
 def rounded(value: Any) -> Any:
@@ -126,7 +123,7 @@ def add(path: Path | None, runs: list[Found], quick: bool) -> list[Found]:
     before = json.loads(path.read_text())["runs"] if path.exists() else []
     new = [which(one) for one in runs]
     kept = [one for one in before if which(one) not in new]
-    every = [*kept, *({name: value for name, value in one.items() if name != "timeline"} for one in runs)]
+    every = [*kept, *runs]
     of_commit = [one for one in every if one["commit"] == runs[-1]["commit"]]
     report.write(path, summed(of_commit), report.measured("chaos", quick), runs=every)
     return of_commit
@@ -178,8 +175,6 @@ def main(arguments: list[str] | None = None) -> None:
     folder = chosen.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     found = run(chosen.seed, faults, chosen.minutes, chosen.namespaces, chosen.step, folder, chosen.kinds)
-    if chosen.picture:
-        draw(found["timeline"], chosen.picture)
     # With a file, those of other seeds at this commit are among them.
     show(add(chosen.json, [found], chosen.quick))
     if found["problems"]:

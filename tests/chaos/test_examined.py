@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-from benchmarks.chaos.__main__ import add
-from benchmarks.chaos.checks import Told, examined
-from benchmarks.chaos.faults import ALL, HUB, Fault, sequence
-from benchmarks.chaos.running import Play, Seen
+from tests.chaos.__main__ import add
+from tests.chaos.checks import Told, examined
+from tests.chaos.faults import ALL, HUB, Fault, sequence
+from tests.chaos.running import Play, Seen
 
 Note = dict[str, Any]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from benchmarks.chaos.notes import Note
+from tests.chaos.notes import Note
 
 Lengths = Sequence[tuple[int, int]]
 """Spans of steps: after which one each begins, and with which it ends."""

@@ -17,13 +17,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.chaos.net import BATCH, OVERLAP_STEPS, SYNC_EVERY, network, samples
-from benchmarks.chaos.notes import Notebook, stolen, waited_for_processor
 from benchmarks.links import enter
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 from lightning_sdiloco.comm.mailbox.moving import _Incoming, _Outgoing
 from lightning_sdiloco.federation import Follower, Record, Welcome
 from lightning_sdiloco.hub import HubConnection
+from tests.chaos.net import BATCH, OVERLAP_STEPS, SYNC_EVERY, network, samples
+from tests.chaos.notes import Notebook, stolen, waited_for_processor
 
 RUN = "run"
 

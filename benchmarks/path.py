@@ -1,0 +1,185 @@
+"""The way of one fragment from launch to landing: the code that it passes, and what that costs beside a plain loop.
+
+    python -m benchmarks.path [--quick] [--calls] [--json FILE]
+
+Two worker groups over the loopback, fp4, the other settings as by default. The plain loop is Algorithm 2 for two groups
+of one rank and nothing else: no digest, no finite mask, no buffers, no shards, no checkpoint. Both fly the same
+fragment by turns in the same two processes, without any training, and the processor time is that of all threads.
+--calls prints every call of the package, a line for every stay in a file.
+"""
+
+import argparse
+import sys
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_sdiloco
+from benchmarks import report
+from lightning_sdiloco import FP4, StreamingDiLoCo
+from tests.ranks import run_ranks
+
+WIDTHS = {"0.03M": 128, "0.5M": 512, "2.1M": 1024}
+TARGETS = {"ms beyond a plain loop": 0.3, "files": 15}
+PACKAGE = Path(lightning_sdiloco.__file__).parent
+
+
+def network(width: int) -> nn.Module:
+    """Makes a model of ``2 * width ** 2`` parameters, which are one fragment."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
+
+
+class Call(NamedTuple):
+    """A call of a function of the package."""
+
+    thread: str
+    file: str
+    function: str
+
+
+def traced(rank: int, world_size: int) -> list[Call]:
+    """Returns the calls from the inner step that launches a fragment to the one that lands it, in all threads."""
+    calls: list[Call] = []
+    names = {threading.get_ident(): "training"}
+    is_open = False
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        if is_open and event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            thread = names.setdefault(threading.get_ident(), f"background {len(names)}")
+            file = Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()
+            calls.append(Call(thread, file, frame.f_code.co_name))
+
+    # From the start, so that threads are seen that the engine starts long before.
+    threading.setprofile(see)
+    sys.setprofile(see)
+    engine = StreamingDiLoCo(network(16), fragments=[["*"]])
+    launches = engine.schedule.sync_every
+    for step in range(1, launches + engine.schedule.overlap_steps + 1):
+        is_open = step >= launches
+        landed = engine.step()
+        is_open = False
+    sys.setprofile(None)
+    threading.setprofile(None)
+    assert len(landed) == 1, "the fragment has landed"
+    engine.close()
+    return calls
+
+
+class Plain:
+    """Algorithm 2 for two groups: launch, exchange, mean, outer step and landing of one fragment."""
+
+    def __init__(self, model: nn.Module, lr: float, momentum: float, mixing: float) -> None:
+        self.parameters, self.mixing, self.codec = list(model.parameters()), mixing, FP4()
+        self.outer = nn.Parameter(self.read())
+        self.optimizer = torch.optim.SGD([self.outer], lr, momentum, nesterov=True)
+        self.group = dist.new_group()
+        self.thread, self.flight = ThreadPoolExecutor(1), Future[None]()
+
+    def read(self) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        self.flight = self.thread.submit(self.fly, self.outer - self.read())
+
+    @torch.no_grad()
+    def fly(self, gradient: Tensor) -> None:
+        payload = self.codec.encode(gradient)
+        payloads = [torch.empty_like(payload), torch.empty_like(payload)]
+        payloads[rank := dist.get_rank()] = payload
+        received = dist.irecv(payloads[1 - rank], 1 - rank, self.group)
+        sent = dist.isend(payload, 1 - rank, self.group)
+        received.wait()
+        sent.wait()
+        decoded, mean = torch.empty_like(gradient), torch.zeros_like(gradient)
+        for one in payloads:
+            self.codec.decode(one, decoded)
+            mean += decoded
+        self.outer.grad = mean.div_(2)
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def land(self) -> None:
+        self.flight.result()
+        parts = self.outer.detach().split([parameter.numel() for parameter in self.parameters])
+        for parameter, new in zip(self.parameters, parts, strict=True):
+            parameter.copy_(torch.lerp(new.view_as(parameter), parameter, self.mixing))
+
+
+def costs(width: int, flights: int, turns: int, rank: int, world_size: int) -> dict[str, list[float]]:
+    """Returns the milliseconds of processor time of a flight, by turns of each."""
+    engine = StreamingDiLoCo(network(width), fragments=[["*"]], sync_every=2, overlap_steps=1)
+    numbers = engine.report()
+    plain = Plain(network(width), numbers["outer_lr"], numbers["outer_momentum"], numbers["mixing"])
+    engine.step()
+    ways = {"ours": (engine.step, engine.step), "plain": (plain.launch, plain.land)}
+    found: dict[str, list[float]] = defaultdict(list)
+    for turn in range(turns + 1):
+        for name, (launch, land) in ways.items():
+            dist.barrier()
+            began = time.process_time()
+            for _ in range(flights):
+                launch()
+                land()
+            if turn:  # in the first one memory is new
+                found[name].append(1000 * (time.process_time() - began) / flights)
+    engine.close()
+    plain.thread.shutdown()
+    return dict(found)
+
+
+def print_calls(calls: list[Call]) -> None:
+    """Prints the calls, a line for every stay of a thread in a file."""
+    for thread in dict.fromkeys(call.thread for call in calls):
+        print(thread)
+        own = [call for call in calls if call.thread == thread]
+        for file, stay in groupby(own, key=lambda call: call.file):
+            print(f"  {file:34} {' '.join(call.function for call in stay)}")
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--calls", action="store_true", help="print every call of the flight that is traced")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark."""
+    options = parsed(arguments)
+    calls = run_ranks(traced, 2)[0]
+    if options.calls:
+        print_calls(calls)
+    counted = {
+        "files": len({call.file for call in calls}),
+        "functions": len({call[1:] for call in calls}),
+        "calls": len(calls),
+    }
+    headline: dict[str, float] = {f"from launch to landing: {name}": number for name, number in counted.items()}
+    rows = []
+    flights, turns = (5, 1) if options.quick else (20, 15)
+    for name, width in list(WIDTHS.items())[:1] if options.quick else WIDTHS.items():
+        found = run_ranks(partial(costs, width, flights, turns), 2, timeout=300.0)[0]
+        ours, plain = median(found["ours"]), median(found["plain"])
+        headline[f"{name}: ms beyond a plain loop"] = ours - plain
+        rows.append([name, f"{plain:.2f}", f"{ours:.2f}", f"{ours - plain:.2f}"])
+    report.show("From launch to landing, in all threads", list(counted), [list(map(str, counted.values()))])
+    columns = ["parameters", "a plain loop, ms", "the engine, ms", "more, ms"]
+    report.show("Processor time of a launch and its landing", columns, rows, f"Targets: {TARGETS}.")
+    report.write(options.json, headline, report.measured("path", options.quick), targets=TARGETS)
+
+
+if __name__ == "__main__":
+    main()
