@@ -34,6 +34,7 @@ ROOMS = {
     "comm": (1, "the door to the network"),
     "errors": (0, "what ends a run, what is refused"),
     "memory": (0, "vectors in pages of their own"),
+    "registration": (0, "names for Lightning"),
 }
 
 

@@ -1,10 +1,8 @@
 """The strategies, the monitor and the callback for ``lightning.pytorch``."""
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -18,8 +16,6 @@ from lightning_sdiloco.lightning import (
     WholeModel,
     WorkerGroupStrategy,
 )
-from lightning_sdiloco.tools.simulate.processes import SimulatedProcessesMixin
-from lightning_sdiloco.tools.simulate.recording import RecorderMixin
 
 
 class StreamingDiLoCoCallback(InnerStepHooks, Callback):
@@ -41,7 +37,6 @@ class StreamingDiLoCoStrategy(WorkerGroupStrategy, DDPStrategy):
     """See `WorkerGroupStrategy` and `WholeModel`, of which this documentation is made."""
 
     strategy_name = "streaming_diloco"
-    description = "Streaming DiLoCo over worker groups"
     distribution = _DISTRIBUTION
     model_format = WholeModel
 
@@ -50,7 +45,6 @@ class StreamingDiLoCoModelParallelStrategy(WorkerGroupStrategy, ModelParallelStr
     """See `WorkerGroupStrategy` and `ShardedModel`, of which this documentation is made."""
 
     strategy_name = "streaming_diloco_model_parallel"
-    description = "Streaming DiLoCo over worker groups that share one sharded model"
     distribution = _DISTRIBUTION
     model_format = ShardedModel
 
@@ -59,19 +53,3 @@ class StreamingDiLoCoFabricStrategy(FabricWorkerGroupStrategy, FabricDDPStrategy
     """See `FabricWorkerGroupStrategy`, of which this documentation is made."""
 
     strategy_name = "streaming_diloco"
-    description = "Streaming DiLoCo over worker groups"
-
-
-class SimulatedStrategy(StreamingDiLoCoStrategy, SimulatedProcessesMixin, DDPStrategy):
-    """The strategy of a worker group that ``sdiloco simulate`` runs as a thread."""
-
-    reset_seed = staticmethod(reset_seed)
-
-
-class Recorder(RecorderMixin, Callback):
-    """See `RecorderMixin`."""
-
-
-StreamingDiLoCoStrategy.register_strategies(StrategyRegistry)
-StreamingDiLoCoModelParallelStrategy.register_strategies(StrategyRegistry)
-StreamingDiLoCoFabricStrategy.register_strategies(STRATEGY_REGISTRY)

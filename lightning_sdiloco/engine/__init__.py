@@ -19,8 +19,9 @@ from lightning_sdiloco.engine.measurements import Span, StepClock
 from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
 from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
 from lightning_sdiloco.engine.restart import Restart, restart_from
+from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.engine.site.federation import Federation, refuse_quorum
-from lightning_sdiloco.engine.start import cut
+from lightning_sdiloco.engine.start import WorkerGroups, cut
 
 __all__ = [
     "DropCompute",
@@ -31,9 +32,11 @@ __all__ = [
     "Landing",
     "Restart",
     "Saved",
+    "SimulatedGroups",
     "Span",
     "StepClock",
     "StreamingDiLoCo",
+    "WorkerGroups",
     "align_model",
     "clean_name",
     "cut",

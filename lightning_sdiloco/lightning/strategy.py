@@ -117,7 +117,6 @@ class WorkerGroupStrategy(_Base):
     """
 
     strategy_name: ClassVar[str]
-    description: ClassVar[str]
     distribution: ClassVar[Distribution]
     model_format: ClassVar[type[ModelFormat]]
     base_arguments: ClassVar[Callable[..., dict[str, Any]]]
@@ -169,14 +168,6 @@ class WorkerGroupStrategy(_Base):
         self._fit: Fit | None = None
         self._patches = ExitStack()  # What is replaced in Lightning while there is no fit.
         super().__init__(timeout=timeout, **arguments)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the name and its variants, unless they are registered already."""
-        for name, arguments in cls.model_format.variants(cls.strategy_name).items():
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=cls.description, **arguments)
 
     # What users read
 
@@ -268,7 +259,7 @@ class WorkerGroupStrategy(_Base):
         start_method = getattr(self, "_start_method", "popen")
         if start_method != "popen":
             self._launcher = self.distribution.launcher(self, start_method=start_method)
-        refuse_in_notebook(self, self.model_format.variants(self.strategy_name))
+        refuse_in_notebook(self)
 
     @override
     def setup_environment(self) -> None:

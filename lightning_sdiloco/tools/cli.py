@@ -1,19 +1,21 @@
-"""The command ``sdiloco``: every function in `COMMANDS` is a subcommand, and its parameters are the options.
+"""The command ``sdiloco``: the parameters of a function are the options of a subcommand.
 
-Where `COMMANDS` has several functions under one name, they are subcommands of that one, as in ``sdiloco keys init``;
-one under the name `ITSELF` runs without a subcommand, as in ``sdiloco hub``. A subcommand is added by writing one
-function that returns the text to print. jsonargparse reads its type hints and its docstring, which are the help. A
-parameter without a default is positional, one of type bool is a flag, and one that is a list can be given several
-times. One that is a dataclass stands for its fields: options that several subcommands share. What a user can get wrong
-is a ``ValueError``: its message goes to stderr, and the command ends with exit code 2.
+A subcommand is added by writing a file with a function of its name that returns the text to print, and naming it in
+`COMMANDS`. jsonargparse reads its type hints and its docstring, which are the help. A parameter without a default is
+positional, one of type bool is a flag, and one that is a list can be given several times. One that is a dataclass
+stands for its fields: options that several subcommands share. What a user can get wrong is a ``ValueError``: its
+message goes to stderr, and the command ends with exit code 2. A subcommand is imported when it is asked for: some need
+no torch.
 """
 
-import inspect
+import ast
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib import import_module
 from importlib.machinery import PathFinder
 from itertools import pairwise
 from pathlib import Path
@@ -21,62 +23,17 @@ from typing import Any, get_type_hints
 
 from jsonargparse import ArgumentParser
 
-from lightning_sdiloco.algorithm import Schedule, Settings
-from lightning_sdiloco.tools.doctor.command import Unwell, doctor
-from lightning_sdiloco.tools.hub.command import end, evict, hub, rollback
-from lightning_sdiloco.tools.hub.status import status
-from lightning_sdiloco.tools.keys.command import add, init, revoke
-from lightning_sdiloco.tools.plan.command import plan
-from lightning_sdiloco.tools.report.command import report
-from lightning_sdiloco.tools.simulate.command import simulate
-
-
-def schedule(
-    sync_every: int = 100, overlap_steps: int = 5, fragments: int = 8, first: int = 1, last: int | None = None
-) -> str:
-    """Print after which inner steps fragments launch and land.
-
-    Args:
-        sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps between the launch of a fragment and its landing.
-        fragments: Number of fragments.
-        first: First inner step of the table.
-        last: Last inner step of the table. By default far enough to show two rounds.
-
-    Raises:
-        ValueError: If a value is out of its range; for ``sync_every`` and ``overlap_steps`` as `Settings` says it.
-
-    Examples:
-        >>> print(schedule(sync_every=6, overlap_steps=2, fragments=2, last=12))
-        step  launches  lands
-           6  0         -
-           8  -         0
-           9  1         -
-          11  -         1
-          12  0         -
-    """
-    Settings(sync_every=sync_every, overlap_steps=overlap_steps)
-    _require_at_least(1, "fragments", fragments, "Give the number of fragments that the model is cut into.")
-    _require_at_least(1, "first", first, "Inner steps count from 1.")
-    if last is None:
-        last = first + 3 * sync_every - 2 + overlap_steps
-    _require_at_least(first, "last", last, "It is the last inner step of the table, and first the first.")
-    return Schedule(sync_every, overlap_steps, fragments).table(first, last)
-
-
-ITSELF = ""
-
-COMMANDS: Mapping[str, Callable[..., str] | Mapping[str, Callable[..., str]]] = {
-    "doctor": doctor,
-    "hub": {ITSELF: hub, "evict": evict, "end": end, "rollback": rollback},
-    "keys": {"init": init, "add": add, "revoke": revoke},
-    "plan": plan,
-    "report": report,
-    "schedule": schedule,
-    "simulate": simulate,
-    "status": status,
+COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "doctor": ("doctor.command", ("doctor",)),
+    "hub": ("hub.command", ("hub", "evict", "end", "rollback")),
+    "keys": ("keys.command", ("init", "add", "revoke")),
+    "plan": ("plan.command", ("plan",)),
+    "report": ("report.command", ("report",)),
+    "schedule": ("schedule", ("schedule",)),
+    "simulate": ("simulate.command", ("simulate",)),
+    "status": ("hub.status", ("status",)),
 }
-"""The subcommands by their names."""
+"""The subcommands: the file of each, and its functions, of which those of other names are subcommands of it."""
 
 _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", "--methods")
 """The options that take class paths, or files with class paths."""
@@ -84,18 +41,18 @@ _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", 
 
 def main(args: list[str] | None = None) -> None:
     """Runs a subcommand and prints what it returns."""
-    _search_current_folder(sys.argv[1:] if args is None else args)
-    parser = _parser()
-    chosen = parser.parse_args(args)
+    given = sys.argv[1:] if args is None else args
+    _search_current_folder(given)
+    parser = _parser(given)
+    chosen = parser.parse_args(given)
     # Objects in place of class paths; the method was renamed in jsonargparse 4.49.
     chosen = getattr(parser, "instantiate", parser.instantiate_classes)(chosen)
+    name, arguments = chosen.command, chosen[chosen.command]
+    function = getattr(arguments, "command", None) or name
     try:
-        text = _run(COMMANDS, chosen)
+        text = _called(_function(name, function), arguments if function == name else arguments[function])
     except ValueError as error:
         parser.error(str(error))
-    except Unwell as found:
-        print(found)
-        raise SystemExit(1) from None
     # Ranks but the first have nothing to say.
     if text:
         print(text)
@@ -119,31 +76,54 @@ def _modules_in(args: Sequence[str]) -> Iterator[str]:
             yield from re.findall(r"(?<![\w.])([^\W\d]\w*)\.[^\W\d]", text)
 
 
-def _parser() -> ArgumentParser:
-    """Makes the parser of all subcommands; jsonargparse's auto_cli would take --config, of `simulate`, for itself."""
-    parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.")
-    _add_subcommands(parser, COMMANDS)
+def _parser(args: Sequence[str]) -> ArgumentParser:
+    """Makes the parser; of the subcommands that are not asked for it knows the names and summaries alone."""
+    version = import_module("lightning_sdiloco").__version__
+    parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
+    subcommands = parser.add_subcommands(dest="command")
+    asked = next((arg for arg in args if not arg.startswith("-")), None)
+    for name, (_, functions) in COMMANDS.items():
+        several = name not in functions
+        summary = " ".join(_summary(name, function) for function in functions if several or function == name)
+        subparser = _Parser(description=summary)
+        subcommands.add_subcommand(name, subparser, help=summary)
+        # From the top down: jsonargparse takes no other order.
+        if name == asked:
+            _fill(subparser, name, functions)
     return parser
 
 
-def _add_subcommands(parser: ArgumentParser, commands: Mapping[str, Any]) -> None:
-    if ITSELF in commands:
-        _add_arguments(parser, commands[ITSELF])
-    subcommands = parser.add_subcommands(dest="command", required=ITSELF not in commands)
-    for name, command in commands.items():
-        if name == ITSELF:
-            continue
-        several = isinstance(command, Mapping)
-        # One that runs without a subcommand lists the others below.
-        parts = command.values() if several and ITSELF not in command else [command[ITSELF] if several else command]
-        summary = " ".join(map(_summary, parts))
-        subparser = _Parser(description=summary)
-        if not several:
-            _add_arguments(subparser, command)
-        subcommands.add_subcommand(name, subparser, help=summary)
-        # From the top down: jsonargparse takes no other order.
-        if several:
-            _add_subcommands(subparser, command)
+def _fill(parser: ArgumentParser, name: str, functions: Sequence[str]) -> None:
+    if name in functions:
+        _add_arguments(parser, _function(name, name))
+    others = [function for function in functions if function != name]
+    if others:
+        subcommands = parser.add_subcommands(dest="command", required=name not in functions)
+        for function in others:
+            subparser = _Parser(description=_summary(name, function))
+            _add_arguments(subparser, _function(name, function))
+            subcommands.add_subcommand(function, subparser, help=_summary(name, function))
+
+
+def _function(name: str, function: str) -> Callable[..., str]:
+    found: Callable[..., str] = getattr(import_module(f"lightning_sdiloco.tools.{COMMANDS[name][0]}"), function)
+    return found
+
+
+def _summary(name: str, function: str) -> str:
+    """Returns the first line of a function's docstring, without importing it."""
+    (found,) = (node for node in _functions_in(name) if node.name == function)
+    return (ast.get_docstring(found) or "").partition("\n")[0]
+
+
+@cache
+def _functions_in(name: str) -> list[ast.FunctionDef]:
+    source = (
+        Path(__file__)
+        .parent.joinpath(*f"{COMMANDS[name][0]}.py".split(".", COMMANDS[name][0].count(".")))
+        .read_text(encoding="utf-8")
+    )
+    return [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
 
 
 def _add_arguments(parser: ArgumentParser, command: Callable[..., str]) -> None:
@@ -158,29 +138,13 @@ def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
     return {name: hint for name, hint in get_type_hints(command).items() if is_dataclass(hint)}
 
 
-def _summary(command: Callable[..., str]) -> str:
-    return (inspect.getdoc(command) or "").partition("\n")[0]
-
-
-def _run(commands: Mapping[str, Any], chosen: Any) -> str:
-    """Runs what was chosen, down to the last subcommand."""
-    if chosen.command is None:
-        return _called(commands[ITSELF], chosen)
-    command, arguments = commands[chosen.command], chosen[chosen.command]
-    return _run(command, arguments) if isinstance(command, Mapping) else _called(command, arguments)
-
-
 def _called(command: Callable[..., str], chosen: Any) -> str:
-    given = _arguments_of(chosen)
+    # jsonargparse puts a space without width before names that are methods of its namespaces, such as keys.
+    named = {name.lstrip("\u200b"): value for name, value in vars(chosen).items()}
+    given = {name: value for name, value in named.items() if name != "command"}
     for name, options in _shared_options(command).items():
         given[name] = options(**{field.name: given.pop(field.name) for field in fields(options)})
     return command(**given)
-
-
-def _arguments_of(chosen: Any) -> dict[str, Any]:
-    # jsonargparse puts a space without width before names that are methods of its namespaces, such as keys.
-    named = {name.lstrip("\u200b"): value for name, value in vars(chosen).items()}
-    return {name: value for name, value in named.items() if name != "command"}
 
 
 class _Parser(ArgumentParser):
@@ -202,11 +166,6 @@ class _Parser(ArgumentParser):
         # Where an option is a class, jsonargparse would list all that are imported: hundreds of torch's.
         option.extra_help = str
         return option
-
-
-def _require_at_least(least: int, name: str, value: int, advice: str) -> None:
-    if value < least:
-        raise ValueError(f"{name}={value} is out of range: it must be at least {least}. {advice}")
 
 
 if __name__ == "__main__":

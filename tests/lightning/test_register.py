@@ -27,6 +27,7 @@ from lightning_sdiloco.lightning.host.patching import (
     check_fabric,
     check_names,
 )
+from lightning_sdiloco.tools.simulate.configuration import simulated_classes
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
@@ -277,7 +278,7 @@ def test_what_our_classes_share_with_lightnings_is_in_the_register() -> None:
     launcher = importlib.import_module(f"{LIGHTNING}.strategies.launchers")._MultiProcessingLauncher
     hosts = {
         ours.StreamingDiLoCoStrategy: strategies.DDPStrategy(),
-        ours.SimulatedStrategy: strategies.DDPStrategy(),
+        simulated_classes(LIGHTNING.partition(".")[0]).strategy: strategies.DDPStrategy(),
         ours.StreamingDiLoCoModelParallelStrategy: strategies.ModelParallelStrategy(),
         ours.StreamingDiLoCoFabricStrategy: importlib.import_module("lightning.fabric.strategies.ddp").DDPStrategy(),
         ours._Launcher: launcher(strategies.DDPStrategy()),

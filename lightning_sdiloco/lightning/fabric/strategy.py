@@ -51,7 +51,6 @@ class FabricWorkerGroupStrategy(_Base):
     """
 
     strategy_name: ClassVar[str]
-    description: ClassVar[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Documents a strategy: its arguments are those of the Trainer's, and of Fabric's own."""
@@ -114,14 +113,6 @@ class FabricWorkerGroupStrategy(_Base):
         self._loop = Loop(options, self._groups, self._results)
         self._watch = BatchWatch(self._groups, _ADVICE)
         super().__init__(timeout=options.settings.timeout, **arguments)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers the name and its variants, unless they are registered already."""
-        for name, arguments in WholeModel.variants(cls.strategy_name).items():
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=cls.description, **arguments)
 
     # What users call and read
 

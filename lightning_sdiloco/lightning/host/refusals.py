@@ -8,8 +8,10 @@ and older versions lack some of these classes.
 """
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
+
+from lightning_sdiloco.registration import variants
 
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 _UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -72,7 +74,7 @@ def refuse_divided(optimizers: Iterable[Any]) -> None:
             )
 
 
-def refuse_in_notebook(host: Any, names: Collection[str]) -> None:
+def refuse_in_notebook(host: Any) -> None:
     """Refuses to start processes in a notebook in a way that would run a script again. Lightning advises DDP there."""
     # Lightning decides alike.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
@@ -84,7 +86,7 @@ def refuse_in_notebook(host: Any, names: Collection[str]) -> None:
             " which has no script that they could run. "
             + (
                 f"Write strategy={name!r}, or give the strategy start_method='fork'."
-                if name in names
+                if name in variants(host.strategy_name)
                 else "Run your code as a script."
             )
         )

@@ -34,11 +34,6 @@ class ModelFormat(ABC):
     def base_arguments() -> dict[str, Any]:
         """Checks the arguments that only this format has, and returns those of Lightning's strategy."""
 
-    @staticmethod
-    def variants(name: str) -> dict[str, dict[str, Any]]:
-        """Returns the names under which a strategy is registered, each with its arguments."""
-        return {name: {}}
-
     # The shape of a group
 
     @abstractmethod

@@ -66,17 +66,6 @@ class WholeModel(ModelFormat):
             **(ddp_kwargs or {}),
         }
 
-    @staticmethod
-    @override
-    def variants(name: str) -> dict[str, dict[str, Any]]:
-        # Those that Lightning has for DDP. Some packages look for "ddp" in the name.
-        return {
-            "_".join(filter(None, (start, method, unused))): {**_START_METHODS[method], **_UNUSED_PARAMETERS[unused]}
-            for start in (name, "_".join((name, "ddp")))
-            for method in _START_METHODS
-            for unused in _UNUSED_PARAMETERS
-        }
-
     @override
     def layout(self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int) -> GroupLayout:
         return by_node_or_device(worker_groups, num_nodes, num_processes)
@@ -195,18 +184,6 @@ class WholeModel(ModelFormat):
 
 
 # Ends of names, with the arguments for which they stand.
-_START_METHODS: dict[str, dict[str, Any]] = {
-    "": {},
-    "spawn": {"start_method": "spawn"},
-    "fork": {"start_method": "fork"},
-    "notebook": {"start_method": "fork"},
-}
-_UNUSED_PARAMETERS: dict[str, dict[str, Any]] = {
-    "": {},
-    "find_unused_parameters_false": {"ddp_kwargs": {"find_unused_parameters": False}},
-    "find_unused_parameters_true": {"ddp_kwargs": {"find_unused_parameters": True}},
-}
-
 # What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go to it.
 _NOT_FOR_DDP = frozenset(
     {

@@ -12,10 +12,6 @@ from lightning_sdiloco.tools.doctor.text import as_json, as_table, described
 from lightning_sdiloco.tools.hub.asking import HubOptions
 
 
-class Unwell(Exception):
-    """Something was found with which training would not work; the text is what to print."""
-
-
 def doctor(
     options: HubOptions,
     worker_groups: Literal["auto"] | int = "auto",
@@ -49,5 +45,6 @@ def doctor(
 def _told(found: Sequence[checks.Finding], seen: Mapping[str, Any], json: bool) -> str:
     text = as_json(found, seen) if json else as_table(found)
     if any(finding.state == "wrong" for finding in found):
-        raise Unwell(text)
+        print(text)
+        raise SystemExit(1)
     return text

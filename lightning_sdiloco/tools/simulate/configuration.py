@@ -1,23 +1,48 @@
 """Runs the configuration of a LightningCLI with a simulated strategy on one device."""
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from lightning_sdiloco.lightning import WholeModel, WorkerGroupStrategy, check_class
-from lightning_sdiloco.tools.simulate.processes import SimulatedRank
+from lightning_sdiloco.lightning import WorkerGroupStrategy, check_class
+from lightning_sdiloco.registration import variants
+from lightning_sdiloco.tools.simulate.processes import SimulatedProcessesMixin, SimulatedRank
+from lightning_sdiloco.tools.simulate.recording import RecorderMixin
 from lightning_sdiloco.tools.simulate.site import site_name
 
-# For each distribution our module with its strategy, and the module with its LightningCLI.
+# For each distribution our module with its strategy, and the packages of its Trainer and its Fabric.
 _OURS = {
-    "lightning": "lightning_sdiloco.lightning_pytorch",
-    "pytorch_lightning": "lightning_sdiloco.pytorch_lightning",
+    "lightning": ("lightning_pytorch", "lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "pytorch_lightning", "lightning_fabric"),
 }
-_CLIS = {"lightning": "lightning.pytorch.cli", "pytorch_lightning": "pytorch_lightning.cli"}
+
+
+class SimulatedClasses(NamedTuple):
+    """What `sdiloco simulate` takes from a distribution of Lightning."""
+
+    strategy: Any
+    recorder: Any
+    cli: Any
+
+
+@cache
+def simulated_classes(distribution: str) -> SimulatedClasses:
+    """Makes the strategy and the callback of a simulated worker group, for a distribution of Lightning."""
+    ours, trainer, fabric = _OURS[distribution]
+    strategy = import_module(f"lightning_sdiloco.{ours}").StreamingDiLoCoStrategy
+    host = import_module(f"{trainer}.strategies").DDPStrategy
+    reset_seed = staticmethod(import_module(f"{fabric}.utilities.seed").reset_seed)
+    name = f"SimulatedStrategyOf_{distribution}"
+    own = {"__module__": __name__, "reset_seed": reset_seed}
+    # LightningCLI imports it by its path.
+    globals()[name] = type(name, (strategy, SimulatedProcessesMixin, host), own)
+    recorder = type("Recorder", (RecorderMixin, import_module(f"{trainer}.callbacks").Callback), {})
+    return SimulatedClasses(globals()[name], recorder, import_module(f"{trainer}.cli").LightningCLI)
 
 
 @dataclass(frozen=True)
@@ -36,14 +61,10 @@ class Configuration:
             raise ValueError(f"config={missing[0]!r} is not a file. Give the configuration file of a LightningCLI.")
 
     @property
-    def ours(self) -> Any:
-        """Returns our module for the distribution of Lightning that the classes belong to."""
-        return importlib.import_module(_OURS[self._distribution])
-
-    @property
-    def _distribution(self) -> str:
+    def classes(self) -> SimulatedClasses:
+        """Returns what is made for the distribution of Lightning that the classes belong to."""
         tops = (base.__module__.partition(".")[0] for cls in self._classes() for base in cls.__mro__)
-        return next((top for top in tops if top in _OURS), "lightning")
+        return simulated_classes(next((top for top in tops if top in _OURS), "lightning"))
 
     def _classes(self) -> Iterator[type]:
         yield from (cls for cls in (self.cli, self.model, self.data) if cls is not None)
@@ -68,9 +89,9 @@ class Configuration:
 
     def _parsed(self, rank: SimulatedRank, choices: Mapping[str, Any], replacing: Callable[[Any], Any] | None) -> Any:
         """Makes a LightningCLI that fits, or that only parses, where nothing is to be replaced in the Trainer."""
-        ours = self.ours.SimulatedStrategy
+        ours = self.classes.strategy
         name = f"{ours.__module__}.{ours.__qualname__}"
-        base = self.cli or importlib.import_module(_CLIS[self._distribution]).LightningCLI
+        base = self.cli or self.classes.cli
         check_class(base)
 
         class SimulatedCLI(base):  # type: ignore[misc, valid-type]
@@ -105,7 +126,7 @@ class Configuration:
 def _arguments_of(trainer: Any) -> dict[str, Any]:
     """Returns the arguments of the chosen strategy."""
     strategy = trainer.strategy
-    if isinstance(strategy, str) and strategy in ("auto", *WholeModel.variants("streaming_diloco")):
+    if isinstance(strategy, str) and strategy in ("auto", *variants("streaming_diloco")):
         return {}
     path = getattr(strategy, "class_path", None)
     cls = _class_named(path)
@@ -174,7 +195,7 @@ def _on_one_device(trainer: Any, rank: SimulatedRank, callback: Any) -> dict[str
 def _class_named(path: Any) -> type | None:
     module, _, name = str(path or "").rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name, None) if module else None
+        found = getattr(import_module(module), name, None) if module else None
     except ImportError:
         return None
     return found if isinstance(found, type) else None

@@ -121,7 +121,7 @@ def live(
     configuration: Configuration, rank: SimulatedRank, choices: Mapping[str, Any], stepped: Callable[[], None]
 ) -> tuple[Group, Run | None]:
     """Runs one group to its end, in its thread. Only the first returns what is the same in all."""
-    recorder = configuration.ours.Recorder(rank.clock, stepped, rank.begins, rank.step_time)
+    recorder = configuration.classes.recorder(rank.clock, stepped, rank.begins, rank.step_time)
     trainer = configuration.fit(rank, choices, recorder)
     strategy = trainer.strategy
     if strategy.engine is None:

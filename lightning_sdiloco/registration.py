@@ -1,0 +1,98 @@
+"""Gives both distributions of Lightning the names of the strategies, and imports neither of them.
+
+[Note: registered when imported] `import lightning_sdiloco` is all that `Trainer(strategy="streaming_diloco")` needs,
+whichever distribution the Trainer is from, and whether that is imported before or after. A distribution that is there
+is given the names at once. For another one, a finder stands in front of those of Python: it lets them find, and gives
+the distribution the names once its registry has been imported. What is registered is a function that imports the
+strategy when a Trainer asks for it.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_TRAINER = {
+    "streaming_diloco": "StreamingDiLoCoStrategy",
+    "streaming_diloco_model_parallel": "StreamingDiLoCoModelParallelStrategy",
+}
+_FABRIC = {"streaming_diloco": "StreamingDiLoCoFabricStrategy"}
+
+# Each module that has a registry: how it calls it, our module for its distribution, and the classes by name.
+_REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_pytorch", _TRAINER),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_pytorch", _FABRIC),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", _TRAINER),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "pytorch_lightning", _FABRIC),
+}
+
+_START_METHODS: dict[str, dict[str, Any]] = {
+    "": {},
+    "spawn": {"start_method": "spawn"},
+    "fork": {"start_method": "fork"},
+    "notebook": {"start_method": "fork"},
+}
+_UNUSED_PARAMETERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "find_unused_parameters_false": {"ddp_kwargs": {"find_unused_parameters": False}},
+    "find_unused_parameters_true": {"ddp_kwargs": {"find_unused_parameters": True}},
+}
+
+
+def variants(name: str) -> dict[str, dict[str, Any]]:
+    """Returns the names under which a strategy is registered, each with the arguments that it stands for."""
+    if name != "streaming_diloco":
+        return {name: {}}
+    # Those that Lightning has for DDP. Some packages look for "ddp" in the name.
+    return {
+        "_".join(filter(None, (start, method, unused))): {**_START_METHODS[method], **_UNUSED_PARAMETERS[unused]}
+        for start in (name, "_".join((name, "ddp")))
+        for method in _START_METHODS
+        for unused in _UNUSED_PARAMETERS
+    }
+
+
+def register_when_imported() -> None:
+    """Registers the strategies in what is imported already, and in what will be."""
+    for module in sys.modules.keys() & _REGISTRIES.keys():
+        _register(sys.modules[module])
+    sys.meta_path.insert(0, _Finder())
+
+
+def _register(module: ModuleType) -> None:
+    attribute, ours, classes = _REGISTRIES[module.__name__]
+    registry = getattr(module, attribute)
+    for start, strategy in classes.items():
+        for name, arguments in variants(start).items():
+            if name not in registry:
+                make = partial(_make, f"lightning_sdiloco.{ours}", strategy)
+                registry.register(name, make, description="Streaming DiLoCo over worker groups", **arguments)
+
+
+def _make(module: str, strategy: str, **arguments: Any) -> Any:
+    return getattr(import_module(module), strategy)(**arguments)
+
+
+class _Finder(MetaPathFinder):
+    """Finds what the finders behind it find; see [Note: registered when imported]."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _REGISTRIES:
+            return None
+        others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _register(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
