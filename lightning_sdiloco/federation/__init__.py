@@ -15,7 +15,7 @@ from lightning_sdiloco.federation.charter import (
     Founding,
     Terms,
 )
-from lightning_sdiloco.federation.codec import CLASS_PATH, KEY, NAME, Message, read
+from lightning_sdiloco.federation.codec import CLASS_PATH, KEY, NAME, Message, plain, read
 from lightning_sdiloco.federation.follower import Flight, Follower, Landing, Progress
 from lightning_sdiloco.federation.ledger import Answer, Ledger
 from lightning_sdiloco.federation.messages import (
@@ -71,6 +71,7 @@ __all__ = [
     "Welcome",
     "built_in",
     "chosen",
+    "plain",
     "quorum_of",
     "read",
 ]

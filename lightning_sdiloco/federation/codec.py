@@ -4,7 +4,8 @@
 field by its type hint. ``int`` takes whole numbers that fit into 64 bits, from 0 or in the `range` of its `Annotated`;
 ``float`` finite ones of at least 0; ``str`` up to 4,096 characters, or all of the pattern that is annotated;
 ``tuple[X, ...]`` as many as are annotated; a named tuple is a list of its fields, and a dataclass an object of them,
-which checks itself with ``__post_init__``. What is unknown, missing or said twice is refused by its name.
+which checks itself with ``__post_init__``. What is unknown, missing or said twice is refused by its name. Bytes are no
+JSON: they stand only in what ranks of one site pass on to each other.
 """
 
 import hashlib
@@ -176,6 +177,10 @@ def read(hint: Any, value: Any, name: str) -> Any:
             raise Malformed(f"{name} is no text of at most {LONGEST_TEXT} characters")
         if limit is not None and (not isinstance(value, str) or not limit.fullmatch(value)):
             raise Malformed(f"{name} is no text like {limit.pattern}")
+        return value
+    if kind is bytes:
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise Malformed(f"{name} is of type {type(value).__name__}, not bytes")
         return value
     if kind is Literal:
         if value not in arguments:
