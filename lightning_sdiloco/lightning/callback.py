@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.engine import Landing
 from lightning_sdiloco.lightning.fit import Fit
-from lightning_sdiloco.lightning.host.uneven_data import count_idle_batch, drop_what_not_all_logged, end_epoch
+from lightning_sdiloco.lightning.host.epochs import count_idle_batch, drop_what_not_all_logged, end_epoch
 from lightning_sdiloco.lightning.monitor import Interval, lay_out, monitors_of, scalars_of
 from lightning_sdiloco.lightning.requests import Request
 from lightning_sdiloco.lightning.worker_groups import ConnectedGroups

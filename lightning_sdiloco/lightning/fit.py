@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -21,15 +22,13 @@ from lightning_sdiloco.lightning.announcement import Announcement, inner_steps_o
 from lightning_sdiloco.lightning.auto_settings import tell
 from lightning_sdiloco.lightning.checkpoint.checkpointer import Checkpointer
 from lightning_sdiloco.lightning.collectives import BatchWatch
-from lightning_sdiloco.lightning.epoch_ends import EpochEnds
 from lightning_sdiloco.lightning.evaluation import Evaluation
-from lightning_sdiloco.lightning.host.batch_hooks import replace_batch_hooks
-from lightning_sdiloco.lightning.host.ended_data import Epochs
+from lightning_sdiloco.lightning.host.batches import keep_batches_silent
+from lightning_sdiloco.lightning.host.epochs import Epochs, end_epochs_together
 from lightning_sdiloco.lightning.host.paced_data import follow_engine
-from lightning_sdiloco.lightning.host.patching import check_names
+from lightning_sdiloco.lightning.host.patching import check_names, replace
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
-from lightning_sdiloco.lightning.host.resumed_epochs import begin_epochs_alike
-from lightning_sdiloco.lightning.host.uneven_data import end_epochs_together
+from lightning_sdiloco.lightning.host.resumed import begin_epochs_alike
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.monitor import asks_for_diagnostics, shown
@@ -88,7 +87,7 @@ class Fit:
         self.watch = BatchWatch(parts.groups, _ADVICE)
         self._patches = ExitStack()
         self._signals: Signals | None = None
-        self._epoch_ends: EpochEnds | None = None
+        self._epochs: Epochs | None = None
         self._averaging: Averaging | None = None
         self._signal_latency: SignalLatency | None = None
         self._announcement: Announcement | None = None
@@ -110,20 +109,19 @@ class Fit:
         refuse_what_cannot_work(trainer, self.options.settings.shares)
         termination = self._parts.termination
         self._signals = Signals(trainer, self.requests, groups.topology.world, termination, self._leave)
-        replace_batch_hooks(self._patches, trainer, groups, self.requests, self._signals, self.progress)
-        self._epoch_ends = EpochEnds(groups.topology, self.options.settings.timeout)
+        self._signals.listen(partial(replace, self._patches))
+        keep_batches_silent(self._patches, trainer, groups, self.requests, self.progress)
+        self._epochs = Epochs(
+            trainer,
+            groups.topology,
+            self.requests,
+            self.steps,
+            self.options.settings.timeout,
+            is_counted=lambda: any(getattr(callback, "fit", None) is self for callback in trainer.callbacks),
+        )
+        end_epochs_together(self._patches, self._epochs)
         groups.announce_meetings(self.meet)
         self._patches.callback(groups.announce_meetings, None)
-        epochs = Epochs(
-            trainer=trainer,
-            topology=groups.topology,
-            requests=self.requests,
-            steps=self.steps,
-            ends=self._epoch_ends,
-            meet=self.meet,
-            counts=lambda: self in _counted(trainer),
-        )
-        end_epochs_together(self._patches, epochs)
         begin_epochs_alike(trainer, self._patches)
         self.evaluation.begin(self._patches)
 
@@ -223,8 +221,8 @@ class Fit:
         landings = self.steps.make(idle)
         self.evaluation.forget()
         self.requests.land(landings, engine.requested)
-        if landings and self._epoch_ends is not None:
-            self._epoch_ends.collect(landings[-1].launched_at)
+        if landings and self._epochs is not None:
+            self._epochs.collect(landings[-1].launched_at)
         if self._signal_latency is not None:
             self._signal_latency.step()
         if self._announcement is not None:
@@ -279,9 +277,8 @@ class Fit:
 
     def meet(self) -> None:
         """Announces to groups that wait for the end of the epoch that this one is about to wait for all."""
-        if self._epoch_ends is not None and self.steps.is_training and self.steps.engine is not None:
-            batch = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-            self._epoch_ends.reach(batch, self.steps.engine.inner_steps)
+        if self._epochs is not None:
+            self._epochs.meet()
 
     # Ends
 
@@ -291,8 +288,8 @@ class Fit:
             return []
         self.meet()
         landings = self.steps.engine.finish()
-        if self._epoch_ends is not None:
-            self._epoch_ends.collect()
+        if self._epochs is not None:
+            self._epochs.collect()
         return landings
 
     def end(self, model: nn.Module | None) -> None:
@@ -328,8 +325,3 @@ class Fit:
         self._patches.close()
         if self.steps.engine is not None:
             self.steps.engine.close()
-
-
-def _counted(trainer: Any) -> list[Fit]:
-    """Returns the fits whose inner steps a callback of the trainer counts."""
-    return [callback.fit for callback in trainer.callbacks if isinstance(getattr(callback, "fit", None), Fit)]

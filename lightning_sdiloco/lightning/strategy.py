@@ -38,13 +38,14 @@ from lightning_sdiloco.lightning.auto_settings import Measured
 from lightning_sdiloco.lightning.callback import put_first
 from lightning_sdiloco.lightning.collectives import stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
-from lightning_sdiloco.lightning.host.batch_hooks import replace_signal_handlers
-from lightning_sdiloco.lightning.host.early_gradients import release_gradients
+from lightning_sdiloco.lightning.host.ddp import release_gradients
 from lightning_sdiloco.lightning.host.paced_data import process_wrapped
+from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_divided, refuse_in_notebook
 from lightning_sdiloco.lightning.model_format.base import ModelFormat
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import Results
+from lightning_sdiloco.lightning.signals import listen_without_fit
 from lightning_sdiloco.lightning.worker_groups import ConnectedGroups, only_device
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ class WorkerGroupStrategy(_Base):
             super().setup(trainer)
             self.fit.take_averages()
         else:
-            replace_signal_handlers(self._patches, trainer)
+            listen_without_fit(trainer, partial(replace, self._patches))
             # Where a fit was interrupted, groups hold models of their own.
             align = self.engine is None or self.model is None or not self.engine.is_training(self.model)
             self._format.set_up_without_fit(self, super().setup, trainer, align)

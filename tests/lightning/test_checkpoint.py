@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 from torch.utils.data import DataLoader
 
 from lightning_sdiloco.algorithm.recommended import recommended
-from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
+from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import RankError, run_processes, run_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_sdiloco.lightning.host import early_gradients
+from lightning_sdiloco.lightning.host import ddp
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_loops import SHORT
@@ -74,7 +74,7 @@ def fitted(make: Callable[[], Net], callback: type[Any] | None = None, accumulat
 
     def fit(rank: int, world_size: int) -> Fitted:
         del rank
-        early_gradients._LEAST_BYTES = least
+        ddp._LEAST_BYTES = least
         model = make()
         generator = torch.Generator().manual_seed(1)
         batches = [(torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(6)]
@@ -121,7 +121,7 @@ class Large(Net):
 
 
 def test_gradients_of_large_models_go_early_and_those_of_small_ones_when_lightning_lets_them_go() -> None:
-    least = early_gradients._LEAST_BYTES
+    least = ddp._LEAST_BYTES
     assert fitted(Large, least=least).kept == [False] * 6
     assert fitted(Net, least=least).kept == [False] + [True] * 5
 

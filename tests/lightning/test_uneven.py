@@ -2,30 +2,28 @@
 
 import csv
 import importlib
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_sdiloco.lightning.requests import Request, Requests
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.uneven_fits import (
     CHOICES,
-    DISTRIBUTIONS,
     Announced,
     Place,
     Stream,
-    Warned,
     assert_together,
     epochs,
-    fit,
     gan,
     noting,
     run_fit,
@@ -34,202 +32,411 @@ from tests.lightning.uneven_fits import (
 )
 from tests.ranks import run_processes
 
-# Known lengths
+
+class Once(Announced):
+    """Has batches in the first epoch only."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches, self.stream = self.stream, Stream(self.stream.place, 0)
+        yield from batches
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_of_known_lengths_the_fewest_batches_decide(world_size: int, distribution: str) -> None:
-    def loader(place: Place) -> Any:
-        return Announced(place, 10 if place[0] else 7)
+class Gaps(Stream):
+    """Yields None on purpose in the second group."""
 
-    ranks = fit(world_size, loader, distribution)
-    common = assert_together(ranks)
-    assert epochs(common) == [7, 7]
-    assert common["inner_steps"] == common["global_step"] == 14
-    assert common["announced"] == 7
-    assert common["validated"] == [(0, 6), (1, 6)]
-    assert [rank["idle"] for rank in ranks] == [[]] * world_size
-    said = "Worker groups have unequal numbers of batches: group 0 has 7, group 1 has 10. Every epoch ends after 7"
-    assert [len(rank["warned"]) for rank in ranks] == [1] + [0] * (world_size - 1)
-    assert ranks[0]["warned"][0].startswith(said)
+    def __iter__(self) -> Iterator[Any]:
+        for index, parts in enumerate(super().__iter__()):
+            yield None if self.place[0] == 1 and index in (2, 3) else parts
 
 
-def test_ranks_of_one_group_may_announce_different_lengths() -> None:
-    ranks = fit(4, lambda place: Announced(place, 5 + place[0] + 2 * place[1]))
-    assert epochs(assert_together(ranks)) == [5, 5]
-    assert "group 0 has 5 and 7, group 1 has 6 and 8" in ranks[0]["warned"][0]
+def of_module(**members: Callable[..., Any]) -> Callable[..., Any]:
+    """A maker of modules that have some methods of their own."""
+
+    def make(distribution: str, seed: int) -> Any:
+        base = type(noting(distribution, seed=seed))
+        return type("Own", (base,), members)()
+
+    return make
 
 
-def test_equal_lengths_are_left_as_they_are_without_a_word() -> None:
-    ranks = fit(2, lambda place: Announced(place, 6), val_check_interval=0.5)
-    common = assert_together(ranks)
-    assert epochs(common) == [6, 6]
-    assert common["validated"] == [(0, 2), (0, 5), (1, 2), (1, 5)]
-    assert [rank["warned"] for rank in ranks] == [[], []]
+def in_two(self: Any, parts: Any, index: int) -> Any:
+    return sum(type(self).__mro__[1].training_step(self, parts[name], index) for name in ("a", "b"))
 
 
-def test_validation_by_a_share_of_the_epoch_counts_the_batches_that_were_agreed_on() -> None:
-    ranks = fit(2, lambda place: Announced(place, 12 if place[0] else 8), val_check_interval=0.5)
-    assert assert_together(ranks)["validated"] == [(0, 3), (0, 7), (1, 3), (1, 7)]
+def from_the_iterator(self: Any, dataloader_iter: Any) -> Any:
+    parts, index, _ = next(dataloader_iter)
+    return type(self).__mro__[1].training_step(self, parts, index)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(0.5, 4), (5, 5), (9, 8)])
-def test_limits_come_before_the_agreement(limit: float, expected: int) -> None:
-    ranks = fit(2, lambda place: Announced(place, 8 + 4 * place[0]), limit_train_batches=limit)
-    assert epochs(assert_together(ranks)) == [expected, expected]
+def reloaded(self: Any) -> Any:
+    group = self.trainer.strategy.topology.group_index
+    return Announced((group, 0, 1), 6 - self.trainer.current_epoch + group)
 
 
-def test_a_number_of_batches_is_a_length_for_loaders_that_have_none() -> None:
-    """What the warning about idle batches advises."""
-    ranks = fit(2, partial(uneven_streams, 7, 10), limit_train_batches=5)
-    assert epochs(assert_together(ranks)) == [5, 5]
-    assert [rank["idle"] + rank["warned"] for rank in ranks] == [[], []]
+def planned(self: Any) -> Any:
+    assert self.trainer.estimated_stepping_batches == 10
+    return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def test_a_known_length_holds_for_groups_that_have_none() -> None:
-    """Lightning adds up lengths over all ranks only where a loader has one, so these must not meet in a collective."""
+def moved(self: Any, batch: Any, device: Any, dataloader_idx: int) -> Any:
+    return [part.to(device) for part in batch]
 
-    def loader(place: Place) -> Any:
-        return Announced(place, 6) if place[0] == 0 else stream(place, 20)
 
-    ranks = fit(2, loader, val_check_interval=1.0)
-    common = assert_together(ranks)
-    assert epochs(common) == [6, 6]
-    assert common["validated"] == [(0, 5), (1, 5)]
-    assert "group 0 has 6, group 1 has an unknown number" in ranks[0]["warned"][0]
-    assert [rank["idle"] for rank in ranks] == [[], []]
+def copied(self: Any, batch: Any, dataloader_idx: int) -> Any:
+    return [part + 0 for part in batch]
+
+
+taking = of_module(training_step=from_the_iterator)
+
+
+@dataclass
+class Case:
+    """Loaders of two groups, and what epochs they make together."""
+
+    loader: Callable[[Place], Any]
+    epochs: list[int]
+    idle: tuple[list[int], list[int]] = ([], [])  # The global steps after idle batches of each group.
+    says: tuple[str, str] = ("", "")  # The groups, in one warning of each.
+    validates: list[tuple[int, int]] | None = None  # Epoch and batch; at the end of each epoch if None.
+    steps: int | None = None  # As many as batches if None.
+    choices: dict[str, Any] = field(default_factory=dict)
+
+
+def steps(*stretches: tuple[int, int]) -> list[int]:
+    return [step for first, last in stretches for step in range(first, last + 1)]
+
+
+def after(batches: int) -> str:
+    return f"has no more batches in epoch 0 after {batches}, and others have."
+
+
+def unequal(text: str, decided: int) -> tuple[str, str]:
+    return f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after {decided} in all", ""
+
+
+# With sync_every=4 and overlap_steps=2 launches are after 4, 8, 12, ... inner steps, and land two later.
+CASES = {
+    # Known lengths: the fewest batches decide.
+    "known": Case(
+        lambda place: Announced(place, 10 if place[0] else 7),
+        [7, 7],
+        says=unequal("group 0 has 7, group 1 has 10", 7),
+    ),
+    "equal": Case(
+        lambda place: Announced(place, 6),
+        [6, 6],
+        validates=[(0, 2), (0, 5), (1, 2), (1, 5)],
+        choices={"val_check_interval": 0.5},
+    ),
+    "validation by a share of what was agreed on": Case(
+        lambda place: Announced(place, 12 if place[0] else 8),
+        [8, 8],
+        says=unequal("group 0 has 8, group 1 has 12", 8),
+        validates=[(0, 3), (0, 7), (1, 3), (1, 7)],
+        choices={"val_check_interval": 0.5},
+    ),
+    "a share of unequal lengths": Case(
+        lambda place: Announced(place, 8 + 4 * place[0]),
+        [4, 4],
+        says=unequal("group 0 has 4, group 1 has 6", 4),
+        choices={"limit_train_batches": 0.5},
+    ),
+    "a limit": Case(lambda place: Announced(place, 8 + 4 * place[0]), [5, 5], choices={"limit_train_batches": 5}),
+    "a limit of streams": Case(partial(uneven_streams, 7, 10), [5, 5], choices={"limit_train_batches": 5}),
+    "known in one group": Case(
+        lambda place: stream(place, 20) if place[0] else Announced(place, 6),
+        [6, 6],
+        says=unequal("group 0 has 6, group 1 has an unknown number", 6),
+    ),
+    "reloaded": Case(
+        lambda place: None,
+        [6, 6, 4, 4],
+        says=unequal("group 0 has 6, group 1 has 7", 6),
+        choices={
+            "make": of_module(train_dataloader=reloaded),
+            "reload_dataloaders_every_n_epochs": 2,
+            "max_epochs": 4,
+        },
+    ),
+    "estimated steps": Case(
+        lambda place: Announced(place, 5 + place[0]),
+        [5, 5],
+        says=unequal("group 0 has 5, group 1 has 6", 5),
+        choices={"make": of_module(configure_optimizers=planned)},
+    ),
+    "dataloader_iter": Case(
+        lambda place: Announced(place, 7 + 3 * place[0]),
+        [7, 7],
+        says=unequal("group 0 has 7, group 1 has 10", 7),
+        choices={"make": taking},
+    ),
+    # Unknown lengths: all end after the last batch that any has ...
+    "streams": Case(partial(uneven_streams, 7, 10), [10, 10], idle=(steps((8, 10), (18, 20)), []), says=(after(7), "")),
+    "streams, the other longer": Case(
+        partial(uneven_streams, 10, 7), [10, 10], idle=([], steps((8, 10), (18, 20))), says=("", after(7))
+    ),
+    "equal streams": Case(partial(uneven_streams, 7, 7), [7, 7]),
+    "one worker group": Case(lambda place: stream(place, 5), [5, 5], choices={"groups": 1}),
+    "epochs shorter than a round": Case(
+        partial(uneven_streams, 2, 3),
+        [3, 3, 3],
+        idle=([3, 6, 9], []),
+        says=(after(2), ""),
+        choices={"max_epochs": 3, "choices": {**CHOICES, "sync_every": 8}},
+    ),
+    "several loaders": Case(
+        lambda place: {"a": stream(place, 5), "b": stream(place, 3 + 4 * place[0])},
+        [7, 7],
+        idle=(steps((6, 7), (13, 14)), []),
+        says=(after(5), ""),
+        choices={"make": of_module(training_step=in_two)},
+    ),
+    # ... or where the launch lands that tells of a group without data.
+    "long streams": Case(
+        partial(uneven_streams, 7, 30), [10, 12], idle=(steps((8, 10), (18, 22)), []), says=(after(7), "")
+    ),
+    "a launch in the last batch": Case(
+        partial(uneven_streams, 8, 30), [10, 12], idle=(steps((9, 10), (19, 22)), []), says=(after(8), "")
+    ),
+    "several fragments": Case(  # Launches after 8, 10, 12, ... land three later.
+        partial(uneven_streams, 9, 29),
+        [13, 12],
+        idle=(steps((10, 13), (23, 25)), []),
+        says=(after(9), ""),
+        choices={"choices": {"sync_every": 8, "overlap_steps": 3, "layers_per_fragment": 1}},
+    ),
+    "no batch in a later epoch": Case(
+        lambda place: DataLoader(Streams(place), batch_size=None) if place[0] else stream(place, 50),
+        [10, 4],
+        idle=([], steps((6, 14))),
+        says=("Not every rank logged training_step.loss in epoch 1", after(5)),
+    ),
+    # A length that is announced and not kept.
+    "short": Case(
+        lambda place: Announced(place, 5 if place[0] else 30, announced=30),
+        [10, 8],
+        idle=([], steps((6, 10), (16, 18))),
+        says=("", after(5)),
+    ),
+    "short in all": Case(lambda place: Announced(place, 5, announced=8), [5, 5], validates=[]),
+    "short, and no launch tells": Case(
+        lambda place: Announced(place, 7 - place[0], announced=7),
+        [7, 7, 7],
+        idle=([], [7, 14, 21]),
+        says=("", after(6)),
+        choices={"choices": {**CHOICES, "sync_every": 8}, "max_epochs": 3},
+    ),
+    "short, and in flight when the epoch ends": Case(
+        lambda place: Announced(place, 7 - place[0], announced=7),
+        [7, 7, 7],
+        idle=([], [7, 14, 21]),
+        says=("", after(6)),
+        choices={"choices": {**CHOICES, "sync_every": 7}, "max_epochs": 3},
+    ),
+    "no batch of those announced": Case(
+        lambda place: (Once if place[0] else Announced)(place, 3),
+        [3, 3],
+        idle=([], [4, 5, 6]),
+        says=("Not every rank logged training_step.loss in epoch 1", "epoch 1 after 0"),
+        choices={"choices": {**CHOICES, "sync_every": 20}},
+    ),
+    # What idle batches count.
+    "accumulation": Case(
+        partial(uneven_streams, 5, 30),
+        [18, 12],
+        idle=([*sorted([2, 3, 4, 5] * 3), 6, *sorted([8, 9] * 3), 10], []),
+        says=(after(5), ""),
+        steps=10,
+        choices={"accumulate_grad_batches": 3},
+    ),
+    "accumulation up to a known length": Case(
+        lambda place: Announced(place, 10 - 4 * place[0], announced=10),
+        [10, 10],
+        idle=([], [1, 2, 2, 3, 4, 5, 5, 6]),
+        says=("", after(6)),
+        steps=6,
+        choices={"accumulate_grad_batches": 4},
+    ),
+    "manual optimization": Case(
+        partial(uneven_streams, 5, 25),
+        [10, 8],
+        idle=([12, 14, 16, 18, 20, 32, 34, 36], []),
+        says=(after(5), ""),
+        steps=36,
+        choices={"make": gan},
+    ),
+    "None on purpose": Case(
+        lambda place: DataLoader(Gaps(place, 100), batch_size=None),
+        [10],
+        idle=([], [3, 4]),
+        validates=[],
+        choices={"max_steps": 10},
+    ),
+    "hooks that move batches": Case(
+        partial(uneven_streams, 5, 25),
+        [10, 8],
+        idle=(steps((6, 10), (16, 18)), []),
+        says=(after(5), ""),
+        choices={"make": of_module(transfer_batch_to_device=moved, on_after_batch_transfer=copied)},
+    ),
+    **{
+        f"max_steps={most}": Case(
+            partial(uneven_streams, 5, 25),
+            [most] if most <= 10 else [10, most - 10],
+            idle=(steps((6, min(most, 10))), []),
+            says=(after(5), ""),
+            validates=[] if most < 10 else [(0, 9)],
+            choices={"max_steps": most, "max_epochs": -1},
+        )
+        for most in (6, 9, 10, 11)
+    },
+}
+
+
+class Streams(Stream):
+    """Has five batches in the first epoch only, of no known length."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place, 5)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from super().__iter__()
+        self.batches = 0
+
+
+def run_cases(rank: int, world_size: int, names: list[str], distribution: str) -> list[Any]:
+    return [run_fit(rank, world_size, CASES[n].loader, distribution, **CASES[n].choices) for n in names]
+
+
+def assert_as_told(case: Case, ranks: list[dict[str, Any]]) -> None:
+    common, size = assert_together(ranks), len(ranks) // 2
+    assert epochs(common) == case.epochs
+    assert common["global_step"] == (case.steps or sum(case.epochs))
+    assert common["validated"] == (
+        case.validates if case.validates is not None else [(e, n - 1) for e, n in enumerate(case.epochs)]
+    )
+    assert [rank["idle"] for rank in ranks] == [case.idle[rank // size] for rank in range(len(ranks))]
+    for rank, result in enumerate(ranks):
+        said = case.says[rank // size] if rank % size == 0 else ""
+        assert any(said in text for text in result["warned"]) if said else not result["warned"], result["warned"]
 
 
 @pytest.mark.parametrize(
-    ("loader", "choices", "expected"),
+    ("distribution", "world_size", "names"),
     [
-        (lambda place: Announced(place, 8 * place[0]), {}, "group 0 has 0, group 1 has 8"),
-        (lambda place: stream(place, 8 * place[0]), {}, "group 0 has 0, group 1 has an unknown number"),
-        (lambda place: Announced(place, 4 + 8 * place[0]), {"val_check_interval": 6}, "val_check_interval"),
-        (
-            lambda place: Announced(place, 4) if place[0] else stream(place, 8),
-            {"val_check_interval": 0.5},
-            "val_check_interval",
-        ),
-        (lambda place: Announced(place, 5 + 20 * place[0]), {"limit_train_batches": 0.1}, "limit_train_batches"),
-    ],
-    ids=[
-        "no batches",
-        "an empty stream",
-        "validation after the end",
-        "a share of an unknown length",
-        "too small a share",
+        (LIGHTNING, 2, list(CASES)),
+        ("pytorch_lightning", 2, ["known", "known in one group", "long streams", "short", "manual optimization"]),
+        (LIGHTNING, 4, ["known", "streams"]),
     ],
 )
-def test_data_that_cannot_work_is_refused_by_all_ranks(
-    loader: Callable[[Place], Any], choices: dict[str, Any], expected: str
-) -> None:
-    errors = run_processes(lambda *place: run_fit(*place, loader, **choices), 2, expect_failure=True)
-    assert sorted(errors) == [0, 1]
-    assert all(expected in error for error in errors.values())
-    # Whose data it is says it with Lightning's own error, the others with ours.
-    assert any("ValueError" in error for error in errors.values())
-    assert not any("ExchangeError" in error for error in errors.values())
+def test_groups_end_every_epoch_after_the_same_batch(distribution: str, world_size: int, names: list[str]) -> None:
+    ranks = run_processes(run_cases, world_size, names, distribution, timeout=180.0)
+    wrong = {}
+    for name, results in zip(names, zip(*ranks, strict=True), strict=True):
+        try:
+            assert_as_told(CASES[name], list(results))
+        except AssertionError as error:
+            wrong[name] = str(error)
+    assert wrong == {}
 
 
-def test_lengths_are_agreed_on_again_when_loaders_are_reloaded_and_only_then() -> None:
-    def reloading(distribution: str, seed: int) -> Any:
-        base = type(noting(distribution, seed=seed))
+def test_ranks_of_one_group_may_announce_different_lengths_and_three_groups_end_together() -> None:
+    def two(rank: int, world_size: int) -> Any:
+        return run_fit(rank, world_size, lambda place: Announced(place, 5 + place[0] + 2 * place[1]))
 
-        class Reloading(base):  # type: ignore[misc, valid-type]
-            def train_dataloader(self) -> Any:
-                group = self.trainer.strategy.topology.group_index
-                return Announced((group, 0, 1), 6 - self.trainer.current_epoch + group)
+    ranks = run_processes(two, 4)
+    assert epochs(assert_together(ranks)) == [5, 5]
+    assert "group 0 has 5 and 7, group 1 has 6 and 8" in ranks[0]["warned"][0]
 
-            def on_train_epoch_start(self) -> None:
-                self.agreed = len(said.texts)
+    def three(rank: int, world_size: int) -> Any:
+        return [
+            run_fit(rank, world_size, lambda place, last=last: stream(place, (3, 9, last)[place[0]]), groups=3)
+            for last in (30, 10)
+        ]
 
-        said = Warned()
-        return Reloading()
+    # The launch after 4 lands after 6, and that after 12 lands after 14.
+    for results in zip(*run_processes(three, 3), strict=True):
+        assert epochs(assert_together(list(results))) == [6, 8]
+
+
+REFUSED: list[tuple[Callable[[Place], Any], dict[str, Any], str]] = [
+    (lambda place: Announced(place, 8 * place[0]), {}, "group 0 has 0, group 1 has 8"),
+    (lambda place: stream(place, 8 * place[0]), {}, "group 0 has 0, group 1 has an unknown number"),
+    (lambda place: Announced(place, 4 + 8 * place[0]), {"val_check_interval": 6}, "val_check_interval"),
+    (
+        lambda place: Announced(place, 4) if place[0] else stream(place, 8),
+        {"val_check_interval": 0.5},
+        "val_check_interval",
+    ),
+    (lambda place: Announced(place, 5 + 20 * place[0]), {"limit_train_batches": 0.1}, "limit_train_batches"),
+]
+
+
+def test_data_that_cannot_work_is_refused_by_all_ranks() -> None:
+    def run(rank: int, world_size: int) -> list[Exception]:
+        errors = []
+        for loader, choices, _ in REFUSED:
+            with pytest.raises(Exception) as refusal:  # noqa: PT011  whose data it is says it with Lightning's own
+                run_fit(rank, world_size, loader, **choices)
+            errors.append((type(refusal.value).__name__, str(refusal.value)))
+        return errors
+
+    first, second = run_processes(run, 2)
+    for (*_, expected), *errors in zip(REFUSED, first, second, strict=True):
+        assert all(expected in text for _, text in errors)
+        kinds = {kind for kind, _ in errors}
+        assert "ValueError" in kinds
+        assert kinds <= {"ValueError", "MisconfigurationException"}
+
+
+def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_with_an_error() -> None:
+    def run(rank: int, world_size: int) -> dict[str, Any]:
+        choices = {**CHOICES, "timeout": timedelta(seconds=2)}
+        return run_fit(rank, world_size, partial(uneven_streams, 7, 10), make=taking, choices=choices)
+
+    assert sorted(run_processes(run, 2, expect_failure=True)) == [0, 1]
+
+
+def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(tmp_path: Path) -> None:
+    """Checkpoints, validation, learning rates, early stopping, loggers and the progress bar, some in idle batches."""
+
+    def scheduled(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        lr = torch.optim.lr_scheduler
+        by_step = {"scheduler": lr.StepLR(optimizer, 1, gamma=0.99), "interval": "step"}
+        by_epoch = {"scheduler": lr.StepLR(optimizer, 1, gamma=0.5), "interval": "epoch"}
+        return [optimizer], [by_step, by_epoch]
 
     def run(rank: int, world_size: int) -> dict[str, Any]:
-        return run_fit(
-            rank, world_size, lambda place: None, make=reloading, reload_dataloaders_every_n_epochs=2, max_epochs=4
-        )
-
-    ranks = run_processes(run, 2)
-    assert epochs(assert_together(ranks)) == [6, 6, 4, 4]
-    assert len(ranks[0]["warned"]) == 2
-
-
-def test_the_number_of_steps_that_a_module_asks_for_is_the_agreed_one() -> None:
-    def asking(distribution: str, seed: int) -> Any:
-        base = type(noting(distribution, seed=seed))
-
-        class Asking(base):  # type: ignore[misc, valid-type]
-            def configure_optimizers(self) -> Any:
-                self.expected = self.trainer.estimated_stepping_batches
-                return super().configure_optimizers()
-
-        return Asking()
-
-    def run(rank: int, world_size: int) -> dict[str, Any]:
-        return run_fit(
-            rank, world_size, lambda place: Announced(place, 5 + place[0]), make=asking, inspect=lambda _, m: m.expected
-        )
-
-    assert [rank["inspected"] for rank in run_processes(run, 2)] == [10, 10]
-
-
-# What counts steps goes on in idle batches
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(distribution: str, tmp_path: Path) -> None:
-    """Checkpoints, validation, learning rates, early stopping and the progress bar, some in idle batches."""
-
-    def scheduled(distribution: str, seed: int) -> Any:
-        base = type(noting(distribution, seed=seed))
-
-        class Scheduled(base):  # type: ignore[misc, valid-type]
-            def configure_optimizers(self) -> Any:
-                optimizer = super().configure_optimizers()
-                lr = torch.optim.lr_scheduler
-                by_step = {"scheduler": lr.StepLR(optimizer, 1, gamma=0.99), "interval": "step"}
-                by_epoch = {"scheduler": lr.StepLR(optimizer, 1, gamma=0.5), "interval": "epoch"}
-                return [optimizer], [by_step, by_epoch]
-
-        return Scheduled()
-
-    def run(rank: int, world_size: int) -> dict[str, Any]:
-        pl = importlib.import_module(distribution)
+        callbacks = importlib.import_module(LIGHTNING).callbacks
         saved: list[int] = []
 
-        class Noting(pl.callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
+        class Noting(callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
             def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
                 saved.append(trainer.global_step)
                 super()._save_checkpoint(trainer, filepath)
 
-        callbacks = [
-            Noting(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1),
-            pl.callbacks.EarlyStopping("val", patience=3, min_delta=10.0),
-            pl.callbacks.LearningRateMonitor(),
-        ]
-        logger = importlib.import_module(f"{distribution}.loggers").CSVLogger(tmp_path / str(rank))
         result = run_fit(
             rank,
             world_size,
             partial(uneven_streams, 5, 25),
-            distribution,
-            make=scheduled,
+            make=of_module(configure_optimizers=scheduled),
             inspect=lambda trainer, module: (
                 saved,
                 trainer.optimizers[0].param_groups[0]["lr"],
-                [s.last_epoch for s in (c.scheduler for c in trainer.lr_scheduler_configs)],
+                [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs],
             ),
-            callbacks=callbacks,
-            logger=logger,
+            callbacks=[
+                Noting(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1),
+                callbacks.EarlyStopping("val", patience=3, min_delta=10.0),
+                callbacks.LearningRateMonitor(),
+            ],
+            logger=importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank), "", ""),
             enable_checkpointing=True,
             enable_progress_bar=True,
             max_epochs=9,
             val_check_interval=4,
-            log_every_n_steps=2,
+            log_every_n_steps=1,
         )
         result["common"]["inspected"] = result["inspected"]
         return result
@@ -237,58 +444,17 @@ def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(distribu
     ranks = run_processes(run, 2)
     common = assert_together(ranks)
     saved, lr, made = common["inspected"]
-    steps = common["global_step"]
-    assert len(ranks[0]["idle"]) > 5
+    steps, idle = common["global_step"], ranks[0]["idle"]
+    assert len(idle) > 5
     assert saved == list(range(3, steps + 1, 3))
     assert {f"step={step}.ckpt" for step in saved} == {path.name for path in tmp_path.glob("*.ckpt")}
     assert made == [steps, len(epochs(common))]
     assert lr == pytest.approx(0.05 * 0.99**steps * 0.5 ** len(epochs(common)))
     assert all((index + 1) % 4 == 0 for _, index in common["validated"])
     assert 1 < common["epoch"] < 9, "early stopping stopped all of them"
-
-
-@pytest.mark.parametrize("max_steps", [6, 8, 9, 10, 11])
-def test_a_limit_of_steps_is_reached_by_all_in_idle_batches_too(max_steps: int) -> None:
-    ranks = fit(2, partial(uneven_streams, 5, 25), max_steps=max_steps, max_epochs=-1)
-    common = assert_together(ranks)
-    assert common["inner_steps"] == common["global_step"] == max_steps
-
-
-@pytest.mark.parametrize("lengths", [(5, 30), (6, 30), (30, 7)])
-def test_accumulated_batches_count_as_in_groups_that_train(lengths: tuple[int, int]) -> None:
-    ranks = fit(2, partial(uneven_streams, *lengths), accumulate_grad_batches=3, max_epochs=3)
-    common = assert_together(ranks)
-    assert common["inner_steps"] == common["global_step"]
-    assert all(length % 3 == 0 for length in epochs(common)), "an epoch ends with a whole step"
-    assert common["global_step"] == sum(epochs(common)) // 3
-
-
-def test_the_last_batch_of_a_known_length_ends_an_accumulation_in_idle_groups_too() -> None:
-    def loader(place: Place) -> Any:
-        return Announced(place, 10 - 4 * place[0], announced=10)
-
-    ranks = fit(2, loader, accumulate_grad_batches=4, max_epochs=2)
-    common = assert_together(ranks)
-    assert epochs(common) == [10, 10]
-    assert common["global_step"] == common["inner_steps"] == 6
-
-
-def test_idle_batches_in_manual_optimization_count_as_many_steps_as_others() -> None:
-    ranks = fit(2, partial(uneven_streams, 5, 25), make=gan)
-    common = assert_together(ranks)
-    assert epochs(common) == [10, 8]
-    assert common["global_step"] == 2 * common["inner_steps"] == 36
-
-
-def test_nothing_is_logged_again_for_an_idle_batch(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> dict[str, Any]:
-        logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank), "", "")
-        loader = partial(uneven_streams, 5, 25)
-        return run_fit(rank, world_size, loader, logger=logger, log_every_n_steps=1, max_epochs=1)
-
-    assert_together(run_processes(run, 2))
     with (tmp_path / "0" / "metrics.csv").open() as file:
-        assert [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]] == [0, 1, 2, 3, 4]
+        logged = [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]]
+    assert logged == [step for step in range(steps) if step + 1 not in idle], "nothing is logged again when idle"
 
 
 def test_a_tuner_trains_each_rank_for_itself_and_the_fit_after_it_ends_together(
@@ -296,24 +462,20 @@ def test_a_tuner_trains_each_rank_for_itself_and_the_fit_after_it_ends_together(
 ) -> None:
     """It takes all callbacks away, so nobody counts idle batches; losses per epoch are reduced over all ranks."""
     monkeypatch.chdir(tmp_path)
-
-    def tuned(distribution: str, seed: int) -> Any:
-        base = type(noting(distribution, seed=seed))
-
-        class Tuned(base):  # type: ignore[misc, valid-type]
-            lr = 0.05
-
-            def on_train_start(self) -> None:
-                self.batches.clear()
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-        return Tuned()
+    tuned = of_module(
+        on_train_start=lambda self: self.batches.clear(),
+        configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=getattr(self, "lr", 0.05)),
+    )
 
     def run(rank: int, world_size: int) -> dict[str, Any]:
         finder = importlib.import_module(f"{LIGHTNING}.callbacks").LearningRateFinder(num_training_steps=20)
-        return run_fit(rank, world_size, partial(uneven_streams, 7, 10), make=tuned, callbacks=[finder])
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            module = tuned(*args, **kwargs)
+            module.lr = 0.05
+            return module
+
+        return run_fit(rank, world_size, partial(uneven_streams, 7, 10), make=make, callbacks=[finder])
 
     assert epochs(assert_together(run_processes(run, 2))) == [10, 10]
 
@@ -333,115 +495,105 @@ def test_a_fit_leaves_nothing_behind_and_the_next_agrees_anew() -> None:
     assert run_processes(run, 2) == [(8, 13), (8, 13)]
 
 
-# What hooks and loaders see
+def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
+    """Its loader takes a second to end. Meanwhile the other group trains up to its next launch and beyond."""
+    ended: list[float] = []
+
+    class Slow(Stream):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            yield from super().__iter__()
+            if self.place[0] == 0:
+                time.sleep(1.0)
+                ended.append(time.monotonic())
+
+    def run(rank: int, world_size: int) -> list[float]:
+        run_fit(
+            rank,
+            world_size,
+            lambda place: DataLoader(Slow(place, 60 if place[0] else 5), batch_size=None),
+            make=of_module(on_train_batch_end=lambda self, *_: ended.append(time.monotonic())),
+            choices={**CHOICES, "sync_every": 20},
+            max_epochs=1,
+        )
+        return ended
+
+    first, second = run_processes(run, 2)
+    assert second[20] < first[4] < second[21], "it launched after 20, and waits for its landing after 22"
+    assert len(second) == 22
 
 
-def test_a_batch_of_none_from_a_loader_counts_as_idle_in_its_group() -> None:
-    class Gaps(Stream):
-        def __iter__(self) -> Iterator[Any]:
-            for index, parts in enumerate(super().__iter__()):
-                yield None if self.place[0] == 1 and index in (2, 3) else parts
-
-    ranks = fit(2, lambda place: DataLoader(Gaps(place, 100), batch_size=None), max_steps=10)
-    assert assert_together(ranks)["inner_steps"] == 10
-    assert [rank["idle"] for rank in ranks] == [[], [3, 4]]
+# Equal lengths that nobody knows
 
 
-def test_hooks_that_move_batches_do_not_see_idle_ones() -> None:
-    def moving(distribution: str, seed: int) -> Any:
-        base = type(noting(distribution, seed=seed))
+def recording(distribution: str, seed: int, kind: str) -> Any:
+    """A module that notes when which hook ran, with the learning rates."""
+    base = type((gan if kind == "manual" else noting)(distribution, seed=seed))
 
-        class Moving(base):  # type: ignore[misc, valid-type]
-            def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-                return [part.to(device) for part in batch]
+    class Recording(base):  # type: ignore[misc, valid-type]
+        def configure_optimizers(self) -> Any:
+            configured = super().configure_optimizers()
+            optimizers = configured if isinstance(configured, list) else [configured]
+            lr = torch.optim.lr_scheduler
+            by_step = {"scheduler": lr.StepLR(optimizers[0], 1, gamma=0.99), "interval": "step"}
+            by_epoch = {"scheduler": lr.StepLR(optimizers[0], 1, gamma=0.5), "interval": "epoch"}
+            return optimizers, [by_step, by_epoch]
 
-            def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-                return [part + 0 for part in batch]
+        def note(self, name: str) -> None:
+            trainer = self.trainer
+            rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers]
+            at = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, trainer.global_step
+            self.noted.append((name, *at, trainer.is_last_batch, *rates))
 
-        return Moving()
+        def on_train_start(self) -> None:
+            self.noted: list[Any] = []
 
-    ranks = fit(2, partial(uneven_streams, 5, 25), make=moving, max_epochs=1)
-    assert assert_together(ranks)["inner_steps"] == 10
-    assert len(ranks[0]["idle"]) == 5
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.note("batch")
 
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.note("step")
 
-def test_several_loaders_in_one_are_one() -> None:
-    def several(distribution: str, seed: int) -> Any:
-        base = type(noting(distribution, seed=seed))
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.note("batch ended")
 
-        class Several(base):  # type: ignore[misc, valid-type]
-            def training_step(self, parts: Any, index: int) -> Any:
-                return super().training_step(parts["a"], index) + super(base, self).training_step(parts["b"], index)
+        def on_train_epoch_end(self) -> None:
+            self.note("epoch")
 
-        return Several()
+        def on_validation_epoch_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                self.note("validation")
 
-    def loader(place: Place) -> Any:
-        return {"a": stream(place, 5), "b": stream(place, 3 + 4 * place[0])}
+        def on_train_end(self) -> None:
+            self.note("end")
 
-    ranks = fit(2, loader, make=several, max_epochs=1)
-    assert_together(ranks)
-    # The longest decides within a group.
-    assert [len(rank["idle"]) for rank in ranks] == [2, 0]
-
-
-def taking(distribution: str, seed: int) -> Any:
-    """A module that takes its batches from the iterator."""
-    base = type(noting(distribution, seed=seed))
-
-    class Taking(base):  # type: ignore[misc, valid-type]
-        def training_step(self, dataloader_iter: Any) -> Any:
-            parts, index, _ = next(dataloader_iter)
-            return super().training_step(parts, index)
-
-    return Taking()
+    return Recording()
 
 
-def test_known_lengths_hold_for_a_training_step_that_takes_its_batches_itself() -> None:
-    ranks = fit(2, lambda place: Announced(place, 7 + 3 * place[0]), make=taking)
-    assert epochs(assert_together(ranks)) == [7, 7]
+AS_WITH_DDP: list[tuple[dict[str, Any], str]] = [
+    ({"max_steps": 21, "max_epochs": -1}, "plain"),
+    ({"max_steps": 24, "max_epochs": -1}, "plain"),
+    ({"max_epochs": 3, "val_check_interval": 3}, "plain"),
+    ({"max_epochs": 3, "val_check_interval": 4}, "plain"),
+    ({"max_epochs": 3, "val_check_interval": 5, "check_val_every_n_epoch": None}, "plain"),
+    ({"max_epochs": 3, "check_val_every_n_epoch": 2}, "plain"),
+    ({"max_epochs": 2, "accumulate_grad_batches": 3}, "plain"),
+    ({"max_steps": 5, "max_epochs": -1, "accumulate_grad_batches": 3}, "plain"),
+    ({"max_steps": 48, "max_epochs": -1}, "manual"),
+    ({"max_epochs": 2, "min_epochs": 2, "limit_train_batches": 6}, "plain"),
+]
 
 
-def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_with_an_error() -> None:
-    def run(rank: int, world_size: int) -> dict[str, Any]:
-        choices = {**CHOICES, "timeout": timedelta(seconds=3)}
-        return run_fit(rank, world_size, partial(uneven_streams, 7, 10), make=taking, choices=choices)
+def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp() -> None:
+    def run(rank: int, world_size: int) -> Any:
+        told = []
+        for choices, kind in AS_WITH_DDP:
+            for strategy in ("ddp", fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 20})):
+                model = recording(LIGHTNING, rank, kind)
+                trainer = fits.trainer(strategy=strategy, devices=world_size, num_sanity_val_steps=0, **choices)
+                trainer.fit(model, stream((rank, 0, 1), 8), stream((9, 0, 1), 2))
+                told.append((model.noted, trainer.global_step, trainer.current_epoch))
+        return told
 
-    errors = run_processes(run, 2, expect_failure=True)
-    assert sorted(errors) == [0, 1]
-
-
-# Requests
-
-
-class Launching:
-    """As much of an engine as requests need."""
-
-    def __init__(self) -> None:
-        self.inner_steps = 0
-        self.pending = 0
-
-    def request(self, bits: int) -> None:
-        self.pending |= bits
-
-    def withdraw(self, bits: int) -> None:
-        self.pending &= ~bits
-
-
-def landing(launched_at: int, requests: int) -> Any:
-    """As much of a landing as requests need."""
-    return SimpleNamespace(launched_at=launched_at, requests=requests)
-
-
-def test_what_was_launched_before_or_with_the_end_of_an_epoch_does_not_end_the_next() -> None:
-    engine = Launching()
-    requests = Requests(engine)  # type: ignore[arg-type]
-    engine.inner_steps = 10
-    assert requests.land([landing(8, Request.END_EPOCH)]) == Request.END_EPOCH
-    for launched_at in (9, 10):
-        engine.inner_steps = launched_at + 2
-        assert requests.land([landing(launched_at, Request.END_EPOCH)]) == 0
-    engine.inner_steps = 13
-    assert requests.land([landing(11, Request.END_EPOCH)]) == Request.END_EPOCH
-    requests.ask(Request.END_EPOCH)
-    requests.settle(Request.END_EPOCH)
-    assert engine.pending == 0
+    for told in run_processes(run, 2, timeout=120.0):
+        for choices, ddp, ours in zip(AS_WITH_DDP, told[::2], told[1::2], strict=True):
+            assert ours == ddp, choices

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from tests.fits import LIGHTNING
 from tests.lightning.uneven_fits import (
     CHOICES,
-    DISTRIBUTIONS,
     Announced,
     Place,
     Stateful,
@@ -25,6 +24,8 @@ from tests.lightning.uneven_fits import (
     stream,
 )
 from tests.ranks import run_processes
+
+DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
 
 
 def dropping(distribution: str, seed: int) -> Any:

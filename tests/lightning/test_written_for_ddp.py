@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_sdiloco.lightning.host.single_rank import SingleRankDDP
+from lightning_sdiloco.lightning.host.ddp import SingleRankDDP
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes

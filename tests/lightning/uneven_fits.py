@@ -13,7 +13,6 @@ from tests.fits import LIGHTNING
 from tests.ranks import run_processes
 from tests.training import batch
 
-DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": [["*"]]}
 Place = tuple[int, int, int]
 
@@ -122,6 +121,11 @@ class Warned(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
 
+    def taken(self) -> list[str]:
+        """What was said up to now, and no more."""
+        logging.getLogger("lightning_sdiloco.lightning.host").removeHandler(self)
+        return self.texts
+
 
 def run_fit(
     rank: int,
@@ -162,7 +166,7 @@ def run_fit(
         "outer": strategy.outer_state_dict(),
         "model": {name: p.detach().clone() for name, p in model.named_parameters()},
         "idle": model.idle,
-        "warned": warned.texts,
+        "warned": warned.taken(),
         "inspected": inspect(trainer, model),
     }
 

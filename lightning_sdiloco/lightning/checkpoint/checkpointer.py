@@ -20,7 +20,7 @@ from lightning_sdiloco.engine import (
 )
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
 from lightning_sdiloco.lightning.collectives import waiting_for_all
-from lightning_sdiloco.lightning.host.logged_metrics import load_metrics_state_dict, metrics_state_dict
+from lightning_sdiloco.lightning.host.resumed import load_metrics_state_dict, metrics_state_dict
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat
 from lightning_sdiloco.lightning.options import CurrentOptions
 from lightning_sdiloco.lightning.requests import Requests

@@ -22,7 +22,7 @@ from lightning_sdiloco.engine import Landing, StreamingDiLoCo, files, write_comm
 from lightning_sdiloco.lightning.arguments import document, refuse_unknown
 from lightning_sdiloco.lightning.collectives import BatchWatch, waiting_for_all
 from lightning_sdiloco.lightning.fabric.loop import Loop
-from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
+from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
 from lightning_sdiloco.lightning.host.patching import check_fabric
 from lightning_sdiloco.lightning.model_format.whole_model import WholeModel, check_ddp_kwargs
 from lightning_sdiloco.lightning.options import Options

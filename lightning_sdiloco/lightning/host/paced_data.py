@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_sdiloco.engine import DroppingLoader, StreamingDiLoCo
-from lightning_sdiloco.lightning.host.ended_data import YIELDED_NONE
+from lightning_sdiloco.lightning.host.epochs import YIELDED_NONE
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
 
 

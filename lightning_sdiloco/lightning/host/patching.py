@@ -61,6 +61,7 @@ _MESH = "configure_model gets no device mesh of its worker group"
 _STARTED = "processes are started in another way than start_method says"
 _SIMULATED = "sdiloco simulate does not run"
 _BY_CLOCK = "validation that goes by the clock is not refused, and worker groups wait for each other in it"
+_VALIDATED = "worker groups do not validate after the same batch"
 _SHOWN = "validation sees the local model of each worker group, and callbacks that swap weights in it break training"
 _COMPUTED = "a metric that is computed in a batch waits for all worker groups"
 _BROADCAST = "all worker groups may wait for each other before every batch"
@@ -69,124 +70,103 @@ _SAVED_BY_TIME = "a train_time_interval of a checkpoint makes all worker groups 
 _CONNECTOR = "trainer._signal_connector"
 _FIT_LOOP = "trainer.fit_loop"
 _EPOCH_LOOP = "trainer.fit_loop.epoch_loop"
-_VAL_LOOP = "trainer.fit_loop.epoch_loop.val_loop"
 _MODULE = "trainer.lightning_module"
 _STRATEGY = "trainer.strategy"
 _RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
-_FETCHERS = "lightning.pytorch.loops.fetchers"
-_FETCHER = "lightning.pytorch.loops.fetchers._PrefetchDataFetcher"
-_METRIC = "torchmetrics.SumMetric"
 
 FABRIC = "Fabric's DDPStrategy"
 """Stands for the base class of Fabric's strategy, which has the name of another class."""
 
 _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
+
+def _at(place: str, use: Use, without: str, *names: str, optional: bool = False, first: str = OLDEST) -> list[HostName]:
+    return [HostName(place, name, use, without, optional, first) for name in names]
+
+
 REGISTER = (
     # Trainer and LightningModule
-    HostName("trainer", "_signal_connector", "used", _SIGNALS),
-    HostName("trainer", "_logger_connector", "used", _METRICS),
-    HostName("trainer", "_data_connector", "used", _PACED),
-    HostName("trainer._data_connector", "_prepare_dataloader", "used", _PACED),
-    HostName("trainer", "_results", "used", "sdiloco simulate tells no validation", optional=True),
-    HostName("trainer", "_val_check_time_interval", "used", _BY_CLOCK, optional=True, first="2.6.0"),
-    HostName(_MODULE, "_trainer", "used", "the strategy cannot attach its callback, which makes the inner steps"),
-    HostName(_MODULE, "_current_fx_name", "used", "what is logged in a batch is reduced over all worker groups"),
-    HostName(_MODULE, "_device_mesh", "set", _MESH),
-    HostName(_MODULE, "forward", "patched", "a resumed fit adds the gradients of its first step in another order"),
-    HostName(_MODULE, "log", "patched", _SIMULATED),
-    HostName(_MODULE, "log_dict", "patched", _SIMULATED),
-    HostName("trainer", "save_checkpoint", "patched", "a checkpoint before the first landing holds one group's values"),
+    *_at("trainer", "used", _SIGNALS, "_signal_connector"),
+    *_at("trainer", "used", _METRICS, "_logger_connector"),
+    *_at("trainer", "used", _PACED, "_data_connector"),
+    *_at("trainer._data_connector", "used", _PACED, "_prepare_dataloader"),
+    *_at("trainer", "used", "sdiloco simulate tells no validation", "_results", optional=True),
+    *_at("trainer", "used", _BY_CLOCK, "_val_check_time_interval", optional=True, first="2.6.0"),
+    *_at("trainer", "patched", "a checkpoint before the first landing holds one group's values", "save_checkpoint"),
+    *_at(_MODULE, "used", "the strategy cannot attach its callback, which makes the inner steps", "_trainer"),
+    *_at(_MODULE, "used", "what is logged in a batch is reduced over all worker groups", "_current_fx_name"),
+    *_at(_MODULE, "set", _MESH, "_device_mesh"),
+    *_at(_MODULE, "patched", "a resumed fit adds the gradients of its first step in another order", "forward"),
+    *_at(_MODULE, "patched", _SIMULATED, "log", "log_dict"),
     # Signals
-    HostName(_CONNECTOR, "_sigterm_notifier_fn", "patched", _SIGNALS),
-    HostName(_CONNECTOR, "_slurm_sigusr_handler_fn", "patched", _SIGNALS),
-    HostName(_EPOCH_LOOP, "_broadcast_sigterm_tensor", "patched", _BROADCAST, optional=True, first="2.5.2"),
-    HostName(_EPOCH_LOOP, "on_advance_end", "patched", _SAME_END),
-    HostName(_EPOCH_LOOP, "_is_training_done", "used", _SAME_END),
-    HostName(_FIT_LOOP, "on_advance_end", "patched", _SAME_END),
+    *_at(_CONNECTOR, "patched", _SIGNALS, "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
+    *_at(_EPOCH_LOOP, "patched", _BROADCAST, "_broadcast_sigterm_tensor", optional=True, first="2.5.2"),
+    *_at(_EPOCH_LOOP, "patched", _SAME_END, "on_advance_end"),
+    *_at(_EPOCH_LOOP, "used", _SAME_END, "_is_training_done"),
+    *_at(_FIT_LOOP, "patched", _SAME_END, "on_advance_end"),
     # Batches and epochs
-    HostName(_FIT_LOOP, "setup_data", "patched", _UNEVEN),
-    HostName(_FIT_LOOP, "on_save_checkpoint", "patched", "the state of a loader is saved a batch ahead of training"),
-    HostName(_FIT_LOOP, "_data_fetcher", "used", _UNEVEN),
-    HostName(_FIT_LOOP, "_combined_loader", "used", _UNEVEN),
-    HostName(_FETCHERS, "_DataLoaderIterDataFetcher", "used", _UNEVEN),
-    HostName(_FETCHER, "_start_profiler", "used", _UNEVEN),
-    HostName(_FETCHER, "_stop_profiler", "used", _UNEVEN),
-    HostName(_EPOCH_LOOP, "_num_ready_batches_reached", "used", "worker groups do not end an epoch together"),
-    HostName(_EPOCH_LOOP, "_should_check_val_fx", "patched", "worker groups do not validate after the same batch"),
-    HostName(_EPOCH_LOOP, "_should_check_val_epoch", "used", "worker groups do not validate after the same batch"),
-    *(
-        HostName(loop, name, "patched", _SHOWN)
-        for loop in (_VAL_LOOP, "trainer.validate_loop", "trainer.test_loop", "trainer.predict_loop")
-        for name in ("run", "on_run_start")
-    ),
-    HostName(_EPOCH_LOOP, "_should_accumulate", "used", _IDLE),
-    HostName(_EPOCH_LOOP, "_batches_that_stepped", "used", "landings are logged at other steps than the user's own"),
-    HostName(_EPOCH_LOOP, "_warning_cache", "used", _IDLE),
-    HostName(_FIT_LOOP, "reset", "patched", _EPOCHS),
-    HostName(_FIT_LOOP, "on_advance_start", "patched", _EPOCHS),
-    HostName(_FIT_LOOP, "_restarting", "used", _EPOCHS),
-    HostName(_FIT_LOOP, "restarted_mid_epoch", "used", _EPOCHS),
-    HostName(_FIT_LOOP, "reset_restart_stage", "used", _EPOCHS),
-    HostName(_FIT_LOOP, "is_resuming", "used", _EPOCHS, optional=True, first="2.5.3"),
-    HostName(_EPOCH_LOOP, "run", "patched", _UNEVEN),
-    HostName(_EPOCH_LOOP, "reset", "patched", _EPOCHS),
-    HostName(_EPOCH_LOOP, "advance", "patched", _EPOCHS),
-    HostName(_EPOCH_LOOP, "restarted_on_train_batch_end", "used", _EPOCHS),
+    *_at(_FIT_LOOP, "patched", _UNEVEN, "setup_data"),
+    *_at(_FIT_LOOP, "patched", "the state of a loader is saved a batch ahead of training", "on_save_checkpoint"),
+    *_at(_FIT_LOOP, "used", _UNEVEN, "_data_fetcher", "_combined_loader"),
+    *_at("lightning.pytorch.loops.fetchers", "used", _UNEVEN, "_DataLoaderIterDataFetcher"),
+    *_at("lightning.pytorch.loops.fetchers._PrefetchDataFetcher", "used", _UNEVEN, "_start_profiler", "_stop_profiler"),
+    *_at(_STRATEGY, "patched", _UNEVEN, "reduce", "barrier"),
+    *_at(_EPOCH_LOOP, "used", "worker groups do not end an epoch together", "_num_ready_batches_reached"),
+    *_at(_EPOCH_LOOP, "patched", _VALIDATED, "_should_check_val_fx"),
+    *_at(_EPOCH_LOOP, "used", _VALIDATED, "_should_check_val_epoch"),
+    *_at(_EPOCH_LOOP, "used", _IDLE, "_should_accumulate", "_warning_cache"),
+    *_at(f"{_EPOCH_LOOP}.val_loop", "patched", _SHOWN, "run", "on_run_start"),
+    *_at("trainer.validate_loop", "patched", _SHOWN, "run", "on_run_start"),
+    *_at("trainer.test_loop", "patched", _SHOWN, "run", "on_run_start"),
+    *_at("trainer.predict_loop", "patched", _SHOWN, "run", "on_run_start"),
+    *_at(_FIT_LOOP, "patched", _EPOCHS, "reset", "on_advance_start"),
+    *_at(_FIT_LOOP, "used", _EPOCHS, "_restarting", "restarted_mid_epoch", "reset_restart_stage"),
+    *_at(_FIT_LOOP, "used", _EPOCHS, "is_resuming", optional=True, first="2.5.3"),
+    *_at(_EPOCH_LOOP, "patched", _EPOCHS, "reset", "advance"),
+    *_at(_EPOCH_LOOP, "used", _EPOCHS, "restarted_on_train_batch_end"),
     # Metrics
-    HostName(_EPOCH_LOOP, "_results", "used", _METRICS),
-    HostName(_EPOCH_LOOP, "_get_monitor_value", "patched", "learning rates on a plateau differ between worker groups"),
-    HostName("trainer._logger_connector", "_callback_metrics", "used", _METRICS),
-    HostName("trainer._logger_connector", "_first_loop_iter", "used", _METRICS),
-    HostName(_RESULT, "_Metadata", "used", _METRICS),
-    HostName(_RESULT, "_ResultMetric", "used", _METRICS),
-    HostName(_RESULT, "_Sync", "used", _METRICS),
-    HostName(f"{_RESULT}._Sync", "_should", "used", _METRICS),
-    HostName(_METRIC, "_forward_cache", "used", _METRICS),
-    HostName(_METRIC, "_update_count", "used", _METRICS),
-    HostName(_METRIC, "_defaults", "used", _METRICS),
-    HostName("torchmetrics.metric", "gather_all_tensors", "patched", _COMPUTED),
+    *_at(_EPOCH_LOOP, "used", "landings are logged at other steps than the user's own", "_batches_that_stepped"),
+    *_at(_EPOCH_LOOP, "used", _METRICS, "_results"),
+    *_at(_EPOCH_LOOP, "patched", "learning rates on a plateau differ between worker groups", "_get_monitor_value"),
+    *_at("trainer._logger_connector", "used", _METRICS, "_callback_metrics", "_first_loop_iter"),
+    *_at(_RESULT, "used", _METRICS, "_Metadata", "_ResultMetric", "_Sync"),
+    *_at(f"{_RESULT}._Sync", "used", _METRICS, "_should"),
+    *_at("torchmetrics.SumMetric", "used", _METRICS, "_forward_cache", "_update_count", "_defaults"),
+    *_at("torchmetrics.metric", "patched", _COMPUTED, "gather_all_tensors"),
     # Callbacks
-    HostName("ModelCheckpoint", "on_train_batch_end", "patched", "worker groups save at different steps"),
-    HostName("ModelCheckpoint", "_train_time_interval", "used", _SAVED_BY_TIME),
-    HostName("ModelCheckpoint", "_monitor_candidates", "patched", "every rank keeps other checkpoints as the best"),
-    HostName("ModelCheckpoint", "_save_last_checkpoint", "patched", "a rank that fails links to a file that is not"),
-    HostName("Timer", "_check_time_remaining", "patched", _TIME),
-    HostName("Timer", "_duration", "used", _TIME),
-    HostName("ProgressBar", "get_metrics", "patched", "the progress bar shows no outer step", optional=True),
-    HostName("WeightAveraging", "_average_model", "used", _AVERAGES, first="2.6.0"),
-    HostName("WeightAveraging", "_latest_update_step", "used", _AVERAGES, first="2.6.0"),
-    HostName("WeightAveraging", "should_update", "patched", _AVERAGES, first="2.6.0"),
-    HostName("WeightAveraging", "on_train_batch_end", "patched", _AVERAGES, first="2.6.0"),
-    HostName("WeightAveraging", "on_train_epoch_end", "patched", _AVERAGES, first="2.6.0"),
-    HostName("WeightAveraging", "on_train_end", "patched", _AVERAGES, first="2.6.0"),
-    HostName("WeightAveraging", "on_save_checkpoint", "patched", "checkpoints hold untrained weights", first="2.6.0"),
-    HostName("StochasticWeightAveraging", "_average_model", "used", _AVERAGES),
-    HostName("StochasticWeightAveraging", "on_train_epoch_start", "patched", _AVERAGES),
+    *_at("ModelCheckpoint", "patched", "worker groups save at different steps", "on_train_batch_end"),
+    *_at("ModelCheckpoint", "used", _SAVED_BY_TIME, "_train_time_interval"),
+    *_at("ModelCheckpoint", "patched", "every rank keeps other checkpoints as the best", "_monitor_candidates"),
+    *_at("ModelCheckpoint", "patched", "a rank that fails links to a file that is not", "_save_last_checkpoint"),
+    *_at("Timer", "patched", _TIME, "_check_time_remaining"),
+    *_at("Timer", "used", _TIME, "_duration"),
+    *_at("ProgressBar", "patched", "the progress bar shows no outer step", "get_metrics", optional=True),
+    *_at("WeightAveraging", "used", _AVERAGES, "_average_model", "_latest_update_step", first="2.6.0"),
+    *_at("WeightAveraging", "patched", _AVERAGES, "should_update", "on_train_batch_end", first="2.6.0"),
+    *_at("WeightAveraging", "patched", _AVERAGES, "on_train_epoch_end", "on_train_end", first="2.6.0"),
+    *_at("WeightAveraging", "patched", "checkpoints hold untrained weights", "on_save_checkpoint", first="2.6.0"),
+    *_at("StochasticWeightAveraging", "used", _AVERAGES, "_average_model"),
+    *_at("StochasticWeightAveraging", "patched", _AVERAGES, "on_train_epoch_start"),
     # Strategies and launchers
-    HostName(_STRATEGY, "_configure_launcher", "overridden", "worker groups of unequal size are not refused at once"),
-    HostName(_STRATEGY, "_launcher", "set", _STARTED),
-    HostName(_STRATEGY, "reduce", "patched", _UNEVEN),
-    HostName(_STRATEGY, "barrier", "patched", _UNEVEN),
-    HostName("CheckpointIO", "save_checkpoint", "patched", "folders beside checkpoints are removed too early"),
-    HostName("DDPStrategy", "_setup_model", "overridden", _GROUPS),
-    HostName("DDPStrategy", "_register_ddp_hooks", "overridden", _SIMULATED, optional=True),
-    HostName("DDPStrategy", "_ddp_kwargs", "used", _GROUPS),
-    HostName("DDPStrategy", "_ddp_comm_hook", "used", _GROUPS),
-    HostName("DDPStrategy", "_ddp_comm_state", "used", _GROUPS),
-    HostName("DDPStrategy", "_start_method", "used", _STARTED),
-    HostName("ModelParallelStrategy", "_setup_distributed", "used", "the processes are not connected"),
-    HostName("ModelParallelStrategy", "_device_mesh", "set", _MESH),
-    HostName("lightning.pytorch.strategies.launchers", "_MultiProcessingLauncher", "used", _STARTED),
-    HostName("_MultiProcessingLauncher", "_wrapping_function", "overridden", "a terminated process goes unnoticed"),
-    HostName("_MultiProcessingLauncher", "_start_method", "used", "processes of a forkserver share their parameters"),
-    HostName("_MultiProcessingLauncher", "_strategy", "used", "a terminated process goes unnoticed"),
-    HostName(FABRIC, "_configure_launcher", "overridden", "worker groups of unequal size are not refused at once"),
-    HostName(FABRIC, "_ddp_kwargs", "used", _GROUPS),
-    HostName(FABRIC, "_set_world_ranks", "used", "ranks of several nodes cannot meet before they are connected"),
+    *_at(_STRATEGY, "overridden", "worker groups of unequal size are not refused at once", "_configure_launcher"),
+    *_at(_STRATEGY, "set", _STARTED, "_launcher"),
+    *_at("CheckpointIO", "patched", "folders beside checkpoints are removed too early", "save_checkpoint"),
+    *_at("DDPStrategy", "overridden", _GROUPS, "_setup_model"),
+    *_at("DDPStrategy", "overridden", _SIMULATED, "_register_ddp_hooks", optional=True),
+    *_at("DDPStrategy", "used", _GROUPS, "_ddp_kwargs", "_ddp_comm_hook", "_ddp_comm_state"),
+    *_at("DDPStrategy", "used", _STARTED, "_start_method"),
+    *_at("ModelParallelStrategy", "used", "the processes are not connected", "_setup_distributed"),
+    *_at("ModelParallelStrategy", "set", _MESH, "_device_mesh"),
+    *_at("lightning.pytorch.strategies.launchers", "used", _STARTED, "_MultiProcessingLauncher"),
+    *_at("_MultiProcessingLauncher", "overridden", "a terminated process goes unnoticed", "_wrapping_function"),
+    *_at("_MultiProcessingLauncher", "used", "processes of a forkserver share their parameters", "_start_method"),
+    *_at("_MultiProcessingLauncher", "used", "a terminated process goes unnoticed", "_strategy"),
+    *_at(FABRIC, "overridden", "worker groups of unequal size are not refused at once", "_configure_launcher"),
+    *_at(FABRIC, "used", _GROUPS, "_ddp_kwargs"),
+    *_at(FABRIC, "used", "ranks of several nodes cannot meet before they are connected", "_set_world_ranks"),
     # The command line, which `sdiloco simulate` uses
-    HostName("LightningCLI", "_get", "used", _SIMULATED),
-    HostName("LightningCLI", "_run_subcommand", "overridden", "sdiloco simulate trains where it should only read"),
+    *_at("LightningCLI", "used", _SIMULATED, "_get"),
+    *_at("LightningCLI", "overridden", "sdiloco simulate trains where it should only read", "_run_subcommand"),
 )
 
 

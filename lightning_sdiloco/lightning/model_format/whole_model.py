@@ -17,8 +17,7 @@ from typing_extensions import override
 from lightning_sdiloco.comm import GroupLayout, Topology
 from lightning_sdiloco.engine import align_model
 from lightning_sdiloco.lightning.checkpoint.placement import Placing
-from lightning_sdiloco.lightning.host.ddp_buckets import fix_bucket_order
-from lightning_sdiloco.lightning.host.single_rank import SingleRankDDP, has_nothing_to_average
+from lightning_sdiloco.lightning.host.ddp import SingleRankDDP, fix_bucket_order, has_nothing_to_average
 from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat, Save, by_node_or_device
 
 _log = logging.getLogger(__name__)

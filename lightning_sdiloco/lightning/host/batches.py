@@ -1,0 +1,133 @@
+"""Replaces, for the time of a fit, what Lightning and torchmetrics do over all ranks at every batch.
+
+[Note: silence between launches] Lightning broadcasts to all ranks before every batch whether rank 0 was terminated, and
+after every batch whether a time limit or a checkpoint's time interval has passed. Each broadcast would make every
+worker group wait for the slowest one at every step. Here these decisions travel in the control vector of the next
+launch instead, and all ranks act on them after the same inner step, when that launch lands.
+
+[Note: nothing in users' objects] What metrics and synchronised BatchNorm gather is kept in the group by replacing it in
+their libraries, not in the objects of users: a process group in a metric or in a layer would be found by whoever copies
+or pickles it, such as a checkpoint whose hyperparameters hold a metric.
+"""
+
+import importlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_sdiloco.lightning.collectives import in_batch
+from lightning_sdiloco.lightning.host.patching import replace
+from lightning_sdiloco.lightning.monitor import fitting
+from lightning_sdiloco.lightning.requests import MOST_CHECKPOINTS, Request, Requests
+from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
+
+# Columns that a bar of Rich takes for all but the metrics.
+_BESIDE_METRICS = 66
+
+
+def keep_batches_silent(
+    undo: ExitStack,
+    trainer: Any,
+    groups: ConnectedGroups,
+    requests: Requests,
+    progress: Callable[[], dict[str, str]],
+) -> None:
+    """Replaces what would wait for all ranks at every batch; see [Note: silence between launches]."""
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        replace(undo, loop, "_broadcast_sigterm_tensor", lambda: None)
+    _decide_by_the_clock_together(undo, trainer, requests)
+    _monitor_means(undo, trainer, groups)
+    _keep_in_group(undo, trainer, groups.topology.in_group.process_group)
+    if (bar := trainer.progress_bar_callback) is not None:
+        replace(undo, bar, "get_metrics", partial(_shown, bar, bar.get_metrics, progress))
+
+
+def _those_with(trainer: Any, name: str) -> list[Any]:
+    return [callback for callback in trainer.callbacks if hasattr(callback, name)]
+
+
+def _decide_by_the_clock_together(undo: ExitStack, trainer: Any, requests: Requests) -> None:
+    def check(timer: Any, original: Callable[[Any], None], trainer: Any) -> None:
+        if not in_batch(trainer.lightning_module):
+            original(trainer)
+        elif timer.time_elapsed() >= timer._duration:
+            requests.ask(Request.TIME_LIMIT)
+
+    for timer in _those_with(trainer, "_check_time_remaining"):
+        replace(undo, timer, "_check_time_remaining", partial(check, timer, timer._check_time_remaining))
+    by_time = [
+        saver for saver in _those_with(trainer, "_train_time_interval") if saver._train_time_interval is not None
+    ]
+    if len(by_time) > MOST_CHECKPOINTS:
+        raise ValueError(
+            f"{len(by_time)} ModelCheckpoint callbacks have a train_time_interval; worker groups can agree on at"
+            f" most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
+        )
+    for index, saver in enumerate(by_time):
+        hook = partial(requests.decide_checkpoint, index, saver.on_train_batch_end)
+        replace(undo, saver, "on_train_batch_end", hook)
+
+
+def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
+    """Lets what is saved or scheduled by a metric that groups logged go by its mean over all ranks."""
+
+    def monitored(original: Callable[[str], Any], key: str) -> Any:
+        value = original(key)
+        if any(config.monitor == key and config.interval == "step" for config in trainer.lr_scheduler_configs):
+            return value
+        return groups.mean_over_all({key: float(value)} if value is not None else {}).get(key, value)
+
+    def candidates(original: Callable[[Any], dict[str, Any]], trainer: Any) -> dict[str, Any]:
+        found = original(trainer)
+        means = groups.mean_over_all({name: float(of) for name, of in found.items() if isinstance(of, Tensor)})
+        return {
+            name: value.new_tensor(means[name]) if name in means and value.is_floating_point() else value
+            for name, value in found.items()
+        }
+
+    def save_last(original: Callable[..., None], *args: Any) -> None:
+        # After an exception no checkpoint was written, so there is none to which the last one could be a link.
+        if not groups.is_alone:
+            original(*args)
+
+    loop = trainer.fit_loop.epoch_loop
+    replace(undo, loop, "_get_monitor_value", partial(monitored, loop._get_monitor_value))
+    for saver in _those_with(trainer, "_monitor_candidates"):
+        replace(undo, saver, "_monitor_candidates", partial(candidates, saver._monitor_candidates))
+    for saver in _those_with(trainer, "_save_last_checkpoint"):
+        replace(undo, saver, "_save_last_checkpoint", partial(save_last, saver._save_last_checkpoint))
+
+
+def _keep_in_group(undo: ExitStack, trainer: Any, own: Any) -> None:
+    """Keeps metrics and synchronised BatchNorm in the worker group; see [Note: nothing in users' objects]."""
+    if own is None:
+        return
+    # Each metric without a `dist_sync_fn` of its own looks it up there, whether it is part of the module or not.
+    metrics: Any = importlib.import_module("torchmetrics.metric")
+    gather_all, normalise = metrics.gather_all_tensors, nn.SyncBatchNorm.forward
+
+    def gather(result: Tensor, group: Any = None) -> Any:
+        return gather_all(result, own if group is None and in_batch(trainer.lightning_module) else group)
+
+    def forward(layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+        before, layer.process_group = layer.process_group, own
+        try:
+            return normalise(layer, x)
+        finally:
+            layer.process_group = before
+
+    replace(undo, metrics, "gather_all_tensors", gather)
+    replace(undo, nn.SyncBatchNorm, "forward", forward)
+
+
+def _shown(
+    bar: Any, original: Callable[..., dict[str, Any]], progress: Callable[[], dict[str, str]], *args: Any
+) -> dict[str, Any]:
+    """Returns the metrics of a progress bar, with the outer step and the fragments in flight."""
+    console = getattr(getattr(bar, "progress", None), "console", None)
+    entries = progress()
+    return {**original(*args), **(entries if console is None else fitting(entries, console.width - _BESIDE_METRICS))}
