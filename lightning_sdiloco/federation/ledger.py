@@ -105,15 +105,12 @@ class Ledger:
         for own in contributions:
             if Position(own.round - 1, own.previous) == self.closed[own.fragment]:
                 self._take(own, now, None)
-        self._renew_leases(now)
-
-    def _renew_leases(self, now: float) -> None:
-        """Waits, after a start, for those that were there before it: they may not have found the hub yet."""
-        before = (own for history in self._history for record in list(history)[-1:] for own in record.counted)
+        # Those that were there before this start are waited for: they may not have found the hub yet.
+        last = (own for history in self._history for record in list(history)[-1:] for own in record.counted)
         opened = (own for round in self.open.values() for own in round.here.values())
         applied = tuple(position.round for position in self.closed)
-        for own in (*before, *opened):
-            self.members[own.site] = Member(own.life, now + self.terms.lease, True, applied, connected=False)
+        for own in (*last, *opened):
+            self.members[own.site] = Member(own.life, now + terms.lease, True, applied, connected=False)
 
     # Who is there
 
@@ -266,31 +263,28 @@ class Ledger:
 
     def _largest_camp(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
         """Returns the contributions that count: those measured against the outer parameters that most sites hold."""
-        able = [round.here[site] for site in sorted(round.here) if not round.here[site].reason]
-        if not able:
-            return self._nobody(fragment, round)
         camps: dict[int, list[Contribution]] = {}
-        for own in able:
-            camps.setdefault(own.digest, []).append(own)
-        ranked = sorted(camps.values(), key=len, reverse=True)
-        if len(ranked) > 1 and len(ranked[0]) == len(ranked[1]):
-            return self._tie(fragment, round, ranked, now)
-        return ranked[0]
-
-    def _nobody(self, fragment: int, round: OpenRound) -> list[Contribution]:
-        if any(not own.finite for own in round.here.values()):
-            raise AgreementError(
-                f"No site has finite values in fragment {fragment}: {', '.join(sorted(round.here))}. Resume from a"
-                " checkpoint before that, for example with gradient clipping or a smaller learning rate."
-            )
-        return []
-
-    def _tie(self, fragment: int, round: OpenRound, ranked: list[list[Contribution]], now: float) -> list[Contribution]:
-        """Holds a round until another witness comes, for as long as a lease lasts."""
-        since = round.undecided_since = now if round.undecided_since is None else round.undecided_since
-        if now < since + self.terms.lease:
+        for _, own in sorted(round.here.items()):
+            if not own.reason:
+                camps.setdefault(own.digest, []).append(own)
+        if not camps:
+            if any(not own.finite for own in round.here.values()):
+                raise AgreementError(
+                    f"No site has finite values in fragment {fragment}: {', '.join(sorted(round.here))}. Resume from a"
+                    " checkpoint before that, for example with gradient clipping or a smaller learning rate."
+                )
             return []
-        sides = "; ".join(f"{', '.join(own.site for own in camp)} hold {camp[0].digest:016x}" for camp in ranked)
+        largest, *others = sorted(camps.values(), key=len, reverse=True)
+        if not others or len(largest) > len(others[0]):
+            return largest
+        # A tie: the round is held until another witness comes, for as long as a lease lasts.
+        if round.undecided_since is None:
+            round.undecided_since = now
+        if now < round.undecided_since + self.terms.lease:
+            return []
+        sides = "; ".join(
+            f"{', '.join(own.site for own in camp)} hold {camp[0].digest:016x}" for camp in (largest, *others)
+        )
         raise AgreementError(
             f"The sites hold different outer parameters of fragment {fragment} after round"
             f" {self.closed[fragment].round}, and none of them is in the majority: {sides}. Evict the sites that are"

@@ -27,7 +27,7 @@ from lightning_sdiloco.algorithm import (
     digest,
     plain,
 )
-from lightning_sdiloco.comm import Topology, key_of
+from lightning_sdiloco.comm import Communicator, Topology, key_of
 from lightning_sdiloco.compression import Kernels, mean_over_senders, resolve, weighted_mean
 from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
 from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
@@ -125,7 +125,10 @@ class SiteArithmetic:
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
         memory, tuning = (None, None) if own is None else (own.memory, own.tuning)
         values = fragment.storage.load(before.values)
-        controls = [_control(own) for own in record.counted]
+        controls = [
+            Control(own.fragment, own.round, 0, own.weight, own.digest, own.norm_squared, changed=0, finite=own.finite)
+            for own in record.counted
+        ]
         count = plain(controls) if record.final else self._aggregation.count(controls)
         sites = self._received(record, blobs)
         mean = self._mean(fragment, sites, count, values)
@@ -156,13 +159,8 @@ class SiteArithmetic:
             diagnostics=None,
         )
         moved = gathered - fragment.layout.all_gather(values, self._site)
-        digests = self._digests([values, outer.values], fragment.layout.start)
+        digests = digests_of([values, outer.values], [fragment.layout.start] * 2, self._site)
         return Stepped(digests[0], digests[1], moved, result)
-
-    def _digests(self, values: Sequence[Tensor], start: int) -> list[int]:
-        """Returns the digests of fragments of which each rank has a shard. In-group collective."""
-        ranks = self._site.all_gather_object([digest(one, start) for one in values])
-        return [combined(list(shards)) for shards in zip(*ranks, strict=True)]
 
     def bytes_fetched(self, record: Record, site: str) -> int:
         """Returns how many bytes of a record this rank fetches: those of other sites."""
@@ -253,18 +251,10 @@ def _fetched_by(rank: int, ranks: int, record: Record) -> list[_Fetched]:
     ]
 
 
-def _control(own: Contribution) -> Control:
-    """Returns what a contribution says, as a control vector does in the fixed world."""
-    return Control(
-        fragment=own.fragment,
-        step=own.round,
-        requests=0,
-        weight=own.weight,
-        digest=own.digest,
-        norm_squared=own.norm_squared,
-        changed=0,
-        finite=own.finite,
-    )
+def digests_of(values: Sequence[Tensor], starts: Sequence[int], ranks: Communicator) -> list[int]:
+    """Returns the digests of fragments of which each rank has a shard, which starts there. In-group collective."""
+    shards = ranks.all_gather_object([digest(own, start) for own, start in zip(values, starts, strict=True)])
+    return [combined(list(own)) for own in zip(*shards, strict=True)]
 
 
 def to_bytes(values: Tensor) -> bytes:

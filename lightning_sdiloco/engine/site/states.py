@@ -3,31 +3,23 @@
 import io
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.algorithm import Mix, combined, digest
+from lightning_sdiloco.algorithm import Mix
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter
 from lightning_sdiloco.engine.parameters.sharding import reshard
 from lightning_sdiloco.engine.rounds import Rounds
+from lightning_sdiloco.engine.site.arithmetic import Bytes, digests_of
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import Follower, Landing, StateHeader
 
 _log = logging.getLogger(__name__)
-
-Bytes = bytes | bytearray | memoryview
-
-
-class Arrived(NamedTuple):
-    """Holds what came of one fragment: what of it this rank holds."""
-
-    outer: OuterState
-    buffers: Mapping[str, Tensor]
 
 
 def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
@@ -39,8 +31,8 @@ def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> byt
     return file.getvalue()
 
 
-def from_part(fragment: FragmentState, part: Bytes) -> Arrived:
-    """Reads what `to_part` returned, perhaps at a site with another number of ranks. Nothing in it is executed."""
+def from_part(fragment: FragmentState, part: Bytes) -> tuple[OuterState, Mapping[str, Tensor]]:
+    """Reads what of it this rank holds, perhaps at a site with another number of ranks. Nothing in it is executed."""
     try:
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
         parameters = {name: OuterParameter(*own) for name, own in state["parameters"].items()}
@@ -50,7 +42,7 @@ def from_part(fragment: FragmentState, part: Bytes) -> Arrived:
         raise ValueError(f"what came is no state of fragment {fragment.index}: {error}") from error
     if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
         raise ValueError(f"the state of fragment {fragment.index} that came has {tuple(outer.values.shape)} values")
-    return Arrived(outer, buffers)
+    return outer, buffers
 
 
 class OuterStates:
@@ -59,14 +51,11 @@ class OuterStates:
     def __init__(self, model: nn.Module, rounds: Rounds, topology: Topology, follower: Follower) -> None:
         self._model, self._rounds, self._topology, self._follower = model, rounds, topology, follower
 
-    def digests(self) -> list[int]:
-        """Returns the digests of the outer parameters, by fragment."""
-        return self._combined([own.outer.values for own in self._rounds.fragments])
-
-    def _combined(self, values: Sequence[Tensor]) -> list[int]:
-        own = [digest(one, of.layout.start) for one, of in zip(values, self._rounds.fragments, strict=True)]
-        ranks = self._topology.in_site.all_gather_object(own)
-        return [combined(list(shards)) for shards in zip(*ranks, strict=True)]
+    def digests(self, values: Sequence[Tensor] | None = None) -> list[int]:
+        """Returns the digests of the outer parameters, by fragment; or of other values in their place."""
+        fragments = self._rounds.fragments
+        values = [own.outer.values for own in fragments] if values is None else values
+        return digests_of(values, [own.layout.start for own in fragments], self._topology.in_site)
 
     def begin_as_founded(self, anchor: StateHeader | None) -> None:
         """Begins at round 0 with what this site has, where the run was founded on the same values."""
@@ -119,16 +108,16 @@ class OuterStates:
         if len(parts) != len(fragments):
             raise Refused(f"the state has {len(parts)} parts, and there are {len(fragments)} fragments")
         came = [from_part(own, part) for own, part in zip(fragments, parts, strict=True)]
-        landings = self._follower.adopt(header, self._combined([own.outer.values for own in came]))
+        landings = self._follower.adopt(header, self.digests([outer.values for outer, _ in came]))
         reshard(self._model)
         for index, landing in landings.items():
-            self._take_over(index, came[index], landing)
+            self._take_over(index, *came[index], landing)
         return list(landings)
 
-    def _take_over(self, index: int, came: Arrived, landing: Landing) -> None:
+    def _take_over(self, index: int, outer: OuterState, buffers: Mapping[str, Tensor], landing: Landing) -> None:
         fragment, in_group = self._rounds.fragments[index], self._topology.in_group
         before = fragment.gathered(in_group)
-        fragment.start_from(came.outer, came.buffers)
+        fragment.start_from(outer, buffers)
         after = fragment.gathered(in_group)
         if landing is Landing.CARRY:
             fragment.layout.shift(after - before)
