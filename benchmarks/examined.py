@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks.links import Links
 from lightning_sdiloco.launch.rendezvous import rendezvous_at
-from lightning_sdiloco.tools.doctor import links as doctor
+from lightning_sdiloco.tools import doctor
 from tests.ranks import run_processes
 
 

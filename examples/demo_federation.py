@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,10 +34,9 @@ from rich.table import Table
 from rich.text import Text
 from text_data import StandardLibraryText
 
-from lightning_sdiloco.comm import add_keys, init_keys
+from lightning_sdiloco.comm import HubMailbox, add_keys, init_keys
 from lightning_sdiloco.lightning import Run, read_run
-from lightning_sdiloco.tools.hub.asking import Asking, HubOptions
-from lightning_sdiloco.tools.hub.table import STATES
+from lightning_sdiloco.tools.hub import STATES, HubOptions, asked, status_of
 
 # Relative, so that the commands printed can be read, and typed, in the folder where the demo was started.
 EXAMPLES = Path(os.path.relpath(Path(__file__).parent))
@@ -216,10 +215,10 @@ class Demo:
         keys = str(self.keys / "operator.bundle")
         with Live(self.table(), console=self.console, auto_refresh=False, transient=True) as live:
             self.until("the hub answers", live, lambda: socket_is_open(self.hub))
-            with Asking(HubOptions(self.hub, keys), "operator") as asking:
-                return self.parts(asking, live)
+            with closing(HubOptions(self.hub, keys).mailbox("operator")) as hub:
+                return self.parts(hub, live)
 
-    def parts(self, asking: Asking, live: Live) -> dict[str, float]:
+    def parts(self, hub: HubMailbox, live: Live) -> dict[str, float]:
         """Plays the parts of the demo one after the other."""
         killed, others = self.sites[KILLED], [site for site in self.sites.values() if site.name != KILLED]
 
@@ -229,31 +228,31 @@ class Demo:
         def rounds() -> int:
             return min((own["round"] for own in self.status.get("fragments", [])), default=0)
 
-        self.until("the run is founded", live, lambda: self.status.get("founded"), asking)
+        self.until("the run is founded", live, lambda: self.status.get("founded"), hub)
         at = {"founded": self.note("all three are there: the run is founded, and trains")}
-        self.until("time has passed", live, lambda: time.time() > at["founded"] + KILL_AT * self.seconds, asking)
-        self.until("it can go on from a checkpoint", live, killed.checkpoint.exists, asking)
-        self.until("rounds have landed", live, lambda: rounds() >= 2, asking)
+        self.until("time has passed", live, lambda: time.time() > at["founded"] + KILL_AT * self.seconds, hub)
+        self.until("it can go on from a checkpoint", live, killed.checkpoint.exists, hub)
+        self.until("rounds have landed", live, lambda: rounds() >= 2, hub)
         killed.kill()
         at["killed"], before = self.note(f"{KILLED} is killed with -9"), rounds()
-        self.until("time has passed", live, lambda: time.time() > at["founded"] + RETURN_AT * self.seconds, asking)
-        self.until("the others go on", live, lambda: rounds() >= before + 2, asking)
+        self.until("time has passed", live, lambda: time.time() > at["founded"] + RETURN_AT * self.seconds, hub)
+        self.until("the others go on", live, lambda: rounds() >= before + 2, hub)
         at["alone"] = float(rounds() - before)
         at["started"] = self.note(f"{KILLED} is started again, from its checkpoint; {rounds() - before} rounds went by")
         killed.start()
-        self.until("it counts again", live, lambda: counted_since(at["started"]), asking)
+        self.until("it counts again", live, lambda: counted_since(at["started"]), hub)
         at["back"] = self.note(f"{KILLED} counts again")
-        self.until("time has passed", live, lambda: time.time() > at["founded"] + self.seconds, asking)
-        asking.ask("end")
+        self.until("time has passed", live, lambda: time.time() > at["founded"] + self.seconds, hub)
+        asked(hub, "end")
         at["ended"] = self.note("the operator ends the run: sdiloco hub end")
-        self.until("all have ended", live, lambda: not any(map(self.is_running, self.sites.values())), asking)
+        self.until("all have ended", live, lambda: not any(map(self.is_running, self.sites.values())), hub)
         return at
 
     def is_running(self, site: Site) -> bool:
         """Tells whether a site has not ended yet."""
         return site.process is not None and site.process.poll() is None
 
-    def until(self, what: str, live: Live, true: Any, asking: Asking | None = None) -> None:
+    def until(self, what: str, live: Live, true: Any, hub: HubMailbox | None = None) -> None:
         """Watches until something is true.
 
         Raises:
@@ -269,9 +268,9 @@ class Demo:
                 raise SystemExit(f"The hub has ended; see {self.folder / 'hub.log'}.")
             if time.time() > end:
                 raise SystemExit(f"It did not come true within {PATIENCE + self.seconds:.0f} s that {what}.")
-            if asking is not None:
+            if hub is not None:
                 with suppress(ValueError):  # on a busy machine it may take the hub too long to answer
-                    self.status = json.loads(asking.ask("status")[1])
+                    self.status = status_of(hub)
             live.update(self.table(), refresh=True)
             time.sleep(0.3)
 

@@ -24,14 +24,14 @@ from typing import Any, get_type_hints
 from jsonargparse import ArgumentParser
 
 COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "doctor": ("doctor.command", ("doctor",)),
-    "hub": ("hub.command", ("hub", "evict", "end", "rollback")),
-    "keys": ("keys.command", ("init", "add", "revoke")),
+    "doctor": ("doctor", ("doctor",)),
+    "hub": ("hub", ("hub", "evict", "end", "rollback")),
+    "keys": ("keys", ("init", "add", "revoke")),
     "plan": ("plan.command", ("plan",)),
     "report": ("report.command", ("report",)),
     "schedule": ("schedule", ("schedule",)),
     "simulate": ("simulate.command", ("simulate",)),
-    "status": ("hub.status", ("status",)),
+    "status": ("status", ("status",)),
 }
 """The subcommands: the file of each, and its functions, of which those of other names are subcommands of it."""
 

@@ -16,7 +16,7 @@ import pytest
 
 from lightning_sdiloco.hub import HubConnection
 from lightning_sdiloco.tools.cli import main
-from lightning_sdiloco.tools.hub.table import printed
+from lightning_sdiloco.tools.status import printed
 from tests.hub.scripted import RUN, ScriptedSite, charter
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.tools.cli import main
-from lightning_sdiloco.tools.hub.metrics import SITE_METRICS, MetricsServer
+from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
 
 SITE = {"state": "follows", "life": "0" * 16, "last_beat": 0.42, "rounds_behind": 1, "share": 0.75, "late": 3}
 SITE |= {"lives": 2, "bytes": 2_500_000, "bytes_per_second": 1_000_000}

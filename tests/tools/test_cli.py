@@ -1,6 +1,7 @@
 """The command line, in this process through ``main`` and once as a command of its own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -103,12 +104,15 @@ def test_without_a_known_subcommand_the_known_ones_are_named(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([name, "--help"])
-    text = capsys.readouterr().out
-    assert exit_.value.code == 0
-    assert "--sync-every SYNC_EVERY, --sync_every SYNC_EVERY" in text or name != "schedule"
-    assert "<no help" not in text
+    for function in COMMANDS[name][1]:
+        with pytest.raises(SystemExit) as exit_:
+            main([name, *([] if function == name else [function]), "--help"])
+        text = capsys.readouterr().out
+        assert exit_.value.code == 0
+        assert "--sync-every SYNC_EVERY, --sync_every SYNC_EVERY" in text or name != "schedule"
+        # Without a description there are the type and the default, in brackets, alone.
+        bare = re.sub(r"\s+", " ", text)
+        assert re.findall(r" (--[a-z-]+(?: \S+)?) \((?:type|default|required)", bare) == []
 
 
 def test_as_a_command_of_its_own() -> None:

@@ -13,10 +13,7 @@ from lightning_sdiloco.launch import reachability
 from lightning_sdiloco.launch.environment import warn_of_shared_store
 from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints
 from lightning_sdiloco.tools.cli import main
-from lightning_sdiloco.tools.doctor import machine
-from lightning_sdiloco.tools.doctor.checks import Examined, Finding, findings
-from lightning_sdiloco.tools.doctor.launcher import Launch, detect_launch
-from lightning_sdiloco.tools.doctor.links import MeasuredLink
+from lightning_sdiloco.tools.doctor import Examined, Finding, Launch, MeasuredLink, describe, detect_launch, findings
 from tests.ranks import LAUNCHERS, run_processes
 from tests.strangers import listening
 
@@ -104,7 +101,7 @@ def seen(**choices: Any) -> Examined:
     endpoints = [Endpoints(f"host{rank // 2}", rank // 2, "", ("10.0.0.1", 1), ("10.0.0.1", 2)) for rank in range(4)]
     tcp = {"congestion_control": "bbr", "send_buffer": 1 << 28, "receive_buffer": 1 << 28}
     described = {
-        **machine.describe(),
+        **describe(),
         "device": "CPU",
         "cores": 4,
         "files": 100_000,
@@ -141,7 +138,7 @@ def test_where_all_is_well_nothing_is_to_be_done() -> None:
     ("choices", "state", "check", "found", "fix"),
     [
         (
-            {"machines": on_rank_2(versions={**machine.describe()["versions"], "torch": "1.0"})},
+            {"machines": on_rank_2(versions={**describe()["versions"], "torch": "1.0"})},
             "wrong",
             "torch",
             "1.0 on rank 2",

@@ -12,7 +12,12 @@ def report(
     run: str,
     output: str | None = None,
 ) -> str:
-    """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks (timeline.json)."""
+    """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks (timeline.json).
+
+    Args:
+        run: Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it.
+        output: Folder for the report. By default a folder named report in that of the run.
+    """
     read = read_run(run)
     verdict = judge(read)
     folder = Path(output) if output is not None else Path(run) / "report"

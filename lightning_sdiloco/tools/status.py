@@ -1,16 +1,43 @@
-"""The status of a run as tables."""
+"""Runs ``sdiloco status``: who is there, how far each is, and what is waited for, as a table that stays up to date."""
 
 import io
+import json as codec
+import sys
+import time
+from contextlib import closing
 from typing import Any
 
 from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-STATES = {"follows": "green", "joining": "yellow", "expected": "yellow", "silent": "red", "gone": "dim"}
-"""The states of a site, each with its color."""
+from lightning_sdiloco.tools.hub import STATES, HubOptions, status_of
 
+_EVERY = 1.0  # seconds between two looks
 _UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def status(options: HubOptions, json: bool = False) -> str:
+    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; elsewhere once.
+
+    Args:
+        options: Which hub, and by whom: a reader, or anybody else who has keys.
+        json: Print JSON in place of a table, once.
+    """
+    with closing(options.mailbox("reader")) as mailbox:
+        first = status_of(mailbox)
+        if json:
+            return codec.dumps(first, indent=2)
+        if not sys.stdout.isatty():
+            return printed(first)
+        with Live(as_table(first), console=Console(), auto_refresh=False) as live:
+            try:
+                while True:
+                    time.sleep(_EVERY)
+                    live.update(as_table(status_of(mailbox)), refresh=True)
+            except KeyboardInterrupt:
+                return ""
 
 
 def as_table(status: dict[str, Any]) -> Group:
@@ -45,8 +72,8 @@ def _sites(sites: dict[str, dict[str, Any]]) -> Table:
             f"{own['share']:.0%}",
             str(own["late"]),
             str(own["lives"]),
-            in_bytes(own["bytes"]),
-            f"{in_bytes(own['bytes_per_second'])}/s",
+            _in_bytes(own["bytes"]),
+            f"{_in_bytes(own['bytes_per_second'])}/s",
         )
     return table
 
@@ -61,11 +88,11 @@ def _fragments(fragments: list[dict[str, Any]]) -> Table:
     return table
 
 
-def in_bytes(number: float) -> str:
+def _in_bytes(number: float) -> str:
     """Returns a number of bytes for people.
 
     Examples:
-        >>> in_bytes(999), in_bytes(1_250_000)
+        >>> _in_bytes(999), _in_bytes(1_250_000)
         ('999 B', '1.2 MB')
     """
     unit = 0

@@ -4,21 +4,39 @@ from lightning_sdiloco.comm import Role, add_keys, init_keys, revoke_keys
 
 
 def init(folder: str, run: str | None = None, days: int = 3650) -> str:
-    """Make the authority of a federation in a folder, with a bundle for its hub."""
+    """Make the authority of a federation in a folder, with a bundle for its hub.
+
+    Args:
+        folder: The folder. Whoever can read it can speak for every site.
+        run: The run that the keys are for. Without it, the first one for which a hub is started with the folder.
+        days: For how many days keys that are added can be valid.
+    """
     _require_days(days)
     bundle = init_keys(folder, run, days)
     return f"{bundle}: for the hub, which also takes {folder} itself. Keep the folder to yourself, and add sites to it."
 
 
 def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> str:
-    """Make a bundle for each name: the one file that its holder needs."""
+    """Make a bundle for each name: the one file that its holder needs.
+
+    Args:
+        folder: The folder of `sdiloco keys init`.
+        names: Names, such as those of sites.
+        role: What they may do: a site trains, an operator evicts and ends, a reader looks at the status.
+        days: For how many days they are valid.
+    """
     _require_days(days)
     bundles = [add_keys(folder, name, role, days) for name in names]
     return "\n".join(f"{bundle}: for {role} {name}" for bundle, name in zip(bundles, names, strict=True))
 
 
 def revoke(folder: str, names: list[str]) -> str:
-    """Take back all keys of holders: a hub that runs with the folder refuses them from then on."""
+    """Take back all keys of holders: a hub that runs with the folder refuses them from then on.
+
+    Args:
+        folder: The folder of `sdiloco keys init`.
+        names: Names of holders.
+    """
     return "\n".join(f"{name}: revoked {one}" for name in names for one in revoke_keys(folder, name))
 
 

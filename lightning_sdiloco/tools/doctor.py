@@ -1,0 +1,588 @@
+"""Runs ``sdiloco doctor``: started for every rank, it tells on rank 0 what is wrong between the machines.
+
+With ``--hub`` it is started once, at a site, and looks at the way to a hub.
+"""
+
+import datetime
+import io
+import json as codec
+import os
+import platform
+import resource
+import socket
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_sdiloco.comm import (
+    GroupLayout,
+    HubMailbox,
+    HubUnreachable,
+    MailboxError,
+    checked_worker_groups,
+    hub_addresses,
+    identity_of,
+    valid_until,
+)
+from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation import ChosenQuorum
+from lightning_sdiloco.launch import (
+    BrokenConnection,
+    Endpoints,
+    Listener,
+    Rendezvous,
+    advice,
+    exchange_address,
+    find_broken_connections,
+    group_address,
+    reason,
+    rendezvous_at,
+    try_to_connect,
+)
+from lightning_sdiloco.planning import readable_rate
+from lightning_sdiloco.tools.hub import HubOptions
+
+SECONDS = 3.0
+"""How long one direction is measured. The second half counts: a connection starts slowly."""
+
+PACKAGES = ("lightning-sdiloco", "torch", "lightning", "pytorch-lightning")
+# What changes how ranks talk to each other, or how fast they are.
+VARIABLES = ("GLOO_SOCKET_IFNAME", "SDILOCO_EXCHANGE_INTERFACE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
+
+_UNEQUAL = 2.0  # a direction that is so many times slower than the other one has a reason
+_LONG_ROUND_TRIP = 0.01  # from here on a slow start costs more than a launch can wait for
+_FILES_PER_RANK, _FILES = 8, 256  # connections of several process groups, and what a Python process has open anyway
+_PINGS = 10
+_BLOCK = 1 << 20
+_RATE = struct.Struct(">d")
+_CHANNELS = 8  # connections of a site to its hub
+_STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
+
+
+class Finding(NamedTuple):
+    """A line of the table."""
+
+    state: Literal["ok", "slow", "wrong"]
+    check: str
+    found: str
+    fix: str = ""
+
+
+def doctor(
+    options: HubOptions,
+    worker_groups: Literal["auto"] | int = "auto",
+    num_nodes: int | None = None,
+    seconds: float = SECONDS,
+    wait: float = 300.0,
+    json: bool = False,
+) -> str:
+    """Check between the machines of a training: reachability, versions, settings, bandwidth and round trip.
+
+    With --hub it is started once, at a site, and checks the way to a hub: keys, round trip, bandwidth, charter.
+
+    Args:
+        options: Which hub, and by whom, to check that.
+        worker_groups: Number of worker groups, as for the strategy; auto is one per node.
+        num_nodes: Number of nodes, where it is started once on every node, with NODE_RANK and MASTER_ADDR.
+        seconds: How long each direction between worker groups, or to and from the hub, is measured.
+        wait: How many seconds to wait until all ranks have come.
+        json: Print JSON in place of a table.
+    """
+    if options.hub is not None:
+        found, seen = examine_hub(options, seconds)
+    else:
+        examined = _examined(worker_groups, num_nodes, seconds, wait)
+        if examined is None:
+            return ""
+        found, seen = findings(examined), examined.described()
+    wrong = any(finding.state == "wrong" for finding in found)
+    told = {"ok": not wrong, "findings": [finding._asdict() for finding in found], **seen}
+    text = codec.dumps(told, indent=2) if json else _as_table(found)
+    if wrong:
+        print(text)
+        raise SystemExit(1)
+    return text
+
+
+def _as_table(found: Sequence[Finding]) -> str:
+    table = Table(title="sdiloco doctor", title_justify="left")
+    for name in ("", "what", "found", "what to do"):
+        table.add_column(name, overflow="fold")
+    for finding in found:
+        table.add_row(f"[{_STYLES[finding.state]}]{finding.state}[/]", finding.check, finding.found, finding.fix)
+    terminal, printed = sys.stdout.isatty(), io.StringIO()
+    # Logs of launchers have no width of their own.
+    Console(file=printed, force_terminal=terminal, width=None if terminal else 140, highlight=False).print(table)
+    return printed.getvalue().rstrip("\n")
+
+
+# The ranks of a training
+
+
+class MeasuredLink(NamedTuple):
+    """One direction between two worker groups."""
+
+    source: int
+    target: int
+    round_trip: float = 0.0
+    bits_per_second: float = 0.0
+    error: str = ""
+
+
+class Examined(NamedTuple):
+    """What the doctor saw."""
+
+    groups: int
+    endpoints: Sequence[Endpoints]
+    machines: Sequence[dict[str, Any]]
+    broken: Sequence[BrokenConnection]
+    links: Sequence[MeasuredLink]
+
+    def described(self) -> dict[str, Any]:
+        """Returns everything that was seen of machines and links, as values of JSON."""
+        ranks = [
+            {"rank": rank, "host": one.host, "worker_group": one.group, "exchange": one.exchange[0], **machine}
+            for rank, (one, machine) in enumerate(zip(self.endpoints, self.machines, strict=True))
+        ]
+        unreachable = [connection._asdict() for connection in self.broken]
+        return {"ranks": ranks, "unreachable": unreachable, "links": [link._asdict() for link in self.links]}
+
+
+def _examined(worker_groups: Any, num_nodes: int | None, seconds: float, wait: float) -> Examined | None:
+    """Looks at all ranks, which must call it together; only rank 0 is told what was seen."""
+    launch = detect_launch(num_nodes)
+    groups = checked_worker_groups(worker_groups)
+    if groups == "auto":
+        groups = launch.nodes if launch.nodes > 1 else launch.world_size
+    layout = GroupLayout(launch.world_size, groups)
+    group, speaks = layout.group_of(launch.rank), layout.group_rank_of(launch.rank) == 0
+    timeout = datetime.timedelta(seconds=wait)
+    rendezvous = rendezvous_at(launch.host, launch.port, launch.rank, launch.world_size, timeout)
+    machines = rendezvous.all_gather("machines", describe())
+    endpoints, broken = find_broken_connections(rendezvous, group, exchange_address, group_address)
+    measured = [] if broken else measure(rendezvous, groups, group, speaks, exchange_address(), seconds)
+    return Examined(groups, endpoints, machines, broken, measured) if launch.rank == 0 else None
+
+
+class Launch(NamedTuple):
+    """What a launcher told a process."""
+
+    rank: int
+    world_size: int
+    nodes: int
+    host: str
+    port: int
+
+
+def detect_launch(num_nodes: int | None = None) -> Launch:
+    """Detects torchrun, srun, or variables that were set by hand, as Lightning does for the training."""
+    fabric = "lightning.fabric" if find_spec("lightning") is not None else "lightning_fabric"
+    environments = import_module(f"{fabric}.plugins.environments")
+    numbers: tuple[str, ...] = ()
+    if num_nodes is not None:
+        environment, numbers = environments.LightningEnvironment(), ("NODE_RANK", "MASTER_PORT")
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        environment, numbers = environments.TorchElasticEnvironment(), ("RANK", "WORLD_SIZE", "MASTER_PORT")
+    elif "SLURM_NTASKS" in os.environ and environments.SLURMEnvironment.detect():
+        try:
+            environment = environments.SLURMEnvironment()
+        except RuntimeError as error:
+            raise ValueError(f"Lightning would refuse this job: {error}") from error
+    else:
+        raise ValueError(
+            "This process does not know its rank. Start it on every node as the training: with srun, with torchrun, or"
+            " by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes N."
+        )
+    for name in numbers:
+        if not os.environ.get(name, "").isdigit():
+            value = os.environ.get(name, "")
+            raise ValueError(f"{name}={value!r} is no number. Set it on every node, as for the training.")
+    # Lightning would take the loopback address, where no other machine finds rank 0.
+    if "MASTER_ADDR" not in os.environ and "SLURM_NODELIST" not in os.environ:
+        raise ValueError("MASTER_ADDR is not set. Set it to an address of rank 0's machine on every node.")
+    where = str(environment.main_address), environment.main_port
+    if num_nodes is not None:
+        return Launch(environment.node_rank(), num_nodes, num_nodes, *where)
+    rank, world_size = environment.global_rank(), environment.world_size()
+    if numbers:
+        # GROUP_WORLD_SIZE is missing where ranks were started by hand one by one.
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        nodes = int(os.environ.get("GROUP_WORLD_SIZE", max(world_size // per_node, 1)))
+    else:
+        nodes = int(os.environ["SLURM_NNODES"])
+    return Launch(rank, world_size, nodes, *where)
+
+
+def describe() -> dict[str, Any]:
+    """Describes the machine of this rank: values that JSON can express."""
+
+    def tcp(name: str) -> str:
+        try:
+            return Path("/proc/sys/net/ipv4", name).read_text().strip()
+        except OSError:
+            return ""
+
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) or "not installed" for name in PACKAGES},
+        },
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "cores": os.cpu_count() or 1,
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "tcp": {
+            "congestion_control": tcp("tcp_congestion_control"),
+            # The largest size of a buffer in bytes; 0 where the system does not tell.
+            "send_buffer": int((tcp("tcp_wmem").split() or ["0"])[-1]),
+            "receive_buffer": int((tcp("tcp_rmem").split() or ["0"])[-1]),
+            "slow_start_after_idle": tcp("tcp_slow_start_after_idle") == "1",
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# What is found
+
+
+def findings(seen: Examined) -> list[Finding]:
+    """Returns all findings, in the order in which they are shown."""
+    parts = (_of_ranks, _of_machines, _of_connections, _of_links)
+    return [finding for part in parts for finding in part(seen)]
+
+
+def _of_ranks(seen: Examined) -> Iterator[Finding]:
+    hosts = list(dict.fromkeys(one.host for one in seen.endpoints))
+    told = f"{len(seen.endpoints)} on {len(hosts)} host{'s' if len(hosts) > 1 else ''} ({_some(hosts)})"
+    size = len(seen.endpoints) // seen.groups
+    yield Finding("ok", "ranks", f"{told}, in {seen.groups} worker groups of {size}")
+    yield Finding("ok", "devices", _by_value([machine["device"] for machine in seen.machines])[1])
+    for name in seen.machines[0]["versions"]:
+        equal, told = _by_value([machine["versions"][name] for machine in seen.machines])
+        fix = "" if equal else f"Install the same version of {name} for all ranks."
+        yield Finding("ok" if equal else "wrong", name, told, fix)
+
+
+def _by_value(values: Sequence[str]) -> tuple[bool, str]:
+    """Tells which ranks have which value, and whether all have the same."""
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    if len(ranks) == 1:
+        return True, values[0]
+    return False, ", ".join(f"{value} on rank {_some(own)}" for value, own in ranks.items())
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def _rank(rank: int, seen: Examined) -> str:
+    return f"rank {rank} ({seen.endpoints[rank].host})"
+
+
+def _of_machines(seen: Examined) -> Iterator[Finding]:
+    hosts = [one.host for one in seen.endpoints]
+    needed = _FILES_PER_RANK * len(seen.endpoints) + _FILES
+    # Of each kind the worst or first is told: the others have the same remedy.
+    few = {rank: machine["files"] for rank, machine in enumerate(seen.machines) if 0 <= machine["files"] < needed}
+    if few:
+        rank = min(few, key=lambda rank: few[rank])
+        told = f"{_rank(rank, seen)} may open {few[rank]}; {needed} may be needed"
+        fix = f"ulimit -n {needed} before the training starts, on every machine."
+        yield Finding("wrong", "open files", told, fix)
+    for rank, machine in enumerate(seen.machines):
+        on_host, cores = hosts.count(hosts[rank]), machine["cores"]
+        given = machine["variables"].get("OMP_NUM_THREADS", "")
+        threads = int(given) if given.isdigit() else cores
+        if machine["device"] == "CPU" and on_host > 1 and threads * on_host > cores:
+            told = f"{on_host} ranks on {hosts[rank]} with {threads} threads each share {cores} cores"
+            yield Finding("slow", "threads", told, f"OMP_NUM_THREADS={max(cores // on_host, 1)}")
+            break
+    for rank, machine in enumerate(seen.machines):
+        if machine["variables"].get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+            told = f"{_rank(rank, seen)} has TORCH_DISTRIBUTED_DEBUG=DETAIL, which compares ranks at every collective"
+            yield Finding("slow", "debugging", told, "Leave it out.")
+            break
+
+
+def _of_connections(seen: Examined) -> Iterator[Finding]:
+    if not seen.broken:
+        pairs = len(seen.endpoints) * (len(seen.endpoints) - 1)
+        yield Finding("ok", "reachability", f"all {pairs} connections between ranks can be made")
+    for one in seen.broken:
+        told = f"{_rank(one.source, seen)} -> {_rank(one.target, seen)} at {one.address}: {one.why}"
+        yield Finding("wrong", "reachability", told, advice([one]))
+
+
+def _of_links(seen: Examined) -> Iterator[Finding]:
+    links = [link for link in seen.links if not link.error]
+    for link in seen.links:
+        name = f"round trip {link.source} -> {link.target}"
+        if link.error:
+            yield Finding("wrong", name, link.error, "Start the doctor again; if it stays, look at that machine.")
+        elif link.source < link.target:
+            yield Finding("ok", name, f"{1000 * link.round_trip:.3g} ms")
+    rates = {(link.source, link.target): link.bits_per_second for link in links}
+    for (source, target), rate in rates.items():
+        name, told = f"bandwidth {source} -> {target}", readable_rate(rate / 1e9)
+        back = rates.get((target, source), rate)
+        if rate * _UNEQUAL < back:
+            told += f", and {readable_rate(back / 1e9)} in the other direction"
+            fix = (
+                f"Look for other traffic on the way from worker group {source} to {target}, and at its congestion"
+                " control: training goes at the pace of the slower direction."
+            )
+            yield Finding("slow", name, told, fix)
+        else:
+            yield Finding("ok", name, told)
+
+    def tcp(group: int) -> dict[str, Any]:
+        return dict(seen.machines[group * (len(seen.endpoints) // seen.groups)]["tcp"])
+
+    for link in links:
+        # A connection carries at most one buffer in each round trip. Linux keeps part of a buffer for itself.
+        sizes = tcp(link.source)["send_buffer"], tcp(link.target)["receive_buffer"]
+        limits = [size / 2 for size in sizes if size]
+        most = 8 * min(limits) / link.round_trip if limits and link.round_trip > 0 else float("inf")
+        if link.bits_per_second > most / 2:
+            needed = int(4 * link.bits_per_second / 8 * link.round_trip)
+            told = f"below {readable_rate(most / 1e9)} at {1000 * link.round_trip:.3g} ms"
+            yield Finding(
+                "slow",
+                f"buffers {link.source} -> {link.target}",
+                f"buffers of TCP may hold one connection {told}",
+                f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
+                f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
+            )
+    if any(link.round_trip > _LONG_ROUND_TRIP and tcp(link.source)["slow_start_after_idle"] for link in links):
+        yield Finding(
+            "slow",
+            "idle connections",
+            "TCP starts slowly again after it was idle, as it is between two launches",
+            "On all machines: sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
+        )
+
+
+# Measuring links
+
+
+def measure(
+    rendezvous: Rendezvous, groups: int, group: int, speaks: bool, address: str, seconds: float = SECONDS
+) -> list[MeasuredLink]:
+    """Measures between the first ranks of all worker groups, one link of each at a time. All ranks must call it."""
+    listener = Listener(address, lambda connection: _serve(connection, seconds))
+    try:
+        told = rendezvous.all_gather("links", [group, address, listener.port] if speaks else None)
+        endpoints = {one[0]: (str(one[1]), int(one[2])) for one in told if one is not None}
+        round_trips = {other: _round_trip(endpoints[other]) for other in endpoints if other != group} if speaks else {}
+        rendezvous.all_gather("round trips", None)
+        links = []
+        for step in range(1, groups):
+            other = (group + step) % groups
+            if speaks:
+                links.append(_link(group, other, endpoints[other], round_trips[other], seconds))
+            rendezvous.all_gather(f"round {step}", None)
+        return [MeasuredLink(*link) for rank in rendezvous.all_gather("measured", links) for link in rank]
+    finally:
+        listener.close()
+
+
+def _round_trip(address: tuple[str, int]) -> float | str:
+    """Returns the seconds of a round trip, or why there is none."""
+    seconds: list[float] = []
+
+    def ping(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(_PINGS):
+            start = time.monotonic()
+            connection.sendall(b"p")
+            _receive(connection, 1)
+            seconds.append(time.monotonic() - start)
+
+    error = try_to_connect(*address, 10.0, ping)
+    return statistics.median(seconds) if error is None else reason(error)
+
+
+def _link(group: int, other: int, address: tuple[str, int], round_trip: float | str, seconds: float) -> MeasuredLink:
+    if isinstance(round_trip, str):
+        return MeasuredLink(group, other, error=round_trip)
+    rates: list[float] = []
+
+    def send(connection: socket.socket) -> None:
+        block, deadline = bytes(_BLOCK), time.monotonic() + seconds
+        connection.sendall(b"s")
+        while time.monotonic() < deadline:
+            connection.sendall(block)
+        connection.shutdown(socket.SHUT_WR)
+        # The other side has counted.
+        rates.append(float(_RATE.unpack(_receive(connection, _RATE.size))[0]))
+
+    error = try_to_connect(*address, 4 * seconds + 10, send)
+    if error is not None:
+        return MeasuredLink(group, other, error=reason(error))
+    return MeasuredLink(group, other, round_trip, rates[0])
+
+
+def _serve(connection: socket.socket, seconds: float) -> None:
+    """Answers pings, and the bits per second that came in the second half of the time."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while kind := connection.recv(1):
+        if kind == b"p":
+            connection.sendall(kind)
+            continue
+        block, start = memoryview(bytearray(_BLOCK)), time.monotonic()
+        middle, counted, last = None, 0, start
+        while count := connection.recv_into(block):
+            last = time.monotonic()
+            if middle is not None:
+                counted += count
+            elif last - start > seconds / 2:
+                middle = last
+        rate = 8 * counted / (last - middle) if middle is not None and last > middle else 0.0
+        connection.sendall(_RATE.pack(rate))
+        return
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count:
+        part = connection.recv(count - len(received))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        received += part
+    return received
+
+
+# The way to a hub
+
+
+def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[str, Any]]:
+    """Looks at the way to a hub, until something is in the way: what comes after it would only say the same."""
+    places = hub_addresses(str(options.hub))
+    if (options.keys is None) != options.insecure:
+        raise ValueError("Give the keys of a site, or of anybody else of the run: --keys FILE; or --insecure.")
+    found: list[Finding] = []
+    numbers: dict[str, Any] = {"hub": options.hub}
+    for finding in _of_way(options, places, seconds, numbers):
+        found.append(finding)
+        if finding.state == "wrong":
+            break
+    return found, numbers
+
+
+def _of_way(
+    options: HubOptions, places: list[tuple[str, int]], seconds: float, numbers: dict[str, Any]
+) -> Iterator[Finding]:
+    yield _of_keys(options)
+    errors = [try_to_connect(host, port, 5.0) for host, port in places]
+    for (host, port), error in zip(places, errors, strict=True):
+        if error is not None:
+            yield Finding(
+                "wrong" if all(errors) else "slow",  # one of several addresses is enough
+                "reachability",
+                f"{host}:{port}: {reason(error)}",
+                f"Start the hub, on an address that can be reached from here (--listen 0.0.0.0:{port}), and open that"
+                " port of its machine. Sites need no open port.",
+            )
+    for number, (host, port) in enumerate(places, start=1):
+        findings = list(_of_hub(replace(options, hub=f"{host}:{port}"), seconds, numbers))
+        if number == len(places) or findings[-1].state != "wrong":
+            yield from findings
+            return
+
+
+def _of_keys(options: HubOptions) -> Finding:
+    if options.keys is None:
+        return Finding("ok", "keys", "none: whoever is on the way can read and change everything (--insecure)")
+    try:
+        who, until = identity_of(options.keys), valid_until(options.keys)
+    except ValueError as error:
+        return Finding("wrong", "keys", str(error))
+    days = (until - datetime.datetime.now(datetime.timezone.utc)).days
+    run = f"run {who.run}" if who.run != "-" else "the run of its authority"
+    return Finding("ok", "keys", f"{who.role} {who.name} in {run}, valid until {until:%Y-%m-%d}, for {days} days")
+
+
+def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
+    try:
+        mailbox = options.mailbox("reader", _CHANNELS)
+    except ValueError as refusal:
+        yield Finding("wrong", "keys", str(refusal))
+        return
+    try:
+        yield from _asked(mailbox, seconds, numbers)
+    except (MailboxError, Refused) as refusal:
+        if options.insecure and isinstance(refusal, HubUnreachable):
+            fix = (
+                "Something listens there, and does not answer: a hub with keys takes nobody without. Give --keys FILE."
+            )
+        elif isinstance(refusal, HubUnreachable):
+            fix = (
+                "Something listens there, and hub and keys do not know each other: another authority, another run, or"
+                " a hub without TLS. Get keys from where those of the hub are: sdiloco keys add FOLDER NAME."
+            )
+        elif options.insecure:
+            fix = "Give the name of the run that this hub serves: --run NAME."
+        else:
+            fix = "Get a bundle for this run from whoever has the folder of its keys: sdiloco keys add FOLDER NAME."
+        yield Finding("wrong", "hub", str(refusal), fix)
+    finally:
+        mailbox.close()
+
+
+def _asked(mailbox: HubMailbox, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
+    numbers["round_trip"] = mailbox.round_trip()
+    yield Finding("ok", "hub", f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}")
+    yield Finding("ok", "round trip", f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone")
+    for up, key, name in ((True, "to_hub", "bandwidth to the hub"), (False, "from_hub", "bandwidth from the hub")):
+        numbers[f"bits_per_second_{key}"] = rate = mailbox.bandwidth(up, seconds)
+        yield Finding("ok", name, f"{readable_rate(rate / 1e9)}, over {_CHANNELS} connections")
+    numbers["status"] = status = codec.loads(mailbox.call("status")[1])
+    if not status["founded"]:
+        here = ", ".join(status["here"]) or "none"
+        yield Finding("ok", "run", f"not founded yet: {status['missing']} more sites are needed; here: {here}")
+        return
+    if status["trouble"]:
+        yield Finding("wrong", "run", str(status["trouble"]), "Ask whoever runs the hub.")
+    yield from _of_charter(status)
+
+
+def _of_charter(status: Mapping[str, Any]) -> Iterator[Finding]:
+    charter = status["charter"]
+    terms, records, sites = charter["terms"], status["records"], len(status["sites"])
+    ends = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
+    quorum = ChosenQuorum(**terms["quorum"]) if isinstance(terms["quorum"], dict) else terms["quorum"]
+    yield Finding("ok", "run", f"founded on charter {charter['key'][:8]}, {records} records; {sites} sites are known")
+    yield Finding(
+        "ok",
+        "charter",
+        f"{charter['parameters']} tensors in {charter['fragments']} fragments, sync_every={terms['sync_every']},"
+        f" overlap_steps={terms['overlap_steps']}, grace={terms['grace']:g}, lease={terms['lease']:g},"
+        f" quorum={quorum}, {ends}; {', '.join(f'{k}={v}' for k, v in charter['settings'].items())}",
+    )
+    for name, there in charter["versions"].items():
+        here = (_version(name) or "none").split("+")[0]
+        if here == there.split("+")[0]:
+            yield Finding("ok", name, here)
+        else:
+            fix = f"Install {name}=={there} here: a run stays with the versions that it was founded on."
+            yield Finding("wrong", name, f"{here} here, and {there} in the charter", fix)

@@ -1,1 +1,0 @@
-"""The command ``sdiloco doctor``: whether the machines of a training can work together; not needed for training."""

@@ -1,0 +1,278 @@
+"""Runs ``sdiloco hub``: serves a run to its sites, with metrics for Prometheus, and asks a hub that serves."""
+
+import importlib
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_sdiloco.comm import HubMailbox, MailboxError, Role, identity_of
+from lightning_sdiloco.hub import HubService
+
+
+def hub(
+    run: str | None = None,
+    keys: str | None = None,
+    sites: int | None = None,
+    listen: str = "127.0.0.1:29400",
+    ledger: str = "hub.sqlite",
+    store: str | None = None,
+    insecure: bool = False,
+    metrics: str | None = None,
+    quorum: str | None = None,
+) -> str:
+    """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger.
+
+    Args:
+        run: The name of the run.
+        keys: The bundle of the hub, or the folder of `sdiloco keys init`.
+        sites: How many sites found the run, the first time. Once it is founded, sites come and go as they like.
+        listen: Address and port. Sites elsewhere reach it at 0.0.0.0 or at the address of an interface.
+        ledger: The file with the records of the run. Without it the run is lost: keep it on a disk that lasts.
+        store: Folder or URL for payloads and states; by default the folder beside the ledger.
+        insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
+        metrics: Address and port for a Prometheus server, which gets what the status says; by default there is none.
+            Whoever reaches that port can read it.
+        quorum: A quorum of your own on which sites may found the run: module.Class, of a module that Python finds here.
+            Nothing else that a site names is imported; those of this package need no word.
+    """
+    if run is None:
+        raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        service = HubService(run, ledger, sites, listen, store, keys, insecure, quorum=quorum)
+    except MailboxError as error:
+        raise ValueError(str(error)) from error
+    with closing(service):
+        told = None if metrics is None else MetricsServer(metrics, service.status)
+        over = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: over.set())
+        service.start()
+        status = service.status()
+        found = (
+            f"it goes on after {status['records']} records"
+            if status["founded"]
+            else f"it waits for {status['missing']} sites that found the run"
+        )
+        print(f"The hub of run {run} listens on port {service.port}: {found}.", flush=True)
+        if told is not None:
+            print(f"Metrics for Prometheus are on port {told.port}, for everybody who reaches it.", flush=True)
+        over.wait()
+        if told is not None:
+            told.close()
+    return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
+
+
+# Asking a hub
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """Says which hub is asked, and by whom: options that all commands share which ask one.
+
+    Args:
+        hub: Address and port of the hub; several with commas between them, if it has several.
+        keys: The bundle of who asks; an operator's for what changes the run.
+        run: The name of the run, if the bundle does not say it.
+        insecure: Ask a hub that has no keys.
+    """
+
+    hub: str | None = None
+    keys: str | None = None
+    run: str | None = None
+    insecure: bool = False
+
+    def mailbox(self, role: Role, channels: int = 1) -> HubMailbox:
+        """Connects to the hub."""
+        if self.hub is None:
+            raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
+        name, run = str(role), self.run
+        if self.keys is not None and not self.insecure:
+            who = identity_of(self.keys)
+            name, run = who.name, run or who.run
+        if run is None:
+            raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")
+        return HubMailbox(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
+
+    def ask(self, role: Role, name: str, **about: Any) -> dict[str, Any]:
+        """Asks the hub once, and returns the answer."""
+        with closing(self.mailbox(role)) as mailbox:
+            return asked(mailbox, name, **about)[0]
+
+
+def asked(mailbox: HubMailbox, name: str, **about: Any) -> tuple[dict[str, Any], bytes]:
+    """Asks a hub over a connection that stays, and returns the answer."""
+    try:
+        return mailbox.call(name, about)
+    except MailboxError as error:
+        raise ValueError(str(error)) from error
+
+
+def status_of(mailbox: HubMailbox) -> dict[str, Any]:
+    """Returns the status of the run: its sites and fragments."""
+    status: dict[str, Any] = json.loads(asked(mailbox, "status")[1])
+    return status
+
+
+def evict(site: str, options: HubOptions) -> str:
+    """Throw a site out of a run. A new start of it may join again, and fetches a state from the others.
+
+    Args:
+        site: The name of the site.
+        options: Which hub, and by whom.
+    """
+    options.ask("operator", "evict", who=site)
+    return f"{site} was evicted. To keep it out for good, revoke its keys: sdiloco keys revoke FOLDER {site}."
+
+
+def end(options: HubOptions) -> str:
+    """End a run: the next round of every fragment is the last, for which every site launches what it has.
+
+    Args:
+        options: Which hub, and by whom.
+    """
+    options.ask("operator", "end")
+    return "The run ends with the next round of every fragment."
+
+
+def rollback(round: int, options: HubOptions) -> str:
+    """Roll a run back to a round: later records are dropped for good. Sites that have applied them must start again.
+
+    Args:
+        round: The last round of every fragment that stays.
+        options: Which hub, and by whom.
+    """
+    records = options.ask("operator", "rollback", round=round)["records"]
+    return (
+        f"{records} records are left. Sites that have applied more are refused: start them again from a"
+        " checkpoint of before, or without one."
+    )
+
+
+STATES = {"follows": "green", "joining": "yellow", "expected": "yellow", "silent": "red", "gone": "dim"}
+"""The states of a site, each with its color."""
+
+# Metrics
+
+
+_FRESH = 1.0  # seconds for which a status is told again, however often it is asked for
+
+SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
+    "last_beat": ("gauge", "last_beat_seconds", "Seconds since the last sign of life of a site."),
+    "rounds_behind": ("gauge", "rounds_behind", "Rounds that a site has not applied, where that is worst."),
+    "share": ("gauge", "weight_share", "Share of a site in the weight of the last 8 rounds."),
+    "late": ("counter", "late", "Contributions of a site that came when their round was closed."),
+    "lives": ("counter", "starts", "How often a site has come as a new process."),
+    "bytes": ("counter", "sent_bytes", "Bytes that a site has sent."),
+    "bytes_per_second": ("gauge", "sent_bytes_per_second", "Rate of the last blob that a site has sent."),
+}
+"""The metrics of a site by the keys of its status: kind, name and help. A counter counts since the hub was started."""
+
+
+class MetricsServer:
+    """Answers whoever asks for metrics, in threads of its own, without TLS and without asking who it is."""
+
+    def __init__(self, listen: str, status: Callable[[], dict[str, Any]]) -> None:
+        client = _client("prometheus_client")
+        host, _, port = listen.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"metrics={listen!r} is no address: give one with a port, such as 127.0.0.1:9400.")
+        registry = client.CollectorRegistry()
+        registry.register(_Collector(status))
+        client.ProcessCollector(registry=registry)
+        try:
+            self._server, self._thread = client.start_http_server(int(port), host.strip("[]"), registry)
+        except OSError as error:
+            raise ValueError(
+                f"metrics={listen!r} cannot be listened on ({error}). Give an address of this machine, and a free port."
+            ) from error
+        self.port = int(self._server.server_port)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Collector:
+    """Makes metrics of the status whenever they are asked for."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self._status, self._lock = status, threading.Lock()
+        self._last: dict[str, Any] = {}
+        self._until = 0.0
+
+    def describe(self) -> list[Any]:
+        """Names nothing in advance: the status need not be asked for at the registration."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yields the metrics."""
+        status = self._fresh()
+        core = _client("prometheus_client.core")
+        yield from _of_run(status, core.GaugeMetricFamily)
+        if status["founded"]:
+            yield from _of_sites(status, core)
+            yield from _of_fragments(status, core.GaugeMetricFamily)
+
+    def _fresh(self) -> dict[str, Any]:
+        with self._lock:
+            if time.monotonic() >= self._until:
+                self._last = self._status()
+                self._until = time.monotonic() + _FRESH
+            return self._last
+
+
+def _of_run(status: dict[str, Any], family: Any) -> Iterator[Any]:
+    told = {
+        "founded": ("Whether the run has been founded.", status["founded"]),
+        "trouble": ("Whether something keeps rounds from being closed, such as a full disk.", bool(status["trouble"])),
+        "missing_sites": ("Sites that are needed to found the run.", status.get("missing", 0)),
+        "records": ("Records of the run.", status.get("records", 0)),
+    }
+    for name, (text, value) in told.items():
+        yield _filled(family(f"sdiloco_{name}", text, labels=["run"]), [([status["run"]], value)])
+
+
+def _of_sites(status: dict[str, Any], core: Any) -> Iterator[Any]:
+    run, sites = status["run"], status["sites"]
+    states = [([run, site, state], own["state"] == state) for site, own in sites.items() for state in STATES]
+    text = "Whether a site is in a state, 1 in one of them."
+    yield _filled(core.GaugeMetricFamily("sdiloco_site_state", text, labels=["run", "site", "state"]), states)
+    for key, (kind, name, text) in SITE_METRICS.items():
+        family = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
+        values = [([run, site], own[key]) for site, own in sites.items() if own[key] is not None]
+        yield _filled(family(f"sdiloco_site_{name}", text, labels=["run", "site"]), values)
+
+
+def _of_fragments(status: dict[str, Any], family: Any) -> Iterator[Any]:
+    run, fragments = status["run"], list(enumerate(status["fragments"]))
+    rounds = [([run, str(number)], own["round"]) for number, own in fragments]
+    text = "The last round of a fragment that is closed."
+    yield _filled(family("sdiloco_fragment_round", text, labels=["run", "fragment"]), rounds)
+    missing = [([run, str(number), site], 1) for number, own in fragments for site in own["missing"]]
+    text = "1 for every site that the open round of a fragment waits for."
+    yield _filled(family("sdiloco_fragment_waits_for", text, labels=["run", "fragment", "site"]), missing)
+
+
+def _filled(family: Any, values: Sequence[tuple[list[str], float]]) -> Any:
+    for labels, value in values:
+        family.add_metric(labels, float(value))
+    return family
+
+
+def _client(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            "Metrics need prometheus_client, which is not installed. Install it with all else that a federation needs"
+            " (pip install 'lightning-sdiloco[federated]'), or leave out --metrics."
+        ) from error

@@ -1,1 +1,0 @@
-"""The command ``sdiloco keys``: certificates for a federation."""
