@@ -35,7 +35,7 @@ from lightning_sdiloco.compression import (
     TopK,
 )
 from lightning_sdiloco.compression.blockwise import Blockwise
-from lightning_sdiloco.engine.arithmetic import norm_squared
+from lightning_sdiloco.engine.synchronizer import norm_squared
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Candidates: levels 0 and top * 2^-6 ... top per block; how the top is chosen, stored, and values are rounded

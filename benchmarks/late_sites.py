@@ -36,7 +36,6 @@ from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import InlineBackground
 from lightning_sdiloco.engine.outer.optimizer import OuterState
-from lightning_sdiloco.engine.requests import Mailbox
 from lightning_sdiloco.engine.site.arithmetic import Encoded, SiteArithmetic, Stepped
 from lightning_sdiloco.engine.site.world import FederatedWorld
 from lightning_sdiloco.federation import Contribution, Landing, Progress, Record
@@ -166,9 +165,9 @@ class Sites:
                 offload=False,
                 **(training.choices or {}),
             )
-            assert isinstance(engine._cut.world, FederatedWorld)
+            assert isinstance(engine.loop, FederatedWorld)
             self.engines.append(engine)
-            self._worlds.append(engine._cut.world)
+            self._worlds.append(engine.loop)
         for _ in range(2):
             for world in self._worlds:
                 world.hear()
@@ -198,7 +197,7 @@ class Sites:
         while not all(world.is_over for world in self._worlds):
             self._hub.passes(1.0)
             for world, engine in zip(self._worlds, self.engines, strict=True):
-                world.launch_due(engine.inner_steps, Mailbox())
+                world.launch_due(engine.inner_steps)
             for engine in self.engines:
                 engine.land_due()
         for engine in self.engines:

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from lightning_sdiloco import Landing, StreamingDiLoCo
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import ErrorFeedback, Int2, RandomK, TopK
-from lightning_sdiloco.engine.background import Pending, Stages, ThreadBackground, _Flight
+from lightning_sdiloco.engine.background import Pending, ThreadBackground, Work
 from lightning_sdiloco.engine.start import default_topology
 
 STEPS = 17
@@ -22,7 +22,7 @@ GROUPS = 2
 SHORT: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "layers_per_fragment": 1, "mixing": 0.5}
 
 
-class LateFlight(_Flight[Any, Any, Any]):
+class LateFlight(Pending[Any]):
     """Does not begin before its result is asked for."""
 
     begin: Callable[[Any], None]
@@ -35,9 +35,9 @@ class LateFlight(_Flight[Any, Any, Any]):
 class LateLane(ThreadBackground):
     """Begins every flight as late as it can, when the training stream has gone on for long."""
 
-    def start(self, stages: Stages[Any, Any, Any]) -> Pending[Any]:
-        flight = LateFlight(stages, self._streams and self._streams.mark())
-        flight.begin = self._work.put
+    def start(self, work: Work[Any]) -> Pending[Any]:
+        flight = LateFlight(work, self._streams and self._streams.mark())
+        flight.begin = self._first.put
         return flight
 
 
@@ -119,7 +119,7 @@ def same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
 def wait_for_flights(engine: StreamingDiLoCo) -> None:
     """Waits until the lane is done with what is in flight, without asking the device for anything."""
     deadline = time.monotonic() + 30
-    while not all(flight.pending._future.done() for flight in engine._cut.rounds.flights):  # type: ignore[attr-defined]
+    while not all(flight.pending.is_ready for flight in engine.rounds.flights):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

@@ -121,8 +121,8 @@ def names_without_a_definition() -> set[str]:
 
 def steps_in_other_files() -> set[str]:
     """The steps of the path whose file does not define what the page says."""
-    steps = re.findall(r"^\| `([\w/]+)\.py`<br>([^|]*)\|", PAGE, flags=re.M)
-    assert len(steps) > 20
+    steps = re.findall(r"\| `([\w/]+)\.py`<br>([^|]*)\|", PAGE)
+    assert len(steps) > 10
     modules = {file: ".".join([architecture.NAME, *file.split("/")]) for file, _ in steps}
     there = {file: defined_in(module) if module in MODULES else set() for file, module in modules.items()}
     return {f"{file}.py: {name}" for file, names in steps for name in quoted(names) if name not in there[file]}

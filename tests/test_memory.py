@@ -144,7 +144,7 @@ def test_flights_take_what_those_before_left_and_nothing_that_anybody_still_read
             engine.step()
 
     train(17)
-    read = [fragment.outer for fragment in engine._cut.rounds.fragments]
+    read = [fragment.outer for fragment in engine.rounds.fragments]
     copies = [(outer.values.clone(), outer.state["momentum_buffer"].clone()) for outer in read]
     train(12)
     assert all(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm import Mix, digest
 from lightning_sdiloco.compression import COMPRESSIONS, kernels_for
-from lightning_sdiloco.engine.arithmetic import norm_squared, outer_step
+from lightning_sdiloco.engine.synchronizer import norm_squared, outer_step
 from tests.gpu.task import Found, Place
 
 GOAL = 0.7
@@ -51,7 +51,7 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     device = torch.device(place.device)
     model, fp4, kernels = Net(numel, place.device), COMPRESSIONS["fp4"], kernels_for(device)
     engine = StreamingDiLoCo(model, fragments=[["*"]], offload=False)
-    (fragment,) = engine._cut.rounds.fragments
+    (fragment,) = engine.rounds.fragments
     outer = fragment.outer.values
     gradient = (torch.randn(numel, device="cpu") / 100).to(device)
     payloads = [kernels.encode(gradient, fp4)] * GROUPS

@@ -82,7 +82,7 @@ class DroppingLoader:
     def follow(self, engine: StreamingDiLoCo) -> "DroppingLoader":
         """Learns from an engine who is in its group, and returns itself. A Trainer calls it."""
         if engine.topology.group_size > 1:
-            _refuse_what_meets(engine._cut.model)
+            _refuse_what_meets(engine.model)
         self._all_gather = engine.topology.in_group.all_gather_object
         return self
 

@@ -2,13 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from os import PathLike
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,17 +28,51 @@ from lightning_sdiloco.algorithm import (
     Weighing,
 )
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine.checkpoint.ranks import load, require_processes, save
-from lightning_sdiloco.engine.cut_model import CutModel
-from lightning_sdiloco.engine.flight import Counts, GroupMean, Landing
-from lightning_sdiloco.engine.measurements import LinkRate, Span, StepClock
-from lightning_sdiloco.engine.requests import Mailbox
+from lightning_sdiloco.compression import Compression, kernels_for
+from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
+from lightning_sdiloco.engine.background import ThreadBackground
+from lightning_sdiloco.engine.checkpoint.ranks import (
+    load,
+    place_of,
+    require_own_state,
+    require_processes,
+    save,
+)
+from lightning_sdiloco.engine.flight import Flight, Landing
+from lightning_sdiloco.engine.measurements import Span, StepClock
+from lightning_sdiloco.engine.offload import storage_for
+from lightning_sdiloco.engine.outer_view import GroupMean, OuterView
+from lightning_sdiloco.engine.parameters.naming import trainable, unwrapped
+from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.restart import Restart
+from lightning_sdiloco.engine.rounds import Loop, Rounds, keep_until_done
 from lightning_sdiloco.engine.site.federation import Federation
-from lightning_sdiloco.engine.start import WorkerGroups, checked_micro_batches, default_topology
+from lightning_sdiloco.engine.site.world import join
+from lightning_sdiloco.engine.start import (
+    WorkerGroups,
+    agreed_fragments,
+    align_ranks,
+    checked_micro_batches,
+    cut,
+    default_topology,
+    say_what_averages_twice,
+)
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counts:
+    """Counts what happened so far; see `StreamingDiLoCo.report`."""
+
+    inner_steps: int = 0
+    launches: int = 0
+    landings: int = 0
+    flights_dropped: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    exposed_wait_s: float = 0.0
+    in_flight_s: float = 0.0
 
 
 class StreamingDiLoCo:
@@ -128,29 +163,48 @@ class StreamingDiLoCo:
         federation: Federation | None = None,
     ) -> None:
         given = Settings.among(locals())
-        self.topology = topology or default_topology(1 if federation else worker_groups, timeout)
+        self.topology = default_topology(1 if federation else worker_groups, timeout) if topology is None else topology
+        self.given, self.settings = given, given.chosen_for(self.topology.num_groups)
+        require_own_group(model, self.topology)
+        self.model = unwrapped(model)
+        parts, device = agreed_fragments(self.model, self.settings, self.topology, is_site=federation is not None)
+        say_what_averages_twice(inner_optimizers, self.settings, self.topology)
+        background = (self.topology.background or ThreadBackground)(device)
+        storage, kernels = storage_for(device, given.offload), kernels_for(device)
+        self.rounds = Rounds(self.model, self.topology, storage, kernels, background, inner_optimizers)
+        self._cut(parts)
+        align_ranks(self.model, self.rounds.fragments, self.topology)
+        require_same_settings({**self.rounds.described(), "kernels": kernels.name}, self.topology.world)
         self.site = federation.site if federation else None
-        self.mailbox = Mailbox()
+        self.loop: Loop = self.rounds
+        if federation is not None:
+            self.loop = join(federation, self.rounds, self.topology)
         self.step_span: Span = (0.0, 0.0)
-        self.step_clock, self.link = StepClock(), LinkRate()
+        self.step_clock = StepClock()
         self.last_landing: Landing | None = None
         self.final_landings, self._early = list[Landing](), list[Landing]()
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
         self._unfinished: dict[str, Any] = {}
-        self._cut = CutModel(model, given, self.topology, inner_optimizers, self.link, federation)
+        self._is_closed = False
+
+    def _cut(self, fragments: Sequence[Fragment]) -> None:
+        """Takes the model as it is for the outer one, cut into these fragments."""
+        self.rounds.cut(fragments, self.settings)
+        self.view = OuterView(self.model, self.rounds.fragments, self.topology.in_group, self.rounds.storage)
 
     def diagnose(self, diagnoses: bool = True) -> None:
         """Sets whether landings tell how far the groups agree. All ranks must call it alike, before the first step."""
-        self._cut.diagnose(diagnoses)
+        require_same_settings({"diagnostics": str(diagnoses)}, self.topology.world)
+        self.rounds.diagnose(diagnoses)
 
     def join(self) -> None:
         """Waits until a site has what the others have; without it, its first inner steps may be in vain."""
-        self._cut.world.join(self._counts.inner_steps)
+        self.loop.join(self.inner_steps)
 
     @property
     def is_warming_up(self) -> bool:
         """Whether the inner step that comes next is one of the warm-up, in which `average_gradients` does something."""
-        return not self._cut.is_closed and self._cut.warmup.is_due(self._counts.inner_steps + 1)
+        return not self._is_closed and self.rounds.is_warmup(self.inner_steps + 1)
 
     def average_gradients(self) -> None:
         """Takes the mean over the groups of the gradients, in the warm-up; later it does nothing.
@@ -167,12 +221,12 @@ class StreamingDiLoCo:
 
     def launch_gradients(self, *, idle: bool = False) -> None:
         """Does the first half of `average_gradients`, for a group that may be idle in this inner step."""
-        self._cut.require_open("average_gradients()")
-        self._counts.launches += self._cut.warmup.launch(self._counts.inner_steps + 1, self.mailbox, not idle)
+        self._require_open("average_gradients()")
+        self._counts.launches += self.rounds.launch_gradients(self.inner_steps + 1, not idle)
 
     def land_gradients(self) -> None:
         """Does the second half of `average_gradients`. The next `step` returns what landed."""
-        self._early += self._counted(self._cut.warmup.land(self._counts.inner_steps + 1))
+        self._early += self._counted(self.rounds.land_gradients(self.inner_steps + 1))
 
     def step(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> list[Landing]:
         """Counts an inner step, launches what is due and lands what is due, which it returns.
@@ -194,23 +248,23 @@ class StreamingDiLoCo:
 
     def launch_due(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
-        self._cut.require_open("step()")
+        self._require_open("step()")
         trained = 0 if idle else checked_micro_batches(trained)
-        for _ in range(self._cut.warmup.missing(self._counts.inner_steps + 1, not trained)):
+        for _ in range(self.rounds.missing_gradients(self.inner_steps + 1, not trained)):
             self.launch_gradients(idle=True)
             self.land_gradients()
         self._counts.inner_steps += 1
         ended, began = self.step_span[1], time.perf_counter()
         self.step_span = began, began
         if trained:
-            self._cut.world.trained(trained, trained if samples is None else samples)
+            self.loop.trained(trained, trained if samples is None else samples)
             self.step_clock.note(ended, began)
-        self.mailbox.step_time = self.step_clock.seconds
-        self._counts.launches += self._cut.world.launch_due(self._counts.inner_steps, self.mailbox)
+        self.rounds.step_time = self.step_clock.seconds
+        self._counts.launches += self.loop.launch_due(self.inner_steps)
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
-        landed, self._early = [*self._early, *self._counted(self._cut.world.land_due(self._counts.inner_steps))], []
+        landed, self._early = [*self._early, *self._counted(self.loop.land_due(self.inner_steps))], []
         self.step_span = self.step_span[0], time.perf_counter()
         return landed
 
@@ -220,7 +274,8 @@ class StreamingDiLoCo:
         return landed
 
     def _noted(self, landing: Landing) -> Landing:
-        self._counts.add(landing)
+        for name in ("exposed_wait_s", "in_flight_s", "bytes_sent", "bytes_received"):
+            setattr(self._counts, name, getattr(self._counts, name) + getattr(landing, name))
         self._absences.count(landing.launched_at, landing.landed_at, landing.left_out)
         self.last_landing = landing
         return landing
@@ -242,16 +297,16 @@ class StreamingDiLoCo:
 
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
-        self._cut.rounds.require_coverage()
+        self.rounds.require_coverage()
         # What a longer run would go on from takes the place of the gradients, which nobody needs any more.
-        self._cut.model.zero_grad()
+        self.model.zero_grad()
         self._unfinished = self.state_dict()
-        return self._counted(self._cut.world.land_all(self._counts.inner_steps))
+        return self._counted(self.loop.land_all(self.inner_steps))
 
     def final_exchange(self) -> Iterator[None]:
         """Does the second part of `finish`. Yields again and again, so that groups in one process can take turns."""
         if self.settings.final_sync or self.is_warming_up:
-            for landing in self._cut.world.final_exchange(self.inner_steps, self.mailbox):
+            for landing in self.loop.final_exchange(self.inner_steps):
                 self.final_landings += [] if landing is None else [self._noted(landing)]
                 yield
         elif not self.has_landed and not self.topology.rank:
@@ -260,74 +315,76 @@ class StreamingDiLoCo:
                 " out the mean of the groups: the model is left with values that nobody has trained.",
                 self.inner_steps,
             )
-        self._cut.view.end()
+        self.view.end()
         self.close()
 
     def leave(self) -> list[Landing]:
         """Ends training before its end: what a site holds is sent, and counts. Returns what landed; see `close`."""
-        landed = self._counted(self._cut.world.leave(self._counts.inner_steps))
+        landed = self._counted(self.loop.leave(self.inner_steps))
         self.close()
         return landed
 
     def close(self) -> None:
         """Ends the background. What is in flight is lost; `finish` calls it when nothing is."""
-        self._cut.close()
+        self._is_closed = True
+        self.loop.close()
+        self.rounds.background.close()
+        self.rounds.close()
+
+    def _require_open(self, called: str) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to train.")
 
     def request(self, bits: int) -> None:
         """Asks something of all groups, by up to 16 bits: the `Landing` of the next launch shows them to all."""
-        self.mailbox.request(bits)
+        self.rounds.requests |= int(bits)
 
     def withdraw(self, bits: int) -> None:
         """Takes back what was requested and has not been launched yet."""
-        self.mailbox.withdraw(bits)
+        self.rounds.requests &= ~int(bits)
 
     @property
     def requested(self) -> int:
         """What ranks of a site asked of each other with the last inner step; between groups, landings show it."""
-        return self._cut.world.requested
-
-    @property
-    def settings(self) -> Settings:
-        """The settings, with numbers in place of ``"auto"``."""
-        return self._cut.settings
+        return self.loop.requested
 
     def is_training(self, model: nn.Module) -> bool:
         """Tells whether this engine trains that model and has not finished, so that groups hold different values."""
-        return self._cut.model is model and not self.is_finished
+        return self.model is model and not self.is_finished
 
     @property
     def is_finished(self) -> bool:
         """Whether `finish` was called: the model holds the outer parameters."""
-        return self._cut.view.final is not None
+        return self.view.final is not None
 
     @property
     def schedule(self) -> Schedule:
         """When fragments launch and land, by `steps_in_rounds`, where no pace says otherwise."""
-        return self._cut.rounds.schedule
+        return self.rounds.schedule
 
     @property
     def launches_next(self) -> tuple[int, ...]:
         """The fragments that are launched after the next inner step, in order; not of a site."""
-        return self._cut.rounds.due(self.inner_steps + 1)
+        return self.rounds.due(self.inner_steps + 1)
 
     @property
     def round(self) -> int:
         """How many outer steps the first fragment has made."""
-        return self._cut.rounds.fragments[0].outer.rounds
+        return self.rounds.fragments[0].outer.rounds
 
     def longest_wait(self) -> int:
         """Returns how many inner steps it takes at most, from now on, until a request has travelled and landed."""
-        return self._cut.rounds.longest_wait(self.inner_steps)
+        return self.rounds.longest_wait(self.inner_steps)
 
     @property
     def is_over(self) -> bool:
         """Whether the run has ended for all its sites, so that there is nothing left to train for."""
-        return self._cut.world.is_over
+        return self.loop.is_over
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
         """The fragments: names and sizes in bytes of their parameters."""
-        return self._cut.rounds.partition
+        return self.rounds.partition
 
     @property
     def inner_steps(self) -> int:
@@ -337,7 +394,7 @@ class StreamingDiLoCo:
     @property
     def steps_in_rounds(self) -> int:
         """Inner steps since the rounds began: what the schedule counts. Rounds begin anew with other fragments."""
-        return self._counts.inner_steps - self._cut.rounds.began_at
+        return self.inner_steps - self.rounds.began_at
 
     @property
     def has_landed(self) -> bool:
@@ -345,7 +402,7 @@ class StreamingDiLoCo:
 
         Then `group_mean` is what to evaluate and to save. During and after a warm-up the outer model is a trained one.
         """
-        schedule, landed = self.schedule, all(own.outer.rounds for own in self._cut.rounds.fragments)
+        schedule, landed = self.schedule, all(own.outer.rounds for own in self.rounds.fragments)
         if self.site is not None:
             return landed
         return self.steps_in_rounds >= schedule.first_round and (landed or schedule.warmup_steps > 0)
@@ -353,7 +410,7 @@ class StreamingDiLoCo:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The fragments in flight, in the order of their launch."""
-        return tuple(flight.snapshot.fragment for flight in self._cut.rounds.flights)
+        return tuple(flight.launch.fragment for flight in self.rounds.flights)
 
     def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then the local one again, bit for bit.
@@ -361,30 +418,39 @@ class StreamingDiLoCo:
         In-group collective. With a mean, of `group_mean`, it shows that, and waits for nobody. Without one, on a route
         that does not share, it shows the outer parameters of this group.
         """
-        return self._cut.view.shown(mean)
+        return self.view.shown(mean)
 
     def show_outer(self, mean: GroupMean | None = None) -> None:
         """Puts the outer model, or a mean, in the place of the local one, as `evaluate` does."""
-        self._cut.view.show(mean)
+        self.view.show(mean)
 
     def show_local(self) -> None:
         """Puts the local parameters and buffers back."""
-        self._cut.view.show_local()
+        self.view.show_local()
 
     def group_mean(self) -> GroupMean:
         """Returns the mean over the groups of what they hold now, as `finish` would take it. Changes no training.
 
         All ranks must call it. Until `has_landed` it is what to evaluate.
         """
-        self._cut.require_open("group_mean()")
-        with self._cut.view.hidden():
-            return self._cut.rounds.group_mean(self.inner_steps, self._counts)
+        return _last(self.average_now())
 
-    def launch_mean(self) -> Callable[[], GroupMean]:
-        """Does the first half of `group_mean`, with all fragments in flight; what it returns waits for the others."""
-        self._cut.require_open("group_mean()")
-        with self._cut.view.hidden():
-            return self._cut.rounds.launch_mean(self.inner_steps, self._counts)
+    def average_now(self) -> Iterator[GroupMean | None]:
+        """Does what `group_mean` does. Yields None until it has the mean, so that groups in one process take turns."""
+        self._require_open("group_mean()")
+        gathered, buffers = list[Tensor](), list[Mapping[int, Tensor]]()
+
+        def receive(flight: Flight) -> None:
+            arrival = flight.pending.result()
+            keep_until_done([*arrival.gathered, *arrival.buffers.values()])
+            self._counts.bytes_sent += arrival.landing.bytes_sent
+            self._counts.bytes_received += arrival.landing.bytes_received
+            gathered.append(self.rounds.storage.store(arrival.gathered[0]))
+            buffers.append(arrival.buffers)
+
+        with self.view.hidden():
+            yield from self.rounds.average_now(self.inner_steps, receive)
+        yield GroupMean(gathered, buffers)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
@@ -392,11 +458,11 @@ class StreamingDiLoCo:
         Collective within a worker group until `finish`; where ranks hold parts of the parameters, also after it. On a
         route that does not share, it is the mean of the groups, and until `finish` all ranks must call it.
         """
-        return self._cut.view.named(None if self.settings.shares or self._cut.is_closed else self.group_mean())
+        return self.view.named(None if self.settings.shares or self._is_closed else self.group_mean())
 
     def named_mean(self, mean: GroupMean) -> dict[str, Tensor]:
         """Returns a mean of `group_mean` by name, as `outer_state_dict` returns the outer parameters."""
-        return self._cut.view.named(mean)
+        return self.view.named(mean)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this rank needs to go on bit for bit: plain dicts, lists, numbers, and tensors on the host.
@@ -406,21 +472,36 @@ class StreamingDiLoCo:
         """
         return self._unfinished or {
             "counts": asdict(self._counts),
-            "requests": self.mailbox.pending,
+            "requests": self.rounds.requests,
             **self._absences.state_dict(),
-            **self._cut.state_dict(),
+            "rank": place_of(self.topology),
+            "settings": self.settings.fixed_by_a_checkpoint(),
+            "warmup_steps": self.settings.warmup_steps,
+            "local": self.view.local_values(),
+            **self.loop.state_dict(),
+            **self.rounds.records(),
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another engine with the same settings, model and rank was. All ranks must call it.
 
         For ``"auto"`` it has the numbers of then. The state of another rank, other fragments, or another outer
         optimizer is refused.
         """
-        self._cut.load_state_dict(state)
+        require_own_state(state, self.topology)
+        warmup_steps = _warmup_steps_of(state, self.given.warmup_steps, says=self.topology.rank == 0)
+        settings = replace(self.given.taken_from(state.get("settings")), warmup_steps=warmup_steps)
+        if settings != self.settings:
+            self._require_no_site()
+            self.settings = settings
+            self._cut(self.fragments)
+        self.rounds.load_records(state)
+        self.view.load_local(state["local"])
+        self.loop.load_state_dict(state)
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
-        self.mailbox.pending = state["requests"]
+        self.rounds.requests = state["requests"]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Saves all that a run needs to go on bit for bit, what is in flight included. All ranks must call it.
@@ -432,25 +513,38 @@ class StreamingDiLoCo:
         require_processes(self.topology)
         is_trained = self.has_landed or self.is_finished
         outer = self.outer_state_dict() if is_trained else self.named_mean(self.group_mean())
-        save(str(path), self.topology, self.settings, self.state_dict(), outer, self._cut.means.inner_optimizers)
+        save(str(path), self.topology, self.settings, self.state_dict(), outer, self.rounds.inner_optimizers)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Goes on where `save` was called; refused on all ranks if settings, ranks or files are not those of then."""
-        self.load_state_dict(load(str(path), self.topology, self._cut.given, self._cut.means.inner_optimizers))
+        self.load_state_dict(load(str(path), self.topology, self.given, self.rounds.inner_optimizers))
 
+    @torch.no_grad()
     def restart(self, restart: Restart) -> None:
         """Starts the rounds anew where an earlier run was, whatever its groups and fragments. All ranks call it."""
         self._counts = Counts(**restart.counts)
-        self._cut.restart(restart, self.inner_steps)
+        landed = {name: own for name, own in restart.parameters.items() if own.rounds}
+        self.rounds.begin(NamedOuter(landed, restart.buffers), self.inner_steps)
+        self.view.write_outer()
 
+    @torch.no_grad()
     def choose(self, settings: Settings) -> None:
         """Goes on as if these had been the settings from the start. All ranks must call it, before a launch was due."""
-        self._cut.choose(settings, self.inner_steps)
+        self._require_no_site()
+        self.rounds.require_no_launch(self.inner_steps, settings)
+        before, began_at = self.rounds.fragments, self.rounds.began_at
+        outer = named_outer(before, self.topology.in_group)
+        self.given, self.settings = settings, settings.chosen_for(self.topology.num_groups)
+        self._cut(cut(self.model, settings).fragments)
+        self.rounds.begin(outer, began_at)
+        for fragment in self.rounds.fragments:
+            fragment.weight = before[0].weight
 
     def has_other_parameters(self) -> bool:
         """Tells whether parameters were frozen or became trainable since the model was cut."""
-        return self._cut.has_other_parameters()
+        return has_other_parameters(self.model, self.rounds.fragments)
 
+    @torch.no_grad()
     def recut(self) -> list[Landing]:
         """Cuts the model anew after parameters were frozen or became trainable. All ranks must call it.
 
@@ -458,7 +552,37 @@ class StreamingDiLoCo:
         of the groups if it never landed; one that became trainable starts from its value without momentum, and rounds
         begin anew.
         """
-        return self._counted(self._cut.recut(self.inner_steps, self._counts))
+        self._require_no_site()
+        if not self.settings.shares:
+            raise ValueError(
+                f"Parameters were frozen or became trainable since training began. route={self.settings.route!r} does"
+                " not follow: groups hold outer parameters of their own, and a frozen one would stay different. Choose"
+                " what is trainable before training, and train in several fits."
+            )
+        before = self.rounds.fragments
+        fragments = cut_again(self.model, before, self.settings, self.topology)
+        landed = self._counted(self.loop.land_all(self.inner_steps))
+        self.rounds.reshard()
+        outer = named_outer(before, self.topology.in_group)
+        frozen = set(outer.parameters) - set(trainable(self.model))
+        untrained = {name: own for name, own in outer.parameters.items() if name in frozen and not own.rounds}
+        if untrained:
+            # Their outer values are not trained, and no landing will come.
+            mean = self.view.named(self.group_mean())
+            trained = {name: own._replace(values=mean[name].flatten()) for name, own in untrained.items()}
+            outer = NamedOuter({**outer.parameters, **trained}, outer.buffers)
+        take_over(self.model, before, outer, self.topology)
+        self._cut(fragments)
+        self.rounds.begin(outer, self.inner_steps)
+        return landed
+
+    def _require_no_site(self) -> None:
+        if self.site is not None:
+            raise ValueError(
+                "The fragments and settings of a site are those of the charter of its run: while it trains, parameters"
+                " cannot be frozen or become trainable, and settings cannot be chosen anew. Found another run, from the"
+                " outer model of this one."
+            )
 
     def report(self) -> dict[str, float]:
         """Tells what happened so far, and the numbers of outer step and landing.
@@ -468,3 +592,33 @@ class StreamingDiLoCo:
         waited for fragments, and ``in_flight_s`` how long these were in flight, added up.
         """
         return {**asdict(self._counts), **self.settings.numbers}
+
+
+def _last(means: Iterator[GroupMean | None]) -> GroupMean:
+    *_, mean = means
+    assert mean is not None, "the mean comes last"
+    return mean
+
+
+def _warmup_steps_of(state: Mapping[str, Any], given: int, *, says: bool) -> int:
+    """Returns how many inner steps the warm-up of a resumed run has."""
+    steps, was = state["counts"]["inner_steps"], int(state["warmup_steps"])
+    if steps == 0 or given == was:
+        return given
+    if steps < was:
+        return max(given, steps + 1)
+    if was == 0:
+        raise ValueError(
+            f"warmup_steps={given} was given, and this run began with no warm-up: until inner step {steps} its groups"
+            " have trained alone, so there is no model that all of them could warm up. Leave warmup_steps out to go on"
+            " with this run, or start a new one."
+        )
+    if says:
+        _log.warning(
+            "warmup_steps=%d is ignored: the warm-up of this run ended after inner step %d, and its rounds are counted"
+            " from there. Give warmup_steps=%d to say so.",
+            given,
+            was,
+            was,
+        )
+    return was

@@ -1,20 +1,17 @@
-"""A fragment on its way: what is taken along at the launch, and what comes back for the landing."""
+"""A fragment in flight as plain values: what a launch takes along, what comes back, and what a landing tells."""
 
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_sdiloco.algorithm import Control, Count, LandingRule
+from lightning_sdiloco.algorithm import LandingRule
 from lightning_sdiloco.engine.background import Pending
 from lightning_sdiloco.engine.measurements import Diagnostics, Span
-from lightning_sdiloco.engine.outer.optimizer import OuterState
 
 
 class Purpose(Enum):
@@ -29,14 +26,9 @@ class Purpose(Enum):
     GRADIENT = auto()
     """The mean of the gradients of an inner step, in float32."""
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether it travels in float32, and as a difference to nothing."""
-        return self is not Purpose.ROUND
 
-
-class LaunchSnapshot(NamedTuple):
-    """Holds what a launch reads: from here on the training thread may change the model."""
+class Launch(NamedTuple):
+    """What a launch reads: from here on the training thread may change the model."""
 
     fragment: int
     step: int
@@ -67,76 +59,14 @@ class LaunchSnapshot(NamedTuple):
         }
 
     @staticmethod
-    def of(state: dict[str, Any], outer: Tensor, deadline: float) -> "LaunchSnapshot":
+    def of(state: dict[str, Any], outer: Tensor, deadline: float) -> "Launch":
         """Restores what `state_dict` returned of a flight for a round; copies the tensors."""
         tensors = {
             "outer": outer,
             "gradient": state["gradient"].to(outer.device, copy=True),
             "buffers": [buffer.to(outer.device, copy=True) for buffer in state["buffers"]],
         }
-        return LaunchSnapshot(**{**state, **tensors}, deadline=deadline)
-
-
-class SyncResult(NamedTuple):
-    """Holds what a flight brings, for its landing; see [Note: fragment tensors]."""
-
-    outer: OuterState
-    memory: Tensor | None
-    residual: Tensor | None
-    rule: LandingRule
-    gathered: Sequence[Tensor]
-    buffers: dict[int, Tensor]
-    weighing: Any
-    controls: list[Control]
-    left_out: tuple[int, ...]
-    changed: int
-    counted: Count
-    gradient_norm: float
-    bytes_sent: int
-    bytes_received: int
-    on_link_s: float
-    spans: Mapping[str, Span]
-    diagnostics: Diagnostics | None
-    tuning: Tensor | None = None
-    sends_bytes_per_s: float = 0.0
-    twin: Tensor | None = None
-
-
-class GroupMean(NamedTuple):
-    """Holds the plain mean, over the groups, of what each group holds; see `StreamingDiLoCo.group_mean`."""
-
-    gathered: list[Tensor]
-    buffers: list[dict[int, Tensor]]
-
-
-@dataclass(frozen=True)
-class Flight:
-    """Holds a fragment in flight."""
-
-    snapshot: LaunchSnapshot
-    pending: Pending[SyncResult]
-    launch: Span
-
-
-@dataclass
-class Counts:
-    """Counts what happened so far; see `StreamingDiLoCo.report`."""
-
-    inner_steps: int = 0
-    launches: int = 0
-    landings: int = 0
-    flights_dropped: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    exposed_wait_s: float = 0.0
-    in_flight_s: float = 0.0
-
-    def add(self, landing: "Landing") -> None:
-        """Adds what a flight that has landed sent and received, and how long training waited for it."""
-        self.exposed_wait_s += landing.exposed_wait_s
-        self.in_flight_s += landing.in_flight_s
-        self.bytes_sent += landing.bytes_sent
-        self.bytes_received += landing.bytes_received
+        return Launch(**{**state, **tensors}, deadline=deadline)
 
 
 class Landing(NamedTuple):
@@ -195,56 +125,6 @@ class Landing(NamedTuple):
         began, ended = self.spans.get(name, (0.0, 0.0))
         return ended - began
 
-    @staticmethod
-    def of(
-        fragment: int,
-        launched_at: int,
-        launch: Span,
-        result: SyncResult,
-        landed_at: int,
-        wait: Span,
-        seconds: float,
-    ) -> "Landing":
-        """Tells what happened at the landing of a flight that has just landed.
-
-        Args:
-            fragment: The fragment.
-            launched_at: The inner step of the launch.
-            launch: When it was launched.
-            result: What the flight brought.
-            landed_at: The inner step of the landing.
-            wait: When the training thread began to wait for it, and when its result was there.
-            seconds: How long it was in flight.
-        """
-        launched, (began, arrived) = launch[1], wait
-        ended = max([launched + seconds, *(ended for _, ended in result.spans.values())])
-        return Landing(
-            fragment=fragment,
-            launched_at=launched_at,
-            requests=reduce(or_, (control.requests for control in result.controls)),
-            left_out=result.left_out,
-            outlying=result.counted.outlying,
-            outer_lr=result.outer.lr,
-            outer_grad_norm=result.gradient_norm,
-            bytes_sent=result.bytes_sent,
-            exposed_wait_s=arrived - began,
-            in_flight_s=seconds,
-            landed_at=landed_at,
-            bytes_received=result.bytes_received,
-            counted=tuple(result.counted.factors),
-            group_norms=tuple(control.norm for control in result.controls),
-            spans={
-                "launch": launch,
-                "flight": (launched, min(ended, arrived)),
-                **result.spans,
-                "wait": wait,
-                "land": (arrived, time.perf_counter()),
-            },
-            diagnostics=result.diagnostics,
-            on_link_s=result.on_link_s,
-            step_times=tuple(control.step_time for control in result.controls),
-        )
-
     @property
     def link_gbit_s(self) -> float:
         """The effective link rate: what went in one direction over the time for which it was on the link.
@@ -255,3 +135,46 @@ class Landing(NamedTuple):
         if not bits:
             return 0.0
         return bits / self.on_link_s / 1e9 if self.on_link_s > 0 else math.nan
+
+
+class Arrival(NamedTuple):
+    """What a flight brings: the values that its landing commits, and what it tells but for the times of the landing."""
+
+    changes: Mapping[str, Any]
+    rule: LandingRule
+    gathered: Sequence[Tensor]
+    buffers: Mapping[int, Tensor]
+    changed: int
+    trained: Sequence[int]
+    landing: Landing
+    sends_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A fragment in flight."""
+
+    launch: Launch
+    pending: Pending[Arrival]
+    launched: Span
+
+
+def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
+    """Completes what a flight tells, in the training thread, once it has landed after an inner step.
+
+    Args:
+        told: What the flight told.
+        launch: When it was launched.
+        wait: When the training thread began to wait for it, and when its result was there.
+        seconds: How long it was in flight.
+        step: The inner step of the landing.
+    """
+    launched, (began, arrived) = launch[1], wait
+    ended = max([launched + seconds, *(ended for _, ended in told.spans.values())])
+    spans = {"launch": launch, "flight": (launched, min(ended, arrived)), **told.spans, "wait": wait}
+    return told._replace(
+        exposed_wait_s=arrived - began,
+        in_flight_s=seconds,
+        landed_at=step,
+        spans={**spans, "land": (arrived, time.perf_counter())},
+    )

@@ -37,7 +37,7 @@ Threads: only the training thread writes to a record, and only at a landing or a
 a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``,
 ``memory``, ``tuning``, ``residual``, ``anchor`` or ``twin``. So the background reads records without a lock, and a
 checkpoint that is written during a flight holds the values before the outer step. The background returns new tensors,
-in a `SyncResult`, and writes to none of the record.
+in an `Arrival`, and writes to none of the record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco.algorithm import Fragment, LandingRule, Settings, combined, digest
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.engine.flight import LaunchSnapshot, Purpose, SyncResult
+from lightning_sdiloco.engine.flight import Arrival, Launch, Purpose
 from lightning_sdiloco.engine.offload import OuterStorage, Prefetched
 from lightning_sdiloco.engine.outer.optimizer import OuterState, ShardOptimizer, outer_optimizer_for
 from lightning_sdiloco.engine.parameters.buffers import FragmentBuffers, buffers_of
@@ -91,44 +91,48 @@ class FragmentState:
         """Starts to load the outer parameters of the shard, for the launch that comes next."""
         self._prefetched = self.storage.prefetch(self.outer.values)
 
-    def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> LaunchSnapshot:
+    def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
         """Reads all that a flight takes along. From here on the group counts its inner steps anew."""
-        snapshot = self.snapshot(step, deadline, purpose, requests)
+        launch = self.read(step, deadline, purpose, requests)
         self.weight = 0
-        return snapshot
+        return launch
 
-    def snapshot(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> LaunchSnapshot:
+    def read(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> Launch:
         """Reads all that a flight takes along, and changes nothing; the arguments are those of `launch`."""
-        if purpose.is_exact:
-            outer, gradient = self._zero(), self.layout.read().neg_()
-        else:
-            outer = self.load_outer()
-            gradient = self.layout.outer_gradient(outer)
-        return LaunchSnapshot(
+        is_round = purpose is Purpose.ROUND
+        outer = self.load_outer() if is_round else self._zero()
+        return Launch(
             fragment=self.index,
             step=step,
             outer=outer,
-            gradient=gradient,
+            gradient=self.layout.outer_gradient(outer) if is_round else self.layout.read().neg_(),
             buffers=self.buffers.snapshot(),
             # What changed elsewhere, groups that hold outer buffers of their own do not know.
-            travelling=self.buffers.travelling(purpose is not Purpose.ROUND or not self.shares),
+            travelling=self.buffers.travelling(not is_round or not self.shares),
             requests=requests,
             weight=self.weight,
             deadline=deadline,
             purpose=purpose,
         )
 
-    def digest(self, snapshot: LaunchSnapshot) -> int:
+    def gradient_launch(self, step: int, deadline: float, trains: bool, requests: int) -> Launch:
+        """Reads what a flight takes along for the mean of the gradients, and changes nothing."""
+        zeros = self._zero().new_zeros(self.layout.length)
+        gradient = self.layout.negated_gradients(zeros) if trains else zeros
+        weight, purpose = int(trains), Purpose.GRADIENT
+        return Launch(self.index, step, self._zero(), gradient, [], [], requests, weight, deadline, purpose)
+
+    def digest(self, launch: Launch) -> int:
         """Returns the digest of what all groups hold alike at a launch, as far as this rank has it."""
         alike, rounds = list[Tensor](), 0
-        if snapshot.leg and self.anchor is not None:
+        if launch.leg and self.anchor is not None:
             # Partners hold outer parameters of their own, and take them apart by what they share.
             alike = [self.storage.load(self.anchor)]
-        elif snapshot.purpose in (Purpose.ROUND, Purpose.MEAN):
+        elif launch.purpose in (Purpose.ROUND, Purpose.MEAN):
             buffers = [buffer.reshape(-1) for buffer in self.buffers.outer]
-            outer = self.storage.load(self.outer.values) if snapshot.purpose is Purpose.MEAN else snapshot.outer
+            outer = self.storage.load(self.outer.values) if launch.purpose is Purpose.MEAN else launch.outer
             alike = [outer, torch.cat(buffers)] if buffers else [outer]
-        elif snapshot.purpose is Purpose.START and self.shares:
+        elif launch.purpose is Purpose.START and self.shares:
             # In a warm-up outer values are local ones: unlike hardware may round them in unlike ways, or a group is
             # idle. Their mean is the same in all groups, and what the outer optimizer makes of it only if its state is.
             alike = [one for one in self.outer.state.values() if isinstance(one, Tensor)]
@@ -138,22 +142,6 @@ class FragmentState:
     def change(self, purpose: Purpose, gradient: Tensor) -> Tensor:
         """Returns an outer gradient, or a mean of some, as what it is for the outer parameters of now."""
         return gradient if purpose is not Purpose.MEAN else self.storage.load(self.outer.values) + gradient
-
-    def gradient_snapshot(self, step: int, deadline: float, trains: bool, requests: int) -> LaunchSnapshot:
-        """Reads what a flight takes along for the mean of the gradients, and changes nothing."""
-        zeros = self._zero().new_zeros(self.layout.length)
-        return LaunchSnapshot(
-            fragment=self.index,
-            step=step,
-            outer=self._zero(),
-            gradient=self.layout.negated_gradients(zeros) if trains else zeros,
-            buffers=[],
-            travelling=[],
-            requests=requests,
-            weight=int(trains),
-            deadline=deadline,
-            purpose=Purpose.GRADIENT,
-        )
 
     def _zero(self) -> Tensor:
         return self.layout.held[0].new_zeros((), dtype=torch.float32)
@@ -169,32 +157,33 @@ class FragmentState:
         """Forgets all that made this group differ from the outer parameters, which all groups share now."""
         self.anchor, self.twin = None if self.shares else self.outer.values, None
 
+    def load(self, stored: Tensor | None) -> Tensor | None:
+        """Returns a stored tensor on the device, if there is one."""
+        return None if stored is None else self.storage.load(stored)
+
+    def store(self, values: Tensor | None) -> Tensor | None:
+        """Stores a tensor of the device, if there is one."""
+        return None if values is None else self.storage.store(values)
+
     def load_outer(self) -> Tensor:
         """Returns the outer parameters of the shard on the device, by way of what was prefetched."""
         prefetched, self._prefetched = self._prefetched or self.storage.prefetch(self.outer.values), None
         return prefetched.result()
 
-    def land(self, result: SyncResult, rule: LandingRule, steps: int, group: int, final: bool) -> None:
-        """Makes the result of a flight the outer state that everybody sees, and takes it into the local values."""
-        self.outer = result.outer
+    def land(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:
+        """Makes what a flight brought the state that everybody sees, and takes it into the local values."""
+        vars(self).update(arrival.changes)
         if final:
             self._begin_from_outer()
-        else:
-            self.twin = result.twin
-            self.weighing = result.weighing
-            if group in result.counted.factors:
-                self.memory, self.tuning = result.memory, result.tuning
-            if result.counted.factors:
-                self.residual = result.residual
-        self.layout.land(rule, result.gathered, steps)
-        self.buffers.commit(result.buffers, result.changed)
-        self.buffers.mix(rule.kept, result.buffers)
+        self.layout.land(rule, arrival.gathered, steps)
+        self.buffers.commit(arrival.buffers, arrival.changed)
+        self.buffers.mix(rule.kept, arrival.buffers)
 
-    def carry(self, result: SyncResult, moved: Tensor) -> None:
+    def carry(self, arrival: Arrival, moved: Tensor) -> None:
         """Makes a result that nothing of the own counts in the outer state, and moves the local values along."""
-        self.outer = result.outer
+        self.outer = arrival.changes["outer"]
         self.layout.shift(moved)
-        self.buffers.commit(result.buffers, result.changed)
+        self.buffers.commit(arrival.buffers, arrival.changed)
 
     def gathered(self, group: Communicator) -> Tensor:
         """Gathers the outer parameters, flat, as far as this rank holds the fragment. In-group collective."""

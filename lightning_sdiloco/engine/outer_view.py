@@ -12,17 +12,24 @@ outer state does. Two ways would need no copy, and neither can be had:
   With sharded or bfloat16 parameters, or with outer state on the host, there is nothing to refer to.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco.comm import Communicator
-from lightning_sdiloco.engine.flight import GroupMean
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.offload import OuterStorage
 from lightning_sdiloco.engine.parameters.sharding import local, reshard
+
+
+class GroupMean(NamedTuple):
+    """Holds the plain mean, over the groups, of what each group holds; see `StreamingDiLoCo.group_mean`."""
+
+    gathered: list[Tensor]
+    buffers: Sequence[Mapping[int, Tensor]]
 
 
 class OuterView:

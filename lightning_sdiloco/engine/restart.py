@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm import Control, Settings, TwoShot, all_reduce_for
-from lightning_sdiloco.engine.arithmetic import finite_mean, norm_squared
 from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters, to_parameters_by_spec
 from lightning_sdiloco.engine.parameters.sharding import ShardSpec
+from lightning_sdiloco.engine.synchronizer import finite_mean, norm_squared
 
 State = dict[str, Any]
 """What `StreamingDiLoCo.state_dict` returned on one rank."""

@@ -1,84 +1,161 @@
-"""Rounds: launches and lands the fragments of a model that is cut in one way.
+"""Algorithm 2 of Streaming DiLoCo (arXiv 2501.18512): which fragments launch and land after an inner step.
 
-[Note: the mean of the groups] Evaluation may want the plain mean of the local values. All fragments then fly as in the
-final exchange: without outer optimizer, error feedback and chance, with all buffers. Nothing lands. They go through the
-background, behind what is in flight there, so the ranks send everything in the same order, and the groups notice if one
-of them is somewhere else.
+`Rounds` is the loop for worker groups that are launched together. A federation, from above, has one of its own behind
+the same methods, `Loop`: what is due there, records say.
+
+[Note: the mean of the groups] Evaluation may want the plain mean of the local values, and so does the end of training.
+All fragments then fly without outer optimizer, error feedback and chance, in float32, with all buffers. They go through
+the background, behind what is in flight there, so the ranks send everything in the same order, and the groups notice if
+one of them is somewhere else.
+
+[Note: warm-up] Groups that train alone from the start lose much of what they do, the more of them there are: each
+takes large steps on the gradients of a small batch. With ``warmup_steps`` they take the mean of their gradients in
+each of the first inner steps, as data parallelism does, in float32. Then all make the same step, so the local model is
+the outer one. After the last of these steps the groups take the mean of their local parameters in float32, which
+changes nothing but what unlike hardware rounded in unlike ways, and the mean of their buffers. Rounds begin as they
+would have after inner step 0. Training waits for gradients, which go through the background like all flights, and take
+requests along.
 """
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lightning_sdiloco.algorithm import Fragment, Heard, LandingRule, Schedule, Settings
-from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.algorithm import Fragment, Heard, Schedule, Settings
+from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.compression import Kernels
-from lightning_sdiloco.engine.background import Background, Pending, Stages
-from lightning_sdiloco.engine.flight import Counts, Flight, GroupMean, Landing, LaunchSnapshot, Purpose, SyncResult
+from lightning_sdiloco.engine.background import Background
+from lightning_sdiloco.engine.flight import Flight, Landing, Launch, Purpose, completed
 from lightning_sdiloco.engine.fragments import fragments_of
 from lightning_sdiloco.engine.measurements import LinkRate
 from lightning_sdiloco.engine.offload import OuterStorage
 from lightning_sdiloco.engine.parameters.naming import require_coverage
-from lightning_sdiloco.engine.parameters.sharding import reshard_modules, sharded_modules
-from lightning_sdiloco.engine.pipeline import Pipeline
-from lightning_sdiloco.engine.recovery import recover
+from lightning_sdiloco.engine.parameters.sharding import local, reshard_modules, sharded_modules
 from lightning_sdiloco.engine.recut import NamedOuter, require_same_fragments, start_from
-from lightning_sdiloco.engine.requests import Mailbox
+from lightning_sdiloco.engine.synchronizer import Synchronizer
 from lightning_sdiloco.memory import SparePages
+
+Received = TypeVar("Received")
 
 # For each value: outer gradient, outer parameters and momentum, as much as a flight has that waits to land.
 _KEPT_BYTES = 12
 
 
-class Means(NamedTuple):
-    """Holds what all rounds of an engine share."""
+class Loop(Protocol):
+    """What happens after an inner step, with all who train together."""
 
-    storage: OuterStorage
-    kernels: Kernels
-    background: Background
-    inner_optimizers: Sequence[Optimizer]
-    link: LinkRate
+    @property
+    def requested(self) -> int:
+        """What ranks ask of each other with this inner step, where that needs no launch."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody trains any more."""
+        ...
+
+    def join(self, step: int) -> None:
+        """Waits until there is all that training begins with."""
+        ...
+
+    def trained(self, micro_batches: int, samples: int) -> None:
+        """Counts an inner step in which this rank trained."""
+        ...
+
+    def launch_due(self, step: int) -> int:
+        """Launches what is due, and returns how many fragments that are."""
+        ...
+
+    def land_due(self, step: int) -> Iterator[Landing]:
+        """Lands what is due, and prepares for the next inner step."""
+        ...
+
+    def land_all(self, step: int) -> Iterator[Landing]:
+        """Lands everything that is still to land: training is over."""
+        ...
+
+    def leave(self, step: int) -> Iterator[Landing]:
+        """Ends before training is over, and lands what others need for that."""
+        ...
+
+    def final_exchange(self, step: int) -> Iterator[Landing | None]:
+        """Takes the mean of all local values; yields after each launch and landing, so that groups can take turns."""
+        ...
+
+    def close(self) -> None:
+        """Tells those who might wait that training has ended."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint holds of it."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned, and launches again what was in flight."""
+        ...
 
 
 class Rounds:
-    """Runs the rounds of a model that is cut in one way, and knows which of its fragments are in flight."""
+    """Launches and lands the fragments of a model in all worker groups alike; nobody asks anybody what is due."""
+
+    requested, is_over = 0, False
 
     def __init__(
         self,
         model: nn.Module,
-        fragments: Sequence[Fragment],
-        settings: Settings,
         topology: Topology,
-        means: Means,
-        diagnoses: bool,
+        storage: OuterStorage,
+        kernels: Kernels,
+        background: Background,
+        inner_optimizers: Sequence[Optimizer],
     ) -> None:
-        self.partition = tuple(fragments)
-        self._settings, self._pace = settings, settings.pace
-        self._begin_at(0)
-        self.fragments = fragments_of(model, fragments, settings, topology, means.storage)
-        self._model = model
+        self.model, self.storage, self.kernels, self.background = model, storage, kernels, background
+        self.inner_optimizers, self.link = inner_optimizers, LinkRate()
+        # What this rank tells all groups with the next launch. Signal handlers may request something at any moment.
+        self.requests, self.step_time = 0, 0.0
+        self._topology, self._diagnoses = topology, False
         self._sharded = sharded_modules(model)
-        self._topology = topology
-        self._means = means
+
+    def cut(self, fragments: Sequence[Fragment], settings: Settings) -> None:
+        """Takes the model as it is for the outer one, cut into these fragments."""
+        self.partition, self.settings, self._pace = tuple(fragments), settings, settings.pace
+        self._begin_at(0)
+        self.fragments = fragments_of(self.model, fragments, settings, self._topology, self.storage)
         # The outer gradient of a flight and the state that it replaces serve the next one.
-        on_host = means.storage.device.type == "cpu"
         longest = max(fragment.layout.length for fragment in self.fragments)
+        on_host = self.storage.device.type == "cpu"
         self._spare = SparePages(_KEPT_BYTES * longest) if on_host else None
         self._parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
-        self.diagnose(diagnoses)
+        # The last inner step in which gradients were launched, and how often.
+        self._gradients_at = self._gradients = 0
+        self.diagnose(self._diagnoses)
 
-    def close(self) -> None:
-        """Lets the memory go that waits for the next flight: there is none."""
-        self._spare = None
+    def diagnose(self, diagnoses: bool) -> None:
+        """Measures at every landing how far the groups agree, or no longer does."""
+        self._diagnoses = diagnoses
+        self._synchronizer = Synchronizer(self.fragments, self._topology, self.settings, self.kernels, diagnoses)
+
+    def begin(self, outer: NamedOuter, began_at: int) -> None:
+        """Begins the rounds from other outer state, by name. In-group collective."""
+        start_from(self.fragments, outer, self._topology.in_group)
+        self._begin_at(began_at)
+
+    def _begin_at(self, step: int) -> None:
+        self.began_at = step
+        # What the rounds before have in flight arrives, and lands nowhere.
+        self.flights: list[Flight] = []
+        # The warm-up is that of the run: rounds that begin anew have what is left of it.
+        left = max(0, self.settings.warmup_steps - step)
+        settings = self.settings
+        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)
+        self._paced = self._pace.start(replace(self.schedule, warmup_steps=0))
 
     def reshard(self) -> None:
         """Makes FSDP2 drop what it has gathered, before parameters are read or written; see `sharding.reshard`."""
@@ -87,182 +164,60 @@ class Rounds:
     def require_coverage(self) -> None:
         """Refuses to go on with a parameter that is trained and in no fragment; see `naming.require_coverage`."""
         self.reshard()
-        require_coverage(self._model, self._parameters)
+        require_coverage(self.model, self._parameters)
 
-    def diagnose(self, diagnoses: bool) -> None:
-        """Measures at every landing how far the groups agree, or no longer does."""
-        self._pipeline = Pipeline(self.fragments, self._topology, self._settings, self._means.kernels, diagnoses)
+    def take_requests(self) -> int:
+        """Returns what was requested since the last launch took it along."""
+        taken = self.requests
+        # What a signal handler adds in the meantime stays.
+        self.requests &= ~taken
+        return taken
 
-    @property
-    def landing(self) -> LandingRule:
-        """How this group takes the outer parameters in."""
-        return self._settings.landing
+    # Algorithm 2
 
-    def begin(self, outer: NamedOuter, began_at: int) -> None:
-        """Begins the rounds from other outer state, by name. In-group collective."""
-        start_from(self.fragments, outer, self._topology.in_group)
-        self._begin_at(began_at)
+    def join(self, step: int) -> None:
+        """Does nothing: all groups begin together."""
 
-    def _begin_at(self, step: int) -> None:
-        settings, self.began_at = self._settings, step
-        # What the rounds before have in flight arrives, and lands nowhere.
-        self.flights: list[Flight] = []
-        # The warm-up is that of the run: rounds that begin anew have what is left of it.
-        left = max(0, settings.warmup_steps - step)
-        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)
-        self._paced = self._pace.start(replace(self.schedule, warmup_steps=0))
-
-    def described(self) -> dict[str, str]:
-        """Describes the outer optimizer and its schedule; see `ShardOptimizer.described`."""
-        return self.fragments[0].optimizer.described()
-
-    @torch.no_grad()
-    def launch(self, index: int, step: int, mailbox: Mailbox, purpose: Purpose = Purpose.ROUND) -> None:
-        """Launches a fragment."""
-        began = time.perf_counter()
-        with record_function("sdiloco::launch"):
-            fragment, deadline = self.fragments[index], self._deadline()
-            snapshot = fragment.launch(step, deadline, purpose, mailbox.take())
-            leg = self._leg(step) if purpose is Purpose.ROUND else ()
-            snapshot = snapshot._replace(step_time=mailbox.step_time, leg=leg)
-            self._start(self.chosen(snapshot), began)
-
-    def chosen(self, snapshot: LaunchSnapshot) -> LaunchSnapshot:
-        """Chooses in which code a launch is sent, by what this rank alone knows."""
-        overlap_s = self.schedule.overlap_steps * (snapshot.step_time or math.nan)
-        choice = self._settings.codec.choice(len(snapshot.gradient), self._means.link.bytes_per_s, overlap_s)
-        return snapshot._replace(choice=choice)
-
-    def _leg(self, step: int) -> tuple[int, ...]:
-        """Returns with whom this group exchanges in the round of a launch, itself among them; () for all."""
-        if self._settings.shares:
-            return ()
-        number = self._counted_in_rounds(step) // self._settings.sync_every - 1
-        legs = self._settings.routing.legs(number, self._topology.num_groups)
-        return next(tuple(leg) for leg in legs if self._topology.group_index in leg)
-
-    @torch.no_grad()
-    def launch_gradients(self, step: int, mailbox: Mailbox, trains: bool) -> None:
-        """Launches the gradients of all fragments for their mean, which takes their place when it lands."""
+    def trained(self, micro_batches: int, samples: int) -> None:
+        """Counts an inner step (line 4): all micro-batches weigh the same."""
         for fragment in self.fragments:
+            fragment.weight += micro_batches
+
+    @torch.no_grad()
+    def launch_due(self, step: int) -> int:
+        """Launches the fragments whose turn it is (lines 5 to 7)."""
+        due = self.due(step)
+        if due:
+            self.require_coverage()
+        is_start = self.is_warmup(step)
+        for index in due:
             began = time.perf_counter()
             with record_function("sdiloco::launch"):
-                self._start(fragment.gradient_snapshot(step, self._deadline(), trains, mailbox.take()), began)
+                fragment, purpose = self.fragments[index], Purpose.START if is_start else Purpose.ROUND
+                launch = fragment.launch(step, self._deadline(), purpose, self.take_requests())
+                launch = launch._replace(step_time=self.step_time, leg=() if is_start else self._leg(step))
+                self.start(self.chosen(launch), began)
+        return len(due)
 
-    @torch.no_grad()
-    def take_local(self) -> None:
-        """Takes the local values for the outer ones, without an exchange: all groups hold the same ones."""
-        self.reshard()
-        for fragment in self.fragments:
-            fragment.take_local()
-
-    def _start(self, snapshot: LaunchSnapshot, began: float) -> None:
-        # Noted before the background may begin.
-        launch = began, time.perf_counter()
-        self.flights.append(Flight(snapshot, self._fly(snapshot), launch))
-
-    def _fly(self, snapshot: LaunchSnapshot) -> Pending[SyncResult]:
-        send, average, receive = self._pipeline.send, self._pipeline.average, self._pipeline.receive
-        stages = Stages(partial(send, snapshot), partial(average, snapshot), partial(receive, snapshot))
-        return self._means.background.start(stages)
-
-    @property
-    def most_at_once(self) -> int:
-        """How many fragments fly together where all of them fly; as many flights as fragments take as many models."""
-        return max(2, len(self.fragments) // 4)
-
-    @torch.no_grad()
-    def group_mean(self, step: int, counts: Counts) -> GroupMean:
-        """Takes the mean of the local values, a few fragments at a time; see [Note: the mean of the groups]."""
-        purpose, flying, landed = self.purpose_of_mean(step), deque[Pending[SyncResult]](), list[_Mean]()
-        for fragment in self.fragments:
-            if len(flying) == self.most_at_once:
-                landed.append(self._land_mean(flying.popleft(), counts))
-            flying.append(self._fly(fragment.snapshot(step, self._deadline(), purpose)))
-        landed += [self._land_mean(flight, counts) for flight in flying]
-        return _joined(landed)
-
-    @torch.no_grad()
-    def launch_mean(self, step: int, counts: Counts) -> Callable[[], GroupMean]:
-        """Launches every fragment for what `group_mean` returns, for groups in one process that take turns."""
-        purpose = self.purpose_of_mean(step)
-        snapshots = [fragment.snapshot(step, self._deadline(), purpose) for fragment in self.fragments]
-        flying = [self._fly(snapshot) for snapshot in snapshots]
-        return lambda: _joined([self._land_mean(flight, counts) for flight in flying])
-
-    def purpose_of_mean(self, step: int) -> Purpose:
-        """Returns what a flight for the mean of the local values is for, after an inner step."""
-        if not self._settings.shares:
-            return Purpose.START
-        return Purpose.START if 0 < step - self.began_at < self.schedule.warmup_steps else Purpose.MEAN
-
-    def _land_mean(self, flight: Pending[SyncResult], counts: Counts) -> "_Mean":
-        result = flight.result()
-        _keep_until_done([*result.gathered, *result.buffers.values()])
-        counts.bytes_sent += result.bytes_sent
-        counts.bytes_received += result.bytes_received
-        return self._means.storage.store(result.gathered[0]), result.buffers
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._settings.timeout.total_seconds()
-
-    @torch.no_grad()
-    def land(self, step: int) -> Landing:
-        """Lands the fragment that was launched first."""
-        flight = self.flights.pop(0)
-        with record_function("sdiloco::land"):
-            began = time.perf_counter()
-            result = flight.pending.result()
-            arrived = time.perf_counter()
-            snapshot = flight.snapshot
-            self._apply(snapshot, result, step)
-            wait, seconds = (began, arrived), flight.pending.seconds
-            return Landing.of(snapshot.fragment, snapshot.step, flight.launch, result, step, wait, seconds)
-
-    def _apply(self, snapshot: LaunchSnapshot, result: SyncResult, step: int) -> None:
-        """Commits the result of a flight, and takes it into the model."""
-        fragment, group = self.fragments[snapshot.fragment], self._topology.group_index
-        if snapshot.purpose is Purpose.GRADIENT:
-            _keep_until_done(result.gathered)
-            if snapshot.weight:
-                fragment.layout.write_gradients(result.gathered[0])
-            return
-        is_round = snapshot.purpose is Purpose.ROUND
-        _keep_until_done([*result.gathered, result.outer.values, *result.buffers.values()])
-        self.reshard()
-        fragment.land(result, result.rule, step - snapshot.step, group, not is_round)
-        if is_round:
-            self._means.link.note(result.sends_bytes_per_s)
-            self._hear(snapshot, result)
-        if group in result.left_out:
-            optimizers, in_group = self._means.inner_optimizers, self._topology.in_group
-            recover(self._model, self.fragments, fragment.index, optimizers, in_group)
-
-    def _hear(self, snapshot: LaunchSnapshot, result: SyncResult) -> None:
-        """Tells the pace what travelled with a launch."""
-        self._paced = self._pace.heard(
-            self._paced,
-            Heard(
-                fragment=snapshot.fragment,
-                launched_at=self._counted_in_rounds(snapshot.step),
-                present=tuple(result.counted.factors),
-                norms=tuple(control.norm for control in result.controls),
-                trained=tuple(control.weight for control in result.controls),
-            ),
-        )
+    def land_due(self, step: int) -> Iterator[Landing]:
+        """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and prefetches for the next."""
+        landings = sum(self._lands_at(flight.launch) <= step for flight in self.flights)
+        for _ in range(landings):
+            yield self._land(step)
+        if self.is_warmup(step) and not landings:
+            self._take_local()
+        if not self.is_warmup(step + 1):
+            for index in self.due(step + 1):
+                self.fragments[index].prefetch()
 
     def due(self, step: int) -> tuple[int, ...]:
         """Returns the fragments that launch after an inner step, in order."""
-        if self.schedule.is_warmup(step - self.began_at):
+        if self.is_warmup(step):
             return self.schedule.launches(step - self.began_at)
         return self._pace.due(self._paced, self._counted_in_rounds(step))
 
-    def lands(self, step: int) -> int:
-        """Returns how many fragments land after an inner step: the first ones in flight."""
-        return sum(self._landing_of(flight.snapshot) <= step for flight in self.flights)
-
-    def _landing_of(self, snapshot: LaunchSnapshot) -> int:
-        return snapshot.step + (self.schedule.overlap_steps if snapshot.purpose is Purpose.ROUND else 0)
+    def _lands_at(self, launch: Launch) -> int:
+        return launch.step + (self.schedule.overlap_steps if launch.purpose is Purpose.ROUND else 0)
 
     def longest_wait(self, step: int) -> int:
         """Returns how many inner steps it takes at most, from now on, until a request has landed with a launch."""
@@ -272,9 +227,181 @@ class Rounds:
         """Counts an inner step as a pace does."""
         return step - self.began_at - self.schedule.warmup_steps
 
+    def start(self, launch: Launch, began: float) -> None:
+        """Starts the flight of a launch that began at a time."""
+        # Noted before the background may begin.
+        launched = began, time.perf_counter()
+        self.flights.append(Flight(launch, self.background.start(self._synchronizer.fly(launch)), launched))
+
+    def chosen(self, launch: Launch) -> Launch:
+        """Chooses in which code a launch is sent, by what this rank alone knows."""
+        overlap_s = self.schedule.overlap_steps * (launch.step_time or math.nan)
+        choice = self.settings.codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
+        return launch._replace(choice=choice)
+
+    def _leg(self, step: int) -> tuple[int, ...]:
+        """Returns with whom this group exchanges in the round of a launch, itself among them; () for all."""
+        if self.settings.shares:
+            return ()
+        number = self._counted_in_rounds(step) // self.settings.sync_every - 1
+        legs = self.settings.routing.legs(number, self._topology.num_groups)
+        return next(tuple(leg) for leg in legs if self._topology.group_index in leg)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.settings.timeout.total_seconds()
+
+    def _land(self, step: int) -> Landing:
+        """Lands the fragment that was launched first."""
+        return self._landed(self.flights.pop(0), step)
+
+    @torch.no_grad()
+    def _landed(self, flight: Flight, step: int) -> Landing:
+        """Waits for a flight, commits what it brings (lines 9 to 11), and takes that into the model (line 12)."""
+        with record_function("sdiloco::land"):
+            began, launch = time.perf_counter(), flight.launch
+            arrival, arrived = flight.pending.result(), time.perf_counter()
+            fragment, group = self.fragments[launch.fragment], self._topology.group_index
+            keep_until_done([*arrival.gathered, arrival.changes["outer"].values, *arrival.buffers.values()])
+            if launch.purpose is Purpose.GRADIENT:
+                if launch.weight:
+                    fragment.layout.write_gradients(arrival.gathered[0])
+            else:
+                self.reshard()
+                is_round = launch.purpose is Purpose.ROUND
+                fragment.land(arrival, arrival.rule, step - launch.step, final=not is_round)
+                if is_round:
+                    self._hear(launch, arrival.landing, arrival.trained, arrival.sends_bytes_per_s)
+                if group in arrival.landing.left_out:
+                    self.recover(fragment.index)
+            return completed(arrival.landing, flight.launched, (began, arrived), flight.pending.seconds, step)
+
+    def _hear(self, launch: Launch, landing: Landing, trained: Sequence[int], sends_bytes_per_s: float) -> None:
+        """Tells the pace what travelled with a launch."""
+        self.link.note(sends_bytes_per_s)
+        at, norms = self._counted_in_rounds(launch.step), landing.group_norms
+        self._paced = self._pace.heard(self._paced, Heard(launch.fragment, at, landing.counted, norms, tuple(trained)))
+
+    def recover(self, landed: int) -> None:
+        """Takes the outer values wherever those of this group are not finite, after a landing. In-group collective."""
+        self.reshard()
+        in_group, optimizers = self._topology.in_group, self.inner_optimizers
+        # All ranks of the group do the same, also where they hold different parts.
+        finite = _on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments], in_group)
+        for fragment, is_finite in zip(self.fragments, finite, strict=True):
+            if fragment.index == landed:
+                fragment.buffers.write()
+            elif not is_finite:
+                fragment.write_outer(in_group)
+            else:
+                continue
+            parameters = fragment.layout.parameters
+            kept = _on_all_ranks([_has_finite_state(optimizers, parameter) for parameter in parameters], in_group)
+            for optimizer in optimizers:
+                for parameter, keep in zip(parameters, kept, strict=True):
+                    if not keep:
+                        optimizer.state.pop(parameter, None)
+
+    # The warm-up: in the first inner steps all groups take the mean of their gradients; see [Note: warm-up]
+
+    def is_warmup(self, step: int) -> bool:
+        """Tells whether the groups take the mean of their gradients in an inner step."""
+        return self.schedule.is_warmup(step - self.began_at)
+
+    @torch.no_grad()
+    def launch_gradients(self, step: int, trains: bool) -> int:
+        """Launches the gradients of all fragments in an inner step of the warm-up, and else nothing."""
+        if not self.is_warmup(step):
+            return 0
+        self._gradients = self._gradients + 1 if step == self._gradients_at else 1
+        self._gradients_at = step
+        self.require_coverage()
+        for fragment in self.fragments:
+            began = time.perf_counter()
+            with record_function("sdiloco::launch"):
+                self.start(fragment.gradient_launch(step, self._deadline(), trains, self.take_requests()), began)
+        return len(self.fragments)
+
+    def land_gradients(self, step: int) -> Iterator[Landing]:
+        """Waits for the means, and puts them in the place of the gradients."""
+        if self.is_warmup(step):
+            for _ in range(len(self.flights)):
+                yield self._land(step)
+
+    def missing_gradients(self, step: int, idle: bool) -> int:
+        """Returns how often a group that was idle in an inner step has still to take part: as often as in the last."""
+        if not self.is_warmup(step) or step == self._gradients_at:
+            return 0
+        if not idle:
+            raise RuntimeError(
+                f"Inner step {step} belongs to the warm-up, and its gradients were not averaged. Call"
+                " average_gradients() after backward(), before gradients are clipped and the optimizer steps; or leave"
+                " out warmup_steps."
+            )
+        return self._gradients or 1
+
+    @torch.no_grad()
+    def _take_local(self) -> None:
+        """Takes the local values for the outer ones, without an exchange: all groups hold the same ones."""
+        self.reshard()
+        for fragment in self.fragments:
+            fragment.take_local()
+
+    # The mean of the groups, and the end
+
+    @torch.no_grad()
+    def average_now(
+        self, step: int, receive: Callable[[Flight], Received], *, ends: bool = False
+    ) -> Iterator[Received | None]:
+        """Flies every fragment, a few at a time, for the plain mean of the local values.
+
+        Args:
+            step: The inner step.
+            receive: Waits for a flight, and takes what it brings.
+            ends: Whether training ends with it, so that it takes along what was requested.
+
+        Yields:
+            What was received, or None, after every launch, so that groups in one process can take turns.
+        """
+        is_start = not self.settings.shares or 0 < step - self.began_at < self.schedule.warmup_steps
+        purpose, flying = Purpose.START if is_start else Purpose.MEAN, self.flights if ends else list[Flight]()
+        # As many flights as fragments would take as much memory as some models.
+        at_once = max(2, len(self.fragments) // 4)
+        for fragment in self.fragments:
+            received = receive(flying.pop(0)) if len(flying) == at_once else None
+            began, read = time.perf_counter(), fragment.launch if ends else fragment.read
+            launch = read(step, self._deadline(), purpose, self.take_requests() if ends else 0)
+            launched = began, time.perf_counter()
+            flying.append(Flight(launch, self.background.start(self._synchronizer.fly(launch)), launched))
+            yield received
+        while flying:
+            yield receive(flying.pop(0))
+
+    def final_exchange(self, step: int) -> Iterator[Landing | None]:
+        """Takes the mean of all local values for the outer ones."""
+        return self.average_now(step, lambda flight: self._landed(flight, step), ends=True)
+
+    def land_all(self, step: int) -> Iterator[Landing]:
+        """Lands what is in flight, in the order of the launches."""
+        while self.flights:
+            yield self._land(step)
+
+    def leave(self, step: int) -> Iterator[Landing]:
+        """Lands nothing: all groups end together, and go on together with what is in flight."""
+        return iter(())
+
+    def close(self) -> None:
+        """Lets the memory go that waits for the next flight: there is none."""
+        self._spare = None
+
+    # Checkpoints
+
+    def described(self) -> dict[str, str]:
+        """Describes the outer optimizer and its schedule; see `ShardOptimizer.described`."""
+        return self.fragments[0].optimizer.described()
+
     def require_no_launch(self, step: int, settings: Settings) -> None:
         """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then."""
-        steps, own = step - self.began_at, self._settings.sync_every
+        steps, own = step - self.began_at, self.settings.sync_every
         if self.flights or steps >= min(own, settings.sync_every):
             raise RuntimeError(
                 f"choose() was called after {steps} inner steps with sync_every={settings.sync_every}. Settings can be"
@@ -282,18 +409,28 @@ class Rounds:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the records as plain values, and tensors on the host."""
+        """Returns what is in flight."""
+        return {"flights": [flight.launch.state_dict() for flight in self.flights]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Launches again what was in flight: the same values give the same bytes."""
+        for saved in state["flights"]:
+            began, outer = time.perf_counter(), self.fragments[saved["fragment"]].load_outer()
+            self.start(Launch.of(saved, outer, self._deadline()), began)
+
+    def records(self) -> dict[str, Any]:
+        """Returns the records of the fragments as plain values, and tensors on the host."""
         return {
             "rounds_began_at": self.began_at,
             "described": self.described(),
             "pace": dict(self._paced),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
-            **({"link": self._means.link.last} if self._means.link.last else {}),
+            **({"link": self.link.last} if self.link.last else {}),
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned; `start_flights` then restores what was in flight."""
+    def load_records(self, state: dict[str, Any]) -> None:
+        """Restores what `records` returned."""
         require_same_fragments(self.fragments, state["fragments"])
         for what, now in self.described().items():
             if state["described"][what] != now:
@@ -304,27 +441,27 @@ class Rounds:
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self._begin_at(state["rounds_began_at"])
-        # Earlier versions had the pace that remembers nothing.
-        self._paced = state.get("pace", self._paced)
-        self._means.link.last = list(state.get("link", ()))
-
-    def start_flights(self, flights: Iterable[dict[str, Any]]) -> None:
-        """Launches again what was in flight: the same values give the same bytes."""
-        for saved in flights:
-            began, outer = time.perf_counter(), self.fragments[saved["fragment"]].load_outer()
-            self._start(LaunchSnapshot.of(saved, outer, self._deadline()), began)
+        self._paced = state["pace"]
+        self.link.last = list(state.get("link", ()))
 
 
-# The mean of one fragment: its parameters, stored, and its buffers by their index.
-_Mean = tuple[Tensor, dict[int, Tensor]]
-
-
-def _joined(landed: Sequence[_Mean]) -> GroupMean:
-    return GroupMean([gathered for gathered, _ in landed], [buffers for _, buffers in landed])
-
-
-def _keep_until_done(tensors: Iterable[Tensor]) -> None:
+def keep_until_done(tensors: Iterable[Tensor]) -> None:
     """Tells the allocator of an accelerator that the training stream still reads tensors of the side stream."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+
+
+def _on_all_ranks(facts: list[bool], in_group: Communicator) -> list[bool]:
+    """Tells which facts hold on all ranks of the group."""
+    return [all(ranks) for ranks in zip(*in_group.all_gather_object(facts), strict=True)]
+
+
+def _has_finite_state(optimizers: Sequence[Optimizer], parameter: Tensor) -> bool:
+    """Tells whether what this rank holds of the inner optimizer state of a parameter is finite."""
+    return all(
+        bool(local(value).isfinite().all())
+        for optimizer in optimizers
+        for value in optimizer.state.get(parameter, {}).values()
+        if isinstance(value, Tensor)
+    )

@@ -240,11 +240,11 @@ def test_steps_count_from_the_groups_own_last_launch_of_the_fragment() -> None:
         weights += [
             (
                 step,
-                flight.snapshot.fragment,
-                [engine._cut.rounds.flights[-1].snapshot.weight for engine in groups.engines],
+                flight.launch.fragment,
+                [engine.rounds.flights[-1].launch.weight for engine in groups.engines],
             )
-            for flight in groups.engines[0]._cut.rounds.flights[-1:]
-            if flight.snapshot.step == step
+            for flight in groups.engines[0].rounds.flights[-1:]
+            if flight.launch.step == step
         ]
     assert weights == [
         (8, 0, [8, 6]),
@@ -274,12 +274,12 @@ def test_where_no_group_has_trained_nothing_moves(mixing: float) -> None:
     run.push(2.0, 2.0)
     before = run.outer, run.local
     engine = run.groups.engines[0]
-    momentum = engine._cut.rounds.fragments[0].outer.state["momentum_buffer"].clone()
+    momentum = engine.rounds.fragments[0].outer.state["momentum_buffer"].clone()
     for _ in range(5):
         landing = run.push(0.0, 0.0, idle=[0, 1])
         assert (landing.outer_lr, landing.outer_grad_norm, landing.left_out) == (0.0, 0.0, ())
     assert (run.outer, run.local) == before
-    assert torch.equal(engine._cut.rounds.fragments[0].outer.state["momentum_buffer"], momentum)
+    assert torch.equal(engine.rounds.fragments[0].outer.state["momentum_buffer"], momentum)
     assert engine.report()["landings"] == 6
 
 
@@ -293,7 +293,7 @@ def test_where_no_group_has_trained_local_progress_of_before_is_kept() -> None:
 
 def test_where_no_group_has_trained_the_digest_is_checked_still() -> None:
     run = Pushed(2)
-    run.groups.engines[1]._cut.rounds.fragments[0].outer.values[2] += 1e-7
+    run.groups.engines[1].rounds.fragments[0].outer.values[2] += 1e-7
     with pytest.raises(AgreementError, match="do not hold the same outer parameters"):
         run.push(0.0, 0.0, idle=[0, 1])
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +33,7 @@ from lightning_sdiloco.compression import (
     TopK,
     resolve,
 )
-from lightning_sdiloco.engine.background import Stages, ThreadBackground
+from lightning_sdiloco.engine.background import ThreadBackground, Work
 from lightning_sdiloco.errors import ExchangeError
 from tests.engine.test_agreement import bits
 from tests.ranks import run_ranks
@@ -213,7 +214,7 @@ def test_a_residual_changes_at_landings_only_and_not_where_no_group_counts() -> 
     optimizers = [inner_optimizer("adamw", model) for model in models]
 
     def residual() -> Tensor | None:
-        return run.engines[0]._cut.rounds.fragments[0].residual
+        return run.engines[0].rounds.fragments[0].residual
 
     for step in range(1, 6):
         for group, model in enumerate(models):
@@ -370,62 +371,65 @@ def test_what_the_hosts_say_waits_for_no_payload() -> None:
     assert run_ranks(run, 2) == [1, 0]
 
 
-# The lane
+# The background
+
+
+def in_stages(*stages: Callable[[], Any]) -> Work[Any]:
+    """Work that does one thing after the other, and has what the last one returns."""
+    for stage in stages[:-1]:
+        stage()
+        yield
+    return stages[-1]()
 
 
 def test_a_flight_is_sent_while_an_earlier_one_is_still_on_its_way() -> None:
-    lane = ThreadBackground(torch.device("cpu"))
+    background = ThreadBackground(torch.device("cpu"))
     second_was_sent = threading.Event()
 
-    def wait(value: int) -> int:
+    def wait() -> None:
         assert second_was_sent.wait(10)
-        return value
 
-    def send() -> int:
-        second_was_sent.set()
-        return 2
-
-    first = lane.start(Stages(lambda: 1, wait, lambda value: value))
-    second = lane.start(Stages(send, lambda value: value, lambda value: value))
+    first = background.start(in_stages(lambda: None, wait, lambda: 1))
+    second = background.start(in_stages(second_was_sent.set, lambda: None, lambda: 2))
     assert (first.result(), second.result()) == (1, 2)
-    lane.close()
+    background.close()
 
 
 def test_stages_keep_the_order_of_the_launches() -> None:
-    lane, order = ThreadBackground(torch.device("cpu")), []
+    background, order = ThreadBackground(torch.device("cpu")), []
 
     def stage(name: str, number: int) -> Any:
-        return lambda *given: order.append((name, number))
+        return lambda: order.append((name, number))
 
-    flights = [lane.start(Stages(*(stage(name, number) for name in "abc"))) for number in range(50)]
+    flights = [background.start(in_stages(*(stage(name, number) for name in "abc"))) for number in range(50)]
     flights[-1].result()
     for name in "abc":
         assert [number for own, number in order if own == name] == list(range(50))
-    lane.close()
+    background.close()
 
 
-def test_a_failed_stage_ends_its_flight_and_the_lane_goes_on() -> None:
-    lane = ThreadBackground(torch.device("cpu"))
-    skipped: list[int] = []
+def test_a_failed_stage_ends_its_flight_and_the_background_goes_on() -> None:
+    background = ThreadBackground(torch.device("cpu"))
+    reached: list[int] = []
 
-    def fail(value: int) -> int:
+    def fail() -> None:
         raise ExchangeError("gone")
 
-    failed = lane.start(Stages(lambda: 1, fail, skipped.append))
-    following = lane.start(Stages(lambda: 1, lambda value: value + 1, lambda value: value + 1))
+    failed = background.start(in_stages(lambda: None, fail, lambda: reached.append(1)))
+    following = background.start(in_stages(lambda: None, lambda: None, lambda: 3))
     with pytest.raises(ExchangeError, match="gone"):
         failed.result()
-    assert (following.result(), skipped) == (3, [])
-    lane.close()
+    assert (following.result(), reached) == (3, [])
+    background.close()
 
 
-def test_the_threads_of_a_lane_end_with_it() -> None:
+def test_the_threads_of_a_background_end_with_it() -> None:
     before = threading.active_count()
-    lane: ThreadBackground | None = ThreadBackground(torch.device("cpu"))
+    background: ThreadBackground | None = ThreadBackground(torch.device("cpu"))
     assert threading.active_count() == before + 3
-    assert lane is not None
-    lane.start(Stages(lambda: 1, lambda value: value, lambda value: value)).result()
-    del lane
+    assert background is not None
+    background.start(in_stages(*[lambda: None] * 3)).result()
+    del background
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -32,7 +32,7 @@ def test_a_group_at_half_speed_trains_every_other_step_and_weighs_half_as_much()
     assert [one.trained(3, step) for step in range(4)] == [0, one.batch, 0, one.batch]
     loop = trained(one, 40)
     assert [engine.inner_steps for engine in loop._engines] == [40] * 4
-    weights = [engine._cut.rounds.fragments[0].weight for engine in loop._engines]
+    weights = [engine.rounds.fragments[0].weight for engine in loop._engines]
     assert weights[3] == pytest.approx(weights[0] / 2, abs=1)
 
 

@@ -100,7 +100,7 @@ class Notes(Callback):
             self._look_at(trainer.strategy.engine)  # type: ignore[attr-defined]
 
     def _look_at(self, engine: Any) -> None:
-        follower, make_step = engine._cut.world.follower, engine.step
+        follower, make_step = engine.loop.follower, engine.step
 
         def step(**choices: Any) -> Any:
             lost, began, delayed = stolen(), time.monotonic(), waited_for_processor()

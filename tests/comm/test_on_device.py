@@ -251,7 +251,7 @@ def stopping(at_step_9: str) -> Callable[[int, int], None]:
             if at_step_9 == "silent":
                 # Its hosts go on to answer, and its device does not.
                 topology.exchange.post = lambda *_: None  # type: ignore[method-assign]
-                training.engine._cut.rounds._pipeline.average = lambda snapshot, sent: time.sleep(7)  # type: ignore[method-assign]
+                training.engine.rounds._synchronizer._collect = lambda *_: time.sleep(7)  # type: ignore[method-assign]
             else:
                 topology.exchange.post = dying  # type: ignore[method-assign]
         for _ in range(STEPS):

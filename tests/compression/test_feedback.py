@@ -144,7 +144,7 @@ def test_the_final_exchange_takes_no_memory_along() -> None:
     groups = Groups(fragments=[["*"]], compression=ErrorFeedback(FP4()), mixing=0.0)
     groups.run(6)
     for engine, model in zip(groups.engines.engines, groups.models, strict=True):
-        assert engine._cut.rounds.fragments[0].memory.norm() > 0  # type: ignore[union-attr]
+        assert engine.rounds.fragments[0].memory.norm() > 0  # type: ignore[union-attr]
         with torch.no_grad():  # no progress, so only a memory could move anything
             for name, parameter in model.named_parameters():
                 parameter.copy_(engine.outer_state_dict()[name])
@@ -166,7 +166,7 @@ def test_groups_that_send_by_chance_agree_and_go_on_from_a_checkpoint(chance: Co
     for engine, expected in zip(second.engines.engines, never_stopped.engines.engines, strict=True):
         first_group = never_stopped.engines.engines[0]
         for own, other, of_first in zip(
-            engine._cut.rounds.fragments, expected._cut.rounds.fragments, first_group._cut.rounds.fragments, strict=True
+            engine.rounds.fragments, expected.rounds.fragments, first_group.rounds.fragments, strict=True
         ):
             assert torch.equal(own.outer.values, of_first.outer.values)
             assert torch.equal(own.memory, other.memory)  # type: ignore[arg-type]

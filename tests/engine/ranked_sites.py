@@ -110,20 +110,20 @@ class Rank:
 
     @property
     def world(self) -> FederatedWorld:
-        assert isinstance(self.engine._cut.world, FederatedWorld)
-        return self.engine._cut.world
+        assert isinstance(self.engine.loop, FederatedWorld)
+        return self.engine.loop
 
     @property
     def outer(self) -> list[Tensor]:
         """The shards of the outer parameters, by fragment."""
-        return [own.outer.values for own in self.engine._cut.rounds.fragments]
+        return [own.outer.values for own in self.engine.rounds.fragments]
 
 
 def whole(site: Sequence[Rank]) -> dict[str, Tensor]:
     """The outer parameters of the fragments of a site, by their records."""
     held = {}
     for index, own in enumerate(site[0].world.follower.fragments):
-        size = sum(parameter.numel() for parameter in site[0].engine._cut.rounds.fragments[index].layout.parameters)
+        size = sum(parameter.numel() for parameter in site[0].engine.rounds.fragments[index].layout.parameters)
         held[f"{index} {own.applied}"] = torch.cat([rank.outer[index] for rank in site])[:size]
     return held
 

@@ -85,8 +85,8 @@ class Site:
 
     @property
     def world(self) -> FederatedWorld:
-        assert isinstance(self.engine._cut.world, FederatedWorld)
-        return self.engine._cut.world
+        assert isinstance(self.engine.loop, FederatedWorld)
+        return self.engine.loop
 
     def train(self) -> None:
         self.step += 1
@@ -94,7 +94,7 @@ class Site:
         self.engine.launch_due()
 
     def outer(self) -> list[torch.Tensor]:
-        return [own.outer.values for own in self.engine._cut.rounds.fragments]
+        return [own.outer.values for own in self.engine.rounds.fragments]
 
     def held(self) -> list[torch.Tensor]:
         return [*self.outer(), *(parameter.detach().clone() for parameter in self.model.parameters())]

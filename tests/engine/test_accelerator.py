@@ -173,7 +173,7 @@ def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_end
             if not offload:
                 with training.engine.evaluate():
                     training.keep()
-        outer = [fragment.outer.values for fragment in training.engine._cut.rounds.fragments]
+        outer = [fragment.outer.values for fragment in training.engine.rounds.fragments]
         if offload:
             assert all(values.device.type == "cpu" and values.is_pinned() for values in outer)
         else:

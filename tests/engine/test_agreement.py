@@ -83,7 +83,7 @@ def advance(groups: SimulatedGroups, steps: int) -> None:
 
 def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_groups() -> None:
     groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=LAYERS)
-    groups.engines[1]._cut.rounds.fragments[2].outer.values[5] += 1e-7
+    groups.engines[1].rounds.fragments[2].outer.values[5] += 1e-7
     told = r"outer parameters at the launch of fragment 2 .* \(group 0: .*, group 1: "
     with pytest.raises(AgreementError, match=told):
         advance(groups, 8)

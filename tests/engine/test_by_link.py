@@ -39,7 +39,7 @@ RATES = [1e9, 11.0, 1.0]
 def with_links(engines: Sequence[StreamingDiLoCo], rates: Sequence[float] = RATES) -> None:
     """Tells every group how fast its link is, and that an inner step takes a second."""
     for engine, rate in zip(engines, rates, strict=True):
-        engine.link.fixed, engine.step_clock = rate, StepClock(1.0)
+        engine.rounds.link.fixed, engine.step_clock = rate, StepClock(1.0)
 
 
 def numels() -> list[int]:
@@ -132,7 +132,7 @@ def test_processes_get_the_bits_of_the_simulator_and_tell_each_other_what_their_
         model = mlp()
         engine = StreamingDiLoCo(model, compression=ByLink(MENU), **CHOICES)
         with_links([engine], [RATES[rank]])
-        return trained(engine, model, rank, 24), engine.report()["bytes_sent"], engine.link.last
+        return trained(engine, model, rank, 24), engine.report()["bytes_sent"], engine.rounds.link.last
 
     here, seen = in_simulation(3, 24, RATES, compression=ByLink(MENU))
     ranks = run_ranks(run, 3)
@@ -145,7 +145,7 @@ def test_a_run_resumes_bit_for_bit_with_the_choice_of_what_is_in_flight() -> Non
         models = [mlp() for _ in range(2)]
         run = SimulatedGroups(models, compression=ByLink(MENU), **CHOICES)
         with_links(run.engines, [0.0, 0.0])
-        run.engines[1].link.note(1.0)
+        run.engines[1].rounds.link.note(1.0)
         return run, models, [inner_optimizer("sgd", model) for model in models]
 
     def go(run: SimulatedGroups, models: Any, optimizers: Any, steps: range) -> None:
@@ -162,7 +162,7 @@ def test_a_run_resumes_bit_for_bit_with_the_choice_of_what_is_in_flight() -> Non
     assert [flight["choice"] for flight in saved[1]["flights"]] == [2] * len(saved[1]["flights"])
     go(whole, models, optimizers, range(19, 30))
     again, models, optimizers = begun()
-    again.engines[1].link.last = []
+    again.engines[1].rounds.link.last = []
     for engine, model, state, own in zip(again.engines, models, saved, local, strict=True):
         model.load_state_dict(own)
         engine.load_state_dict(state)
@@ -184,7 +184,7 @@ def test_each_site_sends_in_its_own_code_through_the_hub() -> None:
         for group, model in enumerate(models):
             train_step(model, optimizers[group], group, step)
         run.step()
-    assert equal(sites[0].outer(), [own.outer.values for own in run.engines[0]._cut.rounds.fragments])
+    assert equal(sites[0].outer(), [own.outer.values for own in run.engines[0].rounds.fragments])
     record = next(record for record in sites[0].hub.records() if record.fragment == 0)
     numel = numels()[0]
     assert [own.payloads[0].size for own in record.counted] == [8 + resolve(name).wire_bytes(numel) for name in MENU]

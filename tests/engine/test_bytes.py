@@ -72,7 +72,7 @@ def test_the_final_sync_sends_every_fragment_once_more_in_float32() -> None:
 def test_outer_state_is_shared_by_the_ranks_of_a_group() -> None:
     def run(rank: int, world_size: int) -> tuple[int, int]:
         def held(trainer: Any, module: Any) -> tuple[int, int]:
-            outer = [fragment.outer for fragment in trainer.strategy.engine._cut.rounds.fragments]
+            outer = [fragment.outer for fragment in trainer.strategy.engine.rounds.fragments]
             state = [value for own in outer for value in own.state.values() if isinstance(value, torch.Tensor)]
             return sum(own.values.numel() for own in outer), sum(v.numel() for v in state)
 

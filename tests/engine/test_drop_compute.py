@@ -134,7 +134,7 @@ def test_the_parts_compose_and_what_cannot_be_is_refused() -> None:
     topology = SimpleNamespace(group_size=2, in_group=SimpleNamespace(all_gather_object=list))
     for model, words in ((nn.SyncBatchNorm(4), "does not go with SyncBatchNorm"),):
         with pytest.raises(ValueError, match=words):
-            DropCompute(2)([1]).follow(SimpleNamespace(topology=topology, _cut=SimpleNamespace(model=model)))  # type: ignore[arg-type]
+            DropCompute(2)([1]).follow(SimpleNamespace(topology=topology, model=model))  # type: ignore[arg-type]
 
 
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -241,7 +241,7 @@ def test_momentum_and_outer_parameters_stay_finite_when_a_group_is_left_out(comp
     run = Run(2, sync_every=4, overlap_steps=0, fragments=[["*"]], compression=compression)
     run.until(3)
     run.step(poisoned=(0,))
-    outer = run.engine.engines[0]._cut.rounds.fragments[0].outer
+    outer = run.engine.engines[0].rounds.fragments[0].outer
     assert all(bool(values.isfinite().all()) for values in [outer.values, outer.state["momentum_buffer"]])
 
 

@@ -81,7 +81,7 @@ def held(choices: dict[str, Any], rank: int, world_size: int) -> Held:
     before = forget_peak_memory()
     engine = train(Vector(NUMEL), 14, choices)
     assert engine.report()["landings"] == 3
-    (fragment,) = engine._cut.rounds.fragments
+    (fragment,) = engine.rounds.fragments
     vectors: list[Tensor | None] = [fragment.outer.values, *fragment.outer.state.values()]
     vectors += [fragment.memory, fragment.residual]
     copies = (peak_memory() - before) / (4 * NUMEL) - 1  # the model itself

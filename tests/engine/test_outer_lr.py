@@ -209,7 +209,7 @@ def test_the_final_exchange_has_no_rate() -> None:
     off = partial(LambdaLR, lr_lambda=lambda number: 0.0)
     groups, landings = simulate(11, sync_every=8, overlap_steps=1, outer_lr_schedule=off)
     assert [landing.outer_lr for landing in landings] == [0.0, 0.0]
-    local = [dict(engine._cut.model.named_parameters()) for engine in groups.engines]
+    local = [dict(engine.model.named_parameters()) for engine in groups.engines]
     mean = {name: (local[0][name] + local[1][name]).detach() / 2 for name in local[0]}
     groups.finish()
     for name, values in groups.outer_state_dict().items():

@@ -242,7 +242,7 @@ def test_whoever_is_idle_groups_agree_after_every_landing_and_are_silent_between
         sent = groups.engines[0].report()["bytes_sent"]
         landed = groups.step(idle=away)[0]
         landings += len(landed)
-        outers = [[own.outer.values for own in engine._cut.rounds.fragments] for engine in groups.engines]
+        outers = [[own.outer.values for own in engine.rounds.fragments] for engine in groups.engines]
         assert all(torch.equal(own, first) for other in outers for own, first in zip(other, outers[0], strict=True))
         # Bytes count when they have landed, and nothing else sends any.
         assert landed or groups.engines[0].report()["bytes_sent"] == sent

@@ -88,7 +88,7 @@ def test_a_parameter_without_momentum_gets_zeros_and_the_count_of_the_others() -
 
 
 def outer_parameters(engine: StreamingDiLoCo) -> Mapping[str, OuterParameter]:
-    return named_outer(engine._cut.rounds.fragments, engine.topology.in_group).parameters
+    return named_outer(engine.rounds.fragments, engine.topology.in_group).parameters
 
 
 class Run:
@@ -112,7 +112,7 @@ class Run:
         for engine in self.groups.engines:
             engine.land_all()
         buffers = {
-            name: v for part in self.groups.engines[0]._cut.rounds.fragments for name, v in part.buffers.named().items()
+            name: v for part in self.groups.engines[0].rounds.fragments for name, v in part.buffers.named().items()
         }
         return {**self.groups.outer_state_dict(), **buffers}
 
@@ -145,7 +145,7 @@ def test_flights_land_as_their_groups_would_have_landed_them(compression: str, p
     assert restart.counts["landings"] == counts["landings"]
     assert restart.counts["flights_dropped"] == 0
     for index, fragment in enumerate(run.groups.engines[0].fragments):
-        momentum = run.groups.engines[0]._cut.rounds.fragments[index].outer.state["momentum_buffer"]
+        momentum = run.groups.engines[0].rounds.fragments[index].outer.state["momentum_buffer"]
         assert torch.equal(
             torch.cat([restart.parameters[n].state["momentum_buffer"] for n in fragment.names]), momentum
         )
@@ -253,7 +253,7 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
     assert all(
         torch.equal(a.outer.values, b.outer.values)
         for e in after.engines
-        for a, b in zip(e._cut.rounds.fragments, after.engines[0]._cut.rounds.fragments, strict=True)
+        for a, b in zip(e.rounds.fragments, after.engines[0].rounds.fragments, strict=True)
     )
 
 

@@ -230,7 +230,7 @@ def test_groups_exchange_with_partners_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_digests_are_checked_between_partners() -> None:
     models, groups = vectors(4, overlap_steps=0, route=RandomPairs(), **OUTER)
-    groups.engines[1]._cut.rounds.fragments[0].anchor = torch.ones(64)
+    groups.engines[1].rounds.fragments[0].anchor = torch.ones(64)
     for _ in range(3):
         groups.step()
     with pytest.raises(AgreementError, match="did not begin from the same outer parameters"):

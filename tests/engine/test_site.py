@@ -39,7 +39,7 @@ def in_the_fixed_world(groups: int, steps: int, **choices: Any) -> tuple[list[to
         for group, model in enumerate(models):
             train_step(model, optimizers[group], group, step)
         engine.step()
-    outer = [own.outer.values for own in engine.engines[0]._cut.rounds.fragments]
+    outer = [own.outer.values for own in engine.engines[0].rounds.fragments]
     return outer, list(models[0].parameters())
 
 
@@ -495,21 +495,21 @@ def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
     for own in held:
         assert [key.split(",")[0] for key in own] == [key.split(",")[0] for key in expected]
         assert equal(list(own.values()), list(expected.values()))
-    buffers = [rank.engine._cut.rounds.fragments[0].buffers.outer for site in (*alone, *sites) for rank in site]
+    buffers = [rank.engine.rounds.fragments[0].buffers.outer for site in (*alone, *sites) for rank in site]
     assert all(equal(own, buffers[0]) for own in buffers)
 
 
 def test_buffers_of_a_site_that_are_not_finite_reach_no_other(caplog: pytest.LogCaptureFixture) -> None:
     def poison(rank: Rank, step: int) -> None:
         if rank.site == "s1" and step == 7:
-            rank.engine._cut.model[1].running_var[3] = float("nan")
+            rank.engine.model[1].running_var[3] = float("nan")
 
     sites = train_ranked(
         (1, 2, 1), 16, normed, train_step, (4, 2, 4), poison, compression="fp32", mixing=0.5, **CHOICES
     )
     for rank in (rank for site in sites for rank in site):
-        assert all(bool(values.isfinite().all()) for values in rank.engine._cut.rounds.fragments[0].buffers.outer)
-        assert rank.engine._cut.model[1].running_var.isfinite().all()
+        assert all(bool(values.isfinite().all()) for values in rank.engine.rounds.fragments[0].buffers.outer)
+        assert rank.engine.model[1].running_var.isfinite().all()
     assert "left out of the mean, and the outer ones take their place: '1.running_var' of site 's1'." in caplog.text
 
 
@@ -580,7 +580,7 @@ Kept = list[dict[str, Tensor | None]]
 
 def kept(rank: Rank) -> Kept:
     """The outer optimizer state and error feedback of a rank, by fragment."""
-    fragments = rank.engine._cut.rounds.fragments
+    fragments = rank.engine.rounds.fragments
     return [{**own.outer.state, "memory": own.memory, "tuning": own.tuning} for own in fragments]
 
 
@@ -701,7 +701,7 @@ def test_what_is_sent_in_float32_is_read_so_beside_what_is_not() -> None:
     still.connection.contribute = send
     still.hub.coordinator.end()
     other.train()
-    fragment = other.engine._cut.rounds.fragments[0]
+    fragment = other.engine.rounds.fragments[0]
     mean = (fragment.outer.values + fragment.layout.read()) / 2
     for sent in held:
         send(*sent)

@@ -148,15 +148,19 @@ class SlowLane(ThreadBackground):
 
     hold_up: Any = staticmethod(lambda: None)
 
-    def start(self, stages: Any) -> Any:
-        return super().start(type(stages)(*(self._held_up(stage) for stage in vars(stages).values())))
+    def start(self, work: Any) -> Any:
+        return super().start(self._held_up(work))
 
-    def _held_up(self, stage: Any) -> Any:
-        def run(*given: Any) -> Any:
+    def _held_up(self, work: Any) -> Any:
+        self.hold_up()
+        # Before each further stage too; the result is that of the work.
+        while True:
+            try:
+                next(work)
+            except StopIteration as ended:
+                return ended.value
+            yield
             self.hold_up()
-            return stage(*given)
-
-        return run
 
 
 def slow_streams(place: Place, rank: int, world_size: int) -> Found:

@@ -119,7 +119,7 @@ class Notes(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         now = time.monotonic()
         engine = trainer.strategy.engine
-        follower = engine._cut.world.follower
+        follower = engine.loop.follower
         rounds = [own.applied.round for own in follower.fragments]
         digests = [own.digest for own in follower.fragments]
         began, ended = engine.step_span
@@ -195,7 +195,7 @@ def train(
     outer, digest = {name: float(values.sum()) for name, values in state.items()}, hashlib.sha256()
     for values in state.values():
         digest.update(values.numpy().tobytes())
-    applied = [list(own.applied) for own in strategy.engine._cut.world.follower.fragments]
+    applied = [list(own.applied) for own in strategy.engine.loop.follower.fragments]
     about = {"report": strategy.report(), "metrics": metrics}
     notes.write(**ended, **about, outer=outer, digest=digest.hexdigest(), applied=applied)
 

@@ -26,7 +26,7 @@ HELD = "held.ckpt"
 
 def progress(trainer: pl.Trainer) -> Progress:
     """What this rank knows of the only fragment."""
-    (own,) = trainer.strategy.engine._cut.world.follower.fragments
+    (own,) = trainer.strategy.engine.loop.follower.fragments
     return own
 
 

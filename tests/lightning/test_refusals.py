@@ -410,7 +410,7 @@ def test_an_outer_optimizer_that_works_elementwise_is_accepted(kind: str) -> Non
     engine = layered_engine(outer_optimizer=partial(getattr(torch.optim, kind), lr=0.1), sync_every=1, overlap_steps=0)
     before = engine.outer_state_dict()
     with torch.no_grad():
-        for parameter in engine._cut.rounds.fragments[0].layout.parameters:
+        for parameter in engine.rounds.fragments[0].layout.parameters:
             parameter += 1
     engine.step()
     assert not torch.equal(engine.outer_state_dict()["0.weight"], before["0.weight"])

@@ -76,7 +76,7 @@ def test_a_rank_leaves_micro_batches_out_and_its_group_weighs_less() -> None:
             idle: list[int] = []
 
             def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-                self.weights.append(self.trainer.strategy.engine._cut.rounds.fragments[0].weight)
+                self.weights.append(self.trainer.strategy.engine.rounds.fragments[0].weight)
                 self.idle += [batch_idx] if batch is None else []
 
         return Weighing()

@@ -29,11 +29,18 @@ from lightning_sdiloco.algorithm import (
 )
 from lightning_sdiloco.comm import Communicator, Topology, key_of
 from lightning_sdiloco.compression import Kernels, mean_over_senders, resolve, weighted_mean
-from lightning_sdiloco.engine.arithmetic import mean_of_buffers, norm_squared, outer_step, span_from, whole_norm
-from lightning_sdiloco.engine.flight import LaunchSnapshot, SyncResult
+from lightning_sdiloco.engine.flight import Arrival, Launch
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.parameters.layouts import FragmentLayout
+from lightning_sdiloco.engine.synchronizer import (
+    mean_of_buffers,
+    norm_squared,
+    outer_step,
+    reported,
+    span_from,
+    whole_norm,
+)
 from lightning_sdiloco.federation import Contribution, Payload, Record
 from lightning_sdiloco.hub import places_of
 
@@ -60,7 +67,11 @@ class Stepped(NamedTuple):
     before: int
     after: int
     moved: Tensor
-    result: SyncResult
+    arrival: Arrival
+
+    def forgotten(self) -> Arrival:
+        """Returns what the record brings a site that does not count in it: what it remembers stays."""
+        return self.arrival._replace(changes={"outer": self.arrival.changes["outer"]})
 
 
 class _Site(NamedTuple):
@@ -92,22 +103,22 @@ class SiteArithmetic:
         )
         self._aggregation, self._landing = Aggregation(settings.outer_clip_norm), settings.landing
 
-    def encode(self, snapshot: LaunchSnapshot, begun: Contribution) -> Encoded:
+    def encode(self, launch: Launch, begun: Contribution) -> Encoded:
         """Encodes what a launch has read. What is exact leaves nothing out, and what was left out before stays so."""
-        fragment, gradient = self._fragments[snapshot.fragment], snapshot.gradient
-        memory = None if fragment.memory is None else fragment.storage.load(fragment.memory)
-        tuning = None if fragment.tuning is None else fragment.storage.load(fragment.tuning)
+        fragment, gradient = self._fragments[launch.fragment], launch.gradient
+        memory = fragment.load(fragment.memory)
+        tuning = fragment.load(fragment.tuning)
         if begun.exact:
             encoded = self._exact_all_reduce.encode(gradient, None)._replace(memory=memory, tuning=tuning)
         else:
-            encoded = self._at(snapshot.fragment, begun.round, snapshot.choice).encode(gradient, memory, tuning)
-        buffers = [buffer.reshape(-1).view(torch.uint8) for buffer in snapshot.buffers]
+            encoded = self._at(launch.fragment, begun.round, launch.choice).encode(gradient, memory, tuning)
+        buffers = [buffer.reshape(-1).view(torch.uint8) for buffer in launch.buffers]
         # Rank 0 speaks for the buffers.
         blob = to_bytes(torch.cat([encoded.payloads[0], *(buffers if self._rank == 0 else ())]))
         payload, norm = Payload(key_of(blob), len(blob)), norm_squared(gradient)
         # A norm that is not finite does not decide: it may overflow where every value is finite.
         finite = isfinite(norm) or bool(gradient.isfinite().all())
-        outer = digest(snapshot.outer, start=fragment.layout.start)
+        outer = digest(launch.outer, start=fragment.layout.start)
         own = payload, outer, finite, norm if isfinite(norm) else 0.0
         payloads, digests, finites, norms = zip(*self._site.all_gather_object(own), strict=True)
         return Encoded(
@@ -138,29 +149,23 @@ class SiteArithmetic:
         outer = outer_step(fragment, before, values, mean, counts=bool(count.factors), final=record.final)
         gathered = fragment.layout.all_gather(outer.values, self._site)
         buffers = self._mean_buffers(fragment, record, sites)
-        result = SyncResult(
-            outer=outer.moved(fragment.storage.store),
-            memory=None if memory is None else fragment.storage.store(memory),
-            tuning=None if tuning is None else fragment.storage.store(tuning),
-            residual=None,
+        spans = {"decode": decoded, "outer_step": span_from(began, values.device)}
+        arrival = Arrival(
+            changes={
+                "outer": outer.moved(fragment.storage.store),
+                "memory": fragment.store(memory),
+                "tuning": fragment.store(tuning),
+            },
             rule=self._landing,
             gathered=[gathered],
             buffers=buffers,
-            weighing=fragment.weighing,
-            controls=controls,
-            left_out=(),
             changed=-1,
-            counted=count,
-            gradient_norm=norm,
-            bytes_sent=0,
-            bytes_received=0,
-            on_link_s=float("nan"),
-            spans={"decode": decoded, "outer_step": span_from(began, values.device)},
-            diagnostics=None,
+            trained=[control.weight for control in controls],
+            landing=reported(record.fragment, record.round, controls, count, outer.lr, norm, spans),
         )
         moved = gathered - fragment.layout.all_gather(values, self._site)
         digests = digests_of([values, outer.values], [fragment.layout.start] * 2, self._site)
-        return Stepped(digests[0], digests[1], moved, result)
+        return Stepped(digests[0], digests[1], moved, arrival)
 
     def bytes_fetched(self, record: Record, site: str) -> int:
         """Returns how many bytes of a record this rank fetches: those of other sites."""

@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sdiloco.algorithm import Mix
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.parameters.resharding import OuterParameter
-from lightning_sdiloco.engine.parameters.sharding import reshard
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.site.arithmetic import Bytes, digests_of
 from lightning_sdiloco.errors import Refused
@@ -48,8 +47,8 @@ def from_part(fragment: FragmentState, part: Bytes) -> tuple[OuterState, Mapping
 class OuterStates:
     """Gives the outer state of a site to others, and takes over theirs, between landings. In-group collectives."""
 
-    def __init__(self, model: nn.Module, rounds: Rounds, topology: Topology, follower: Follower) -> None:
-        self._model, self._rounds, self._topology, self._follower = model, rounds, topology, follower
+    def __init__(self, rounds: Rounds, topology: Topology, follower: Follower) -> None:
+        self._rounds, self._topology, self._follower = rounds, topology, follower
 
     def digests(self, values: Sequence[Tensor] | None = None) -> list[int]:
         """Returns the digests of the outer parameters, by fragment; or of other values in their place."""
@@ -87,7 +86,7 @@ class OuterStates:
             " trains on from their outer parameters.",
             ", ".join(map(str, fragments)),
         )
-        reshard(self._model)
+        self._rounds.reshard()
         for index in fragments:
             self._rounds.fragments[index].write_outer(self._topology.in_group)
             self._forget_memory(index)
@@ -109,7 +108,7 @@ class OuterStates:
             raise Refused(f"the state has {len(parts)} parts, and there are {len(fragments)} fragments")
         came = [from_part(own, part) for own, part in zip(fragments, parts, strict=True)]
         landings = self._follower.adopt(header, self.digests([outer.values for outer, _ in came]))
-        reshard(self._model)
+        self._rounds.reshard()
         for index, landing in landings.items():
             self._take_over(index, *came[index], landing)
         return list(landings)
@@ -122,6 +121,7 @@ class OuterStates:
         if landing is Landing.CARRY:
             fragment.layout.shift(after - before)
             return
-        fragment.layout.land(self._rounds.landing if landing in (Landing.MIX, Landing.DROP) else Mix(0.0), [after], 0)
+        rule = self._rounds.settings.landing if landing in (Landing.MIX, Landing.DROP) else Mix(0.0)
+        fragment.layout.land(rule, [after], 0)
         fragment.buffers.write()
         self._forget_memory(index)

@@ -16,24 +16,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from lightning_sdiloco.algorithm import Mix, Settings
+from lightning_sdiloco.algorithm import Mix
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.compression import Kernels
-from lightning_sdiloco.engine.background import Background, Pending, Stages
-from lightning_sdiloco.engine.flight import Flight, LaunchSnapshot, Purpose
+from lightning_sdiloco.engine.background import Background, Pending, Work
+from lightning_sdiloco.engine.flight import Flight, Launch, Purpose, completed
 from lightning_sdiloco.engine.flight import Landing as LandingReport
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.parameters.layouts import ShardedLayout
 from lightning_sdiloco.engine.parameters.naming import trainable
-from lightning_sdiloco.engine.parameters.sharding import reshard
-from lightning_sdiloco.engine.recovery import recover
-from lightning_sdiloco.engine.requests import Mailbox
-from lightning_sdiloco.engine.rounds import Means, Rounds
+from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.site.arithmetic import Bytes, Encoded, SiteArithmetic, Stepped, self_test
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.states import OuterStates
@@ -60,17 +55,15 @@ _log = logging.getLogger(__name__)
 _MOMENT = 0.05
 
 
-def join(
-    federation: Federation, model: nn.Module, rounds: Rounds, settings: Settings, topology: Topology, means: Means
-) -> "FederatedWorld":
+def join(federation: Federation, rounds: Rounds, topology: Topology) -> "FederatedWorld":
     """Joins a federation: brings the charter of this site, and begins to follow the records of the run."""
-    federation.check(settings)
+    federation.check(rounds.settings)
     if topology.num_groups > 1:
         raise ValueError(
             f"worker_groups={topology.num_groups} does not go with a federation: a site is one worker group. Leave it"
             " out, and start the others as sites of their own."
         )
-    ours = charter_of(federation, model, rounds, settings, means.kernels)
+    ours = charter_of(federation, rounds)
     connection = SharedConnection(federation, topology)
     try:
         charter = connection.agree(ours)
@@ -82,14 +75,13 @@ def join(
         raise
     site, life, late = connection.site, connection.life, Landing(federation.late)
     follower = Follower(charter.terms, charter.key, site, life, federation.patience, late=late)
-    arithmetic = SiteArithmetic(rounds.fragments, topology, settings, rounds.schedule, means.kernels)
-    return FederatedWorld(model, rounds, topology, means, connection, follower, arithmetic, federation.grace != "auto")
+    arithmetic = SiteArithmetic(rounds.fragments, topology, rounds.settings, rounds.schedule, rounds.kernels)
+    return FederatedWorld(rounds, topology, connection, follower, arithmetic, federation.grace != "auto")
 
 
-def charter_of(
-    federation: Federation, model: nn.Module, rounds: Rounds, settings: Settings, kernels: Kernels
-) -> Charter:
+def charter_of(federation: Federation, rounds: Rounds) -> Charter:
     """Returns what this site would found the run on."""
+    settings = rounds.settings
     terms = Terms(
         fragments=len(rounds.fragments),
         sync_every=settings.sync_every,
@@ -99,7 +91,7 @@ def charter_of(
         quorum=federation.quorum_of_terms,
         rounds=federation.rounds,
     )
-    parameters = trainable(model)
+    parameters = trainable(rounds.model)
     fragments = tuple(
         (
             *((name, f"{tuple(parameters[name].shape)} {parameters[name].dtype}") for name in own.layout.names),
@@ -117,16 +109,7 @@ def charter_of(
             tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else () for own in rounds.fragments
         ),
         versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": version("lightning-sdiloco")},
-        self_test=self_test(settings, kernels, rounds.fragments[0].storage.device),
-    )
-
-
-def refuse_other_rounds(rounds: Rounds) -> NoReturn:
-    """Refuses to cut the model of a site anew, or to choose other settings for it."""
-    raise ValueError(
-        "The fragments and settings of a site are those of the charter of its run: while it trains, parameters cannot"
-        " be frozen or become trainable, and settings cannot be chosen anew. Found another run, from the outer model of"
-        " this one."
+        self_test=self_test(settings, rounds.kernels, rounds.fragments[0].storage.device),
     )
 
 
@@ -152,27 +135,25 @@ class FederatedWorld:
 
     def __init__(
         self,
-        model: nn.Module,
         rounds: Rounds,
         topology: Topology,
-        means: Means,
         connection: "SharedConnection",
         follower: Follower,
         arithmetic: SiteArithmetic,
         waits: bool = True,
     ) -> None:
-        self._model, self._rounds, self._topology, self._means = model, rounds, topology, means
+        self._rounds, self._topology = rounds, topology
         self._connection, self.follower, self._arithmetic, self._waits = connection, follower, arithmetic, waits
         self._launched: dict[int, Launched] = {}
         self._applied: dict[int, _Applied] = {}
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
-        self._states = OuterStates(model, rounds, topology, follower)
+        self._states = OuterStates(rounds, topology, follower)
         self._refused: list[str] = []
         self._now = time.monotonic()
         self._has_said_hello = self._has_left = self._has_told_of_drop = self._is_alone = False
         self._waits_for = ""
         self.requested = 0
-        self._step_time, self._samples, self._has_trained = 0.0, 0, False
+        self._samples, self._has_trained = 0, False
 
     # Training
 
@@ -202,10 +183,9 @@ class FederatedWorld:
         self._has_trained, self._samples = True, self._samples + samples
 
     @torch.no_grad()
-    def launch_due(self, step: int, mailbox: Mailbox) -> int:
-        """Launches what is due; see `World.launch_due`. What a rank requests all ranks hear at once."""
-        self.requested = self.hear(mailbox.take())
-        self._step_time = mailbox.step_time or self._step_time
+    def launch_due(self, step: int) -> int:
+        """Launches what is due. What a rank requests all ranks hear at once."""
+        self.requested = self.hear(self._rounds.take_requests())
         for call in self.follower.skips():
             if self._connection.hub:
                 self._connection.hub.skip(call)
@@ -215,18 +195,18 @@ class FederatedWorld:
         for index in due:
             began, fragment = time.perf_counter(), self._rounds.fragments[index]
             begun = self.follower.begin(index, step)
-            snapshot = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
+            launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
             # Nobody tells a site in advance which buffers others have changed, so all of them travel.
-            snapshot = snapshot._replace(travelling=fragment.buffers.travelling(True), step_time=self._step_time)
-            self._means.link.note(self._connection.sends_bytes_per_s)
-            self._launch(self._rounds.chosen(snapshot), begun, (began, time.perf_counter()))
+            launch = launch._replace(travelling=fragment.buffers.travelling(True), step_time=self._rounds.step_time)
+            self._rounds.link.note(self._connection.sends_bytes_per_s)
+            self._launch(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
         self._send()
         return len(due)
 
-    def _launch(self, snapshot: LaunchSnapshot, begun: Contribution, launch: Span) -> None:
-        pending = _in_background(self._means.background, lambda: self._arithmetic.encode(snapshot, begun))
-        flight = Flight(snapshot, pending, launch)
-        self._launched[snapshot.fragment] = Launched(flight, begun, pending)
+    def _launch(self, launch: Launch, begun: Contribution, launched: Span) -> None:
+        pending = _in_background(self._rounds.background, lambda: self._arithmetic.encode(launch, begun))
+        flight = Flight(launch, pending, launched)
+        self._launched[launch.fragment] = Launched(flight, begun, pending)
         self._rounds.flights.append(flight)
 
     def _send(self, wait: bool = False) -> None:
@@ -256,7 +236,7 @@ class FederatedWorld:
             self._rounds.flights.remove(self._launched.pop(index).flight)
 
     def land_due(self, step: int) -> Iterator[LandingReport]:
-        """Lands what is due, and waits where the rules say so; see `World.land_due`."""
+        """Lands what is due, and waits where the rules say so."""
         yield from self._land_ready(step)
         began = time.perf_counter()
         while self._waits and (longest := self.follower.waits(step, self._now)) > 0.0:
@@ -278,14 +258,14 @@ class FederatedWorld:
     def _end(self, step: int, goes_on: Callable[[], bool]) -> Iterator[LandingReport]:
         self.follower.finish()
         while not self.follower.finished and not self._has_left and goes_on():
-            self.launch_due(step, Mailbox())
+            self.launch_due(step)
             yield from self._land_ready(step)
             self._look_after()
             if not self.follower.finished:
                 self._connection.wait(_MOMENT)
         self.close()
 
-    def final_exchange(self, step: int, mailbox: Mailbox) -> Iterator[LandingReport | None]:
+    def final_exchange(self, step: int) -> Iterator[LandingReport | None]:
         """Does nothing: a site that ends takes no mean of its own, and the others go on."""
         return iter(())
 
@@ -316,7 +296,7 @@ class FederatedWorld:
                 blobs, before = self._blobs[record.key], self._rounds.fragments[own.fragment].outer
                 encoded = launched.encoded if launched else None
                 work = partial(self._arithmetic.apply, record, blobs, before, encoded)
-                self._applied[own.fragment] = _Applied(record, _in_background(self._means.background, work))
+                self._applied[own.fragment] = _Applied(record, _in_background(self._rounds.background, work))
 
     @torch.no_grad()
     def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[LandingReport]:
@@ -355,21 +335,21 @@ class FederatedWorld:
             )
             self._drop_landed()
             return None
-        reshard(self._model)
+        self._rounds.reshard()
         own = next((i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1)
         if landing is Landing.DROP:
             self._tell_of_drop(record)
         if landing is Landing.CARRY:
-            fragment.carry(stepped.result, stepped.moved)
+            fragment.carry(stepped.arrival, stepped.moved)
         else:
             mixes = landing in (Landing.MIX, Landing.DROP)
-            rule = stepped.result.rule if mixes else Mix(0.0)
-            fragment.land(stepped.result, rule, 0, own if mixes else -1, record.final)
+            # Who counts has sent what its compression remembers.
+            arrival = stepped.arrival if mixes and own in stepped.arrival.landing.counted else stepped.forgotten()
+            fragment.land(arrival, arrival.rule if mixes else Mix(0.0), 0, final=record.final)
         if landing is Landing.TAKE and not record.final:
             fragment.memory = fragment.tuning = None
         if not was_finite:
-            optimizers, in_group = self._means.inner_optimizers, self._topology.in_group
-            recover(self._model, self._rounds.fragments, fragment.index, optimizers, in_group)
+            self._rounds.recover(fragment.index)
         self._drop_landed()
         return self._report(record, stepped, launched, step, wait or (arrived, arrived), was_finite)
 
@@ -390,16 +370,15 @@ class FederatedWorld:
     ) -> LandingReport:
         """Tells what landed, and what this rank sent and fetched for it."""
         sent = launched.encoded.blobs.values() if launched and launched.encoded else ()
-        result = stepped.result._replace(
+        told = stepped.arrival.landing._replace(
+            launched_at=step if launched is None else launched.flight.launch.step,
             left_out=() if was_finite else (0,),
             bytes_sent=sum(map(len, sent)),
             bytes_received=self._arithmetic.bytes_fetched(record, self.follower.site),
+            sites=tuple(one.site for one in record.counted),
         )
-        launch = (wait[0], wait[0]) if launched is None else launched.flight.launch
-        launched_at = step if launched is None else launched.flight.snapshot.step
-        seconds = max(0.0, wait[1] - launch[1])
-        report = LandingReport.of(record.fragment, launched_at, launch, result, step, wait, seconds)
-        return report._replace(sites=tuple(one.site for one in record.counted))
+        launch = (wait[0], wait[0]) if launched is None else launched.flight.launched
+        return completed(told, launch, wait, max(0.0, wait[1] - launch[1]), step)
 
     # What is heard
 
@@ -475,7 +454,7 @@ class FederatedWorld:
         """Returns what the site knows of the federation, and what is in flight, once that is encoded."""
         self._send(wait=True)
         return {
-            "flights": [flight.snapshot.state_dict() for flight in self._rounds.flights],
+            "flights": [flight.launch.state_dict() for flight in self._rounds.flights],
             "federation": {"site": self.follower.site, **self.follower.state_dict()},
         }
 
@@ -495,8 +474,8 @@ class FederatedWorld:
             own = self.follower.fragments[flight["fragment"]].flight
             if own is not None:
                 began, outer = time.perf_counter(), self._rounds.fragments[flight["fragment"]].load_outer()
-                snapshot = LaunchSnapshot.of(flight, outer, float("inf"))
-                self._launch(snapshot, own.own, (began, time.perf_counter()))
+                launch = Launch.of(flight, outer, float("inf"))
+                self._launch(launch, own.own, (began, time.perf_counter()))
         self._send(wait=True)
         self._has_said_hello = False
         self.hear()
@@ -504,11 +483,13 @@ class FederatedWorld:
 
 def _in_background(background: Background, work: Callable[[], Any]) -> Pending[Any]:
     """Starts work in the first stage of the background."""
-    return background.start(Stages(work, _same, _same))
+    return background.start(_once(work))
 
 
-def _same(value: Any) -> Any:
-    return value
+def _once(work: Callable[[], Any]) -> Work[Any]:
+    if False:
+        yield
+    return work()
 
 
 _ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
