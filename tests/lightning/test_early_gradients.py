@@ -1,8 +1,7 @@
 """Gradients go before the forward pass, unless somebody may see it; what is trained is the same."""
 
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -62,52 +61,6 @@ class Looking(pl.Callback):  # type: ignore[misc, name-defined]
     def on_before_zero_grad(self, *_: Any) -> None: ...
 
 
-class Fitted(NamedTuple):
-    """What a fit did: whether gradients were there at each step, and the parameters at the end."""
-
-    kept: list[bool]
-    parameters: list[torch.Tensor]
-
-
-def fitted(make: Callable[[], Net], callback: type[Any] | None = None, accumulated: int = 1, least: int = 1) -> Fitted:
-    """Fits on six batches, in a process of its own, where so many bytes of gradients go early."""
-
-    def fit(rank: int, world_size: int) -> Fitted:
-        del rank
-        ddp._LEAST_BYTES = least
-        model = make()
-        generator = torch.Generator().manual_seed(1)
-        batches = [(torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(6)]
-        loader = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-        fits.trainer(
-            strategy=fits.strategy(worker_groups=1, **SHORT),
-            devices=world_size,
-            max_epochs=1,
-            callbacks=[callback()] if callback else [],
-            accumulate_grad_batches=accumulated,
-        ).fit(model, loader)
-        return Fitted(model.kept, [parameter.detach().clone() for parameter in model.parameters()])
-
-    return run_processes(fit, 1)[0]  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("make", "callback", "accumulated", "kept"),
-    [
-        (Net, None, 1, [False] * 6),
-        (Net, None, 2, [False, True] * 3),
-        (Zeroing, None, 1, [False] + [True] * 5),
-        (Stepping, None, 1, [False] + [True] * 5),
-        (Manual, None, 1, [False] + [True] * 5),
-        (Net, Looking, 1, [False] + [True] * 5),
-    ],
-)
-def test_gradients_go_before_the_forward_pass_where_nobody_can_see_it(
-    make: type[Net], callback: type[Any] | None, accumulated: int, kept: list[bool]
-) -> None:
-    assert fitted(make, callback, accumulated).kept == kept
-
-
 class Large(Net):
     """16.8 million parameters: 67 MB."""
 
@@ -120,20 +73,43 @@ class Large(Net):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
-def test_gradients_of_large_models_go_early_and_those_of_small_ones_when_lightning_lets_them_go() -> None:
-    least = ddp._LEAST_BYTES
-    assert fitted(Large, least=least).kept == [False] * 6
-    assert fitted(Net, least=least).kept == [False] + [True] * 5
+LATE = [False] + [True] * 5  # As in Lightning.
+OF_THE_NET = 4 * (8 * 4 + 4)  # Bytes.
+DEFAULT = ddp._LEAST_BYTES
+CASES: list[tuple[type[Net], bool, int, int, list[bool]]] = [
+    (Net, False, 1, OF_THE_NET, [False] * 6),
+    (Net, False, 1, OF_THE_NET + 1, LATE),
+    (Net, False, 2, 1, [False, True] * 3),
+    (Zeroing, False, 1, 1, LATE),
+    (Zeroing, False, 2, 1, LATE),
+    (Stepping, False, 1, 1, LATE),
+    (Manual, False, 1, 1, LATE),
+    (Net, True, 1, 1, LATE),
+    (Net, False, 1, DEFAULT, LATE),
+    (Large, False, 1, DEFAULT, [False] * 6),
+]
 
 
-def test_so_many_bytes_of_gradients_go_early_and_one_less_does_not() -> None:
-    of_the_net = 4 * (8 * 4 + 4)
-    assert fitted(Net, least=of_the_net).kept == [False] * 6
-    assert fitted(Net, least=of_the_net + 1).kept == [False] + [True] * 5
+def test_gradients_of_large_models_go_before_the_forward_pass_where_nobody_can_see_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fitted(make: type[Net], looks: bool, accumulated: int, least: int) -> tuple[list[bool], list[torch.Tensor]]:
+        """Whether gradients were there at each of six steps, and the parameters at the end."""
+        monkeypatch.setattr(ddp, "_LEAST_BYTES", least)
+        model, generator = make(), torch.Generator().manual_seed(1)
+        batches = [(torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(6)]
+        fits.trainer(
+            strategy=fits.strategy(worker_groups=1, **SHORT),
+            devices=1,
+            max_epochs=1,
+            callbacks=[Looking()] if looks else [],
+            accumulate_grad_batches=accumulated,
+        ).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        return model.kept, [parameter.detach().clone() for parameter in model.parameters() if make is not Large]
 
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_what_is_trained_does_not_depend_on_it(accumulated: int) -> None:
-    ours, late = (fitted(make, accumulated=accumulated) for make in (Net, Zeroing))
-    assert ours.kept != late.kept
-    assert all(map(torch.equal, ours.parameters, late.parameters))
+    (found,) = run_processes(lambda *_: [fitted(*case[:4]) for case in CASES], 1)
+    for case, (kept, _) in zip(CASES, found, strict=True):
+        assert kept == case[4], case
+    # What is trained does not depend on it.
+    for early, late in ((0, 3), (2, 4)):
+        assert all(map(torch.equal, found[early][1], found[late][1]))

@@ -29,7 +29,14 @@ class EveryEpoch(StatefulBatches):
         yield from super().__iter__()
 
 
-def logging(distribution: str, seed: int, plateau: dict[str, Any]) -> Any:
+PLATEAUS: list[dict[str, Any]] = [
+    {"monitor": "loss_epoch"},
+    {"monitor": "loss", "interval": "step"},
+    {"monitor": "val"},
+]
+
+
+def logging(distribution: str, seed: int) -> Any:
     """A module that logs in all ways, and whose learning rate depends on what it logged."""
     base = type(traced(distribution, seed))
 
@@ -60,19 +67,17 @@ def logging(distribution: str, seed: int, plateau: dict[str, Any]) -> Any:
 
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
-            # Nothing is good enough for it.
-            scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, factor=0.9)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **plateau}}
+            # Nothing is good enough for them.
+            none_is = {"patience": 0, "threshold": 10.0, "factor": 0.9}
+            return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer, **none_is), **by} for by in PLATEAUS]
 
     model = Logging()
     model.trace, model.ended = {}, []
     return model
 
 
-def run(
-    rank: int, world_size: int, distribution: str, folder: Path, plateau: dict[str, Any], resume: str | None
-) -> dict[str, Any]:
-    model = logging(distribution, rank, plateau)
+def run(rank: int, world_size: int, distribution: str, folder: Path, resume: str | None) -> dict[str, Any]:
+    model = logging(distribution, rank)
     callbacks = importlib.import_module(distribution).callbacks
     stopping = callbacks.EarlyStopping("loss_epoch", patience=9)
     best = callbacks.ModelCheckpoint(folder / "best", monitor="loss", mode="max")
@@ -91,7 +96,7 @@ def run(
     )
     torch.manual_seed(100 + rank)
     seen = DataLoader([(torch.ones(1, 5), torch.ones(1, 3))], batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(model, EveryEpoch(rank, 0, 1, LENGTH), seen, ckpt_path=resume)
+    trainer.fit(model, EveryEpoch(rank, 0, 1, LENGTH), seen, ckpt_path=resume and str(folder / f"{resume}.ckpt"))
     stopped = stopping.state_dict()
     return {
         "trace": model.trace,
@@ -101,30 +106,21 @@ def run(
     }
 
 
-@pytest.mark.parametrize(
-    ("distribution", "plateau"),
-    [
-        (LIGHTNING, {"monitor": "loss_epoch"}),
-        (LIGHTNING, {"monitor": "loss", "interval": "step"}),
-        ("pytorch_lightning", {"monitor": "val"}),
-    ],
-)
-def test_what_rests_on_metrics_goes_on_after_a_resume(
-    distribution: str, plateau: dict[str, Any], tmp_path: Path
-) -> None:
-    def fit(resume: str | None = None) -> Any:
-        return run_processes(run, 2, distribution, tmp_path, plateau, resume)
-
-    plain = fit()
-    assert plain[0]["learning rate"] < 0.01
+@pytest.mark.parametrize("distribution", [LIGHTNING, "pytorch_lightning"])
+def test_what_rests_on_metrics_goes_on_after_a_resume(distribution: str, tmp_path: Path) -> None:
     # 2: within an epoch; 6: after its last batch, before validation and end; then after the end; 13: in the last epoch.
-    for saved, ended in (("step=2", 0), ("step=6", 0), ("epoch=0", 1), ("step=13", 2)):
-        resumed = fit(str(tmp_path / f"{saved}.ckpt"))
-        for one, other in zip(resumed, plain, strict=True):
-            assert [epoch for epoch, _ in one["ended"]] == list(range(ended, EPOCHS)), saved
-            for (_, values), (_, expected) in zip(reversed(one["ended"]), reversed(other["ended"]), strict=False):
+    saves = {"step=2": 0, "step=6": 0, "epoch=0": 1, "step=13": 2}
+
+    def all_fits(rank: int, world_size: int) -> Any:
+        return [run(rank, world_size, distribution, tmp_path, resume) for resume in (None, *saves)]
+
+    for plain, *all_resumed in run_processes(all_fits, 2, timeout=120.0):
+        assert plain["learning rate"] < 0.01
+        for (saved, ended), resumed in zip(saves.items(), all_resumed, strict=True):
+            assert [epoch for epoch, _ in resumed["ended"]] == list(range(ended, EPOCHS)), saved
+            for (_, values), (_, expected) in zip(resumed["ended"], plain["ended"][ended:], strict=True):
                 assert_same(values, expected)
-            for at, held in one["trace"].items():
-                assert_same(held, other["trace"][at])
-            assert one["learning rate"] == other["learning rate"]
-            assert one["callbacks"] == other["callbacks"]
+            for at, held in resumed["trace"].items():
+                assert_same(held, plain["trace"][at])
+            assert resumed["learning rate"] == plain["learning rate"]
+            assert resumed["callbacks"] == plain["callbacks"]

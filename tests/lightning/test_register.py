@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -100,35 +99,33 @@ def check(entry: HostName, distribution: str, hosts: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
-@pytest.mark.parametrize("entry", REGISTER, ids=str)
 def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
-    entry: HostName, distribution: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    distribution: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hosts = hosts_of(entry, distribution)
-    if not entry.is_expected_in(VERSION):
-        check(entry, distribution, hosts)
-        assert warnings_of(caplog) == []
-        return
-    assert hosts, "there is no object to look at"
-    for host in hosts:
-        take_away(monkeypatch, host, entry)
-    told = f"without {entry} {entry.without}"
-    if entry.optional:
-        check(entry, distribution, hosts)
-        (warning,) = warnings_of(caplog)
-        assert told in warning
-    else:
-        with pytest.raises(ValueError, match=re.escape(told)) as refusal:
-            check(entry, distribution, hosts)
-        assert f"tried with Lightning {OLDEST} to {NEWEST}. Install one of these" in str(refusal.value)
-
-
-@pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_nothing_is_missing_here(distribution: str, sharded: bool, caplog: pytest.LogCaptureFixture) -> None:
-    check_names(prepared(distribution, sharded))
+    check_names(prepared(distribution))
+    check_names(prepared(distribution, sharded=True))
     check_class(importlib.import_module(f"{distribution}.cli").LightningCLI)
-    assert warnings_of(caplog) == []
+    assert warnings_of(caplog) == [], "nothing is missing here"
+    for entry in REGISTER:
+        hosts = hosts_of(entry, distribution)
+        if not entry.is_expected_in(VERSION):
+            check(entry, distribution, hosts)
+            assert warnings_of(caplog) == []
+            continue
+        assert hosts, f"there is no object to look at for {entry}"
+        told = f"without {entry} {entry.without}"
+        with monkeypatch.context() as patch:
+            for host in hosts:
+                take_away(patch, host, entry)
+            if entry.optional:
+                check(entry, distribution, hosts)
+                (warning,) = warnings_of(caplog)
+                assert told in warning
+            else:
+                with pytest.raises(ValueError, match=re.escape(told)) as refusal:
+                    check(entry, distribution, hosts)
+                assert f"tried with Lightning {OLDEST} to {NEWEST}. Install one of these" in str(refusal.value)
+        caplog.clear()
 
 
 class Timer(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
@@ -148,26 +145,25 @@ GONE = (
 
 
 @pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
-@pytest.mark.parametrize("entry", GONE, ids=str)
-def test_every_fit_looks_for_the_names(entry: HostName, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patching, "REGISTER", (*REGISTER, entry))
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+def test_every_fit_looks_for_the_names(distribution: str, caplog: pytest.LogCaptureFixture) -> None:
+    def told(rank: int, world_size: int) -> list[tuple[list[str], int]]:
+        found = []
+        for entry in GONE:
+            caplog.clear()
+            patching.REGISTER = (*REGISTER, entry)
+            trainer, refused = fits.trainer(distribution, strategy=fits.strategy(distribution), max_steps=2), []
+            try:
+                trainer.fit(fits.module(distribution), fits.SomeBatches(0, 2))
+            except ValueError as error:
+                refused.append(str(error))
+            found.append(([*warnings_of(caplog), *refused], trainer.global_step))
+        return found
 
-    def told(rank: int, world_size: int) -> tuple[list[str], int]:
-        logging.getLogger(patching.__name__).addHandler(handler)
-        trainer = fits.trainer(distribution, strategy=fits.strategy(distribution), devices=1, max_steps=2)
-        try:
-            trainer.fit(fits.module(distribution), fits.SomeBatches(0, 2))
-        except ValueError as error:
-            messages.append(str(error))
-        return messages, trainer.global_step
-
-    ((messages, steps),) = run_processes(told, 1)
-    assert len(messages) == 1
-    assert f"without {entry} {entry.without}" in messages[0]
-    assert steps == (2 if entry.optional else 0)
+    (found,) = run_processes(told, 1)
+    for entry, (messages, steps) in zip(GONE, found, strict=True):
+        assert len(messages) == 1
+        assert f"without {entry} {entry.without}" in messages[0]
+        assert steps == (2 if entry.optional else 0)
 
 
 def test_only_what_is_in_the_register_and_there_is_replaced() -> None:
@@ -250,17 +246,13 @@ def foreign_names(path: Path) -> Iterator[str]:
         yield from filter(is_private, found)
 
 
-@pytest.mark.parametrize("path", KNOWING, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_every_private_name_of_others_is_in_the_register(path: Path) -> None:
-    assert set(foreign_names(path)) - NAMES - NO_NAMES == set()
-
-
-@pytest.mark.parametrize("path", KNOWING, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_every_patch_is_in_the_register(path: Path) -> None:
-    calls = [node for node in ast.walk(SOURCES[path]) if isinstance(node, ast.Call)]
-    patches = [call for call in calls if ast.unparse(call.func) == "replace" and len(call.args) in (3, 4)]
-    names = {ast.literal_eval(call.args[-2]) for call in patches if isinstance(call.args[-2], ast.Constant)}
-    assert names - PATCHED == set()
+def test_every_private_name_of_others_and_every_patch_is_in_the_register() -> None:
+    for path in KNOWING:
+        assert set(foreign_names(path)) - NAMES - NO_NAMES == set(), path
+        calls = [node for node in ast.walk(SOURCES[path]) if isinstance(node, ast.Call)]
+        patches = [call for call in calls if ast.unparse(call.func) == "replace" and len(call.args) in (3, 4)]
+        names = {ast.literal_eval(call.args[-2]) for call in patches if isinstance(call.args[-2], ast.Constant)}
+        assert names - PATCHED == set(), path
 
 
 def test_the_register_has_nothing_that_is_not_used() -> None:
