@@ -17,10 +17,9 @@ from lightning_sdiloco.planning import planner
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.tools import report as series
 from lightning_sdiloco.tools.cli import main
-from lightning_sdiloco.tools.report import series
-from lightning_sdiloco.tools.report.pictures import THEMES, draw_sites, drawn, pictures_of
-from lightning_sdiloco.tools.report.verdict import judge
+from lightning_sdiloco.tools.report import THEMES, draw_sites, drawn, judge, pictures_of
 from tests.fits import fit
 from tests.ranks import run_processes
 
@@ -208,8 +207,8 @@ def test_what_was_sent_over_time_adds_up_to_all_bytes(tmp_path: Path) -> None:
 
 def test_agreement_is_shown_by_whole_rounds(tmp_path: Path) -> None:
     run = played(tmp_path, link=0.01)
-    assert series.cosines(run) == {0: [(17, 0.8), (27, 0.8)], 1: [(17, 0.6), (27, 0.6)]}
-    norms = series.norms(run)
+    assert series.cosines_of(run) == {0: [(17, 0.8), (27, 0.8)], 1: [(17, 0.6), (27, 0.6)]}
+    norms = series.norms_of(run)
     assert norms[1] == [(17, pytest.approx(50**0.5)), (27, pytest.approx(50**0.5))]
     assert norms[None] == [(17, pytest.approx(18**0.5)), (27, pytest.approx(18**0.5))]
 

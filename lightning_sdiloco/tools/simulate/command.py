@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_sdiloco.planning import Absence, Link
-from lightning_sdiloco.tools.figures import require_drawable
+from lightning_sdiloco.tools.output import require_drawable
 from lightning_sdiloco.tools.simulate.configuration import Configuration
 from lightning_sdiloco.tools.simulate.federated import Places, Site, play_sites
 from lightning_sdiloco.tools.simulate.picture import draw, draw_compared, draw_sites

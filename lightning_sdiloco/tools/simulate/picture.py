@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
-from lightning_sdiloco.tools.figures import require_drawable, save
+from lightning_sdiloco.tools.output import require_drawable, save
 from lightning_sdiloco.tools.simulate.federated import FederatedRun
 from lightning_sdiloco.tools.simulate.recording import Validation
 from lightning_sdiloco.tools.simulate.seeds import Compared, half_width

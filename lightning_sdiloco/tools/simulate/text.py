@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from lightning_sdiloco.planning import Link, readable, readable_rate
-from lightning_sdiloco.tools.plan.text import new_table, percent, rendered
+from lightning_sdiloco.tools.output import new_table, percent, rendered
 from lightning_sdiloco.tools.simulate.federated import FederatedRun, Places
 from lightning_sdiloco.tools.simulate.recording import LAST
 from lightning_sdiloco.tools.simulate.running import Run

@@ -1,0 +1,566 @@
+"""Runs ``sdiloco plan``: hands the options to the planner, and its answer to text, JSON and a picture."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import nn
+
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.engine import trainable
+from lightning_sdiloco.federation import LONGEST_GRACE, All, Quorum
+from lightning_sdiloco.planning import (
+    MARGIN,
+    TARGET,
+    TARGETS,
+    Entry,
+    Groups,
+    HubLoad,
+    Link,
+    Memory,
+    Method,
+    Model,
+    Plan,
+    Prediction,
+    Round,
+    SharedOut,
+    Waits,
+    Way,
+    hub_link,
+    largest_payload,
+    paper,
+    planner,
+    readable,
+    readable_rate,
+    shared_out,
+    short,
+    through_hub,
+    waits,
+)
+from lightning_sdiloco.tools.output import new_table, percent, rendered, require_drawable, save
+
+MakeModel = Callable[[], nn.Module]
+
+
+def plan(
+    model: MakeModel | None = None,
+    params: float | None = None,
+    layers: int | None = None,
+    step_time: float | None = None,
+    groups: int = 2,
+    group_size: int = 1,
+    bandwidth: float | None = None,
+    hub_bandwidth: float | None = None,
+    quorum: int | Quorum | None = None,
+    grace: float | None = None,
+    delays: str | None = None,
+    links: str | None = None,
+    round_trip: float = 0.0,
+    loss: float = 0.0,
+    sync_every: int = 100,
+    overlap_steps: int = 5,
+    layers_per_fragment: int = 3,
+    compression: str = "fp4",
+    steps: int = 10_000,
+    memory_rate: float = 1000.0,
+    paper_table_4: bool = False,
+    picture: str | None = None,
+    format: Literal["text", "json"] = "text",
+) -> str:
+    """Print what a link allows: bytes, peak bandwidth and compute utilisation for each method, and what to set.
+
+    Args:
+        model: LightningModule (or other module) by its class path, with --model.NAME for its arguments.
+        params: Number of parameters, in place of a model.
+        layers: Number of layers, with --params.
+        step_time: Seconds of an inner step, without anything between groups.
+        groups: Number of worker groups.
+        group_size: Ranks in a worker group.
+        bandwidth: Gbit/s between a group and all others, in each direction.
+        hub_bandwidth: Gbit/s of the hub of a federation, in each direction: the groups are its sites then.
+        quorum: The quorum of that federation: a number of sites, or a class such as DynamicBackup, with
+            --quorum.least=0.5 for its arguments. Says whom a round waits for.
+        grace: Seconds for which its rounds stay open after the first contribution; by default 10, with --quorum.
+        delays: Seconds by which what each site sends comes later, as 0,0,12; with --quorum.
+        links: YAML file with the Gbit/s of each group's link, a list or a mapping from names, in place of --bandwidth
+            and --groups: plans with the slowest one, and says what two shots with parts that suit the links bring.
+        round_trip: Seconds to another group and back: 50 ms is 0.05.
+        loss: Share of the packets that get lost: 0.1 % is 0.001.
+        sync_every: Inner steps between two launches of the same fragment.
+        overlap_steps: Inner steps between the launch of a fragment and its landing.
+        layers_per_fragment: Repeated blocks in a fragment.
+        compression: How outer gradients are encoded: fp32, bf16 or fp4.
+        steps: Inner steps of the whole run, for the bytes in all.
+        memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
+        paper_table_4: Reproduce Table 4 of the paper instead, in its idealisation.
+        picture: File (.svg or .png) for a picture of the utilisation over the bandwidth.
+        format: How to print.
+
+    Raises:
+        ValueError: If an option is missing or out of its range, the model cannot be made, or the picture cannot be
+            drawn.
+
+    Examples:
+        >>> print(plan(params=1e9, layers=24, step_time=0.1, bandwidth=1).splitlines()[0])
+        1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank
+    """
+    if paper_table_4:
+        return _paper(picture, format)
+    of_links, bandwidth, groups = _links(links, bandwidth, groups)
+    step_time, bandwidth = _required(model, params, layers, step_time, bandwidth, steps)
+    described = _described(model, params, layers)
+    settings = Settings(sync_every, overlap_steps, layers_per_fragment=layers_per_fragment, compression=compression)
+    workers, link = Groups(step_time, groups, group_size, memory_rate * 1e9), Link(bandwidth, round_trip, loss)
+    planned = planner.plan(described, settings, workers, link, steps)
+    _draw_plan(picture, planned)
+    waits = _asked_waits(planned, hub_bandwidth, quorum, grace, delays, of_links)
+    hub = None if hub_bandwidth is None else through_hub(described, settings, workers, link, hub_bandwidth)
+    shared = shared_out(described, settings, workers, list(of_links.values())) if of_links else None
+    if format == "json":
+        told = _plan_as_json(planned)
+        if hub is not None:
+            told["hub"] = {**hub._asdict(), "enough": hub.enough and hub.enough._asdict()}
+        if waits is not None:
+            rounds = {name: getattr(waits, name)._asdict() for name in ("usual", "longest", "all")}
+            told["waits"] = {"arrives": waits.arrives, **rounds}
+        if shared is not None:
+            told["links"] = shared._asdict()
+        return json.dumps(told, indent=2)
+    parts = [_plan_as_text(planned)]
+    parts += [] if hub is None else [_hub_as_text(hub, settings)]
+    parts += [] if waits is None else [_waits_as_text(waits, step_time)]
+    parts += [] if shared is None else [_links_as_text(shared, list(of_links), settings)]
+    return "\n\n".join(parts)
+
+
+def _links(path: str | None, bandwidth: float | None, groups: int) -> tuple[dict[str, float], float | None, int]:
+    """Reads the links of all groups, Gbit/s by name in their order; returns them with the slowest and their number."""
+    if path is None:
+        return {}, bandwidth, groups
+    if bandwidth is not None:
+        raise ValueError(
+            f"--bandwidth {bandwidth:g} was given together with --links, which says it. Leave one of them out."
+        )
+    try:
+        told = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"--links {path} cannot be read: {error}. Give a YAML file with the Gbit/s of each link."
+        ) from error
+    links = dict(enumerate(told)) if isinstance(told, list) else told
+    are_numbers = isinstance(links, dict) and all(type(link) in (int, float) for link in links.values())
+    if not are_numbers or len(links) < 2:
+        raise ValueError(
+            f"--links {path} holds {told!r}. Give a list of at least two numbers, the Gbit/s of each group's link, or a"
+            " mapping from names to them."
+        )
+    named = {f"group {name}" if isinstance(name, int) else str(name): link for name, link in links.items()}
+    return named, min(named.values()), len(named)
+
+
+def _required(
+    model: MakeModel | None,
+    params: float | None,
+    layers: int | None,
+    step_time: float | None,
+    bandwidth: float | None,
+    steps: int,
+) -> tuple[float, float]:
+    if steps < 1:
+        raise ValueError(f"steps={steps} is out of range: it must be at least 1. Give the inner steps of the run.")
+    size = {} if model else {"--params": params, "--layers": layers}
+    missing = [name for name, value in size.items() if value is None]
+    if missing or step_time is None or bandwidth is None:
+        missing += [name for name, value in (("--step-time", step_time), ("--bandwidth", bandwidth)) if value is None]
+        raise ValueError(
+            f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time"
+            " of an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
+            " --bandwidth 1"
+        )
+    return step_time, bandwidth
+
+
+def _described(model: MakeModel | None, params: float | None, layers: int | None) -> Model:
+    if model is not None:
+        if params is not None or layers is not None:
+            raise ValueError("--model was given together with --params or --layers. Give either the model or its size.")
+        return Model.of_parameters(trainable(_made(model)))
+    assert params is not None
+    assert layers is not None
+    if params % 1 != 0:
+        raise ValueError(f"params={params} is not a whole number. Give the number of parameters.")
+    return Model.of_size(int(params), layers)
+
+
+def _made(make: MakeModel) -> nn.Module:
+    """Makes a model, without memory for its parameters where it allows that."""
+    try:
+        with torch.device("meta"):
+            return _configured(make())
+    except Exception:  # some models look at their values: these need the memory
+        try:
+            return _configured(make())
+        except Exception as error:
+            raise ValueError(
+                f"The model could not be made: {type(error).__name__}: {error}. Correct its arguments (--model.NAME),"
+                " or give --params and --layers in its place."
+            ) from error
+
+
+def _configured(module: nn.Module) -> nn.Module:
+    """Calls the hook in which a LightningModule may make its layers."""
+    configure = getattr(module, "configure_model", None)
+    if configure is not None:
+        configure()
+    return module
+
+
+def _draw_plan(path: str | None, planned: Plan) -> None:
+    if path is None:
+        return
+
+    def curve(method: Method) -> Callable[[float], float]:
+        return lambda gbit_s: method.utilisation(replace(planned.link, gbit_s=gbit_s))
+
+    methods = planner.alternatives(planned.model, planned.settings, planned.groups)
+    curves = {name: curve(method) for name, method in methods.items()}
+    title = f"{planned.model.numel:,} parameters, {planned.groups.step_time:g} s per inner step"
+    # From where nothing works to where DDP does, with the link that was asked about in between.
+    busy = [need for prediction in planned.methods.values() for need in prediction.gbit_s_for.values() if need]
+    seen = [planned.link.gbit_s, *busy]
+    first, last = math.floor(math.log10(min(seen))) - 1, math.ceil(math.log10(max(seen)))
+    _draw(path, {title: curves}, first, last, mark=planned.link.gbit_s)
+
+
+def _paper(picture: str | None, format: str) -> str:
+    entries = list(paper.table_4())
+    if picture is not None:
+        panels = {
+            f"{name} parameters": {method: partial(curve, model) for method, curve in paper.METHODS.items()}
+            for name, model in paper.MODELS.items()
+        }
+        _draw(picture, panels, -1, 3)
+    if format == "json":
+        return json.dumps([entry._asdict() for entry in entries], indent=2)
+    return _table_4_as_text(entries)
+
+
+# A federation
+
+
+def _asked_waits(
+    planned: Plan,
+    hub_bandwidth: float | None,
+    quorum: int | Quorum | None,
+    grace: float | None,
+    delays: str | None,
+    links: Mapping[str, float],
+) -> Waits | None:
+    """Predicts whom the rounds of a federation wait for; None where nobody asked."""
+    if quorum is None:
+        for name, value in (("--grace", grace), ("--delays", delays)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} is about rounds that close by a quorum. Give --quorum too, such as --quorum 2."
+                )
+        return None
+    if hub_bandwidth is None:
+        raise ValueError(
+            f"--quorum {quorum} is about the sites of a federation: worker groups that are launched together wait for"
+            " all. Give the --hub-bandwidth of the federation too."
+        )
+    if isinstance(quorum, int) and quorum < 1:
+        raise ValueError(f"quorum={quorum} is out of range: it must be at least 1. Give a number of sites.")
+    model, settings, groups = planned.model, planned.settings, planned.groups
+    of_sites = dict(links) or {f"site {number}": planned.link.gbit_s for number in range(groups.groups)}
+    late = _seconds(delays, len(of_sites))
+    ways = {
+        site: Way(hub_link(replace(planned.link, gbit_s=gbit_s), groups.groups, hub_bandwidth), delay)
+        for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True)
+    }
+    return waits(
+        All(quorum) if isinstance(quorum, int) else quorum,
+        LONGEST_GRACE if grace is None else grace,
+        ways,
+        largest_payload(model, settings, groups),
+        settings.sync_every,
+        groups.step_time,
+    )
+
+
+def _seconds(delays: str | None, sites: int) -> list[float]:
+    try:
+        each = [float(number) for number in delays.split(",")] if delays else [0.0] * sites
+    except ValueError:
+        each = []
+    if len(each) != sites or not all(number >= 0 for number in each):
+        raise ValueError(
+            f"--delays {delays} are no {sites} numbers of seconds, from 0. Give one for each site, as 0,0,12."
+        )
+    return each
+
+
+# The answer
+
+
+def _plan_as_json(planned: Plan) -> dict[str, Any]:
+    chosen = planned.recommendation
+    return {
+        "parameters": planned.model.numel,
+        "gradient_bytes": planned.model.nbytes,
+        **vars(planned.groups),
+        "link": vars(planned.link),
+        "steps": planned.steps,
+        "settings": _settings(planned.settings, planned.fragments, planned.groups),
+        "methods": {name: one._asdict() for name, one in planned.methods.items()},
+        "compressions": {name: one._asdict() for name, one in planned.compressions.items()},
+        "memory": planned.memory._asdict(),
+        "recommendation": {
+            **_settings(chosen.settings, chosen.fragments, planned.groups),
+            **chosen.prediction._asdict(),
+            "utilisation_with_margin": chosen.utilisation_with_margin,
+            "memory": chosen.memory._asdict(),
+        },
+    }
+
+
+def _settings(settings: Settings, fragments: tuple[int, ...], groups: Groups) -> dict[str, Any]:
+    names = ("sync_every", "overlap_steps", "layers_per_fragment", "compression")
+    told = {name: getattr(settings, name) for name in names}
+    return {**told, **settings.chosen_for(groups.groups).numbers, "fragments": len(fragments)}
+
+
+# As text
+
+
+NAMES: Mapping[str, str] = {
+    "ddp": "DDP",
+    "diloco": "DiLoCo",
+    "streaming": "Streaming DiLoCo",
+    "streaming_overlap": "... with overlap",
+    "streaming_overlap_fp4": "... and FP4",
+}
+"""The methods, as the tables call them."""
+
+_SHOWN = ("0.8", "0.95")
+
+
+def _plan_as_text(plan: Plan) -> str:
+    """Formats a plan."""
+    settings = plan.settings
+    overlap = f"overlap_steps={settings.overlap_steps}"
+    asked = f"sync_every={settings.sync_every}, {overlap}, layers_per_fragment={settings.layers_per_fragment}"
+    return "\n".join(
+        [
+            *_circumstances(plan),
+            "",
+            f"With {asked}, compression={settings.compression!r}:",
+            "",
+            _predictions(plan.methods, "method", NAMES),
+            "",
+            f"Streaming DiLoCo with {overlap}, by compression:",
+            "",
+            _predictions(plan.compressions, "compression", {}),
+            "",
+            "Memory in each rank, beside ordinary training:",
+            f"  {_memory(plan.memory)}",
+            "",
+            *_recommendation(plan),
+        ]
+    )
+
+
+def _hub_as_text(hub: HubLoad, settings: Settings) -> str:
+    """Formats what goes through a hub."""
+    busy = f"{percent(hub.share)} of what it can" if hub.share <= 1 else f"{hub.share:.3g} times what it can"
+    late = hub.flight_steps > settings.overlap_steps
+    lines = [
+        f"Through a hub with {readable_rate(hub.gbit_s)} in each direction, as a federation of {hub.sites} sites:",
+        "",
+        f"  {readable(hub.bytes_in)} in and {readable(hub.bytes_out)} out for a round of all fragments:",
+        f"  of each fragment a site sends one payload and gets {hub.sites - 1}",
+        f"  with sync_every={settings.sync_every} the hub sends {busy}",
+        f"  the largest fragment is there after {hub.flight_seconds:.3g} s, {hub.flight_steps} inner steps"
+        + (f": later than overlap_steps={settings.overlap_steps}" if late else ""),
+        "",
+        f"  Enough: sync_every={hub.enough.sync_every}, overlap_steps={hub.enough.overlap_steps}"
+        if hub.enough
+        else "  No sync_every up to 500 is enough: give the hub more bandwidth, or compress more",
+    ]
+    return "\n".join(lines)
+
+
+def _waits_as_text(waits: Waits, step_time: float) -> str:
+    """Formats whom the rounds of a federation wait for."""
+
+    def told(round: Round) -> str:
+        steps = max(1, math.ceil(round.seconds / step_time))
+        return f"closes after {round.closes:.3g} s, is there after {round.seconds:.3g} s, {steps} inner steps"
+
+    table = new_table(["site", "at the hub\nafter, s", "counts"], left=1)
+    for site, seconds in waits.arrives.items():
+        table.add_row(site, f"{seconds:.3g}", "yes" if site in waits.usual.counted else "late")
+    more = [f"  at times it {told(waits.longest)}"] if waits.longest != waits.usual else []
+    return "\n".join(
+        [
+            "With that quorum a round of the largest fragment",
+            f"  {told(waits.usual)}",
+            *more,
+            f"  if it waited for all: {told(waits.all)}",
+            "",
+            rendered(table),
+        ]
+    )
+
+
+def _links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> str:
+    """Formats what parts that suit the links bring."""
+    table = new_table(["link", "Gbit/s", "share", "bytes\nin a round", "seconds\nin a round"], left=1)
+    for name, link, share, sent, seconds in zip(names, *shared[:4], strict=True):
+        table.add_row(name, short(link), percent(share), readable(sent), short(seconds))
+    given = ", ".join(short(link) for link in shared.links)
+    lines = [
+        f"Two shots with exchange=TwoShot('by_bandwidth', links=[{given}]), compression={settings.compression!r}:",
+        "",
+        rendered(table),
+        "",
+        f"  a round of all fragments keeps the busiest link busy for {short(shared.round_seconds)} s,",
+        f"  with equal parts for {short(shared.equal_seconds)} s: {shared.gain:.2f} times as long",
+    ]
+    return "\n".join(lines)
+
+
+def _table_4_as_text(entries: Iterable[Entry]) -> str:
+    """Formats Table 4: what the closed form gives, followed by the paper's own number where it differs."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        shown = f"{entry.gbit_s}" if entry.gbit_s == entry.paper else f"{entry.gbit_s} ({entry.paper})"
+        rows.setdefault((entry.model, entry.method), []).append(shown)
+    columns = ["model", "method", *(percent(target) for target in TARGETS)]
+    table = new_table(columns, left=2)
+    for (model, method), values in rows.items():
+        table.add_row(model, NAMES[method], *values, end_section=method == "streaming_overlap_fp4")
+    title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
+    return f"{title}\n\n{rendered(table)}"
+
+
+def _circumstances(plan: Plan) -> list[str]:
+    groups, link = plan.groups, plan.link
+    ranks = "1 rank" if groups.group_size == 1 else f"{groups.group_size} ranks"
+    loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
+    return [
+        f"{plan.model.numel:,} parameters in {_fragments(plan.fragments)}, {groups.groups} groups of {ranks}",
+        f"{plan.steps:,} inner steps of {groups.step_time:g} s",
+        f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
+    ]
+
+
+def _predictions(rows: Mapping[str, Prediction], kind: str, names: Mapping[str, str]) -> str:
+    columns = [kind, "compute\nutilisation", "bytes\nper step", "bytes\nin all", "peak\nGbit/s"]
+    table = new_table([*columns, *(f"Gbit/s\nfor {percent(float(target))}" for target in _SHOWN)], left=1)
+    for name, row in rows.items():
+        peak = short(row.peak_gbit_s)
+        numbers = [percent(row.utilisation), readable(row.bytes_per_step), readable(row.bytes), peak]
+        needs = [row.gbit_s_for[target] for target in _SHOWN]
+        table.add_row(names.get(name, name), *numbers, *("never" if need is None else short(need) for need in needs))
+    return rendered(table)
+
+
+def _recommendation(plan: Plan) -> list[str]:
+    chosen = plan.recommendation
+    settings, prediction = chosen.settings, chosen.prediction
+    numbers = settings.chosen_for(plan.groups.groups).numbers
+    reached = chosen.utilisation_with_margin >= TARGET
+    verdict = "Recommended" if reached else f"No settings reach {percent(TARGET)} on this link; closest"
+    return [
+        f"{verdict}:",
+        "",
+        f"  sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
+        f" layers_per_fragment={settings.layers_per_fragment}, compression={settings.compression!r}",
+        f"  for which 'auto' means {', '.join(f'{name}={value:g}' for name, value in numbers.items())}",
+        "",
+        f"  {_fragments(chosen.fragments)}, compute utilisation {percent(prediction.utilisation)}"
+        f" ({percent(chosen.utilisation_with_margin)} at {readable_rate(MARGIN * plan.link.gbit_s)})",
+        f"  {readable(prediction.bytes_per_step)} per step, {readable(prediction.bytes)} in all,"
+        f" peak {readable_rate(prediction.peak_gbit_s)}",
+        f"  {_memory(chosen.memory)}",
+    ]
+
+
+def _fragments(numels: tuple[int, ...]) -> str:
+    return "1 fragment" if len(numels) == 1 else f"{len(numels)} fragments"
+
+
+def _memory(memory: Memory) -> str:
+    device, host, evaluation = map(readable, memory)
+    return f"{device} on the device, {host} on the host; {evaluation} more during validation"
+
+
+# As a picture
+
+
+Curve = Callable[[float], float]
+"""Maps a bandwidth in Gbit/s to the compute utilisation."""
+
+Panels = Mapping[str, Mapping[str, Curve]]
+"""The panels of a picture by title, each with its curves by method."""
+
+# Label, color and line of each method.
+_LINES: Mapping[str, tuple[str, str, str]] = {
+    "ddp": ("DDP", "#757575", "-"),
+    "diloco": ("DiLoCo", "#8e24aa", "-"),
+    "streaming": ("Streaming DiLoCo", "#1e88e5", "--"),
+    "streaming_overlap": ("Streaming with overlap", "#2e9e50", "-"),
+    "streaming_overlap_fp4": ("Streaming with overlap, FP4", "#e53935", "-"),
+}
+_INK, _QUIET, _GRID = "#263238", "#607d8b", "#cfd8dc"
+_POINTS_PER_DECADE = 40
+
+
+def _draw(path: str, panels: Panels, first: int, last: int, mark: float | None = None) -> None:
+    """Writes the picture to a file."""
+    require_drawable(path)
+    save(_figure(panels, first, last, mark), path)
+
+
+def _figure(panels: Panels, first: int, last: int, mark: float | None) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=(8.4, 4.1), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
+    for number, (title, curves) in enumerate(panels.items(), start=1):
+        axes = figure.add_subplot(1, len(panels), number)
+        _draw_panel(axes, title, curves, first, last)
+        if number == 1:
+            axes.set_ylabel("compute utilisation", color=_INK)
+        else:
+            axes.tick_params(labelleft=False)
+        if mark is not None:
+            axes.axvline(mark, color=_QUIET, linewidth=2, linestyle=":", label=f"this link: {mark:g} Gbit/s")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, labelcolor=_INK, fontsize=10)
+    return figure
+
+
+def _draw_panel(axes: Any, title: str, curves: Mapping[str, Curve], first: int, last: int) -> None:
+    points = [10 ** (first + i / _POINTS_PER_DECADE) for i in range((last - first) * _POINTS_PER_DECADE + 1)]
+    for name, curve in curves.items():
+        label, color, line = _LINES[name]
+        axes.plot(points, [curve(point) for point in points], color=color, linestyle=line, linewidth=2, label=label)
+    axes.set_xscale("log")
+    axes.set_xlim(points[0], points[-1])
+    axes.set_ylim(0, 1.02)
+    axes.set_title(title, color=_INK, fontsize=11)
+    axes.set_xlabel("Gbit/s between groups", color=_INK)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.grid(color=_GRID, linewidth=0.7)
+    axes.tick_params(colors=_INK, which="both", length=0, pad=6)
+    for side in axes.spines.values():
+        side.set_visible(False)

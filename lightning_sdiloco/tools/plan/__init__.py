@@ -1,1 +1,0 @@
-"""Prints and draws what the planner says: ``sdiloco plan``."""

@@ -1,0 +1,903 @@
+"""Runs ``sdiloco report``: turns the records of a run into a page with pictures, a verdict and a timeline."""
+
+import base64
+import io
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from lightning_sdiloco.algorithm import OVERLAP_STEPS, Parameter, Settings, kind_of_all_reduce
+from lightning_sdiloco.compression import COMPRESSIONS
+from lightning_sdiloco.engine import Span
+from lightning_sdiloco.lightning import LandingRecord, Rank, Run, read_run, write_timeline
+from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner, readable_rate
+
+
+def report(
+    run: str,
+    output: str | None = None,
+) -> str:
+    """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks (timeline.json).
+
+    Args:
+        run: Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it.
+        output: Folder for the report. By default a folder named report in that of the run.
+    """
+    read = read_run(run)
+    verdict = judge(read)
+    folder = Path(output) if output is not None else Path(run) / "report"
+    try:
+        _write(folder, run, read, verdict)
+    except OSError as error:
+        raise ValueError(f"output={str(folder)!r} cannot be written ({error}). Give another folder.") from error
+    return "\n".join([*verdict.sentences, "", f"{folder / 'report.html'}"])
+
+
+def _write(folder: Path, title: str, run: Run, verdict: "Verdict") -> None:
+    """Writes the pictures, the trace and the page, all into one folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = pictures_of(run)
+    embedded: dict[str, dict[str, bytes]] = {name: {} for name in pictures}
+    for name, draw in pictures.items():
+        for theme, colors in THEMES.items():
+            suffix = "" if theme == "light" else f"-{theme}"
+            (folder / f"{name}{suffix}.png").write_bytes(drawn(draw, run, colors, "png"))
+            # The page scales them: glyphs and lines stay sharp.
+            embedded[name][theme] = drawn(draw, run, colors, "svg")
+    write_timeline(folder / "timeline.json", run)
+    (folder / "report.html").write_text(page(title, run, verdict, embedded), encoding="utf-8")
+
+
+# The verdict: what limited a run, and which setting to change
+
+
+class Causes(NamedTuple):
+    """Seconds for which training waited, by what it waited for."""
+
+    link: float
+    groups: float
+    background: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A setting to change."""
+
+    changes: dict[str, object]
+    now: float
+    then: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What there is to say about a run."""
+
+    limit: str
+    utilisation: float
+    causes: Causes
+    link: Link | None
+    advice: Advice | None
+    sentences: list[str]
+
+
+def judge(run: Run) -> Verdict:
+    """Finds what limited a run, and which setting would help."""
+    shares = [utilisation(rank) for rank in run.ranks]
+    share = sum(shares) / len(shares)
+    causes, link = causes_of(run), measured_link(run)
+    limit = _limit(run, share, causes)
+    advice = advise(run, link) if link is not None and limit in ("link", "background") else None
+    sentences = [
+        *_what_limited(run, limit, share, causes, link),
+        *_what_to_change(limit, advice, link),
+        *_agreement(run),
+    ]
+    return Verdict(limit, share, causes, link, advice, sentences)
+
+
+def _limit(run: Run, share: float, causes: Causes) -> str:
+    if run.ranks[0].about["groups"] == 1:
+        return "alone"
+    if share >= planner.TARGET:
+        return "nothing"
+    return max(causes._asdict().items(), key=lambda cause: cause[1])[0]
+
+
+# What training waited for
+
+
+def causes_of(run: Run) -> Causes:
+    """Divides the waits of all ranks by what they waited for."""
+    parts = [_cause(landed, others) for _, landed, others in _with_others(run)]
+    return Causes(*(sum(column) for column in zip(*parts, strict=True))) if parts else Causes(0, 0, 0)
+
+
+def _with_others(run: Run) -> Iterator[tuple[Rank, LandingRecord, list[LandingRecord]]]:
+    """Yields every landing of every rank, with those of the same flight in the other groups."""
+    flights: dict[tuple[int, int, int], list[tuple[Rank, LandingRecord]]] = {}
+    for rank in run.ranks:
+        for landed in waits(rank):
+            key = rank.about["shard"], landed.launched_at, landed.fragment
+            flights.setdefault(key, []).append((rank, landed))
+    for together in flights.values():
+        for rank, landed in together:
+            yield rank, landed, [other for of, other in together if of is not rank]
+
+
+def _cause(landed: LandingRecord, others: list[LandingRecord]) -> Causes:
+    """Counts the time until the last group launched for that group, and the rest for the link or the own background."""
+    began, ended = landed.spans["wait"]
+    all_launched = max((other.spans["launch"][1] for other in others), default=began)
+    slower = overlap((began, ended), (began, all_launched))
+    rest = max(began, all_launched), ended
+    link = sum(overlap(rest, hop) for hop in on_the_link(landed)) if rest[1] > rest[0] else 0.0
+    return Causes(link, slower, ended - began - slower - link)
+
+
+def measured_link(run: Run) -> Link | None:
+    """Measures the rate at which the flights of the run went, on each hop from when all groups had sent."""
+    bits = seconds = 0.0
+    for _, landed, others in _with_others(run):
+        on_link = _seconds_on_link(landed, others)
+        if landed.link_gbit_s is not None and landed.bytes_sent and on_link > 0:
+            bits, seconds = bits + 8 * landed.bytes_sent, seconds + on_link
+    if seconds == 0:
+        return None
+    return Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"])
+
+
+def _seconds_on_link(landed: LandingRecord, others: list[LandingRecord]) -> float:
+    hops = zip(on_the_link(landed), *map(on_the_link, others), strict=False)
+    return sum(max(0.0, own[1] - max(hop[0] for hop in (own, *theirs))) for own, *theirs in hops)
+
+
+# What to change
+
+
+def advise(run: Run, link: Link) -> Advice | None:
+    """Finds the smallest change with which the planner expects the utilisation that it recommends, or the best one."""
+    settings, model = _settings(run), _model(run)
+    if settings is None:
+        return None
+    groups = _groups(run, model, settings)
+
+    def expected(chosen: Settings) -> float:
+        return Streaming(model, chosen, groups).utilisation(planner.with_margin(link))
+
+    now = expected(settings)
+    best, reached = settings, now
+    for candidate in [*_small_changes(settings), planner.recommend(model, groups, link).settings]:
+        utilisation = expected(candidate)
+        if utilisation > 1.01 * reached:
+            best, reached = candidate, utilisation
+        if reached >= planner.TARGET:
+            break
+    names = ("overlap_steps", "exchange", "compression", "sync_every", "layers_per_fragment")
+    changes = {name: getattr(best, name) for name in names if getattr(best, name) != getattr(settings, name)}
+    return Advice(changes, now, reached)
+
+
+def _small_changes(settings: Settings) -> Iterator[Settings]:
+    """Yields the settings with one of them changed, those that change training least first."""
+    for overlap_steps in OVERLAP_STEPS:
+        if settings.overlap_steps < overlap_steps < settings.sync_every:
+            yield replace(settings, overlap_steps=overlap_steps)
+    if settings.exchange != "auto":
+        yield replace(settings, exchange="auto")
+    if settings.codec.wire_bytes(1 << 20) > COMPRESSIONS["fp4"].wire_bytes(1 << 20):
+        yield replace(settings, compression="fp4")
+    for factor in (2, 3, 5):
+        yield replace(settings, sync_every=factor * settings.sync_every)
+
+
+def _settings(run: Run) -> Settings | None:
+    """Returns the settings of a run, with ``exchange="auto"`` where that means the exchange that ran."""
+    about = run.ranks[0].about
+    told = about["settings"]
+    if told["compression"] is None:
+        return None
+    names = ("sync_every", "overlap_steps", "layers_per_fragment", "fragments", "compression")
+    automatic = Settings(**{name: told[name] for name in names})
+    exchange = exchange_of(run)
+    ran = automatic if exchange is None else replace(automatic, exchange=exchange)
+    by_itself = kind_of_all_reduce("auto", about["groups"], automatic.codec)
+    return automatic if kind_of_all_reduce(ran.exchange, about["groups"], ran.codec) is by_itself else ran
+
+
+def _model(run: Run) -> Model:
+    sizes = run.ranks[0].parameters
+    parameters = tuple(Parameter(name, nbytes) for name, (_, nbytes) in sizes.items())
+    return Model(parameters, tuple(numel for numel, _ in sizes.values()))
+
+
+def _groups(run: Run, model: Model, settings: Settings) -> Groups:
+    """Returns the groups of a run, with the memory rate at which its work in the background took as long as it did."""
+    about = run.ranks[0].about
+    step_time = max(step_seconds(rank) for rank in run.ranks)
+    groups = Groups(step_time, about["groups"], about["shards"], memory_rate=1.0)
+    method = Streaming(model, settings, groups)
+    nbytes = seconds = 0.0
+    for rank in run.ranks:
+        for landed in waits(rank):
+            # At one byte a second the seconds are bytes.
+            nbytes += method.background_seconds(landed.fragment)
+            seconds += sum(ended - began for began, ended in in_background(landed))
+    return replace(groups, memory_rate=nbytes / seconds if seconds else Groups.memory_rate)
+
+
+# In words
+
+
+def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link | None) -> list[str]:
+    steps = {rank.group: step_seconds(rank) for rank in run.heads}
+    kept = f"Training kept computing for {share:.1%} of the time."
+    waited = f"Of the time that it waited, {_shares(causes)}."
+    rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it." if link is not None else ""
+    if limit == "alone" and run.heads[0].about.get("site") is not None:
+        return [f"{kept} {_who_counted(run.heads[0])}"]
+    if limit == "alone":
+        return ["There is one worker group, so nothing travelled and nothing was waited for."]
+    if limit == "nothing":
+        return [f"{kept} Nothing held it back that a setting would change much.{rate}"]
+    if limit == "groups":
+        slow, fast = max(steps, key=lambda g: steps[g]), min(steps, key=lambda g: steps[g])
+        return [
+            f"{kept} A slower group limited this run: an inner step of group {slow} took"
+            f" {seconds_as_text(steps[slow])}, of group {fast} {seconds_as_text(steps[fast])}. {waited}",
+            "No setting of the exchange changes that: at every landing the faster groups wait for the slowest. Give the"
+            f" slower group smaller batches or faster devices. With equal speed training would be up to"
+            f" {steps[slow] / steps[fast]:.2f} times as fast.",
+        ]
+    what = "The link" if limit == "link" else "Encoding, decoding and the outer step, in the background,"
+    return [f"{kept} {what} limited this run. {waited}{rate}"]
+
+
+def _who_counted(rank: Rank) -> str:
+    landed = waits(rank)
+    sites = sorted({site for one in landed for site in one.sites})
+    counted = ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites) or "nobody"
+    again = len(rank.starts) - 1
+    started = "" if not again else f" It was started again {'once' if again == 1 else f'{again} times'}."
+    return (
+        f"This is {rank.name}, one site of a federation, which waits for no other.{started} Of the {len(landed)} rounds"
+        f" of fragments that landed here, there counted: {counted}."
+    )
+
+
+def _shares(causes: Causes) -> str:
+    total = sum(causes) or 1.0
+    words = {"link": "for the link", "groups": "for a slower group", "background": "for work in the background"}
+    parts = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
+    return ", ".join(f"{seconds / total:.0%} was {words[name]}" for name, seconds in parts)
+
+
+def _what_to_change(limit: str, advice: Advice | None, link: Link | None) -> list[str]:
+    if limit not in ("link", "background"):
+        return []
+    if link is None:
+        return [
+            "How fast the link is cannot be told: all messages were there before a rank began to wait for them, so the"
+            " planner cannot say what to change."
+        ]
+    if advice is None:
+        return ["The planner cannot tell what to change: it knows compressions by their names only."]
+    if not advice.changes and advice.now >= planner.TARGET:
+        return [
+            f"On a steady link of that rate the planner expects a compute utilisation of {advice.now:.1%} of these"
+            " settings: the link or the inner steps were uneven. A larger overlap_steps hides more of that."
+        ]
+    if not advice.changes:
+        return ["The planner knows no change of the settings that would gain much: it takes a faster link."]
+    changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
+    return [
+        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} of it, and {advice.now:.1%} of"
+        f" the settings as they are, counting on {planner.MARGIN:.0%} of the bandwidth that was measured."
+    ]
+
+
+def _agreement(run: Run) -> list[str]:
+    first = run.heads[0]
+    landings = waits(first)
+    sentences = []
+    out = sum(len(landed.left_out) for landed in landings), sum(len(landed.outlying) for landed in landings)
+    if any(out):
+        sentences.append(
+            f"Of all outer gradients {out[0]} were left out of a mean because they were not finite, and {out[1]}"
+            " because outlier_guard found them too long."
+        )
+    last = [curve[-1][1] for curve in cosines_of(run).values()]
+    if len(last) > 1:
+        cosine, alone = sum(last) / len(last), (1 / len(last)) ** 0.5
+        sentences.append(
+            f"In the last round the outer gradients of the groups had a cosine of {cosine:.2f} with their mean, on"
+            f" average; directions that have nothing in common have {alone:.2f}, equal ones 1."
+        )
+    return sentences
+
+
+def seconds_as_text(seconds: float) -> str:
+    """Formats a time with three digits, in seconds or milliseconds."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+# Numbers over time
+
+
+Curve = list[tuple[float, float]]
+"""The points of a line."""
+
+_BARS = 240
+"""The most intervals that are drawn."""
+
+
+def overlap(one: Span, other: Span) -> float:
+    """Returns how many seconds two spans have in common.
+
+    >>> overlap((0, 3), (2, 5)), overlap((0, 1), (2, 3))
+    (1, 0.0)
+    """
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def trained(rank: Rank) -> Span:
+    """Returns the span from the first inner step to the last, without the final exchange."""
+    return rank.steps[0].span[0], rank.steps[-1].done
+
+
+def waits(rank: Rank) -> list[LandingRecord]:
+    """Returns the landings in the course of training, each of which training may have waited for."""
+    until = trained(rank)[1]
+    return [landed for landed in rank.landings if not landed.final and landed.spans["wait"][0] <= until]
+
+
+def step_seconds(rank: Rank) -> float:
+    """Returns the median time of an inner step, without launches, landings and waits."""
+    return median(step.span[1] - step.span[0] for step in rank.steps)
+
+
+def utilisation(rank: Rank) -> float:
+    """Returns the share of the time in which training did not wait for a fragment."""
+    began, ended = trained(rank)
+    waited = sum(landed.seconds("wait") for landed in waits(rank))
+    return 1 - waited / (ended - began) if ended > began else 1.0
+
+
+def utilisation_over_time(rank: Rank, zero: float) -> Curve:
+    """Returns the utilisation of each round, at the end of the round; times are in seconds since ``zero``."""
+    every = int(rank.about["settings"]["sync_every"])
+    done = {step.step: step.done for step in rank.steps}
+    ends = [rank.steps[0].span[0], *(done[step] for step in sorted(done) if step % every == 0)]
+    waited = [0.0] * (len(ends) + 1)
+    for landed in waits(rank):
+        waited[bisect_left(ends, landed.spans["wait"][1])] += landed.seconds("wait")
+    return [
+        (ended - zero, 1 - waited[number] / (ended - began))
+        for number, (began, ended) in enumerate(pairwise(ends), start=1)
+        if ended > began
+    ]
+
+
+def on_the_link(landed: LandingRecord) -> list[Span]:
+    """Returns when a fragment was on the link, as far as this rank can tell: in the transfer and the second hop."""
+    hops = [landed.spans[name] for name in ("transfer", "relay") if name in landed.spans]
+    return hops or [landed.spans["flight"]]
+
+
+def exchange_of(run: Run) -> str | None:
+    """Returns the exchange that ran during training, ``"gather"`` or ``"two_shot"``; None if nothing landed."""
+    return next((landed.exchange for rank in run.ranks for landed in waits(rank)), None)
+
+
+def in_background(landed: LandingRecord) -> list[Span]:
+    """Returns when a fragment was encoded, decoded and stepped."""
+    spans = landed.spans
+    parts = [spans[name] for name in ("encode", "decode", "outer_step") if name in spans]
+    # What the second hop brought is decoded until the outer step begins.
+    return parts + ([(spans["relay"][1], spans["outer_step"][0])] if "relay" in spans else [])
+
+
+def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
+    """Returns what the ranks of a group sent together, in Gbit/s, in every quarter of a round."""
+    sent = [
+        ((landed.spans["flight"][0], on_the_link(landed)[-1][1]), landed.bytes_sent)
+        for rank in ranks
+        for landed in rank.landings
+        if landed.bytes_sent
+    ]
+    if not sent:
+        return []
+    (began, trained_until), every = trained(ranks[0]), ranks[0].about["settings"]["sync_every"]
+    width = max((trained_until - began) * every / len(ranks[0].steps) / 4, (trained_until - began) / _BARS)
+    ended = max(trained_until, *(span[1] for span, _ in sent))
+    edges = [began + number * width for number in range(math.ceil((ended - began) / width) + 1)]
+    return [
+        (one - zero, sum(_bits(span, nbytes, (one, other)) for span, nbytes in sent) / width / 1e9)
+        for one, other in pairwise(edges)
+    ]
+
+
+def _bits(span: Span, nbytes: int, within: Span) -> float:
+    length = max(span[1] - span[0], 1e-9)
+    return 8 * nbytes * overlap((span[0], span[0] + length), within) / length
+
+
+def gradient_bytes(run: Run) -> int:
+    """Returns the bytes of the gradients of the whole model."""
+    return sum(nbytes for _, nbytes in run.ranks[0].parameters.values())
+
+
+def ddp_bytes_per_step(run: Run) -> float:
+    """Returns the bytes that a group would send per step in a ring all-reduce of the gradients over all groups."""
+    groups = run.ranks[0].about["groups"]
+    return 2 * (groups - 1) / groups * gradient_bytes(run)
+
+
+def ddp_gbit_s(run: Run) -> float:
+    """Returns the bandwidth that data-parallel training at the same speed would have needed, in Gbit/s."""
+    return 8 * ddp_bytes_per_step(run) / max(step_seconds(rank) for rank in run.heads) / 1e9
+
+
+def bytes_sent(run: Run) -> dict[int, int]:
+    """Returns the bytes that each group sent in all, by group."""
+    sent: dict[int, int] = {}
+    for rank in run.ranks:
+        sent[rank.group] = sent.get(rank.group, 0) + sum(landed.bytes_sent for landed in rank.landings)
+    return sent
+
+
+def cosines_of(run: Run) -> dict[int, Curve]:
+    """Returns each group's cosine with the mean over the inner steps, averaged over the fragments of a round."""
+    first = run.heads[0]
+    curves: dict[int, Curve] = {}
+    told = [landed for landed in waits(first) if landed.diagnostics is not None]
+    for group in range(first.about["groups"]):
+        values = [(landed.landed_at, landed.diagnostics["cosines"][group]) for landed in told if landed.diagnostics]
+        curves[group] = rounds([value for value in values if not math.isnan(value[1])], len(first.fragments))
+    return {group: curve for group, curve in curves.items() if curve}
+
+
+def norms_of(run: Run) -> dict[int | None, Curve]:
+    """Returns the norm of the outer gradient of each group, and of the mean (None), by whole rounds."""
+    first = run.heads[0]
+    told = waits(first)
+    groups = {
+        group: [(float(landed.landed_at), landed.group_norms[group] ** 2) for landed in told]
+        for group in range(first.about["groups"])
+    }
+    mean = [(float(landed.landed_at), landed.outer_grad_norm**2) for landed in told]
+    count = len(first.fragments)
+    # Squares add up over the fragments of a round.
+    return {
+        group: [(step, math.sqrt(count * square)) for step, square in rounds(points, count)]
+        for group, points in [*groups.items(), (None, mean)]
+    }
+
+
+def rounds(points: list[tuple[float, float]], count: int) -> Curve:
+    """Averages a number of points at a time, and puts each mean at the place of the last of them.
+
+    >>> rounds([(1, 2.0), (2, 4.0), (3, 8.0)], 2)
+    [(2, 3.0)]
+    """
+    parts = [points[start : start + count] for start in range(0, len(points) - count + 1, count)]
+    return [(part[-1][0], sum(value for _, value in part) / count) for part in parts]
+
+
+# Pictures, each for light and for dark pages
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colors of a picture."""
+
+    ink: str
+    quiet: str
+    grid: str
+    paper: str
+    groups: tuple[str, ...]
+    training: str
+    waiting: str
+
+    def of(self, group: int) -> str:
+        """Returns the color of a group."""
+        return self.groups[group % len(self.groups)]
+
+
+THEMES: Mapping[str, Theme] = {
+    "light": Theme(
+        ink="#1f2933",
+        quiet="#5f6c7b",
+        grid="#d9dfe6",
+        paper="#ffffff",
+        groups=("#1f6fd6", "#d9541e", "#1d8f5a", "#8e3fbf", "#a67c00", "#00838f", "#c2185b", "#4e5d6c"),
+        training="#c4cfda",
+        waiting="#d32f2f",
+    ),
+    "dark": Theme(
+        ink="#e6ebf0",
+        quiet="#9fb0c0",
+        grid="#34404c",
+        paper="#171c22",
+        groups=("#6fb1ff", "#ff9b63", "#5fd49b", "#cf9bff", "#e8c24a", "#4dd0e1", "#ff8ab5", "#b0bec5"),
+        training="#4a5866",
+        waiting="#ff6b6b",
+    ),
+}
+"""The themes, by name."""
+
+_SIZE = 9.2, 3.1
+_ROUNDS = 2
+"""How many rounds of flights are drawn."""
+
+_GROUPS = 4
+"""The most groups whose flights are drawn, from the first on."""
+
+_POINTS = 1000
+"""The most points of a line; where there are more, means of neighbours are drawn."""
+
+
+def drawn(draw: Callable[[Any, Run, Theme], None], run: Run, theme: Theme, format: str) -> bytes:
+    """Draws a picture, and returns it as a file."""
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "A report needs matplotlib, which is not installed. Install it (pip install matplotlib)."
+        ) from error
+    # Glyphs as paths: the picture looks the same wherever it is opened.
+    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 10, "svg.hashsalt": "report"}):
+        figure = Figure(figsize=_SIZE, facecolor=theme.paper, layout="constrained")
+        draw(figure, run, theme)
+        file = io.BytesIO()
+        metadata = {"Date": None} if format == "svg" else {"Software": None}
+        figure.savefig(file, format=format, dpi=160, metadata=metadata, facecolor=theme.paper)
+    return file.getvalue()
+
+
+def draw_losses(figure: Any, run: Run, theme: Theme) -> None:
+    """Draws the training loss of every group, and the losses of validation."""
+    axes = _axes(figure, theme, "inner step", "loss")
+    for rank in run.heads:
+        _line(axes, rank.losses, theme.of(rank.group), 0.35, 1)
+        _line(axes, _smoothed(rank.losses), theme.of(rank.group), 1, 2, rank.name)
+    told = run.heads[0].validations
+    for name in sorted({name for validation in told for name in validation.metrics if "loss" in name}):
+        points = [(v.step, v.metrics[name]) for v in told if name in v.metrics]
+        axes.plot(*zip(*points, strict=True), "o", color=theme.ink, markersize=5, label=f"{name} (outer parameters)")
+    _legend(axes, theme)
+
+
+def draw_utilisation(figure: Any, run: Run, theme: Theme) -> None:
+    """Draws the share of every round in which training did not wait."""
+    axes = _axes(figure, theme, "seconds since the first inner step", "compute utilisation")
+    for rank in run.heads:
+        _line(axes, utilisation_over_time(rank, run.began), theme.of(rank.group), 1, 2, rank.name)
+    axes.set_ylim(0, 1.04)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    _legend(axes, theme)
+
+
+def draw_bandwidth(figure: Any, run: Run, theme: Theme) -> None:
+    """Draws what every group sent over time, and what data-parallel training would have needed."""
+    needed = ddp_gbit_s(run)
+    unit, name = (1.0, "Gbit/s") if needed >= 1 else (1000.0, "Mbit/s")
+    axes = _axes(figure, theme, "seconds since the first inner step", name)
+    rates = []
+    for head in run.heads:
+        ranks = [rank for rank in run.ranks if rank.group == head.group]
+        points = [(at, unit * rate) for at, rate in gbit_s_over_time(ranks, run.began)]
+        rates += [rate for _, rate in points]
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.step(x, y, where="post", color=theme.of(head.group), linewidth=1.5, label=head.name)
+    if any(rates):
+        label = f"DDP at this speed: {unit * needed:.3g} {name}"
+        if needed:
+            axes.axhline(unit * needed, color=theme.ink, linewidth=1.6, linestyle="--", label=label)
+        # Where nothing was sent there is no logarithm: the axis ends at a thousandth of the most.
+        axes.set_yscale("log")
+        axes.set_ylim(max(max(rates) / 1000, min(rate for rate in rates if rate)) / 2, 3 * max([unit * needed, *rates]))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+    _legend(axes, theme)
+
+
+def draw_flights(figure: Any, run: Run, theme: Theme) -> None:
+    """Draws the last rounds: inner steps and waits of every group, and the flights of its fragments below."""
+    axes = _axes(figure, theme, "seconds since the first inner step", "")
+    heads = run.heads[:_GROUPS]
+    figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * sum(1 + len(head.fragments) for head in heads))
+    window = _last_rounds(run)
+    row, ticks = 0, list[tuple[int, str]]()
+    for head in heads:
+        row = _draw_group(axes, head, run, window, theme, row, ticks)
+    axes.set_xlim(window[0] - run.began, window[1] - run.began)
+    axes.set_ylim(row - 0.5, -0.8)
+    axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
+    axes.grid(visible=False, axis="y")
+    for color, label in ((theme.training, "inner step"), (theme.waiting, "waits")):
+        axes.barh([0], [0], color=color, label=label)
+    for name, alpha in _SHADES.items():
+        axes.barh([0], [0], color=theme.quiet, alpha=alpha, label=name)
+    figure.legend(loc="outside lower center", ncols=6, frameon=False, labelcolor=theme.ink, fontsize=9)
+
+
+_SHADES = {"in flight": 0.25, "in the background": 0.55, "on the link": 1.0}
+
+
+def _draw_group(
+    axes: Any, head: Rank, run: Run, window: tuple[float, float], theme: Theme, row: int, ticks: list[tuple[int, str]]
+) -> int:
+    def bars(place: int, spans: list[tuple[float, float]], color: str, alpha: float, height: float) -> None:
+        seen = [(began - run.began, ended - began) for began, ended in spans if ended > window[0] and began < window[1]]
+        axes.broken_barh(seen, (place - height / 2, height), color=color, alpha=alpha, linewidth=0)
+
+    # A hair apart, so that single steps can be told.
+    gap = (window[1] - window[0]) / 1500
+    ticks.append((row, head.name))
+    bars(row, [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps], theme.training, 1, 0.8)
+    bars(row, [landed.spans["wait"] for landed in head.landings], theme.waiting, 1, 0.8)
+    for fragment in range(len(head.fragments)):
+        place = row + 1 + fragment
+        flights = [landed for landed in head.landings if landed.fragment == fragment]
+        ticks.append((place, f"fragment {fragment}"))
+        bars(place, [landed.spans["flight"] for landed in flights], theme.of(head.group), _SHADES["in flight"], 0.7)
+        for name, spans in (
+            ("in the background", [span for landed in flights for span in in_background(landed)]),
+            ("on the link", [span for landed in flights for span in on_the_link(landed)]),
+        ):
+            bars(place, spans, theme.of(head.group), _SHADES[name], 0.7)
+    return row + 1 + len(head.fragments)
+
+
+def _last_rounds(run: Run) -> tuple[float, float]:
+    every = int(run.ranks[0].about["settings"]["sync_every"])
+    steps = run.heads[0].steps
+    ended = max((landed.spans["land"][1] for rank in run.ranks for landed in rank.landings), default=steps[-1].done)
+    return steps[max(0, len(steps) - _ROUNDS * every)].span[0], max(ended, steps[-1].done)
+
+
+def draw_agreement(figure: Any, run: Run, theme: Theme) -> None:
+    """Draws how far the outer gradients of the groups agree in direction and in length."""
+    cosines, norms = cosines_of(run), norms_of(run)
+    axes = _axes(figure, theme, "inner step", "cosine with the mean", 121 if cosines else 122)
+    for group, curve in cosines.items():
+        _line(axes, curve, theme.of(group), 1, 2, f"group {group}")
+    if cosines:
+        axes.set_ylim(min(0.0, *(value for curve in cosines.values() for _, value in curve)), 1.04)
+        axes = _axes(figure, theme, "inner step", "norm of the outer gradient", 122)
+    else:
+        axes.set_ylabel("norm of the outer gradient", color=theme.ink)
+    for of, curve in norms.items():
+        color, label = (theme.ink, "mean") if of is None else (theme.of(of), f"group {of}")
+        _line(axes, curve, color, 1, 2, label)
+    axes.set_ylim(bottom=0)
+    _legend(axes, theme)
+
+
+def draw_sites(figure: Any, run: Run, theme: Theme) -> None:
+    """Draws in which rounds each site counted, as one of them saw it, and when that one was started."""
+    head = run.heads[0]
+    sites = sorted({site for landed in head.landings for site in landed.sites})
+    axes = _axes(figure, theme, "seconds since the first inner step", "")
+    figure.set_size_inches(_SIZE[0], 1.2 + 0.3 * max(len(sites), 2))
+    for row, site in enumerate(sites):
+        moments = [landed.spans["land"][1] - run.began for landed in head.landings if site in landed.sites]
+        axes.plot(moments, [row] * len(moments), "|", color=theme.of(row), markersize=12, markeredgewidth=1.6)
+    for number, (moment, _) in enumerate(head.starts):
+        label = None if number else f"{head.name} starts"
+        axes.axvline(moment - run.began, color=theme.ink, linewidth=1.4, linestyle="--", label=label)
+    axes.set_yticks(range(len(sites)), sites)
+    axes.set_ylim(len(sites) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    _legend(axes, theme)
+
+
+def pictures_of(run: Run) -> Mapping[str, Callable[[Any, Run, Theme], None]]:
+    """Returns the pictures that tell something of a run; one site knows nothing of how well all of them agree."""
+    own = "sites" if run.heads[0].about.get("site") is not None else "agreement"
+    return {name: draw for name, draw in PICTURES.items() if name not in {"sites", "agreement"} - {own}}
+
+
+PICTURES: Mapping[str, Callable[[Any, Run, Theme], None]] = {
+    "losses": draw_losses,
+    "utilisation": draw_utilisation,
+    "bandwidth": draw_bandwidth,
+    "flights": draw_flights,
+    "agreement": draw_agreement,
+    "sites": draw_sites,
+}
+"""The functions that draw, by the names of the files."""
+
+
+def _axes(figure: Any, theme: Theme, x: str, y: str, place: int = 111) -> Any:
+    axes = figure.add_subplot(place, facecolor=theme.paper)
+    axes.set_xlabel(x, color=theme.ink)
+    axes.set_ylabel(y, color=theme.ink)
+    axes.grid(color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=theme.ink, which="both", length=0, pad=5)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return axes
+
+
+def _line(axes: Any, points: Curve, color: str, alpha: float, width: float, label: str | None = None) -> None:
+    if points:
+        x, y = zip(*rounds(points, -(-len(points) // _POINTS)), strict=True)
+        marker = "o" if len(points) == 1 else None
+        axes.plot(x, y, color=color, alpha=alpha, linewidth=width, label=label, marker=marker, markersize=4)
+
+
+def _legend(axes: Any, theme: Theme) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="best", ncols=2)
+
+
+def _smoothed(points: Curve) -> Curve:
+    """Averages up to each point the last twentieth of all points, at most fifty."""
+    width = max(1, min(50, len(points) // 20))
+    values = [value for _, value in points]
+    return [
+        (step, sum(values[max(0, place - width + 1) : place + 1]) / len(values[max(0, place - width + 1) : place + 1]))
+        for place, (step, _) in enumerate(points)
+    ]
+
+
+# The page, which needs no other file and no network
+
+
+CAPTIONS: Mapping[str, tuple[str, str]] = {
+    "losses": (
+        "Losses",
+        "Training loss of each group, on its own batches and its local parameters: pale as it was, strong smoothed."
+        " Dots are validations.",
+    ),
+    "utilisation": (
+        "Compute utilisation",
+        "Share of each round (sync_every inner steps) in which training did not wait for a fragment.",
+    ),
+    "bandwidth": (
+        "Bandwidth between groups",
+        "What each group sent, in every quarter of a round, spread evenly from a launch to the arrival of all messages."
+        " The dashed line is what a ring all-reduce of all gradients at every step would have needed, at the same"
+        " speed.",
+    ),
+    "flights": (
+        "Fragments in flight, at the end of the run",
+        "The first groups, at most four. First row of a group: its inner steps, and where it waited. Below, each flight"
+        " of its fragments from launch to result: strong while on the link, the second hop included; weaker while it is"
+        " encoded, decoded or stepped; pale while it waits for its turn. Each rank goes by its own clock.",
+    ),
+    "agreement": (
+        "Agreement of the groups",
+        "Cosine between what each group sent and the mean, mean of the fragments of a round; and the norm of the outer"
+        " gradient of all fragments. One curve far from the others is a group that trains on something else.",
+    ),
+    "sites": (
+        "Sites that come and go",
+        "As this site saw it: a mark for each round of a fragment in which a site counted, when it landed here. A site"
+        " without marks has died, left, or come too late.",
+    ),
+}
+"""The title and caption of each picture, by the name of the picture."""
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1f2933; --quiet: #5f6c7b; --line: #d9dfe6; --paper: #ffffff;
+  --tile: #f3f6f9; --accent: #1f6fd6; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6ebf0; --quiet: #9fb0c0; --line: #34404c; --paper: #171c22;
+  --tile: #1f262e; --accent: #6fb1ff; } }
+body { background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, "DejaVu Sans", sans-serif;
+  max-width: 60rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
+h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .3rem; }
+p { margin: .4rem 0; } .quiet { color: var(--quiet); font-size: .9rem; overflow-wrap: anywhere; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.2rem, 1fr)); gap: .75rem; margin: 1.5rem 0; }
+.tile { background: var(--tile); border-radius: .5rem; padding: .7rem .9rem; }
+.tile b { display: block; font-size: 1.2rem; font-weight: 600; white-space: nowrap; }
+.tile span { color: var(--quiet); font-size: .85rem; }
+.verdict { border-left: .25rem solid var(--accent); padding: .1rem 0 .1rem 1rem; margin: 1.5rem 0; }
+img { width: 100%; height: auto; display: block; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { text-align: right; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); }
+th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); font-weight: 500; }
+"""
+
+
+def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]) -> str:
+    """Returns the page."""
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}: Streaming DiLoCo</title><style>{_STYLE}</style></head><body>",
+        f'<h1>Streaming DiLoCo run</h1><p class="quiet">{escape(title)}</p>',
+        f'<p class="quiet">{escape(_about(run))}</p>',
+        f'<div class="tiles">{"".join(_tile(*tile) for tile in _tiles(run, verdict))}</div>',
+        f'<h2>Verdict</h2><div class="verdict">{"".join(f"<p>{escape(s)}</p>" for s in verdict.sentences)}</div>',
+        *(_figure(name, themes) for name, themes in pictures.items()),
+        "<h2>Ranks</h2>",
+        f'<div class="scroll">{_table(run)}</div>',
+        "</body></html>",
+    ]
+    return "\n".join(parts)
+
+
+def _figure(name: str, themes: Mapping[str, bytes]) -> str:
+    title, caption = CAPTIONS[name]
+    light, dark = (f"data:image/svg+xml;base64,{base64.b64encode(themes[t]).decode()}" for t in ("light", "dark"))
+    return (
+        f'<h2>{title}</h2><p class="quiet">{escape(caption)}</p><picture>'
+        f'<source media="(prefers-color-scheme: dark)" srcset="{dark}"><img src="{light}" alt="{escape(title)}">'
+        "</picture>"
+    )
+
+
+def _about(run: Run) -> str:
+    about, settings = run.ranks[0].about, run.ranks[0].about["settings"]
+    values = sum(numel for numel, _ in run.ranks[0].parameters.values())
+    compression = settings["compression"] or "a compression of its own"
+    is_site = about.get("site") is not None
+    ranks = (
+        f"{run.ranks[0].name}: {about['shards']} ranks" if is_site else f"{about['groups']} groups of {about['shards']}"
+    )
+    return (
+        f"{values:,} parameters in {len(run.ranks[0].fragments)} fragments · {ranks} ·"
+        f" sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
+        f" mixing={settings['mixing']}, compression={compression}, exchange={exchange_of(run) or '-'}"
+    )
+
+
+def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
+    about = run.ranks[0].about
+    steps = max(len(rank.steps) for rank in run.ranks)
+    sent = max(bytes_sent(run).values())
+    tiles = [
+        (f"{verdict.utilisation:.1%}", "compute utilisation"),
+        (f"{steps:,}", "inner steps"),
+        (seconds_as_text(max(step_seconds(rank) for rank in run.heads)), "slowest inner step"),
+        (_size(sent), "sent by each group"),
+    ]
+    if sent and about["groups"] > 1:
+        tiles.append((f"1/{ddp_bytes_per_step(run) * steps / sent:,.0f}", "of the bytes of DDP"))
+    if verdict.link is not None:
+        tiles.append((readable_rate(verdict.link.gbit_s), "link rate while in use"))
+    return tiles
+
+
+def _tile(value: str, label: str) -> str:
+    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+
+
+def _table(run: Run) -> str:
+    head = ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")
+    rows = [
+        (
+            str(rank.rank),
+            rank.name.removeprefix("group "),
+            str(rank.about["host"]),
+            seconds_as_text(step_seconds(rank)),
+            seconds_as_text(sum(landed.seconds("wait") for landed in waits(rank))),
+            f"{utilisation(rank):.1%}",
+            _size(sum(landed.bytes_sent for landed in rank.landings)),
+        )
+        for rank in run.ranks
+    ]
+    cells = "".join(f"<th>{name}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{cells}</tr>{body}</table>"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
