@@ -15,15 +15,14 @@ from lightning_sdiloco.federation.charter import (
     Founding,
     Terms,
 )
-from lightning_sdiloco.federation.codec import CLASS_PATH, KEY, NAME, Message, plain, read
-from lightning_sdiloco.federation.follower import Flight, Follower, Landing, Progress
+from lightning_sdiloco.federation.codec import CLASS_PATH, NAME, plain, read
+from lightning_sdiloco.federation.follower import Follower, Landing, Progress
 from lightning_sdiloco.federation.ledger import Answer, Ledger
 from lightning_sdiloco.federation.messages import (
     Beat,
     Call,
     Contribution,
     Hello,
-    Launch,
     Payload,
     Position,
     Record,
@@ -45,15 +44,11 @@ __all__ = [
     "ChosenQuorum",
     "Contribution",
     "DynamicBackup",
-    "Flight",
     "Follower",
     "Founding",
     "Hello",
-    "KEY",
     "LONGEST_GRACE",
     "Landing",
-    "Launch",
-    "Message",
     "Ledger",
     "Malformed",
     "NAME",

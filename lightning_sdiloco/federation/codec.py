@@ -1,11 +1,11 @@
 """One codec for all that sites and hub write: a message is a frozen dataclass, and its text is read strictly.
 
 [Note: read strictly] Text from the network or a disk is checked before it means anything: its size first, then every
-field by its type hint. ``int`` takes whole numbers that fit into 64 bits, from 0 or in the `range` of its `Annotated`;
-``float`` finite ones of at least 0; ``str`` up to 4,096 characters, or all of the pattern that is annotated;
-``tuple[X, ...]`` as many as are annotated; a named tuple is a list of its fields, and a dataclass an object of them,
-which checks itself with ``__post_init__``. What is unknown, missing or said twice is refused by its name. Bytes are no
-JSON: they stand only in what ranks of one site pass on to each other.
+field by its type hint, and what that has in its `Annotated`. ``int`` takes whole numbers from 0 that fit into 64 bits,
+or those of a `range`; ``float`` finite ones of at least 0; ``str`` up to 4,096 characters, or another number, or all of
+a pattern; ``tuple[X, ...]`` as many items as a number or a `range` says; a named tuple is a list of its fields, and a
+dataclass an object of them, which checks itself with ``__post_init__``. What is unknown, missing or said twice is
+refused by its name. Bytes are no JSON: they stand only in what ranks of one site pass on to each other.
 """
 
 import hashlib
@@ -173,10 +173,11 @@ def read(hint: Any, value: Any, name: str) -> Any:
             raise Malformed(f"{name} is no finite number of at least 0")
         return float(value)
     if kind is str:
-        if limit is None and (not isinstance(value, str) or len(value) > LONGEST_TEXT):
-            raise Malformed(f"{name} is no text of at most {LONGEST_TEXT} characters")
-        if limit is not None and (not isinstance(value, str) or not limit.fullmatch(value)):
-            raise Malformed(f"{name} is no text like {limit.pattern}")
+        if isinstance(limit, re.Pattern):
+            if not isinstance(value, str) or not limit.fullmatch(value):
+                raise Malformed(f"{name} is no text like {limit.pattern}")
+        elif not isinstance(value, str) or len(value) > (limit or LONGEST_TEXT):
+            raise Malformed(f"{name} is no text of at most {limit or LONGEST_TEXT} characters")
         return value
     if kind is bytes:
         if not isinstance(value, bytes | bytearray | memoryview):
@@ -200,11 +201,11 @@ def _read_mapping(arguments: Any, value: Any, name: str) -> dict[str, Any]:
     return {read(key, item, name): read(own, value[item], f"{name}.{item[:64]}") for item in value}
 
 
-def _read_tuple(kind: Any, arguments: Any, most: int | None, value: Any, name: str) -> Any:
+def _read_tuple(kind: Any, arguments: Any, limit: int | range | None, value: Any, name: str) -> Any:
     if arguments and arguments[-1] is ...:
-        most = MOST_FRAGMENTS if most is None else most
-        if not isinstance(value, list) or len(value) > most:
-            raise Malformed(f"{name} is no list of at most {most}")
+        sizes = limit if isinstance(limit, range) else range((MOST_FRAGMENTS if limit is None else limit) + 1)
+        if not isinstance(value, list) or len(value) not in sizes:
+            raise Malformed(f"{name} is no list of {sizes.start} to {sizes.stop - 1}")
         return tuple(read(arguments[0], own, f"{name}[{index}]") for index, own in enumerate(value))
     hints = dict(zip(map(str, range(len(arguments))), arguments, strict=True)) or _hints(kind)
     if not isinstance(value, list) or len(value) != len(hints):

@@ -197,12 +197,6 @@ class Progress:
         self.skipped = called.round
         return called
 
-    def launch(self, sent: Contribution, step: int) -> None:
-        """Puts all that is held into a flight."""
-        self.flight = Flight(sent, step, self.steps)
-        self.launched_at = step
-        self.drop()
-
     # Landing
 
     def learn(self, record: Record) -> None:
@@ -459,7 +453,8 @@ class Follower:
             steps=own.steps,
             exact=own.is_last(self.terms),
         )
-        own.launch(sent, step)
+        own.flight, own.launched_at = Flight(sent, step, own.steps), step
+        own.drop()
         return sent
 
     def complete(self, sent: Contribution) -> Contribution | None:

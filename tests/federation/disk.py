@@ -1,7 +1,6 @@
 """A mailbox in memory, which survives the hubs that write to it: blobs, records, and what else a hub keeps durably."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -45,11 +44,8 @@ class Disk:
         self.named.update(payload.key for own in read(record).counted for payload in own.payloads)
         return True
 
-    def watch(self, after: int) -> Iterator[tuple[int, bytes]]:
-        return iter(list(enumerate(self.records))[after + 1 :])
-
     def all_records(self) -> list[Record]:
-        return [read(data) for _, data in self.watch(-1)]
+        return list(map(read, self.records))
 
     def tidy(self, record: Record) -> None:
         """Drops what nobody needs any more once a record is durable."""

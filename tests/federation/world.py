@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_sdiloco.federation import ChosenQuorum, Landing, Record, Terms
 from lightning_sdiloco.federation.codec import key_of
-from tests.federation.disk import Disk, read
+from tests.federation.disk import Disk
 from tests.federation.hub import SimulatedHub
 from tests.federation.judge import Judge
 from tests.federation.site import LENGTH, SimulatedSite
@@ -282,9 +282,6 @@ class World:
     def recorded(self, record: Record) -> None:
         if self.quiet_records is not None:
             self.quiet_records.append(record)
-
-    def last_records(self, disk: Disk, number: int) -> list[Record]:
-        return [read(data) for data in disk.records[-number:]]
 
     def look_around(self) -> None:
         if not self.hub.dead and not self.hub.stopped and self.hub.disk.is_real:
