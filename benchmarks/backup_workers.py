@@ -33,8 +33,8 @@ from lightning_sdiloco.federation import (
     Contribution,
     Follower,
     Hello,
-    Landing,
     Ledger,
+    MergeAction,
     Payload,
     Position,
     Record,
@@ -219,11 +219,11 @@ class Play:
         # The payloads are whole numbers, so that any other order of the same records gives other values.
         after = (31 * site.outer + sum(own.weight * int(own.payloads[0].key, 16) for own in record.counted)) % (1 << 61)
         landing = site.follower.land(record, site.outer, after)
-        assert landing in (Landing.MIX, Landing.CARRY), landing
+        assert landing in (MergeAction.MIX, MergeAction.CARRY), landing
         site.outer = after
         self.histories.setdefault(record.round, set()).add(after)
         launched = site.launches.pop(record.round, self.now)
-        if landing is Landing.MIX:
+        if landing is MergeAction.MIX:
             site.flights.append(self.now - launched)
         elif self.case.idles:
             site.idles = True

@@ -38,7 +38,7 @@ from lightning_sdiloco.engine import InlineBackground
 from lightning_sdiloco.engine.outer.optimizer import OuterState
 from lightning_sdiloco.engine.site.arithmetic import Encoded, SiteArithmetic, Stepped
 from lightning_sdiloco.engine.site.world import FederatedWorld
-from lightning_sdiloco.federation import Contribution, Landing, Progress, Record
+from lightning_sdiloco.federation import Contribution, MergeAction, Progress, Record
 from lightning_sdiloco.hub import Connection, InProcessConnection, InProcessHub
 from lightning_sdiloco.tools.simulate.seeds import half_width
 
@@ -123,7 +123,7 @@ class Dropping(Progress):
     """Drops what is late, every time."""
 
     @override
-    def landing(self, record: Record, site: str) -> Landing:
+    def landing(self, record: Record, site: str) -> MergeAction:
         self.dropped = False
         return super().landing(record, site)
 

@@ -16,7 +16,7 @@ from lightning_sdiloco.federation.charter import (
     Terms,
 )
 from lightning_sdiloco.federation.codec import CLASS_PATH, NAME, plain, read
-from lightning_sdiloco.federation.follower import Follower, Landing, Progress
+from lightning_sdiloco.federation.follower import Follower, MergeAction, Progress
 from lightning_sdiloco.federation.ledger import Answer, Ledger
 from lightning_sdiloco.federation.messages import (
     Beat,
@@ -48,7 +48,7 @@ __all__ = [
     "Founding",
     "Hello",
     "LONGEST_GRACE",
-    "Landing",
+    "MergeAction",
     "Ledger",
     "Malformed",
     "NAME",

@@ -1,12 +1,12 @@
 """The follower: a site's side of the rules. When it launches and lands, and what becomes of its own training.
 
 It touches no tensor. Whoever owns it, the engine, tells it the digests of the outer parameters, and does to the values
-what a `Landing` says.
+what a `MergeAction` says.
 
 [Note: the weight of a site] Every inner step adds to what a site *holds* of every fragment: steps, and samples as the
 weight. A launch puts all of it into the flight. A landing decides what becomes of the flight, and of what was trained
-since; see `Landing`. So every sample is in exactly one place: held, in flight, counted in one record, or dropped for a
-reason that the landing names. None counts twice, and none is lost that was sent.
+since; see `MergeAction`. So every sample is in exactly one place: held, in flight, counted in one record, or dropped
+for a reason that the landing names. None counts twice, and none is lost that was sent.
 
 [Note: what an earlier life has launched] A life that was killed may have launched what the checkpoint of the next one
 holds, and more. Where that has been counted, it is taken before the first step. Where it *stands* in a round that is
@@ -29,7 +29,7 @@ from lightning_sdiloco.federation.messages import (
     Call,
     Contribution,
     Hello,
-    Launch,
+    LaunchId,
     Payload,
     Position,
     Record,
@@ -38,7 +38,7 @@ from lightning_sdiloco.federation.messages import (
 )
 
 
-class Landing(Enum):
+class MergeAction(Enum):
     """What a landing does to the local parameters and to what is held."""
 
     MIX = "mix"
@@ -49,7 +49,7 @@ class Landing(Enum):
 
 
 @dataclass
-class Flight:
+class InFlight:
     """Holds what a site has launched and not landed."""
 
     own: Contribution
@@ -76,7 +76,7 @@ class Progress:
     digest: Digest | None = None
     steps: int = 0
     samples: int = 0
-    flight: Flight | None = None
+    flight: InFlight | None = None
     call: Call | None = None
     skipped: int = 0
     ended: bool = False
@@ -84,11 +84,11 @@ class Progress:
     closed: int = 0
     kept: int = 1
     refused: int = 0
-    late: Landing = Landing.CARRY
+    late: MergeAction = MergeAction.CARRY
     dropped: bool = False
     is_fresh: bool = False
-    apart: Launch | None = None
-    standing: Launch | None = None
+    apart: LaunchId | None = None
+    standing: LaunchId | None = None
 
     @property
     def next_round(self) -> int:
@@ -134,7 +134,7 @@ class Progress:
         """Tells whether nothing is held of what this site has launched, and does not have in flight."""
         return self.is_fresh or mine.launch == self.apart
 
-    def meet(self, standing: Launch | None) -> bool:
+    def meet(self, standing: LaunchId | None) -> bool:
         """Hears which launch of this site stands in the round that is open at the hub."""
         self.standing = standing
         known = self.flight.own.launch if self.flight else None
@@ -197,7 +197,7 @@ class Progress:
         self.skipped = called.round
         return called
 
-    # Landing
+    # MergeAction
 
     def learn(self, record: Record) -> None:
         """Takes a record; see `Follower.learn`."""
@@ -224,30 +224,30 @@ class Progress:
         early = self.flight is not None and step < self.flight.launched_at + overlap_steps and not self.is_overtaken
         return None if early or self.digest is None else self.records.get(self.next_round)
 
-    def landing(self, record: Record, site: str) -> Landing:
+    def landing(self, record: Record, site: str) -> MergeAction:
         """Says what a record does to what the site has in flight and holds."""
         mine = record.of(site)
         flight = self.flight if self.flight and self.flight.own.round == record.round else None
         if record.final or (flight and not flight.own.finite):
-            return Landing.TAKE
+            return MergeAction.TAKE
         if mine is None:
-            return self.late if flight and not self.dropped else Landing.CARRY
+            return self.late if flight and not self.dropped else MergeAction.CARRY
         if flight and flight.own == mine:
-            return Landing.MIX
+            return MergeAction.MIX
         # Else what an earlier life had counted is in the local parameters, and cannot be told from the rest.
         holds = self.steps > 0 or self.flight is not None
-        return Landing.CARRY if holds and self._is_apart(mine) else Landing.TAKE
+        return MergeAction.CARRY if holds and self._is_apart(mine) else MergeAction.TAKE
 
-    def land(self, landing: Landing, applied: Position, digest: int) -> None:
+    def land(self, landing: MergeAction, applied: Position, digest: int) -> None:
         """Does to what is held what a landing says, and moves on."""
         if self.flight and self.flight.own.round <= applied.round:
-            if landing is Landing.CARRY:
+            if landing is MergeAction.CARRY:
                 self.steps += self.flight.steps
                 self.samples += self.flight.own.weight
             self.flight = None
-        if landing is not Landing.CARRY:
-            self.dropped = landing is Landing.DROP
-        if landing is Landing.TAKE:
+        if landing is not MergeAction.CARRY:
+            self.dropped = landing is MergeAction.DROP
+        if landing is MergeAction.TAKE:
             self.drop()
         record = self.records.get(applied.round)
         self.ended = record is not None and record.final
@@ -257,16 +257,18 @@ class Progress:
             self.apart = None
         self.records = {round: own for round, own in self.records.items() if round > applied.round}
 
-    def passed(self, round: int, site: str) -> Landing:
+    def passed(self, round: int, site: str) -> MergeAction:
         """Says what the records up to a round, none of which has landed, come to together."""
         found = set()
         for number in range(self.next_round, round + 1):
             record = self.records.get(number)
             if record is None:
                 # Nobody knows whether it counted an earlier life. It must not count twice.
-                return Landing.TAKE
+                return MergeAction.TAKE
             found.add(self.landing(record, site))
-        return next(one for one in (Landing.TAKE, Landing.MIX, Landing.DROP, Landing.CARRY) if one in found)
+        return next(
+            one for one in (MergeAction.TAKE, MergeAction.MIX, MergeAction.DROP, MergeAction.CARRY) if one in found
+        )
 
     # Checkpoints
 
@@ -275,7 +277,7 @@ class Progress:
         return {name: plain(getattr(self, name)) for name in _SAVED}
 
     @staticmethod
-    def restored(fragment: int, saved: Mapping[str, Any], late: Landing = Landing.CARRY) -> "Progress":
+    def restored(fragment: int, saved: Mapping[str, Any], late: MergeAction = MergeAction.CARRY) -> "Progress":
         """Returns what was `described`."""
         hints = get_type_hints(Progress, include_extras=True)
         own = Progress(fragment, late=late, **{name: read(hints[name], saved[name], name) for name in _SAVED})
@@ -297,7 +299,7 @@ class Follower:
         life: str,
         patience: float = 3600.0,
         step: int = 0,
-        late: Landing = Landing.CARRY,
+        late: MergeAction = MergeAction.CARRY,
     ) -> None:
         self.terms = terms
         self.site = site
@@ -350,7 +352,7 @@ class Follower:
             own.kept = kept
         self.reachable, self._alone_since = True, None
         lives = dict(welcome.standing)
-        standing = [Launch(at.round + 1, lives[p]) if p in lives else None for p, at in enumerate(welcome.closed)]
+        standing = [LaunchId(at.round + 1, lives[p]) if p in lives else None for p, at in enumerate(welcome.closed)]
         return [own.fragment for own, launch in zip(self.fragments, standing, strict=True) if own.meet(launch)]
 
     def lose(self, now: float) -> None:
@@ -453,7 +455,7 @@ class Follower:
             steps=own.steps,
             exact=own.is_last(self.terms),
         )
-        own.flight, own.launched_at = Flight(sent, step, own.steps), step
+        own.flight, own.launched_at = InFlight(sent, step, own.steps), step
         own.drop()
         return sent
 
@@ -473,7 +475,7 @@ class Follower:
         flights = [own.flight.own for own in self.fragments if own.flight and own.flight.own.payloads]
         return [own for own in flights if own.round > self.fragments[own.fragment].closed]
 
-    # Landing
+    # MergeAction
 
     def due(self, step: int) -> list[Record]:
         """Returns the records that land after an inner step, at most one of every fragment; ask again after landing."""
@@ -487,12 +489,12 @@ class Follower:
         # Every flight is asked, so that all their waits begin together.
         return max((flight.waits(step, now, self.terms) for flight in flights), default=0.0)
 
-    def land(self, record: Record, before: int, after: int) -> Landing:
+    def land(self, record: Record, before: int, after: int) -> MergeAction:
         """Lands a record."""
         own = self.fragments[record.fragment]
         if before != record.digest:
             own.refuse(record.round)
-            return Landing.REFUSE
+            return MergeAction.REFUSE
         landing = own.landing(record, self.site)
         own.land(landing, record.position, after)
         return landing
@@ -505,7 +507,7 @@ class Follower:
         assert len(digests) == len(self.fragments), "a site that needs a state cannot give one"
         return StateHeader(tuple(own.applied for own in self.fragments), digests)
 
-    def adopt(self, state: StateHeader, digests: Sequence[int]) -> dict[int, Landing]:
+    def adopt(self, state: StateHeader, digests: Sequence[int]) -> dict[int, MergeAction]:
         """Takes over the state of a donor, or the anchor. Then the site says hello again, for the records after it."""
         for own, position, said, digest in zip(self.fragments, state.applied, state.digests, digests, strict=True):
             _require_sound(own, position, said, digest)
@@ -513,7 +515,7 @@ class Follower:
         for own, position, digest in zip(self.fragments, state.applied, digests, strict=True):
             if own.digest is None or position.round > own.applied.round:
                 # Values that are wrong, or none, make nothing that could be carried.
-                landing = Landing.TAKE if own.digest is None else own.passed(position.round, self.site)
+                landing = MergeAction.TAKE if own.digest is None else own.passed(position.round, self.site)
                 if own.digest is None:
                     own.begin_again()
                 own.land(landing, position, digest)

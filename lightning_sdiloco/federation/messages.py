@@ -37,7 +37,7 @@ class Payload(NamedTuple):
     size: int
 
 
-class Launch(NamedTuple):
+class LaunchId(NamedTuple):
     """Names a contribution among those of one site to one fragment: a life launches once for a round."""
 
     round: Positive
@@ -69,9 +69,9 @@ class Contribution(Message):
     exact: bool = unsaid(False)
 
     @property
-    def launch(self) -> Launch:
+    def launch(self) -> LaunchId:
         """Names it among those of its site and fragment."""
-        return Launch(self.round, self.life)
+        return LaunchId(self.round, self.life)
 
     @property
     def reason(self) -> Literal["", "not finite", "no samples"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_sdiloco.federation import RETENTION, Contribution, Landing, Record
+from lightning_sdiloco.federation import RETENTION, Contribution, MergeAction, Record
 
 if TYPE_CHECKING:
     from tests.federation.disk import Disk
@@ -52,7 +52,7 @@ class Judge:
         self.deny(early, f"{site.name} launched after {len(ids)} steps")
         self.counts["launches"] += 1
 
-    def lands(self, site: "SimulatedSite", record: Record, landing: Landing, old: "Values", new: "Values") -> None:
+    def lands(self, site: "SimulatedSite", record: Record, landing: MergeAction, old: "Values", new: "Values") -> None:
         """Looks at a landing before the site does to its values what it says."""
         p = record.fragment
         rounds = self.disks[record.key].counted[site.name, p]
@@ -61,7 +61,7 @@ class Judge:
         }
         flight = site.flying.get(p)
         where = f"{site.name}, round {record.round} of {p}"
-        if landing is Landing.REFUSE:
+        if landing is MergeAction.REFUSE:
             self.deny(old.digest() == record.digest, f"{where}: refused what was right")
             self.deny(old.lineage != record.previous, f"{where}: nearly landed a record of another history")
             self.counts["wrong values refused"] += 1
@@ -72,11 +72,11 @@ class Judge:
             made = self.made.setdefault(record.key, new.digest())
             self.deny(made != new.digest(), f"silent divergence: {where} made other values of the same record")
         self.counts[f"landings {landing.value}"] += 1
-        if landing is Landing.MIX:
+        if landing is MergeAction.MIX:
             self.deny(not flight or not set(flight) <= counted, f"{where}: lost a flight that nobody counted")
-        if landing is Landing.DROP:
+        if landing is MergeAction.DROP:
             self.deny(not flight or bool(counted & set(flight)), f"{where}: drops what was counted, or nothing")
-        if landing is Landing.CARRY:
+        if landing is MergeAction.CARRY:
             self.deny(bool(counted), f"{where}: carries {len(counted)} steps that were counted")
 
         if record.final:
@@ -84,7 +84,7 @@ class Judge:
             # An outer parameter that a flipped bit has made huge leaves little of a float32.
             lost = 2.0**-20 * np.abs(old.outer)
             self.deny(not (np.abs(new.outer - mean) <= 2.0**-8 * np.abs(mean) + lost).all(), f"{where}: no exact mean")
-        elif landing is Landing.TAKE:
+        elif landing is MergeAction.TAKE:
             mine = record.of(site.name)
             earlier = mine is not None and self.sent[mine].ids != flight
             self.deny(not (earlier or site.is_not_finite[p]), f"{where}: dropped what it holds")

@@ -9,8 +9,8 @@ from lightning_sdiloco.federation import (
     Call,
     Contribution,
     Follower,
-    Landing,
     Malformed,
+    MergeAction,
     Payload,
     Record,
     Refused,
@@ -373,7 +373,7 @@ class SimulatedSite:
             self.halt(error)
             return
         self.world.judge.lands(self, record, landing, old, new)
-        if landing is Landing.REFUSE:
+        if landing is MergeAction.REFUSE:
             self.held[p] = []
             self.flying.pop(p, None)
         else:
@@ -394,17 +394,17 @@ class SimulatedSite:
         move = mean if record.final else np.float32(0.4) * (mean + np.float32(0.9) * momentum)
         return Values(old.outer - move, momentum, record.key)
 
-    def place(self, p: int, new: Values, landing: Landing) -> None:
+    def place(self, p: int, new: Values, landing: MergeAction) -> None:
         """Does to the local values, and to the steps that are in them, what a landing says."""
         old, own = self.values[p], self.follower.fragments[p]
-        if landing in (Landing.MIX, Landing.DROP):
+        if landing in (MergeAction.MIX, MergeAction.DROP):
             new.local = np.float32(0.5) * (old.local + new.outer)
-        elif landing is Landing.CARRY:
+        elif landing is MergeAction.CARRY:
             new.local = old.local + (new.outer - old.outer)
         else:
             self.held[p] = []
         if own.flight is None:
             flown = self.flying.pop(p, [])
-            if landing is Landing.CARRY:
+            if landing is MergeAction.CARRY:
                 self.held[p] = flown + self.held[p]
         self.values[p] = new

@@ -10,7 +10,7 @@ from lightning_sdiloco.federation import (
     Call,
     Contribution,
     Follower,
-    Landing,
+    MergeAction,
     Position,
     Record,
     Refused,
@@ -49,7 +49,7 @@ def test_a_flight_lands_overlap_steps_after_its_launch_or_when_its_record_is_the
     trained(other, 3)
     other.learn(record(1, own("b")))
     assert other.due(3) == [record(1, own("b"))], "without a flight it lands at once"
-    assert other.land(record(1, own("b")), DIGEST, 8) is Landing.CARRY
+    assert other.land(record(1, own("b")), DIGEST, 8) is MergeAction.CARRY
     assert held(other) == (3, 15)
 
 
@@ -58,35 +58,35 @@ def test_a_flight_that_counts_is_mixed_and_what_was_trained_since_stays_held() -
     sent = launched(made)
     trained(made, 3)
     assert sent.weight == 100
-    assert made.land(record(1, sent), DIGEST, 8) is Landing.MIX
+    assert made.land(record(1, sent), DIGEST, 8) is MergeAction.MIX
     assert held(made) == (3, 15)
     assert made.fragments[0].applied == record(1, sent).position
 
 
 def test_a_flight_that_came_too_late_is_dropped_where_the_site_says_so() -> None:
-    made = follower(late=Landing.DROP)
+    made = follower(late=MergeAction.DROP)
     launched(made)
     trained(made, 3)
     made.load_state_dict(made.state_dict(), [DIGEST])
-    assert made.land(record(1, own("b")), DIGEST, 8) is Landing.DROP
+    assert made.land(record(1, own("b")), DIGEST, 8) is MergeAction.DROP
     assert held(made) == (3, 15)
     trained(made, 2)
     second = replace(record(2, own("b", digest=8)), previous=made.fragments[0].applied.key)
-    assert made.land(second, 8, 9) is Landing.CARRY
+    assert made.land(second, 8, 9) is MergeAction.CARRY
     assert held(made) == (5, 25), "what was not sent yet is carried"
     trained(made, 15)
     assert made.launch(0, 40, 9, own().payloads) is not None
-    again = Follower(TERMS, CHARTER, "a", life(), late=Landing.DROP)
+    again = Follower(TERMS, CHARTER, "a", life(), late=MergeAction.DROP)
     again.load_state_dict(made.state_dict(), [9])
     third = replace(record(3, own("b", digest=9)), previous=made.fragments[0].applied.key)
-    assert {one.land(third, 9, 10) for one in (made, again)} == {Landing.CARRY}, "not twice in a row"
+    assert {one.land(third, 9, 10) for one in (made, again)} == {MergeAction.CARRY}, "not twice in a row"
 
 
 def test_a_flight_that_does_not_count_is_carried_with_its_weight() -> None:
     made = follower()
     launched(made)
     trained(made, 3)
-    assert made.land(record(1, own("b")), DIGEST, 8) is Landing.CARRY
+    assert made.land(record(1, own("b")), DIGEST, 8) is MergeAction.CARRY
     assert held(made) == (23, 115)
     assert made.launches(39) == []
     again = made.launch(0, 40, 8, own().payloads)
@@ -98,7 +98,7 @@ def test_what_an_earlier_life_had_counted_is_taken_and_not_counted_again() -> No
     made = follower(born=2)
     launched(made)
     trained(made, 3)
-    assert made.land(record(1, own("a", born=1)), DIGEST, 8) is Landing.TAKE
+    assert made.land(record(1, own("a", born=1)), DIGEST, 8) is MergeAction.TAKE
     assert held(made) == (0, 0)
 
 
@@ -121,7 +121,7 @@ def test_what_an_earlier_life_has_launched_for_an_open_round_is_dropped_and_what
     again.load_state_dict(made.state_dict(), [DIGEST])
     assert welcomed(again, Standing(0, life(1))) == []
     for each in (made, again):
-        assert each.land(record(1, own("a", born=1)), DIGEST, 8) is Landing.CARRY
+        assert each.land(record(1, own("a", born=1)), DIGEST, 8) is MergeAction.CARRY
         assert held(each) == (22, 110)
         assert each.launches(22) == [0]
 
@@ -153,7 +153,7 @@ def test_where_a_launch_no_longer_stands_another_one_is_made() -> None:
     trained(made, 20)
     welcomed(made)
     assert made.launches(20) == [0]
-    assert made.land(record(1, own("b")), DIGEST, 8) is Landing.CARRY
+    assert made.land(record(1, own("b")), DIGEST, 8) is MergeAction.CARRY
     assert held(made) == (20, 100)
 
 
@@ -176,7 +176,7 @@ def test_a_flight_that_is_not_finite_takes_the_outer_values() -> None:
     sent = made.launch(0, 20, DIGEST, own().payloads, finite=False, norm_squared=float("nan"))
     assert sent is not None
     assert sent.norm_squared == 0
-    assert made.land(record(1, own("b")), DIGEST, 8) is Landing.TAKE
+    assert made.land(record(1, own("b")), DIGEST, 8) is MergeAction.TAKE
 
 
 def test_the_last_round_takes_the_outer_values_and_ends_the_run() -> None:
@@ -184,7 +184,7 @@ def test_the_last_round_takes_the_outer_values_and_ends_the_run() -> None:
     sent = launched(made)
     final = record(1, sent, final=True)
     made.learn(final)
-    assert made.land(final, DIGEST, 8) is Landing.TAKE
+    assert made.land(final, DIGEST, 8) is MergeAction.TAKE
     trained(made, 50)
     assert made.launches(90) == []
     assert made.finished
@@ -217,7 +217,7 @@ def test_what_is_launched_before_the_last_call_stays_what_it_is_and_the_next_lau
     made.hear(Call(0, 2, final=True))
     first = record(1, sent)
     made.learn(first)
-    assert made.land(first, DIGEST, 8) is Landing.MIX
+    assert made.land(first, DIGEST, 8) is MergeAction.MIX
     assert made.launches(23) == [0]
     assert made.begin(0, 23).exact
 
@@ -269,7 +269,7 @@ def test_values_that_changed_since_the_landing_are_found_at_the_launch() -> None
 def test_a_record_measured_against_other_values_does_not_land_and_twice_is_an_error() -> None:
     made, wrong = follower(), record(1, own("b", digest=8))
     launched(made)
-    assert made.land(wrong, DIGEST, 9) is Landing.REFUSE
+    assert made.land(wrong, DIGEST, 9) is MergeAction.REFUSE
     assert made.wants_state
     assert made.fragments[0].applied.round == 0
     made.found([DIGEST])
@@ -340,15 +340,17 @@ def test_a_state_is_verified_against_the_records(offered: StateHeader, came: int
         made.learn(each)
     with pytest.raises(Refused, match=why):
         made.adopt(offered, [came])
-    assert made.adopt(state(RECORDS[:10]), [DIGEST]) == {0: Landing.TAKE}
+    assert made.adopt(state(RECORDS[:10]), [DIGEST]) == {0: MergeAction.TAKE}
     assert made.due(0) == [RECORDS[10]]
 
 
 @pytest.mark.parametrize(
     ("counted", "landing", "steps"),
-    [("nothing", Landing.CARRY, 23), ("an earlier life", Landing.TAKE, 0), ("the flight", Landing.MIX, 3)],
+    [("nothing", MergeAction.CARRY, 23), ("an earlier life", MergeAction.TAKE, 0), ("the flight", MergeAction.MIX, 3)],
 )
-def test_a_state_carries_what_the_records_between_have_not_counted(counted: str, landing: Landing, steps: int) -> None:
+def test_a_state_carries_what_the_records_between_have_not_counted(
+    counted: str, landing: MergeAction, steps: int
+) -> None:
     made = follower(born=2)
     sent = launched(made)
     trained(made, 3)
@@ -364,7 +366,7 @@ def test_a_state_carries_what_the_records_between_have_not_counted(counted: str,
 def test_what_nobody_knows_about_is_not_counted_twice() -> None:
     made = follower()
     trained(made, 20)
-    assert made.adopt(state(RECORDS[:4]), [DIGEST]) == {0: Landing.TAKE}
+    assert made.adopt(state(RECORDS[:4]), [DIGEST]) == {0: MergeAction.TAKE}
     assert held(made) == (0, 0)
 
 
@@ -377,10 +379,10 @@ def test_a_checkpoint_brings_flight_and_weight_to_the_next_life() -> None:
     assert after.outstanding() == [sent]
     assert after.hello("run").applied == (Position(0, CHARTER),)
     assert held(after) == (3, 15)
-    assert after.land(record(1, sent), DIGEST, 8) is Landing.MIX
+    assert after.land(record(1, sent), DIGEST, 8) is MergeAction.MIX
     late = Follower(TERMS, CHARTER, "a", life(3))
     late.load_state_dict(before.state_dict(), [DIGEST])
-    assert late.land(record(1, own("b")), DIGEST, 8) is Landing.CARRY
+    assert late.land(record(1, own("b")), DIGEST, 8) is MergeAction.CARRY
     assert held(late) == (23, 115)
 
 

@@ -11,8 +11,8 @@ from lightning_sdiloco.federation import (
     Contribution,
     DynamicBackup,
     Follower,
-    Landing,
     Ledger,
+    MergeAction,
     Progress,
     Record,
     follower,
@@ -43,10 +43,10 @@ BLIND = [
 ]
 
 
-def careless(self: Progress, record: Record, site: str) -> Landing:
+def careless(self: Progress, record: Record, site: str) -> MergeAction:
     mine = record.of(site)
     other = mine is not None and not (self.flight and self.flight.own == mine)
-    return Landing.CARRY if other and not record.final else landing(self, record, site)
+    return MergeAction.CARRY if other and not record.final else landing(self, record, site)
 
 
 def hasty(self: SimulatedHub, record: Record) -> bool:
@@ -69,9 +69,9 @@ def own_first(self: SimulatedSite, record: Record) -> list[int]:
     return sorted(range(len(record.counted)), key=lambda index: record.counted[index].site != self.name)
 
 
-def dropping(self: Progress, record: Record, site: str) -> Landing:
+def dropping(self: Progress, record: Record, site: str) -> MergeAction:
     found = landing(self, record, site)
-    return Landing.MIX if found is Landing.CARRY else found
+    return MergeAction.MIX if found is MergeAction.CARRY else found
 
 
 def waits(self: Follower, step: int, now: float) -> bool:
@@ -156,7 +156,7 @@ MUTANTS: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "rule 4: training waits until its flight has landed": (1, [(Follower, "waits", waits)]),
     "rule 5: who takes over a state carries all that it holds": (
         0,
-        [(Progress, "passed", lambda self, round, site: Landing.CARRY)],
+        [(Progress, "passed", lambda self, round, site: MergeAction.CARRY)],
     ),
     "rule 5: who is started again does not hear what it has launched": (
         19,

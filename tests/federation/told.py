@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from lightning_sdiloco.federation import Beat, Contribution, Follower, Hello, Landing, Ledger, Payload, Record, Terms
+from lightning_sdiloco.federation import (
+    Beat,
+    Contribution,
+    Follower,
+    Hello,
+    Ledger,
+    MergeAction,
+    Payload,
+    Record,
+    Terms,
+)
 
 TERMS = Terms(fragments=1, sync_every=20, overlap_steps=3, grace=2.0, lease=10.0)
 CHARTER = "00" * 32
@@ -59,7 +69,7 @@ def close(ledger: Ledger, now: float) -> list[Record]:
     return records
 
 
-def follower(site: str = "a", terms: Terms = TERMS, born: int = 1, late: Landing = Landing.CARRY) -> Follower:
+def follower(site: str = "a", terms: Terms = TERMS, born: int = 1, late: MergeAction = MergeAction.CARRY) -> Follower:
     """A follower that has founded a run and reaches the hub."""
     made = Follower(terms, CHARTER, site, life(born), late=late)
     made.found([DIGEST] * terms.fragments)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_sdiloco.federation import ChosenQuorum, Landing, Record, Terms
+from lightning_sdiloco.federation import ChosenQuorum, MergeAction, Record, Terms
 from lightning_sdiloco.federation.codec import key_of
 from tests.federation.disk import Disk
 from tests.federation.hub import SimulatedHub
@@ -49,7 +49,7 @@ class World:
         self.terms = Terms(3, 8, 2, grace, lease=3.0, quorum=quorum)
         # Sites with a loop of their own may begin to train before the hub has let them in.
         self.sites_join = self.seed // 2 % 4 != 0
-        self.late = Landing.DROP if self.seed // 16 % 2 else Landing.CARRY
+        self.late = MergeAction.DROP if self.seed // 16 % 2 else MergeAction.CARRY
         self.charter = key_of(f"charter {self.seed}".encode())
         self.disk = Disk()
         self.quiet_records: list[Record] | None = None

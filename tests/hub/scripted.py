@@ -5,7 +5,7 @@ import numpy as np
 from lightning_sdiloco.federation import (
     Charter,
     Follower,
-    Landing,
+    MergeAction,
     Payload,
     Position,
     Record,
@@ -49,7 +49,7 @@ class ScriptedSite:
         self.noise = np.random.default_rng([ord(letter) for letter in self.site])
         self.at = 0
         self.blobs: dict[str, dict[str, bytes]] = {}
-        self.landed: list[tuple[int, int, Landing]] = []
+        self.landed: list[tuple[int, int, MergeAction]] = []
         self.told: list[str] = []
         self.states: list[str] = []
         self.counted = 0
@@ -168,13 +168,13 @@ class ScriptedSite:
         landing = self.follower.land(record, self.digest(p), int(key_of(new.tobytes())[:15], 16))
         self.landed.append((p, record.round, landing))
         self.counted += record.of(self.site) is not None
-        if landing is not Landing.REFUSE:
+        if landing is not MergeAction.REFUSE:
             self.place(p, new, landing)
 
-    def place(self, p: int, new: np.ndarray, landing: Landing) -> None:
-        if landing is Landing.MIX:
+    def place(self, p: int, new: np.ndarray, landing: MergeAction) -> None:
+        if landing is MergeAction.MIX:
             self.local[p] = np.float32(0.5) * (self.local[p] + new)
-        elif landing is Landing.CARRY:
+        elif landing is MergeAction.CARRY:
             self.local[p] = self.local[p] + (new - self.outer[p])
         else:
             self.local[p] = new.copy()

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation import Landing
+from lightning_sdiloco.federation import MergeAction
 from lightning_sdiloco.hub import InProcessHub
 from tests.hub.scripted import RUN, ScriptedSite, charter
 
@@ -42,7 +42,7 @@ def test_sites_found_a_run_and_train() -> None:
     world = World("a", "b", "c")
     world.run(60)
     assert min(world.sites["a"].rounds) >= 5
-    assert all(landing is Landing.MIX for site in world.sites.values() for *_, landing in site.landed)
+    assert all(landing is MergeAction.MIX for site in world.sites.values() for *_, landing in site.landed)
     assert not any(site.states for site in world.sites.values())
     world.agree()
 

@@ -16,7 +16,7 @@ from lightning_sdiloco.engine.parameters.resharding import OuterParameter
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.site.arithmetic import Bytes, digests_of
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation import Follower, Landing, StateHeader
+from lightning_sdiloco.federation import Follower, MergeAction, StateHeader
 
 _log = logging.getLogger(__name__)
 
@@ -113,15 +113,15 @@ class OuterStates:
             self._take_over(index, *came[index], landing)
         return list(landings)
 
-    def _take_over(self, index: int, outer: OuterState, buffers: Mapping[str, Tensor], landing: Landing) -> None:
+    def _take_over(self, index: int, outer: OuterState, buffers: Mapping[str, Tensor], landing: MergeAction) -> None:
         fragment, in_group = self._rounds.fragments[index], self._topology.in_group
         before = fragment.gathered(in_group)
         fragment.start_from(outer, buffers)
         after = fragment.gathered(in_group)
-        if landing is Landing.CARRY:
+        if landing is MergeAction.CARRY:
             fragment.layout.shift(after - before)
             return
-        rule = self._rounds.settings.landing if landing in (Landing.MIX, Landing.DROP) else Mix(0.0)
+        rule = self._rounds.settings.landing if landing in (MergeAction.MIX, MergeAction.DROP) else Mix(0.0)
         fragment.layout.land(rule, [after], 0)
         fragment.buffers.write()
         self._forget_memory(index)

@@ -23,8 +23,7 @@ import torch
 from lightning_sdiloco.algorithm import Mix
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.background import Background, Pending, Work
-from lightning_sdiloco.engine.flight import Flight, Launch, Purpose, completed
-from lightning_sdiloco.engine.flight import Landing as LandingReport
+from lightning_sdiloco.engine.flight import Flight, Landing, Launch, Purpose, completed
 from lightning_sdiloco.engine.measurements import Span
 from lightning_sdiloco.engine.parameters.layouts import ShardedLayout
 from lightning_sdiloco.engine.parameters.naming import trainable
@@ -33,7 +32,7 @@ from lightning_sdiloco.engine.site.arithmetic import Bytes, Encoded, SiteArithme
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.states import OuterStates
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
-from lightning_sdiloco.federation import LONGEST_GRACE, Charter, Contribution, Follower, Landing, Record, Terms
+from lightning_sdiloco.federation import LONGEST_GRACE, Charter, Contribution, Follower, MergeAction, Record, Terms
 from lightning_sdiloco.hub import (
     Called,
     Connection,
@@ -73,7 +72,7 @@ def join(federation: Federation, rounds: Rounds, topology: Topology) -> "Federat
     except Exception:
         connection.close()
         raise
-    site, life, late = connection.site, connection.life, Landing(federation.late)
+    site, life, late = connection.site, connection.life, MergeAction(federation.late)
     follower = Follower(charter.terms, charter.key, site, life, federation.patience, late=late)
     arithmetic = SiteArithmetic(rounds.fragments, topology, rounds.settings, rounds.schedule, rounds.kernels)
     return FederatedWorld(rounds, topology, connection, follower, arithmetic, federation.grace != "auto")
@@ -235,7 +234,7 @@ class FederatedWorld:
         for index in [i for i in self._launched if self.follower.fragments[i].flight is None]:
             self._rounds.flights.remove(self._launched.pop(index).flight)
 
-    def land_due(self, step: int) -> Iterator[LandingReport]:
+    def land_due(self, step: int) -> Iterator[Landing]:
         """Lands what is due, and waits where the rules say so."""
         yield from self._land_ready(step)
         began = time.perf_counter()
@@ -245,17 +244,17 @@ class FederatedWorld:
             yield from self._land_ready(step, (began, time.perf_counter()))
         self._look_after()
 
-    def land_all(self, step: int) -> Iterator[LandingReport]:
+    def land_all(self, step: int) -> Iterator[Landing]:
         """Launches all that the site holds, follows until it is recorded, and leaves."""
         yield from self._end(step, lambda: True)
 
-    def leave(self, step: int) -> Iterator[LandingReport]:
+    def leave(self, step: int) -> Iterator[Landing]:
         """Does the same, and waits for the hub as long as for a landing: who is told to end has little time."""
         until = self._now + self.follower.terms.longest_wait
         yield from self._end(step, lambda: self.follower.reachable and self._now < until)
 
     @torch.no_grad()
-    def _end(self, step: int, goes_on: Callable[[], bool]) -> Iterator[LandingReport]:
+    def _end(self, step: int, goes_on: Callable[[], bool]) -> Iterator[Landing]:
         self.follower.finish()
         while not self.follower.finished and not self._has_left and goes_on():
             self.launch_due(step)
@@ -265,7 +264,7 @@ class FederatedWorld:
                 self._connection.wait(_MOMENT)
         self.close()
 
-    def final_exchange(self, step: int) -> Iterator[LandingReport | None]:
+    def final_exchange(self, step: int) -> Iterator[Landing | None]:
         """Does nothing: a site that ends takes no mean of its own, and the others go on."""
         return iter(())
 
@@ -282,7 +281,7 @@ class FederatedWorld:
             self._connection.hub.ask(self._refused)
         self._connection.beat(self.follower)
 
-    # Landing
+    # MergeAction
 
     def _apply_known(self) -> None:
         """Begins to apply the records that land next, if what they name is here."""
@@ -299,7 +298,7 @@ class FederatedWorld:
                 self._applied[own.fragment] = _Applied(record, _in_background(self._rounds.background, work))
 
     @torch.no_grad()
-    def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[LandingReport]:
+    def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[Landing]:
         landed = True
         while landed:
             landed = False
@@ -318,7 +317,7 @@ class FederatedWorld:
                 if report is not None:
                     yield report
 
-    def _land(self, applied: _Applied, step: int, wait: Span | None) -> LandingReport | None:
+    def _land(self, applied: _Applied, step: int, wait: Span | None) -> Landing | None:
         record, stepped = applied.record, applied.pending.result()
         arrived = time.perf_counter()
         fragment, launched = self._rounds.fragments[record.fragment], self._launched.get(record.fragment)
@@ -326,7 +325,7 @@ class FederatedWorld:
         landing = self.follower.land(record, stepped.before, stepped.after)
         del self._applied[record.fragment]
         self._blobs.pop(record.key, None)
-        if landing is Landing.REFUSE:
+        if landing is MergeAction.REFUSE:
             _log.warning(
                 "Round %d of fragment %d was measured against other outer parameters than this site holds: it fetches a"
                 " state.",
@@ -337,16 +336,16 @@ class FederatedWorld:
             return None
         self._rounds.reshard()
         own = next((i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1)
-        if landing is Landing.DROP:
+        if landing is MergeAction.DROP:
             self._tell_of_drop(record)
-        if landing is Landing.CARRY:
+        if landing is MergeAction.CARRY:
             fragment.carry(stepped.arrival, stepped.moved)
         else:
-            mixes = landing in (Landing.MIX, Landing.DROP)
+            mixes = landing in (MergeAction.MIX, MergeAction.DROP)
             # Who counts has sent what its compression remembers.
             arrival = stepped.arrival if mixes and own in stepped.arrival.landing.counted else stepped.forgotten()
             fragment.land(arrival, arrival.rule if mixes else Mix(0.0), 0, final=record.final)
-        if landing is Landing.TAKE and not record.final:
+        if landing is MergeAction.TAKE and not record.final:
             fragment.memory = fragment.tuning = None
         if not was_finite:
             self._rounds.recover(fragment.index)
@@ -367,7 +366,7 @@ class FederatedWorld:
 
     def _report(
         self, record: Record, stepped: Stepped, launched: Launched | None, step: int, wait: Span, was_finite: bool
-    ) -> LandingReport:
+    ) -> Landing:
         """Tells what landed, and what this rank sent and fetched for it."""
         sent = launched.encoded.blobs.values() if launched and launched.encoded else ()
         told = stepped.arrival.landing._replace(
