@@ -197,7 +197,7 @@ class Progress:
         self.skipped = called.round
         return called
 
-    # MergeAction
+    # Landing
 
     def learn(self, record: Record) -> None:
         """Takes a record; see `Follower.learn`."""
@@ -475,7 +475,7 @@ class Follower:
         flights = [own.flight.own for own in self.fragments if own.flight and own.flight.own.payloads]
         return [own for own in flights if own.round > self.fragments[own.fragment].closed]
 
-    # MergeAction
+    # Landing
 
     def due(self, step: int) -> list[Record]:
         """Returns the records that land after an inner step, at most one of every fragment; ask again after landing."""

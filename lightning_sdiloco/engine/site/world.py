@@ -281,7 +281,7 @@ class FederatedWorld:
             self._connection.hub.ask(self._refused)
         self._connection.beat(self.follower)
 
-    # MergeAction
+    # Landing
 
     def _apply_known(self) -> None:
         """Begins to apply the records that land next, if what they name is here."""
@@ -482,13 +482,12 @@ class FederatedWorld:
 
 def _in_background(background: Background, work: Callable[[], Any]) -> Pending[Any]:
     """Starts work in the first stage of the background."""
-    return background.start(_once(work))
 
+    def in_one_stage() -> Work[Any]:
+        yield from ()
+        return work()
 
-def _once(work: Callable[[], Any]) -> Work[Any]:
-    if False:
-        yield
-    return work()
+    return background.start(in_one_stage())
 
 
 _ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
