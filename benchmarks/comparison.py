@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from benchmarks import report
 from benchmarks.runs import Runs
@@ -23,31 +24,37 @@ Pairs = Sequence[tuple[Training, Training]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting and DDP, seed by seed, as far as both were made.
+    """A setting and what it is compared with, such as DDP, seed by seed, as far as both were made.
 
     Attributes:
         name: The setting.
         ours: Its runs.
-        ddp: Those of DDP, in the same order.
+        plain: Those of the other, in the same order.
     """
 
     name: str
     ours: Sequence[Run]
-    ddp: Sequence[Run]
+    plain: Sequence[Run]
 
     @property
     def nats(self) -> list[float]:
-        """How much worse than DDP, in nats per byte."""
-        return [one["loss"] - ddp["loss"] for one, ddp in zip(self.ours, self.ddp, strict=True)]
+        """How much worse it is, in nats per byte."""
+        return [one["loss"] - plain["loss"] for one, plain in zip(self.ours, self.plain, strict=True)]
 
     @property
     def percent(self) -> list[float]:
-        """How much worse than DDP, in percent of its loss."""
-        return [100 * (one["loss"] / ddp["loss"] - 1) for one, ddp in zip(self.ours, self.ddp, strict=True)]
+        """How much worse it is, in percent of the other's loss."""
+        return [100 * (one["loss"] / plain["loss"] - 1) for one, plain in zip(self.ours, self.plain, strict=True)]
+
+    @property
+    def verdict(self) -> str:
+        """What the interval says: nothing where it holds 0."""
+        half, more = half_width(self.percent), mean(self.percent)
+        return "" if half is None else "no difference" if abs(more) <= half else "worse" if more > 0 else "better"
 
     def cells(self) -> list[str]:
         """Returns a row of the table."""
-        one, ddp = self.ours[0], self.ddp[0]
+        one, ddp = self.ours[0], self.plain[0]
         return [
             self.name,
             f"{one['rounds']}",
@@ -56,7 +63,7 @@ class Comparison:
             f"{len(self.ours)}",
             f"{ddp['lr']:g}",
             f"{one['lr']:g}",
-            f"{mean(run['loss'] for run in self.ddp):.3f}",
+            f"{mean(run['loss'] for run in self.plain):.3f}",
             f"{mean(run['loss'] for run in self.ours):.3f}",
             interval(self.nats),
             interval(self.percent, digits=1),
@@ -120,17 +127,24 @@ def draw(comparisons: Sequence[Comparison], path: Path | None) -> None:
     if path is None:
         return
     # Not at the head: a machine on which only numbers are measured may not have what draws.
-    from benchmarks.picture import BLUE, GREY, RED, figure, save
+    from benchmarks.picture import GREY, figure, save
 
     picture, (axes,) = figure(height=1.2 + 0.25 * len(comparisons))
     for position, one in enumerate(comparisons):
-        worse, half = mean(one.percent), half_width(one.percent)
-        color = GREY if half is None or abs(worse) <= half else RED if worse > 0 else BLUE
-        axes.errorbar(worse, -position, xerr=half, fmt="o", color=color, capsize=3)
+        plot(axes, position, one)
     axes.axvline(0, color=GREY, linewidth=1)
     axes.set_yticks([-position for position in range(len(comparisons))], [one.name for one in comparisons], fontsize=8)
     axes.set_xlabel("validation loss above that of DDP, in %, with its 95 % interval")
     save(picture, path)
+
+
+def plot(axes: Any, position: int, one: Comparison) -> None:
+    """Draws by how many percent a setting is worse, with its interval; grey where that holds 0."""
+    from benchmarks.picture import BLUE, GREY, RED
+
+    color = {"worse": RED, "better": BLUE}.get(one.verdict, GREY)
+    half = half_width(one.percent)
+    axes.errorbar(mean(one.percent), -position, xerr=half, fmt="o", color=color, capsize=3)
 
 
 def described(training: Training) -> str:

@@ -1,6 +1,6 @@
-"""Measures every compression on real outer gradients, and how the four-bit one should scale and round.
+"""Measures every compression on real outer gradients.
 
-The outline: candidates, errors, speeds, report. The outer gradients are from `benchmarks.outer_gradients`.
+The outline: errors, speeds, report. The outer gradients are from `benchmarks.outer_gradients`.
 Run it with ``python -m benchmarks.compression [--quick] [--speed VALUES] [--json FILE]``.
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from benchmarks.outer_gradients import QUICK, Replicas, Training, data_sets, outer_gradients
 from lightning_sdiloco.algorithm.digest import digest
@@ -36,93 +35,6 @@ from lightning_sdiloco.compression import (
 )
 from lightning_sdiloco.compression.blockwise import Blockwise
 from lightning_sdiloco.engine.synchronizer import norm_squared
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Candidates: levels 0 and top * 2^-6 ... top per block; how the top is chosen, stored, and values are rounded
-# ---------------------------------------------------------------------------------------------------------------------
-
-SCALE_BITS = {"power of two": 8, "3-bit fraction": 16, "bfloat16": 16, "float32": 32}
-
-RULES = {
-    "max": (1.0,),
-    "max/1.25": (1 / 1.25,),
-    "max/1.5": (1 / 1.5,),
-    "least error of 2": (1.0, 1 / 1.4),
-    "least error of 8": tuple(2 ** (-eighths / 8) for eighths in range(8)),
-}
-"""The top level as shares of the largest magnitude; of several the one with the least squared error in the block."""
-
-ROUNDINGS = {"value": 1.5, "value, zero below 1/2": 1.5, "log": 2**0.5, "stochastic": 1.5}
-"""A value goes up to the next level from this multiple of the level below."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to encode: names from the tables above."""
-
-    block: int = 128
-    scale: str = "bfloat16"
-    rule: str = "max"
-    rounding: str = "value"
-
-    def __str__(self) -> str:
-        return f"{self.block}, {self.scale}, {self.rule}, {self.rounding}"
-
-    @property
-    def bits(self) -> float:
-        return 4 + SCALE_BITS[self.scale] / self.block
-
-    def quantise(self, values: Tensor) -> Tensor:
-        """Encodes and decodes in ordinary arithmetic; slow, and only as exact as a measurement needs."""
-        numel = values.numel()
-        blocks = F.pad(values, (0, -numel % self.block)).unflatten(0, (-1, self.block))
-        largest = blocks.abs().amax(1, keepdim=True).clamp_min(1e-30)
-        best, least = torch.zeros_like(blocks), torch.full_like(largest, torch.inf)
-        for share in RULES[self.rule]:
-            decoded = self._round(blocks, stored(largest * share, self.scale))
-            error = (decoded - blocks).square().sum(1, keepdim=True)
-            best, least = torch.where(error < least, decoded, best), torch.minimum(error, least)
-        return best.flatten()[:numel]
-
-    def _round(self, blocks: Tensor, top: Tensor) -> Tensor:
-        share = blocks.abs() / top
-        if self.rounding == "stochastic":
-            magnitude = stochastic(share)
-        else:
-            exponent = torch.floor(torch.log2(share / ROUNDINGS[self.rounding])) + 1
-            magnitude = torch.exp2(exponent.clamp(-6, 0))
-            smallest = 0.5 if self.rounding == "value, zero below 1/2" else ROUNDINGS[self.rounding] / 2
-            magnitude[share < smallest * 2**-6] = 0
-        return magnitude * top * blocks.sign()
-
-
-def stored(top: Tensor, scale: str) -> Tensor:
-    """Rounds the top level to what the wire can carry."""
-    if scale == "power of two":
-        return torch.exp2(torch.log2(top).round())
-    if scale == "3-bit fraction":
-        mantissa, exponent = torch.frexp(top)
-        return torch.ldexp((mantissa * 16).round() / 16, exponent)
-    return top.bfloat16().float() if scale == "bfloat16" else top
-
-
-def stochastic(share: Tensor) -> Tensor:
-    """Rounds to a neighbouring level so that the mean is right."""
-    below = torch.exp2(torch.floor(torch.log2(share)).clamp(max=-1))
-    below[share < 2**-6] = 0
-    gap = torch.where(below > 0, below, 2**-6)
-    generator = torch.Generator().manual_seed(0)
-    return below + gap * (torch.rand(share.shape, generator=generator) < (share - below) / gap)
-
-
-def candidates() -> list[Candidate]:
-    """The candidates of at most 4.25 bits a value: blocks and scales first, then rules, then roundings."""
-    found = [Candidate(block, scale) for block in (32, 64, 128, 256) for scale in SCALE_BITS]
-    found += [Candidate(scale=scale, rule=rule) for scale in ("power of two", "bfloat16") for rule in RULES]
-    found += [Candidate(rounding=rounding) for rounding in ROUNDINGS]
-    found += [Candidate(64, rule="least error of 8"), Candidate(rule="least error of 8", rounding="log")]
-    return [c for c in dict.fromkeys(found) if c.bits <= 4.25]
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the package has, its errors and speeds
@@ -263,14 +175,12 @@ Row = tuple[float, dict[str, Errors]]
 
 
 def measure(data: dict[str, Replicas]) -> dict[str, Row]:
-    """Errors of every candidate, and of what the package ships, by name."""
+    """Errors of what the package ships, by name."""
     numel = 1 << 20
     rows: dict[str, Row] = {}
-    for candidate in candidates():
-        rows[str(candidate)] = candidate.bits, {k: errors(v, candidate.quantise) for k, v in data.items()}
     for name, compression in FAMILY.items():
         bits = compression.wire_bytes(numel) * 8 / numel
-        rows[f"package: {name}"] = bits, {k: errors(v, round_trip(compression)) for k, v in data.items()}
+        rows[name] = bits, {k: errors(v, round_trip(compression)) for k, v in data.items()}
     return rows
 
 
@@ -278,7 +188,7 @@ def print_errors(rows: dict[str, Row]) -> None:
     """Prints one Markdown table; a cell holds error, cosine, bias, error of the mean."""
     names = list(next(iter(rows.values()))[1])
     print("Cells: relative L2 error, cosine, bias <x, q>/<x, x>, relative L2 error of the mean of the replicas.\n")
-    print("| block, top stored as, top, rounding | bits | " + " | ".join(names) + " |")
+    print("| compression | bits | " + " | ".join(names) + " |")
     print("|---|---|" + "---|" * len(names))
     for label, (bits, found) in rows.items():
         cells = (f"{e.relative:.3f} {e.cosine:.3f} {e.bias:.3f} {e.mean:.3f}" for e in found.values())
@@ -290,7 +200,7 @@ def print_family(rows: dict[str, Row], sums: dict[str, float], found: dict[str, 
     print("\n| compression | bits | error | cosine | error of the mean | error of the sum | encode | decode |")
     print("|---|---|---|---|---|---|---|---|")
     for name in FAMILY:
-        bits, by_data = rows[f"package: {name}"]
+        bits, by_data = rows[name]
         e = [e for data, e in by_data.items() if data.startswith("outer")][-1]
         speed = " | ".join(f"{found[f'{name}_{what}'].median:.2f}" for what in ("encode", "decode"))
         print(
@@ -312,7 +222,7 @@ def speed_headline(found: dict[str, Speed]) -> dict[str, float]:
 
 def error_headline(rows: dict[str, Row]) -> dict[str, float]:
     """The errors to compare between versions."""
-    bits, by_data = rows["package: fp4"]
+    bits, by_data = rows["fp4"]
     last = [e for name, e in by_data.items() if name.startswith("outer")][-1]
     return {"fp4_bits_per_value": bits, **{f"fp4_outer_{k}": v for k, v in asdict(last).items()}}
 
@@ -347,7 +257,6 @@ def main(arguments: list[str] | None = None) -> None:
         rows = measure(data_sets(rounds))
         sums = {name: error_of_the_sum(rounds, compression) for name, compression in FAMILY.items()}
         print_errors(rows)
-        print(f"\nThe package's fp4 is: {Candidate()}.")
         print_family(rows, sums, found)
         table = {label: {"bits": bits, **{k: asdict(e) for k, e in v.items()}} for label, (bits, v) in rows.items()}
         written["headline"] |= error_headline(rows)

@@ -26,16 +26,10 @@ import torch
 from benchmarks import report
 from benchmarks.learning import WINDOWS, LearningCase, snapshots
 from benchmarks.links import missing
-from benchmarks.models import TEN_MILLION, TINY, Size
+from benchmarks.models import TINY, Size
 from benchmarks.picture import BLUE, GREY, PURPLE, RED, figure, save
 from benchmarks.sites import Found, Job, run, run_apart
 from benchmarks.training import Text, parameters
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.naming import trainable
-from lightning_sdiloco.planning.clock import play
-from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.methods import DataParallel, Streaming
-from lightning_sdiloco.planning.workload import Groups, Model
 
 DEMONSTRATED = Size(layers=3, width=64, heads=4, context=128)
 """189,312 parameters: the model of examples/demo.py."""
@@ -65,13 +59,6 @@ EVERY_STEP = ("ddp", "ddp_powersgd")
 
 ALONE = ("alone", "lightning_alone")
 """Without any exchange: the loop of the others, and that of ours."""
-
-LARGER = {
-    "0.19 million": (DEMONSTRATED, None),
-    "11 million": (TEN_MILLION, 0.2),
-    "123 million": (Size(16, 800, 10, 128), 1.0),
-}
-"""Models that are played in virtual time, with seconds of a step; None: as measured here."""
 
 Row = dict[str, Any]
 
@@ -315,44 +302,8 @@ def show(rows: list[Row]) -> None:
     caption = "; ".join(f"{loss:.3f}: {name}" for name, loss in goals.items()) + ". At the first snapshot as good."
     title = f"{parameters(Size(**size['size'])):,} parameters, {size['steps']:,} steps, {MBIT_S:g} Mbit/s"
     report.show(title, columns + goal_columns, table, caption)
-    show_sharing(rows)
     for reason in dict.fromkeys(f"{METHODS[r['method']][0]}: {r['reason']}" for r in rows if "reason" in r):
         print(f"\nLeft out: {reason}")
-
-
-def show_sharing(rows: list[Row]) -> None:
-    """Prints what runs beside each other cost each other."""
-    table = []
-    for own in rows:
-        if own["method"] in EVERY_STEP and "points" not in own and "step_seconds" in own:
-            same = [row for row in curves(rows) if row["method"] == own["method"]]
-            shared = [f"{1000 * row['step_seconds']:.1f}" for row in same]
-            table.append([METHODS[own["method"]][0], f"{1000 * own['step_seconds']:.1f}", ", ".join(shared)])
-    report.show("Runs that share the machine: ms per step", ["method", "by itself", "beside the others"], table)
-
-
-def show_larger(rows: list[Row]) -> None:
-    """Prints how long larger models would take, computed and not measured."""
-    table = []
-    steps = next(iter(rows))["case"]["steps"]
-    for name, (size, each) in LARGER.items():
-        step = each or without_exchange(rows)
-        if step is not None:
-            ddp, ours = played(size, step, steps)
-            table.append([name, f"{1000 * step:.4g}", *(f"{at / 60:.1f}" for at in (step * steps, ours, ddp))])
-    title = f"Computed by the simulator's clock, not measured: minutes for {steps:,} steps"
-    columns = ["parameters", "ms per step", "no exchange", METHODS["streaming_defaults"][0], "DDP"]
-    report.show(title, columns, table, "Times only: nothing is known of their losses.")
-
-
-def played(size: Size, step_seconds: float, steps: int) -> tuple[float, float]:
-    """Seconds of a whole run with DDP and with ours, by the clock of `sdiloco simulate`."""
-    link = Link(gbit_s=MBIT_S / 1000, round_trip=ROUND_TRIP)
-    groups = Groups(step_time=step_seconds, groups=SITES, memory_rate=10e9)
-    with torch.device("meta"):
-        model = Model.of_parameters(trainable(size.make()))
-    ours = play(Streaming(model, Settings(sync_every=20), groups), link, steps, [1.0] * SITES)[0]
-    return steps * step_seconds / DataParallel(model, groups).utilisation(link), ours.end
 
 
 def draw(rows: list[Row], path: Path | None) -> None:
@@ -384,7 +335,6 @@ def main(arguments: list[str] | None = None) -> None:
     options = report.options(__doc__, arguments)
     rows = measure(options.quick, options.json)
     show(rows)
-    show_larger(rows)
     draw(rows, options.picture)
 
 

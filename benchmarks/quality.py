@@ -8,8 +8,6 @@
 - ``warmups``: 4 and 8 groups with a fifth of the steps as `warmup_steps`, on the seeds of the verdict.
 - ``muon``: Muon for the matrices inside both methods, its rates and a verdict.
 - ``sparse``: 1/64 of the values, beside fp4 with all else equal.
-- ``settings``: what changes one thing at a time.
-- ``short``: half a token per parameter, in which groups hardly have time to learn from each other.
 - ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for ``--device cuda``.
 
 The worker groups are simulated in one process (`SimulatedGroups`), with the bits of as many processes, so that the load
@@ -30,7 +28,7 @@ import torch
 
 from benchmarks import comparison, runs
 from benchmarks.comparison import BATCH, FEWEST_ROUNDS, Comparison
-from benchmarks.models import DEMO, SMALL, TEN_MILLION, TINY, Size
+from benchmarks.models import SMALL, TEN_MILLION, TINY, Size
 from benchmarks.runs import Runs
 from benchmarks.training import Training
 from lightning_sdiloco.algorithm import Settings
@@ -38,8 +36,8 @@ from lightning_sdiloco.algorithm import Settings
 Pair = tuple[Training, Training]
 """A training in worker groups, and one by DDP."""
 
-TUNING, SCREENED, HELD_OUT = range(2), range(3), range(10, 15)
-"""Seeds: those that chose the rates, those that show what a setting changes, and those that no choice has seen."""
+TUNING, HELD_OUT = range(2), range(10, 15)
+"""Seeds: those that chose the rates, and those that no choice has seen."""
 
 
 class Rates(NamedTuple):
@@ -79,7 +77,6 @@ MODELS = {
     ),
     "0.2M": Model(Size(3, 64, 4, 128), {2: Rates(4.5e-3, 2e-3)}, batch=1),
     "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(3e-3, 3e-3)}),
-    "0.9M": Model(DEMO, {2: Rates(3e-3, 3e-3)}, batch=4, budget=0.5),
     "5M": Model(Size(6, 256, 4, 128), {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "10M": Model(TEN_MILLION, {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "50M": Model(Size(16, 512, 8, 128), {2: Rates(1e-3, 1e-3)}, batch=32, budget=2.0),
@@ -169,38 +166,6 @@ def sparse(size: str) -> Iterator[tuple[str, Pair]]:
                 yield f"{size}, M=2, H={sync_every}, {compression}", pair(size, 2, seed, **choices)
 
 
-def settings(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields what changes one thing."""
-    changes: dict[str, dict[str, Any]] = {
-        "as by default, H=50": {},
-        "fp32": {"compression": "fp32"},
-        "int2": {"compression": "int2"},
-        "sparse": {"compression": "sparse"},
-        "H=20": {"sync_every": 20},
-        "H=100": {"sync_every": 100},
-        "tau=0": {"overlap_steps": 0, "mixing": 0.0},
-        "tau=1": {"overlap_steps": 1},
-        "tau=10": {"overlap_steps": 10},
-        "DiLoCo, H=50": DILOCO,
-        "DiLoCo, H=20": {**DILOCO, "sync_every": 20},
-        "M=4": {"groups": 4},
-        "M=8": {"groups": 8},
-        "Muon inside both": {"inner": "muon", "rates": MUON_RATES},
-    }
-    known = {name: change for name, change in changes.items() if change.get("groups", 2) in MODELS[size].rates}
-    for change, different in known.items():
-        for seed in SCREENED:
-            yield f"{size}: {change}", pair(size, seed=seed, **different)
-
-
-def short(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields what has half a token per parameter, with the outer settings of today and with those of earlier."""
-    earlier: dict[str, Any] = {"overlap_steps": 4, "outer_lr": 0.4, "mixing": 0.5}
-    for name, choices in {"": {}, ", outer rate 0.4, mixing 0.5": earlier}.items():
-        for seed in SCREENED:
-            yield f"{size}, half a token per parameter{name}", pair(size, seed=seed, sync_every=20, **choices)
-
-
 def large(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields one seed: two rates for both methods, or the one rate that is known where it would take too long."""
     for rate in (None,) if size == "50M" else TRIED_LARGE:
@@ -233,8 +198,6 @@ STAGES = {
     "warmups": Stage("worker groups that begin with the mean of their gradients", ["0.1M"], warmups),
     "muon": Stage("Muon for the matrices inside both", ["0.1M"], muon),
     "sparse": Stage("1/64 of the values, beside fp4", ["0.1M"], sparse),
-    "settings": Stage("one thing changed at a time", ["0.1M"], settings),
-    "short": Stage("half a token per parameter", ["0.9M"], short),
     "large": Stage("larger models", ["5M", "10M", "50M"], large),
 }
 QUICK = Stage("does it run", ["tiny"], quick)
@@ -277,7 +240,7 @@ def each_at_its_best(found: Sequence[Comparison]) -> list[Comparison]:
     for name in dict.fromkeys(one.name.partition(_AT)[0] for one in found if _AT in one.name):
         tried = [one for one in found if one.name.partition(_AT)[0] == name]
         if len({tuple(run["seed"] for run in one.ours) for one in tried}) == 1:
-            ours, ddp = (min(of_one, key=loss) for of_one in ([t.ours for t in tried], [t.ddp for t in tried]))
+            ours, ddp = (min(of_one, key=loss) for of_one in ([t.ours for t in tried], [t.plain for t in tried]))
             best.append(Comparison(f"{name}, each at its best", ours, ddp))
     return best
 

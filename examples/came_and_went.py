@@ -7,18 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from slow_link import dress, in_themes
+
 from lightning_sdiloco.lightning import Rank, Run
 
-THEMES = {
-    "federation": {
-        **{"paper": "#ffffff", "ink": "#1f2933", "quiet": "#5f6c7b", "grid": "#d9dfe6", "training": "#c4cfda"},
-        **{"killed": "#d32f2f", "sites": ("#1f6fd6", "#1d8f5a", "#d9541e")},
-    },
-    "federation-dark": {
-        **{"paper": "#171c22", "ink": "#e6ebf0", "quiet": "#9fb0c0", "grid": "#34404c", "training": "#4a5866"},
-        **{"killed": "#ff6b6b", "sites": ("#6fb1ff", "#5fd49b", "#ff9b63")},
-    },
-}
+COLORS = ("blue", "green", "orange")
 PAUSE = 1.0
 """Seconds without an inner step that are drawn as a pause."""
 
@@ -75,18 +68,10 @@ def training(rank: Rank) -> list[tuple[float, float]]:
 
 def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed: str) -> list[Path]:
     """Draws when each site trained and counted, and its loss, for light and for dark pages; returns the files."""
-    import matplotlib as mpl
-
-    # With a salt of its own, and without a date, the same numbers give the same file.
-    mpl.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "federation"})
-    paths = []
-    for stem, theme in THEMES.items():
-        paths.append(folder / f"{stem}.svg")
-        figure(runs, at, killed, theme).savefig(paths[-1], metadata={"Date": None})
-    return paths
+    return in_themes(folder, "federation", lambda theme: figure(runs, at, killed, theme))
 
 
-def figure(runs: Mapping[str, Run], at: Mapping[str, float], killed: str, theme: Mapping[str, Any]) -> Any:
+def figure(runs: Mapping[str, Run], at: Mapping[str, float], killed: str, theme: dict[str, str]) -> Any:
     """Draws the picture in one theme."""
     from matplotlib.figure import Figure
 
@@ -94,20 +79,20 @@ def figure(runs: Mapping[str, Run], at: Mapping[str, float], killed: str, theme:
     rows, losses = drawn.subplots(2, 1, sharex=True, height_ratios=(2, 3))
     seen_by = next(run.heads[0] for name, run in runs.items() if name != killed)
     for row, (name, run) in enumerate(runs.items()):
-        color, rank = theme["sites"][row % len(theme["sites"])], run.heads[0]
+        color, rank = theme[COLORS[row % len(COLORS)]], run.heads[0]
         spans = [(began - at["founded"], ended - began) for began, ended in training(rank)]
-        rows.broken_barh(spans, (row - 0.3, 0.6), color=theme["training"], linewidth=0)
+        rows.broken_barh(spans, (row - 0.3, 0.6), color=theme["bar"], linewidth=0)
         moments = [one.spans["land"][1] - at["founded"] for one in seen_by.landings if name in one.sites]
         rows.plot(moments, [row] * len(moments), "|", color=color, markersize=13)
         losses.plot(*smooth(rank, at["founded"]), color=color, linewidth=1.4, label=name)
     for axes in (rows, losses):
-        dress(axes, theme)
+        dress(axes, theme, grid="x")
         for moment in ("killed", "started", "back"):
-            axes.axvline(at[moment] - at["founded"], color=theme["killed"], linewidth=1, linestyle=":")
+            axes.axvline(at[moment] - at["founded"], color=theme["red"], linewidth=1, linestyle=":")
     marks = {"killed": f"{killed}: kill -9", "started": "started again", "back": "counts again"}
     for number, (moment, text) in enumerate(marks.items()):
         place, side = (at[moment] - at["founded"], len(runs) - 0.5 + 0.3 * (number == 2)), "left" if number else "right"
-        rows.annotate(text, place, color=theme["killed"], ha=side, va="top", fontsize=8, annotation_clip=False)
+        rows.annotate(text, place, color=theme["red"], ha=side, va="top", fontsize=8, annotation_clip=False)
     rows.set_yticks(range(len(runs)), list(runs))
     rows.set_ylim(len(runs) + 0.1, -0.5)
     rows.set_title("grey: trains; a mark: counts in a round", color=theme["quiet"], fontsize=9, loc="left")
@@ -118,31 +103,17 @@ def figure(runs: Mapping[str, Run], at: Mapping[str, float], killed: str, theme:
 
 
 def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:
-    """Returns the training loss over time, smoothed; nothing is drawn where a site was away."""
+    """Returns the training loss over time, in means of neighbours; nothing is drawn where a site was away."""
     done = {step.step: step.done for step in rank.steps}
     points = sorted((done[int(step)] - zero, loss) for step, loss in rank.losses if int(step) in done)
-    moments: list[float] = []
-    values: list[float] = []
-    width, part = max(1, len(points) // 40), list[tuple[float, float]]()
-    for point, after in zip(points, [*points[1:], (float("inf"), 0.0)], strict=True):
-        part.append(point)
-        pauses = after[0] - point[0] > 5 * PAUSE
-        if len(part) == width or pauses:
-            # The mean of a few says little.
-            if 2 * len(part) >= width:
-                moments.append(point[0])
-                values.append(sum(loss for _, loss in part) / len(part))
-            part = []
-        if pauses:
-            moments.append(point[0])
-            values.append(float("nan"))
+    width = max(1, len(points) // 40)
+    cuts = [0, *(at for at, (one, two) in enumerate(pairwise(points), 1) if two[0] - one[0] > 5 * PAUSE), len(points)]
+    moments, values = list[float](), list[float]()
+    for begin, end in pairwise(cuts):
+        for first in range(begin, end, width):
+            part = points[first : min(first + width, end)]
+            moments.append(part[-1][0])
+            values.append(sum(loss for _, loss in part) / len(part))
+        moments.append(points[end - 1][0])
+        values.append(float("nan"))
     return moments, values
-
-
-def dress(axes: Any, theme: Mapping[str, Any]) -> None:
-    """Gives axes the colors of a theme."""
-    axes.set_facecolor(theme["paper"])
-    axes.grid(color=theme["grid"], linewidth=0.7, axis="x")
-    axes.tick_params(colors=theme["quiet"], length=0, pad=6)
-    for side in axes.spines.values():
-        side.set_visible(False)

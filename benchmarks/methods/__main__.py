@@ -12,68 +12,46 @@ With --json every run is kept at once, and runs that the file has are not made a
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import mean
 
-from benchmarks import report, runs
-from benchmarks.comparison import interval
+from benchmarks import comparison, report, runs
+from benchmarks.comparison import Comparison, interval
 from benchmarks.methods.named import METHODS, quick, rates, training, wanted
-from benchmarks.picture import BLUE, GREY, RED, figure, save
+from benchmarks.picture import BLUE, GREY, figure, save
 from benchmarks.runs import Runs
 from benchmarks.training import NamedTraining, Run
-from lightning_sdiloco.tools.simulate.seeds import half_width
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A method and what it is compared with, seed by seed, as far as both were made.
+def cells(row: Comparison) -> list[str]:
+    """Returns a row of the table."""
+    return [
+        row.name,
+        f"{len(row.ours)}",
+        f"{mean(run['loss'] for run in row.ours):.3f}",
+        "" if is_plain(row) else interval(row.percent, digits=1),
+        f"{mean(run.get('bytes_sent', 0) for run in row.ours) / 1e6:.2f}",
+        f"{100 * bytes_sent(row):.0f} %" if bytes_sent(row) else "",
+        f"{mean(run.get('launches', 0) for run in row.ours):.0f}",
+        "" if is_plain(row) else row.verdict,
+    ]
 
-    Attributes:
-        name: The method, and with how many groups.
-        ours: Its runs.
-        plain: Those of the other, in the same order.
-    """
 
-    name: str
-    ours: Sequence[Run]
-    plain: Sequence[Run]
+def bytes_sent(row: Comparison) -> float:
+    """Returns the bytes that a method sent over those of the other; 0 if nobody sent any."""
+    both = zip(row.ours, row.plain, strict=True)
+    return mean(one.get("bytes_sent", 0) / max(1, plain.get("bytes_sent", 0)) for one, plain in both)
 
-    @property
-    def percent(self) -> list[float]:
-        """By how much its loss is higher, in percent."""
-        return [100 * (one["loss"] / plain["loss"] - 1) for one, plain in zip(self.ours, self.plain, strict=True)]
 
-    @property
-    def bytes_sent(self) -> float:
-        """Bytes that it sent over those of the other; 0 if nobody sent any."""
-        both = zip(self.ours, self.plain, strict=True)
-        return mean(one.get("bytes_sent", 0) / max(1, plain.get("bytes_sent", 0)) for one, plain in both)
-
-    def cells(self) -> list[str]:
-        """Returns a row of the table."""
-        half, more = half_width(self.percent), mean(self.percent)
-        verdict = "" if half is None else "no difference" if abs(more) <= half else "worse" if more > 0 else "better"
-        return [
-            self.name,
-            f"{len(self.ours)}",
-            f"{mean(run['loss'] for run in self.ours):.3f}",
-            "" if self.is_plain else interval(self.percent, digits=1),
-            f"{mean(run.get('bytes_sent', 0) for run in self.ours) / 1e6:.2f}",
-            f"{100 * self.bytes_sent:.0f} %" if self.bytes_sent else "",
-            f"{mean(run.get('launches', 0) for run in self.ours):.0f}",
-            "" if self.is_plain else verdict,
-        ]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether others are compared with it, and it with none."""
-        return METHODS[self.ours[0]["method"]].beside is None
+def is_plain(row: Comparison) -> bool:
+    """Tells whether others are compared with a method, and it with none."""
+    return METHODS[row.ours[0]["method"]].beside is None
 
 
 COLUMNS = ["method", "seeds", "loss", "minus the other's, %", "MB sent", "of the other's", "launches", ""]
 
 
-def compared(kept: Runs, trainings: Sequence[NamedTraining]) -> list[Compared]:
+def compared(kept: Runs, trainings: Sequence[NamedTraining]) -> list[Comparison]:
     """Returns the methods of which something was made beside what they are compared with, those of two groups first."""
     found: dict[str, tuple[list[Run], list[Run]]] = {}
     for one in trainings:
@@ -83,7 +61,7 @@ def compared(kept: Runs, trainings: Sequence[NamedTraining]) -> list[Compared]:
                 found.setdefault(f"M={one.groups}, {one.method}", ([], [])), (own, plain), strict=True
             ):
                 runs_of.append(run)
-    return [Compared(name, *both) for name, both in found.items()]
+    return [Comparison(name, *both) for name, both in found.items()]
 
 
 def _plain(one: NamedTraining) -> NamedTraining:
@@ -91,17 +69,15 @@ def _plain(one: NamedTraining) -> NamedTraining:
     return replace(like, size=one.size, budget=one.budget, validation_windows=one.validation_windows)
 
 
-def draw(rows: Sequence[Compared], options: argparse.Namespace) -> None:
+def draw(rows: Sequence[Comparison], options: argparse.Namespace) -> None:
     """Draws by how much the loss is higher, with its interval, and the bytes beside it."""
-    drawn = [row for row in rows if not row.is_plain]
+    drawn = [row for row in rows if not is_plain(row)]
     if options.picture is None or not drawn:
         return
     picture, (axes, bytes_axes) = figure(columns=2, height=1.2 + 0.28 * len(drawn), widths=(3, 2))
     for position, one in enumerate(drawn):
-        more, half = mean(one.percent), half_width(one.percent)
-        color = GREY if half is None or abs(more) <= half else RED if more > 0 else BLUE
-        axes.errorbar(more, -position, xerr=half, fmt="o", color=color, capsize=3)
-        bytes_axes.barh(-position, 100 * one.bytes_sent, height=0.6, color=BLUE)
+        comparison.plot(axes, position, one)
+        bytes_axes.barh(-position, 100 * bytes_sent(one), height=0.6, color=BLUE)
     axes.axvline(0, color=GREY, linewidth=1)
     axes.set_yticks([-position for position in range(len(drawn))], [one.name for one in drawn], fontsize=8)
     axes.set_xlabel("loss minus that of what it is compared with, %")
@@ -126,9 +102,9 @@ def main(arguments: list[str] | None = None) -> None:
     rows = compared(kept, trainings)
     caption = "Loss in nats per byte; the difference is the mean over the seeds, with its 95 % interval."
     report.show(
-        "methods: 110,832 parameters, 16 tokens per parameter, H=20", COLUMNS, [row.cells() for row in rows], caption
+        "methods: 110,832 parameters, 16 tokens per parameter, H=20", COLUMNS, [cells(row) for row in rows], caption
     )
-    kept.write({f"{row.name}, %": mean(row.percent) for row in rows if not row.is_plain}, options.quick)
+    kept.write({f"{row.name}, %": mean(row.percent) for row in rows if not is_plain(row)}, options.quick)
     draw(rows, options)
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from benchmarks import gossip
 from benchmarks.methods.trained import Dropping, Eager, FedGLOMO, HalfSpeed, SlowUplink
 from benchmarks.models import TINY
 from benchmarks.quality import DILOCO, HELD_OUT, MUON_RATES, TUNING, Rates, pair
 from benchmarks.training import NamedTraining
-from lightning_sdiloco import Carry, Selective, TwoShot
+from lightning_sdiloco import Carry, FastestPairs, RandomPairs, Ring, Selective, TwoShot
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold, TopK
 
@@ -53,11 +52,8 @@ class Method:
     training: type[NamedTraining] = MethodTraining
 
 
-def _route(name: str) -> Method:
-    return Method(lambda: gossip.choices(name, 4))
-
-
 _GPA = {"inner": "gpa", "lr": 6e-3}
+_PAIRS: dict[str, Any] = {"compression": "int8"}
 _SGD = {"inner": "sgd", "lr": 0.3}
 
 METHODS: Mapping[str, Method] = {
@@ -86,9 +82,12 @@ METHODS: Mapping[str, Method] = {
     "ByLink, one slow uplink": Method(training=SlowUplink),
     "Paced, one at half speed": Method(training=HalfSpeed),
     "TwoShot([0.4, 0.2, 0.2, 0.2])": Method(lambda: {"exchange": TwoShot([0.4, 0.2, 0.2, 0.2])}),
-    gossip.RANDOM: _route(gossip.RANDOM),
-    gossip.FASTEST: _route(gossip.FASTEST),
-    gossip.RING: _route(gossip.RING),
+    # With NoLoCo's own numbers, and as the mean itself.
+    "RandomPairs": Method(lambda: {"route": RandomPairs(), **_PAIRS, "outer_lr": 0.7, "outer_momentum": 0.5}),
+    "FastestPairs": Method(
+        lambda: {"route": FastestPairs(speeds=()), **_PAIRS, "outer_lr": 1.0, "outer_momentum": 0.0}
+    ),
+    "Ring": Method(lambda: {"route": Ring(), **_PAIRS}),
     "Muon": Method(changes={"inner": "muon", "lr": MUON_RATES.ours}),
     "GPA inside, outer momentum": Method(changes=_GPA),
     "GPA inside, none outside": Method(lambda: {"outer_lr": 1.0, "outer_momentum": 0.0}, changes=_GPA),

@@ -13,12 +13,12 @@ from typing_extensions import override
 from benchmarks.drop_compute import Case, times
 from benchmarks.models import next_byte_loss
 from benchmarks.quality import DILOCO
-from benchmarks.training import Group, NamedTraining, Simulated
+from benchmarks.training import Group, NamedTraining, Run, Simulated
 from lightning_sdiloco.algorithm import best_drop
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.engine import StepClock
 
-from eager_updates import EagerGroups  # isort: skip  (on the path since benchmarks.models)
+from eager_updates import EagerGroups, Stay  # isort: skip  (on the path since benchmarks.models)
 from local_momentum import LocalMomentum  # isort: skip
 
 
@@ -42,12 +42,16 @@ class Eager(NamedTraining):
 
     @override
     def given(self) -> Mapping[str, Any]:
-        return {"overlap_steps": 19, "outer_momentum": 0.5}
+        return {"overlap_steps": 19, "mixing": Stay(), "outer_momentum": 0.5}
+
+    @override
+    def key(self) -> Run:
+        key = super().key()
+        return {**key, "choices": {**key["choices"], "outer_momentum": 0.5}}
 
     @override
     def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> Simulated:
-        choices = {name: value for name, value in (self.choices or {}).items() if name != "mixing"}
-        return EagerGroups(models, optimizers, offload=False, **choices, outer_momentum=0.5)
+        return EagerGroups(models, optimizers, offload=False, **{**(self.choices or {}), **self.given()})
 
 
 RANKS, MICRO_BATCHES, SIGMA, MOST_DROPPED = 2, 4, 0.5, 0.1

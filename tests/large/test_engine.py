@@ -50,15 +50,13 @@ def simulated(kind: str, groups: int, steps: int, **choices: Any) -> tuple[dict[
     return outer, engine
 
 
-@pytest.mark.parametrize("exchange", ["gather", "two_shot"])
 @pytest.mark.parametrize(
     "compression", [*COMPRESSIONS.values(), ErrorFeedback(Int4()), ErrorFeedback(RandomK(8, Int4()))], ids=str
 )
-def test_groups_end_with_the_same_bits(compression: Any, exchange: str) -> None:
-    if compression.varies():
-        exchange = "gather"
-    _, engine = simulated("wide", 3, 9, **SHORT, compression=compression, exchange=exchange)
-    assert engine.engines[0].report()["landings"] == engine.engines[0].report()["launches"] > 6
+def test_groups_end_with_the_same_bits(compression: Any) -> None:
+    for exchange in ("gather",) if compression.varies() else ("gather", "two_shot"):
+        _, engine = simulated("wide", 3, 9, **SHORT, compression=compression, exchange=exchange)
+        assert engine.engines[0].report()["landings"] == engine.engines[0].report()["launches"] > 6
 
 
 @pytest.mark.parametrize(("compression", "exchange"), [("fp4", "two_shot"), ("sparse", "gather")])

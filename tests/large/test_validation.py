@@ -128,35 +128,36 @@ SWAPS = [
 ]
 
 
-@pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
-@pytest.mark.parametrize(
-    ("owner", "hooks"),
-    [("callback", SWAPS[0]), ("callback", SWAPS[1]), ("callbacks", SWAPS[0])] + [("module", hooks) for hooks in SWAPS],
-)
-def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(
-    owner: str, hooks: tuple[str, str], distribution: str
-) -> None:
-    def run(rank: int, world_size: int, averages: bool) -> Any:
-        average, callbacks = Average(), []
-        if averages and owner != "module":
-            callbacks = [callback(distribution, average, *hooks)]
-        if averages and owner == "callbacks":
-            # They put back in the order in which they swapped in, so the second puts back what the first had put in.
-            callbacks = [callback(distribution, Average(0.5), *hooks), *callbacks]
-        of_module = hooks if averages and owner == "module" else ("", "")
-        model = module(distribution, average, *of_module)
-        choices = {} if averages else {"limit_val_batches": 0}
-        fit(distribution, rank, model, callbacks=callbacks, **choices)
-        return model.trained, model.seen, model.expected, held(model)
+OWNERS = [("callback", SWAPS[0]), ("callback", SWAPS[1]), ("callbacks", SWAPS[0])] + [("module", own) for own in SWAPS]
 
-    averaged, plain = run_processes(run, 2, True), run_processes(run, 2, False)
-    for (trained, seen, expected, left), (without, _, _, left_without) in zip(averaged, plain, strict=True):
-        assert len(trained) == STEPS
-        assert all(same(one, other) for one, other in zip(trained, without, strict=True))
-        assert same(left, left_without)
-        # The sanity check comes before there is an average.
-        assert len(seen) == 11
-        assert all(same(one, other) for one, other in zip(seen[1:], expected[1:], strict=True))
+
+@pytest.mark.parametrize(("distribution", "owners"), [(LIGHTNING, OWNERS), (OTHER, OWNERS[2:4])])
+def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(
+    distribution: str, owners: list[tuple[str, tuple[str, str]]]
+) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        def fitted(owner: str = "", hooks: tuple[str, str] = ("", "")) -> Any:
+            average, callbacks = Average(), []
+            if owner.startswith("callback"):
+                callbacks = [callback(distribution, average, *hooks)]
+            if owner == "callbacks":
+                # They put back in the order in which they swapped in: the second puts back what the first had put in.
+                callbacks = [callback(distribution, Average(0.5), *hooks), *callbacks]
+            model = module(distribution, average, *(hooks if owner == "module" else ("", "")))
+            fit(distribution, rank, model, callbacks=callbacks, **({} if owner else {"limit_val_batches": 0}))
+            return model, held(model)
+
+        plain, left = fitted()
+        for owner in owners:
+            model, now = fitted(*owner)
+            assert len(model.trained) == STEPS
+            assert all(same(one, other) for one, other in zip(model.trained, plain.trained, strict=True)), owner
+            assert same(now, left), owner
+            # The sanity check comes before there is an average.
+            assert len(model.seen) == 11
+            assert all(same(one, other) for one, other in zip(model.seen[1:], model.expected[1:], strict=True)), owner
+
+    run_processes(run, 2)
 
 
 def test_after_an_exception_in_validation_the_module_holds_the_local_values() -> None:
@@ -258,27 +259,23 @@ def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_
             assert all(same(one, two) for one, two in zip(resumed[0][::-1], through[0][::-1], strict=False))
 
 
-@pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
-def test_early_stopping_and_the_best_checkpoint_go_beside_ddp_from_the_first_steps_on(
-    distribution: str, tmp_path: Path
-) -> None:
+def test_early_stopping_and_the_best_checkpoint_go_beside_ddp_from_the_first_steps_on(tmp_path: Path) -> None:
     """The defaults, which launch nothing for 100 steps, and a validation after every 25."""
 
     def run(rank: int, world_size: int, strategy: str) -> Any:
-        callbacks = importlib.import_module(distribution).callbacks
+        callbacks = importlib.import_module(LIGHTNING).callbacks
         losses: list[float] = []
 
-        class Keep(importlib.import_module(distribution).Callback):  # type: ignore[misc]
+        class Keep(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
             def on_validation_end(self, trainer: Any, module: Any) -> None:
                 losses.append(float(trainer.callback_metrics["val_loss"]))
 
         stop = callbacks.EarlyStopping("val_loss", patience=2)
         best = callbacks.ModelCheckpoint(tmp_path / strategy, monitor="val_loss", filename="{step}")
-        model = module(distribution)
+        model = module(LIGHTNING)
         model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.02)
         trainer = fits.trainer(
-            distribution,
-            strategy="ddp" if strategy == "ddp" else fits.strategy(distribution),
+            strategy="ddp" if strategy == "ddp" else fits.strategy(),
             devices=2,
             max_steps=150,
             val_check_interval=25,
