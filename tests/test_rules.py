@@ -264,7 +264,7 @@ OBJECT_COLLECTIVES = {
     )
 }
 # In threads of one process, which hand each other whatever a project broadcasts.
-MAY_PICKLE = {f"{NAME}.tools.simulate.world"}
+MAY_PICKLE = {f"{NAME}.tools.simulate.threads"}
 # A file that the user names, read as the user says.
 MAY_LOAD = {f"{NAME}.lightning.checkpoint.sharded_model"}
 

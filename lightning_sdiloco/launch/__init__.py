@@ -5,7 +5,6 @@ listen, and errors that name the ranks and connections at fault. This room, besi
 the environment. It issues no collectives and knows neither the algorithm nor Lightning.
 """
 
-from lightning_sdiloco.launch.environment import warn_of_shared_store
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address, has_exchange_interface
 from lightning_sdiloco.launch.reachability import (
@@ -16,7 +15,14 @@ from lightning_sdiloco.launch.reachability import (
     find_broken_connections,
     require_reachable,
 )
-from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, rendezvous, rendezvous_at, try_to_connect
+from lightning_sdiloco.launch.rendezvous import (
+    Rendezvous,
+    reason,
+    rendezvous,
+    rendezvous_at,
+    try_to_connect,
+    warn_of_shared_store,
+)
 
 __all__ = [
     "BrokenConnection",

@@ -1,8 +1,14 @@
-"""Where ranks meet before there are process groups: a store through which they exchange small values."""
+"""Where ranks meet before there are process groups: a store through which they exchange small values.
+
+[Note: torchrun's store] torchrun keeps the store at which ranks meet in its own agent, not in rank 0, and lends it to
+its processes. Restarted processes find in it the addresses on which those before them listened, and fail
+(https://github.com/pytorch/pytorch/issues/135712).
+"""
 
 import errno
 import json
 import logging
+import os
 import socket
 import struct
 import time
@@ -15,7 +21,6 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import DistStoreError, synchronize
 
 from lightning_sdiloco.comm import is_connected
-from lightning_sdiloco.launch.environment import agent_keeps_store
 
 _log = logging.getLogger(__name__)
 
@@ -182,3 +187,17 @@ def reason(error: OSError) -> str:
 
 def _decoded(values: list[bytes]) -> list[Any]:
     return [json.loads(value) for value in values]
+
+
+def agent_keeps_store() -> bool:
+    """Returns whether torchrun's agent, not rank 0, keeps the store of the rendezvous."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def warn_of_shared_store(rank: int) -> None:
+    """Warns, on rank 0, if torchrun is to restart processes and yet lends them its store."""
+    if rank == 0 and agent_keeps_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        _log.warning(
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, on every node."
+            " Without it, restarted processes try to reach those before them, and fail."
+        )

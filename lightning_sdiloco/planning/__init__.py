@@ -11,9 +11,13 @@ from lightning_sdiloco.planning.clock import Absence, Times, play, step_end
 from lightning_sdiloco.planning.hub import (
     Enough,
     HubLoad,
+    Round,
+    Waits,
+    Way,
     hub_link,
     largest_payload,
     through_hub,
+    waits,
     way_through_hub,
 )
 from lightning_sdiloco.planning.link import Line, Link
@@ -30,7 +34,6 @@ from lightning_sdiloco.planning.planner import (
     recommend,
     recommend_for_all,
 )
-from lightning_sdiloco.planning.quorum import Round, Waits, Way, waits
 from lightning_sdiloco.planning.units import readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model
 

@@ -1,9 +1,7 @@
 """Plays a run in virtual time: when every group has made each inner step, with unequal speeds and absences."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-from typing_extensions import override
+from typing import NamedTuple
 
 from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.methods import Costs, Streaming
@@ -70,9 +68,9 @@ def play(
         >>> round(fast.waited), round(fast.end)
         (0, 20)
     """
-    kind = _PlayLegs if not method.settings.shares else _PlayLines if links else _Play
     each = [Line.of(one) for one in links or [link] * len(speeds)]
-    return kind(method, each, speeds, list(absences), idle or [()] * len(speeds)).times(steps, launches)
+    played = _Play(method, each, speeds, list(absences), idle or [()] * len(speeds), differ=bool(links))
+    return played.times(steps, launches)
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
@@ -121,6 +119,7 @@ class _Play:
         speeds: Sequence[float],
         absences: list[Absence],
         idle: Sequence[Collection[int]],
+        differ: bool,
     ) -> None:
         groups = method.groups
         for name, each in (("speeds", speeds), ("lists of idle steps", idle), ("links", lines)):
@@ -134,8 +133,12 @@ class _Play:
             require(0 <= absence.group < groups.groups, "group", absence.group, "the number of a group, from 0")
             require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
         self._lines, self._link = lines, _slowest(lines)
+        # Where links differ and all groups wait for all, both directions of each are busy with what it carries.
+        self._differ = differ and method.settings.shares
         self._use(method)
-        self._link_free = 0.0
+        self._flights, self._rounds = 0, [0] * len(method.numels)
+        # Until when the link of each group is busy, or each of its directions.
+        self._up, self._down = [0.0] * len(lines), [0.0] * len(lines)
         self._groups = [
             _Group(groups.step_time / speed, [absence for absence in absences if absence.group == group], idle[group])
             for group, speed in enumerate(speeds)
@@ -143,7 +146,9 @@ class _Play:
 
     def _use(self, method: Streaming) -> None:
         """Sets how fragments travel from now on."""
-        self._method = method
+        self._method, each = method, range(len(method.numels))
+        if self._differ:
+            self._busy = [[method.busy(fragment, self._lines, known) for known in (False, True)] for fragment in each]
 
     def times(self, steps: int, launches: Mapping[int, Sequence[int]] | None = None) -> list[Times]:
         schedule = self._method.schedule
@@ -179,49 +184,37 @@ class _Play:
             launched.append(group.clock)
             group.clock += cost.launch
             group.encoded = max(group.clock, group.encoded) + cost.encode
-        arrived = self._travelled(fragment, cost)
+        arrived = self._over_lines(fragment, cost) if self._differ else self._over_legs(fragment, cost)
         for group, at, there in zip(self._groups, launched, arrived, strict=True):
             group.longest_flight = max(group.longest_flight, there - at)
             group.stepped = max(group.stepped, group.averaged, there) + cost.step
             group.landings.append(group.stepped)
 
-    def _travelled(self, fragment: int, cost: Costs) -> list[float]:
-        """Returns when the last message of a flight is there, by group, and lets all groups average in between."""
-        posted, round_trip = max(group.encoded for group in self._groups), self._link.round_trip
-        warm = self._link.is_warm_after(posted - self._link_free - round_trip)
-        self._link_free = max(posted, self._link_free) + (cost.warm if warm else cost.cold)
-        arrived = self._link_free + round_trip
-        for group in self._groups:
-            group.averaged = max(group.averaged, arrived) + cost.average
-        if cost.second_hop:
-            arrived = max(group.averaged for group in self._groups) + cost.second_hop + round_trip
-            self._link_free += cost.second_hop
-        return [arrived] * len(self._groups)
+    def _over_legs(self, fragment: int, cost: Costs) -> list[float]:
+        """Returns when the last message of a flight is there, by group, and lets all groups average in between.
 
-    def _land(self, fragment: int) -> None:
-        cost = self._method.costs(fragment, self._link)
-        for group in self._groups:
-            arrived = group.landings.pop(0)
-            group.waited += max(0.0, arrived - group.clock)
-            group.clock = max(group.clock, arrived) + cost.land
+        Groups exchange with the partners of their leg, which is all groups but on a route of pairs, at the speed of the
+        slowest link among them.
+        """
+        number, self._rounds[fragment] = self._rounds[fragment], self._rounds[fragment] + 1
+        settings, everyone = self._method.settings, tuple(range(len(self._groups)))
+        legs = [everyone] if settings.shares else settings.routing.legs(number, len(self._groups))
+        launched, arrived = max(group.encoded for group in self._groups), [0.0] * len(self._groups)
+        for leg in legs:
+            slowest = _slowest(self._lines[group] for group in leg)
+            own, round_trip = self._method.costs(fragment, slowest), slowest.round_trip
+            posted = max(self._groups[group].encoded for group in leg)
+            before = max(self._up[group] for group in leg)
+            warm = slowest.is_warm_after(posted - before - round_trip)
+            free = max(posted, before) + (own.warm if warm else own.cold)
+            for group in leg:
+                self._up[group], arrived[group] = free + own.second_hop, max(free, launched) + round_trip
+                clocks = self._groups[group]
+                clocks.averaged = max(clocks.averaged, arrived[group]) + own.average
+        return self._again(arrived, cost.second_hop, self._link.round_trip)
 
-
-class _PlayLines(_Play):
-    """Plays groups whose links differ: both directions of each are busy with what it carries, and all wait for all."""
-
-    def __init__(self, method: Streaming, lines: Sequence[Line], *given: Any) -> None:
-        super().__init__(method, lines, *given)
-        self._up, self._down = [0.0] * len(lines), [0.0] * len(lines)
-        self._flights = 0
-
-    @override
-    def _use(self, method: Streaming) -> None:
-        super()._use(method)
-        each = range(len(method.numels))
-        self._busy = [[method.busy(fragment, self._lines, known) for known in (False, True)] for fragment in each]
-
-    @override
-    def _travelled(self, fragment: int, cost: Costs) -> list[float]:
+    def _over_lines(self, fragment: int, cost: Costs) -> list[float]:
+        """Returns the same where links differ."""
         self._flights += 1
         # What its first message took, a group is told with the second one.
         busy, round_trip = self._busy[fragment][self._flights > 2], max(line.round_trip for line in self._lines)
@@ -230,42 +223,25 @@ class _PlayLines(_Play):
             self._up[index] = max(posted, self._up[index]) + one.up
             self._down[index] = max(posted, self._down[index]) + one.down
         arrived = max(*self._up, *self._down) + round_trip
-        for group in self._groups:
+        for group, one, index in zip(self._groups, busy, range(len(busy)), strict=True):
             group.averaged = max(group.averaged, arrived) + cost.average
+            self._up[index] += one.up_again
+            self._down[index] += one.down_again
         again = max(max(one.up_again, one.down_again) for one in busy)
-        if again:
-            # As in the play above: what is launched later has the link while the others average.
-            arrived = max(group.averaged for group in self._groups) + again + round_trip
-            for index, one in enumerate(busy):
-                self._up[index] += one.up_again
-                self._down[index] += one.down_again
-        return [arrived] * len(self._groups)
+        return self._again([arrived] * len(busy), again, round_trip)
 
+    def _again(self, arrived: list[float], second_hop: float, round_trip: float) -> list[float]:
+        """Returns when the means of a second hop are there."""
+        if not second_hop:
+            return arrived
+        return [max(group.averaged for group in self._groups) + second_hop + round_trip] * len(arrived)
 
-class _PlayLegs(_Play):
-    """Plays a route on which groups exchange with partners, at the speed of the slowest link of a leg."""
-
-    def __init__(self, method: Streaming, lines: Sequence[Line], *given: Any) -> None:
-        super().__init__(method, lines, *given)
-        self._busy_until = [0.0] * len(lines)
-        self._rounds = [0] * len(method.numels)
-
-    @override
-    def _travelled(self, fragment: int, cost: Costs) -> list[float]:
-        number, self._rounds[fragment] = self._rounds[fragment], self._rounds[fragment] + 1
-        launched, arrived = max(group.encoded for group in self._groups), [0.0] * len(self._groups)
-        for leg in self._method.settings.routing.legs(number, len(self._groups)):
-            slowest = _slowest(self._lines[group] for group in leg)
-            own, round_trip = self._method.costs(fragment, slowest), slowest.round_trip
-            posted = max(self._groups[group].encoded for group in leg)
-            before = max(self._busy_until[group] for group in leg)
-            warm = slowest.is_warm_after(posted - before - round_trip)
-            free = max(posted, before) + (own.warm if warm else own.cold)
-            for group in leg:
-                self._busy_until[group], arrived[group] = free, max(free, launched) + round_trip
-                clocks = self._groups[group]
-                clocks.averaged = max(clocks.averaged, arrived[group]) + own.average
-        return arrived
+    def _land(self, fragment: int) -> None:
+        cost = self._method.costs(fragment, self._link)
+        for group in self._groups:
+            arrived = group.landings.pop(0)
+            group.waited += max(0.0, arrived - group.clock)
+            group.clock = max(group.clock, arrived) + cost.land
 
 
 def _slowest(lines: Iterable[Line]) -> Link:

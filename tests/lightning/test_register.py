@@ -26,7 +26,7 @@ from lightning_sdiloco.lightning.host.patching import (
     check_fabric,
     check_names,
 )
-from lightning_sdiloco.tools.simulate.configuration import simulated_classes
+from lightning_sdiloco.tools.simulate.groups import simulated_classes
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.launch import reachability
-from lightning_sdiloco.launch.environment import warn_of_shared_store
 from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints
+from lightning_sdiloco.launch.rendezvous import warn_of_shared_store
 from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.doctor import Examined, Finding, Launch, MeasuredLink, describe, detect_launch, findings
 from tests.ranks import LAUNCHERS, run_processes

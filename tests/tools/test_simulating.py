@@ -11,9 +11,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_sdiloco.tools.simulate.configuration import Configuration
-from lightning_sdiloco.tools.simulate.running import Run, run
-from lightning_sdiloco.tools.simulate.turns import Turns
+from lightning_sdiloco.tools.simulate.groups import Configuration, Run, run
+from lightning_sdiloco.tools.simulate.threads import Turns
 from tests.ranks import run_processes
 
 OURS = {

@@ -9,9 +9,9 @@ import yaml
 
 from lightning_sdiloco.planning import Absence
 from lightning_sdiloco.tools.cli import main
-from lightning_sdiloco.tools.simulate.configuration import Configuration
-from lightning_sdiloco.tools.simulate.federated import FederatedRun, Places, play_sites
-from lightning_sdiloco.tools.simulate.picture import with_gaps
+from lightning_sdiloco.tools.simulate.groups import Configuration
+from lightning_sdiloco.tools.simulate.output import with_gaps
+from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, play_sites
 from tests.tools.test_simulating import write
 
 STEPS, BATCH = 24, 5

@@ -13,22 +13,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lightning_sdiloco.planning import Absence, Link
 from lightning_sdiloco.tools.output import require_drawable
-from lightning_sdiloco.tools.simulate.configuration import Configuration
-from lightning_sdiloco.tools.simulate.federated import Places, Site, play_sites
-from lightning_sdiloco.tools.simulate.picture import draw, draw_compared, draw_sites
-from lightning_sdiloco.tools.simulate.running import check, run
-from lightning_sdiloco.tools.simulate.seeds import compared, each_with, parsed
-from lightning_sdiloco.tools.simulate.sweeping import (
+from lightning_sdiloco.tools.simulate.groups import Configuration, check, run
+from lightning_sdiloco.tools.simulate.output import (
+    compared_as_text,
+    draw,
+    draw_compared,
+    draw_sites,
+    run_as_text,
+    sites_as_text,
+    sweep_as_text,
+)
+from lightning_sdiloco.tools.simulate.sites import Places, Site, play_sites
+from lightning_sdiloco.tools.simulate.sweeps import (
     METHOD,
     Circumstances,
     Outcome,
     Planned,
     combinations,
+    compared,
+    each_with,
     names_of,
+    parsed,
     predict,
 )
-from lightning_sdiloco.tools.simulate.sweeping import methods as named_runs
-from lightning_sdiloco.tools.simulate.text import compared_as_text, run_as_text, sites_as_text, sweep_as_text
+from lightning_sdiloco.tools.simulate.sweeps import methods as named_runs
 
 
 def simulate(

@@ -8,12 +8,17 @@ from typing import Any
 from lightning_sdiloco.federation import Follower, Record
 from lightning_sdiloco.hub import VirtualHub, VirtualLink, VirtualTime
 from lightning_sdiloco.planning import Absence, Link, step_end
-from lightning_sdiloco.tools.simulate.configuration import Configuration
-from lightning_sdiloco.tools.simulate.processes import SimulatedRank
-from lightning_sdiloco.tools.simulate.running import Group, Run, live, quiet
-from lightning_sdiloco.tools.simulate.site import site_name, use
-from lightning_sdiloco.tools.simulate.turns import Turns
-from lightning_sdiloco.tools.simulate.world import simulated_topologies
+from lightning_sdiloco.tools.simulate.groups import (
+    Configuration,
+    Group,
+    Run,
+    SimulatedRank,
+    live,
+    quiet,
+    site_name,
+    use,
+)
+from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 # A site has so many connections to its hub.
 _CHANNELS = 8

@@ -1,0 +1,698 @@
+"""Runs a LightningCLI configuration as several worker groups: strategy, callback and Trainer of each."""
+
+import inspect
+import logging
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import yaml
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.engine import Federation, StepClock, StreamingDiLoCo, random_state, set_random_state, trainable
+from lightning_sdiloco.hub import Connection
+from lightning_sdiloco.lightning import ConnectedGroups, WorkerGroupStrategy, check_class, in_batch
+from lightning_sdiloco.lightning import replace as replace_in
+from lightning_sdiloco.planning import Model
+from lightning_sdiloco.registration import variants
+from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
+
+
+class _Here(threading.local):
+    connection: Connection | None = None
+
+
+_here = _Here()
+
+
+@dataclass(frozen=True)
+class SimulatedFederation(Federation):
+    """The federation of the site that this thread plays."""
+
+    def connect(self, ranks: int = 1) -> Connection:
+        """Returns the connection that `use` was given."""
+        assert _here.connection is not None, "a simulated site is given its connection first"
+        return _here.connection
+
+
+def use(connection: Connection) -> None:
+    """Gives the site that this thread plays its connection."""
+    _here.connection = connection
+
+
+def site_name(number: int) -> str:
+    """Names a simulated site."""
+    return f"site-{number}"
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+def _nothing() -> None:
+    pass
+
+
+class SimulatedRank(NamedTuple):
+    """The rank that a thread plays. It is a worker group of its own."""
+
+    topology: Topology
+    clock: Callable[[], float]
+    site: int | None = None
+    sites: int = 1
+    begins: Callable[[], None] = _nothing
+    step_time: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """Its number among all ranks that train, each on its part of the data."""
+        return self.topology.group_index if self.site is None else self.site
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks train."""
+        return self.topology.num_groups if self.site is None else self.sites
+
+
+class SimulatedProcessesMixin(_Base):
+    """Replaces, below a strategy, what DDPStrategy does with processes. Call `play` before the Trainer is made."""
+
+    simulated_rank: SimulatedRank
+    _groups: ConnectedGroups
+    _options: Any
+    reset_seed: Callable[[], None]
+
+    def play(self, rank: SimulatedRank) -> None:
+        """Sets the rank that this strategy plays."""
+        self.simulated_rank = rank
+        federation = self._options.federation
+        if federation is not None:
+            # Only now: jsonargparse makes no subclass of a dataclass.
+            self._options = replace(self._options, federation=SimulatedFederation(**vars(federation)))
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[0]
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        return self.simulated_rank.ranks
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self.simulated_rank.ranks
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return self.simulated_rank.rank
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return self.simulated_rank.rank
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+    @override
+    def set_world_ranks(self) -> None:
+        """Does nothing: the thread has its rank from the start."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = None
+
+    @override
+    def setup_environment(self) -> None:
+        self.reset_seed()
+        self._groups.use(self.simulated_rank.topology)
+        assert self.lightning_module is not None
+        for metric in (part for part in self.lightning_module.modules() if isinstance(part, Metric)):
+            if metric.dist_sync_fn is None and metric.process_group is None:
+                metric.distributed_available_fn = _always
+                metric.dist_sync_fn = _GatherSimulatedMetric(self)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> Any:
+        # One rank alone: there is nothing for DistributedDataParallel to reduce.
+        return model
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """Does nothing: see `_setup_model`."""
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.simulated_rank.topology.world.all_gather_object(args)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.simulated_rank.topology.world.all_gather_object(obj)[src]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return _reduced(torch.stack(self.simulated_rank.topology.world.all_gather(tensor)), reduce_op).to(tensor.dtype)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return torch.stack(
+            [tensor] if in_batch(self.lightning_module) else self.simulated_rank.topology.world.all_gather(tensor)
+        )
+
+
+def _reduced(ranks: Tensor, reduce_op: Any) -> Tensor:
+    name = str(reduce_op).rpartition(".")[2].lower()
+    if name in ("mean", "avg"):
+        return ranks.sum(dim=0) / len(ranks)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "sum": lambda ranks: ranks.sum(dim=0),
+        "max": lambda ranks: ranks.amax(dim=0),
+        "min": lambda ranks: ranks.amin(dim=0),
+        "product": lambda ranks: ranks.prod(dim=0),
+    }
+    if name not in functions:
+        raise ValueError(f"reduce_op={reduce_op!r} cannot be simulated. Use mean, sum, max or min.")
+    return functions[name](ranks)
+
+
+class _GatherSimulatedMetric:
+    """Gathers a state of a torchmetrics metric among threads: of this group inside a batch, of all groups otherwise."""
+
+    def __init__(self, strategy: SimulatedProcessesMixin) -> None:
+        self._strategy = strategy
+
+    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        if in_batch(self._strategy.lightning_module):
+            return [value]
+        # As objects: the shapes may differ.
+        return list(self._strategy.simulated_rank.topology.world.all_gather_object(value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherSimulatedMetric":
+        # A copy of the module must not copy the strategy.
+        return self
+
+
+def _always() -> bool:
+    return True
+
+
+# What happens in a group
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback as _Callback
+else:
+    _Callback = object
+
+LAST = 10
+"""How many batches at the end a mean loss is taken over; on the same batches the outer model is evaluated."""
+
+
+class Validation(NamedTuple):
+    """What a validation logged."""
+
+    step: int
+    metrics: dict[str, float]
+
+    @property
+    def loss(self) -> float | None:
+        """The first loss among the metrics."""
+        return next((value for name, value in self.metrics.items() if "loss" in name), None)
+
+
+class RecorderMixin(_Callback):
+    """Records what happens in a simulated group.
+
+    Args:
+        clock: A clock that stands still while other groups run.
+        stepped: Called after every inner step.
+        begins: Called before every inner step.
+        step_time: Seconds that the group says an inner step takes; 0 for those that it takes here.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        stepped: Callable[[], None],
+        begins: Callable[[], None],
+        step_time: float = 0.0,
+    ) -> None:
+        self._clock, self._step_time = clock, step_time
+        self._stepped = stepped
+        self._begins = begins
+        self._begun = 0
+        self._batches: deque[tuple[Any, int]] = deque(maxlen=LAST)
+        self._times: list[float] = []
+        self._steps = 0
+        self.idle: list[int] = []
+        self.launches: dict[int, tuple[int, ...]] = {}
+        self.losses: list[float] = []
+        self.outer_loss: float | None = None
+        self.validations: list[Validation] = []
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Returns the median time of an inner step in seconds; None if there were not two."""
+        steps = [later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)]
+        return median(steps) if steps else None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Makes the group as fast as it is where the run would take place."""
+        if self._step_time:
+            trainer.strategy.engine.step_clock = StepClock(self._step_time)
+        self._note_launches(trainer.strategy.engine)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Notes that an inner step begins."""
+        if self._begun <= self._steps:
+            self._begun = self._steps + 1
+            self._begins()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Records the loss."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self.losses.append(float(loss))
+            self._batches.append((batch, batch_idx))
+        if trainer.strategy.engine.inner_steps > self._steps:
+            self._steps = trainer.strategy.engine.inner_steps
+            if batch is None:
+                self.idle.append(self._steps)
+            self._times.append(self._clock())
+            self._note_launches(trainer.strategy.engine)
+            self._stepped()
+
+    def _note_launches(self, engine: StreamingDiLoCo) -> None:
+        """Notes what is launched after the next inner step, which a pace decides as the run goes on."""
+        if engine.launches_next:
+            self.launches[engine.inner_steps + 1] = engine.launches_next
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Records what a validation inside the fit logged."""
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            metrics = trainer._results.metrics(on_step=False)["callback"]
+            numbers = {name: float(value) for name, value in metrics.items()}
+            self.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluates the outer model, which the module holds by now, on the last batches of the group."""
+        if pl_module.automatic_optimization and self._batches and _takes_batches(pl_module):
+            self.outer_loss = self._evaluated(trainer, pl_module)
+        self._batches.clear()
+
+    def _evaluated(self, trainer: Any, module: Any) -> float:
+        losses = []
+        with _quietly(module), trainer.precision_plugin.train_step_context():
+            for batch, index in self._batches:
+                outputs = module.training_step(*(batch, index)[: len(_parameters(module))])
+                losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+        return sum(losses) / len(losses)
+
+
+def _parameters(module: Any) -> list[str]:
+    return list(inspect.signature(module.training_step).parameters)
+
+
+def _takes_batches(module: Any) -> bool:
+    return "dataloader_iter" not in _parameters(module)
+
+
+@contextmanager
+def _quietly(module: nn.Module) -> Iterator[None]:
+    """Puts a module into evaluation mode without logging; random numbers and the mode of every part come back."""
+    modes = [(part, part.training) for part in module.modules()]
+    state = random_state()
+    module.eval()
+    try:
+        with torch.no_grad(), ExitStack() as undo:
+            replace_in(undo, module, "log", lambda *args, **kwargs: None)
+            replace_in(undo, module, "log_dict", lambda *args, **kwargs: None)
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        set_random_state(state)
+
+
+# The configuration
+
+
+# For each distribution our module with its strategy, and the packages of its Trainer and its Fabric.
+_OURS = {
+    "lightning": ("lightning_pytorch", "lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "pytorch_lightning", "lightning_fabric"),
+}
+
+
+class SimulatedClasses(NamedTuple):
+    """What `sdiloco simulate` takes from a distribution of Lightning."""
+
+    strategy: Any
+    recorder: Any
+    cli: Any
+
+
+@cache
+def simulated_classes(distribution: str) -> SimulatedClasses:
+    """Makes the strategy and the callback of a simulated worker group, for a distribution of Lightning."""
+    ours, trainer, fabric = _OURS[distribution]
+    strategy = import_module(f"lightning_sdiloco.{ours}").StreamingDiLoCoStrategy
+    host = import_module(f"{trainer}.strategies").DDPStrategy
+    reset_seed = staticmethod(import_module(f"{fabric}.utilities.seed").reset_seed)
+    name = f"SimulatedStrategyOf_{distribution}"
+    own = {"__module__": __name__, "reset_seed": reset_seed}
+    # LightningCLI imports it by its path.
+    globals()[name] = type(name, (strategy, SimulatedProcessesMixin, host), own)
+    recorder = type("Recorder", (RecorderMixin, import_module(f"{trainer}.callbacks").Callback), {})
+    return SimulatedClasses(globals()[name], recorder, import_module(f"{trainer}.cli").LightningCLI)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A training as a LightningCLI would run it."""
+
+    files: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    cli: type | None = None
+    model: type | None = None
+    data: type | None = None
+
+    def __post_init__(self) -> None:
+        missing = [file for file in self.files if not Path(file).is_file()]
+        if missing:
+            raise ValueError(f"config={missing[0]!r} is not a file. Give the configuration file of a LightningCLI.")
+
+    @property
+    def classes(self) -> SimulatedClasses:
+        """Returns what is made for the distribution of Lightning that the classes belong to."""
+        tops = (base.__module__.partition(".")[0] for cls in self._classes() for base in cls.__mro__)
+        return simulated_classes(next((top for top in tops if top in _OURS), "lightning"))
+
+    def _classes(self) -> Iterator[type]:
+        yield from (cls for cls in (self.cli, self.model, self.data) if cls is not None)
+        for file in self.files:
+            model = (yaml.safe_load(Path(file).read_text()) or {}).get("model")
+            cls = _class_named(model.get("class_path")) if isinstance(model, Mapping) else None
+            if cls is not None:
+                yield cls
+
+    def with_seed(self, seed: int) -> "Configuration":
+        """Returns the configuration with another ``seed_everything``."""
+        return replace(self, arguments=(*self.arguments, f"seed_everything={seed}"))
+
+    def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
+        """Parses the files and fits, as one group."""
+        return self._parsed(rank, choices, lambda trainer: _on_one_device(trainer, rank, callback)).trainer
+
+    def arguments_of_strategy(self, rank: SimulatedRank, choices: Mapping[str, Any]) -> dict[str, Any]:
+        """Parses the files only, and returns the arguments that the strategy would get."""
+        cli = self._parsed(rank, choices, None)
+        return dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
+
+    def _parsed(self, rank: SimulatedRank, choices: Mapping[str, Any], replacing: Callable[[Any], Any] | None) -> Any:
+        """Makes a LightningCLI that fits, or that only parses, where nothing is to be replaced in the Trainer."""
+        ours = self.classes.strategy
+        name = f"{ours.__module__}.{ours.__qualname__}"
+        base = self.cli or self.classes.cli
+        check_class(base)
+
+        class SimulatedCLI(base):  # type: ignore[misc, valid-type]
+            def before_instantiate_classes(self) -> None:
+                super().before_instantiate_classes()
+                trainer = self.config[self.subcommand].trainer
+                arguments = _arguments_of(trainer)
+                arguments |= choices
+                _refuse_what_is_measured(arguments)
+                arguments["federation"] = _federation(arguments.get("federation"), rank)
+                arguments |= {"worker_groups": rank.topology.num_groups, "start_method": "popen"}
+                trainer.strategy = {"class_path": name, "init_args": arguments}
+
+            def instantiate_classes(self) -> None:
+                if replacing is not None:
+                    super().instantiate_classes()
+
+            def instantiate_trainer(self, **kwargs: Any) -> Any:
+                assert replacing is not None
+                return super().instantiate_trainer(**kwargs, **replacing(self._get(self.config_init, "trainer")))
+
+            def _run_subcommand(self, subcommand: str) -> None:
+                if replacing is not None:
+                    super()._run_subcommand(subcommand)
+
+        classes = {"model_class": self.model, "datamodule_class": self.data}
+        given = {name: cls for name, cls in classes.items() if cls is not None}
+        args = ["fit", *(f"--config={file}" for file in self.files), *(f"--{each}" for each in self.arguments)]
+        return SimulatedCLI(**given, args=args, save_config_callback=None)
+
+
+def _arguments_of(trainer: Any) -> dict[str, Any]:
+    """Returns the arguments of the chosen strategy."""
+    strategy = trainer.strategy
+    if isinstance(strategy, str) and strategy in ("auto", *variants("streaming_diloco")):
+        return {}
+    path = getattr(strategy, "class_path", None)
+    cls = _class_named(path)
+    if cls is None or not issubclass(cls, WorkerGroupStrategy):
+        raise ValueError(
+            f"trainer.strategy={path or strategy!r} cannot be simulated: only StreamingDiLoCoStrategy can. Choose it in"
+            " the configuration, or with --set trainer.strategy=streaming_diloco."
+        )
+    # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
+    arguments = strategy.init_args.as_dict()
+    _refuse_groups_of_several(trainer, arguments["worker_groups"])
+    return arguments
+
+
+def _federation(given: Any, rank: SimulatedRank) -> dict[str, Any] | None:
+    """Returns the federation of a simulated site: the terms of the one that the files name, and a hub in memory."""
+    if rank.site is None:
+        if given is not None:
+            raise ValueError(
+                "The configuration is that of a site of a federation. Give --sites in place of --groups: how many such"
+                " sites there shall be."
+            )
+        return None
+    named = (given or {}).get("init_args", given or {})
+    terms = {name: named[name] for name in ("lease", "grace", "quorum", "late", "rounds") if name in named}
+    return {**terms, "hub": "memory:1", "run": "simulated", "site": site_name(rank.site), "insecure": True}
+
+
+def _refuse_what_is_measured(arguments: Mapping[str, Any]) -> None:
+    names = [
+        name for name in ("sync_every", "overlap_steps", "fragments", "compression") if arguments.get(name) == "auto"
+    ]
+    if names:
+        raise ValueError(
+            f"{names[0]}='auto' cannot be simulated: it is chosen from a real link. Vary {names[0]} with --sweep, or"
+            " take what sdiloco plan recommends."
+        )
+
+
+def _refuse_groups_of_several(trainer: Any, groups: Any) -> None:
+    numbers = [str(number) for number in (trainer.devices, trainer.num_nodes, groups)]
+    if all(number.isdecimal() for number in numbers):
+        devices, nodes, groups = map(int, numbers)
+        if devices * nodes > groups:
+            raise ValueError(
+                f"The configuration has {groups} worker groups for {devices * nodes} processes. A simulated group is"
+                " one rank. Give it the batch size of a whole group, and as many trainer.devices as groups, with --set."
+            )
+
+
+def _on_one_device(trainer: Any, rank: SimulatedRank, callback: Any) -> dict[str, Any]:
+    """Returns what replaces arguments of the Trainer. Otherwise every group would show a progress bar."""
+    trainer["strategy"].play(rank)
+    chosen = trainer["callbacks"] or []
+    callbacks = chosen if isinstance(chosen, list) else [chosen]
+    kept = [one for one in callbacks if not any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__)]
+    return {
+        "devices": 1,
+        "num_nodes": 1,
+        "callbacks": [*kept, callback],
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+
+
+def _class_named(path: Any) -> type | None:
+    module, _, name = str(path or "").rpartition(".")
+    try:
+        found = getattr(import_module(module), name, None) if module else None
+    except ImportError:
+        return None
+    return found if isinstance(found, type) else None
+
+
+# Runs
+
+
+_LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+
+
+@dataclass(frozen=True)
+class Group:
+    """What happened in one simulated group."""
+
+    losses: list[float]
+    outer_loss: float | None
+    bytes_sent: int
+    inner_steps: int
+    step_seconds: float | None
+    idle: tuple[int, ...] = ()
+    launches: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def first_loss(self) -> float | None:
+        """Returns the mean loss of the first batches."""
+        return _mean(self.losses[:LAST])
+
+    @property
+    def last_loss(self) -> float | None:
+        """Returns the mean loss of the last batches."""
+        return _mean(self.losses[-LAST:])
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened in a simulated run."""
+
+    groups: list[Group]
+    validations: list[Validation]
+    outer: dict[str, Tensor]
+    model: Model
+    settings: Settings
+
+    @property
+    def outer_loss(self) -> float | None:
+        """Returns the mean loss of the outer model on the last batches of all groups."""
+        losses = [group.outer_loss for group in self.groups if group.outer_loss is not None]
+        return _mean(losses)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Returns the seconds of an inner step here, in the median group."""
+        known = sorted(group.step_seconds for group in self.groups if group.step_seconds is not None)
+        return known[len(known) // 2] if known else None
+
+
+def run(
+    configuration: Configuration,
+    groups: int,
+    choices: Mapping[str, Any] | None = None,
+    stepped: Callable[[], None] = lambda: None,
+    speeds: Sequence[float] | None = None,
+) -> Run:
+    """Runs a configuration as several worker groups of one rank each, in threads that take turns."""
+    _require_groups(groups)
+    turns: Turns[tuple[Group, Run | None]] = Turns(groups)
+    topologies = simulated_topologies(groups, turns.until)
+    ranks = [
+        SimulatedRank(topology, turns.seconds, step_time=1 / speeds[group] if speeds else 0.0)
+        for group, topology in enumerate(topologies)
+    ]
+    with quiet():
+        lived = turns.run([partial(live, configuration, rank, choices or {}, stepped) for rank in ranks])
+    first = lived[0][1]
+    assert first is not None
+    return Run([group for group, _ in lived], first.validations, first.outer, first.model, first.settings)
+
+
+def check(
+    configuration: Configuration, groups: int, choices: Mapping[str, Any], site: int | None = None
+) -> dict[str, Any]:
+    """Refuses what the strategy would refuse, without making a model or data."""
+    _require_groups(groups)
+    turns: Turns[dict[str, Any]] = Turns(1)
+    rank = SimulatedRank(simulated_topologies(1, turns.until)[0], turns.seconds, site, groups)
+    with quiet():
+        (arguments,) = turns.run([partial(configuration.arguments_of_strategy, rank, choices)])
+    names = {item.name for item in fields(Settings)}
+    plain = {name: value for name, value in arguments.items() if name in names and _is_plain(value)}
+    Settings(**plain)
+    return arguments
+
+
+def _is_plain(value: Any) -> bool:
+    """Tells whether a value of a configuration is what the strategy gets, and not the path of a class."""
+    return isinstance(value, (str, int, float, list)) or value is None
+
+
+def _require_groups(groups: int) -> None:
+    if groups < 1:
+        raise ValueError(f"groups={groups} is out of range: it must be at least 1. Give the number of worker groups.")
+
+
+def live(
+    configuration: Configuration, rank: SimulatedRank, choices: Mapping[str, Any], stepped: Callable[[], None]
+) -> tuple[Group, Run | None]:
+    """Runs one group to its end, in its thread. Only the first returns what is the same in all."""
+    recorder = configuration.classes.recorder(rank.clock, stepped, rank.begins, rank.step_time)
+    trainer = configuration.fit(rank, choices, recorder)
+    strategy = trainer.strategy
+    if strategy.engine is None:
+        raise ValueError("The configuration trains nothing. See that its max_steps and max_epochs are not 0.")
+    report = strategy.report()
+    group = Group(
+        losses=recorder.losses,
+        outer_loss=recorder.outer_loss,
+        bytes_sent=int(report["bytes_sent"]),
+        inner_steps=int(report["inner_steps"]),
+        step_seconds=recorder.step_seconds,
+        idle=tuple(recorder.idle),
+        launches=recorder.launches,
+    )
+    if rank.rank:
+        return group, None
+    model = Model.of_parameters(trainable(trainer.lightning_module))
+    return group, Run([], recorder.validations, strategy.outer_state_dict(), model, strategy.engine.settings)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences what every Trainer says about itself, and restores the environment."""
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    seeds = {name: os.environ.get(name) for name in _SEEDS}
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        for name, seed in seeds.items():
+            if seed is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = seed
+
+
+def _mean(numbers: list[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
