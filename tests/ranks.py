@@ -245,7 +245,7 @@ def _child(
     try:
         os.setsid()
         _die_with(parent)
-        _restore_signals()
+        restore_signals()
         _prepare(rank, environment)
         _leave(_outcome(target, rank), folder, rank)
     except BaseException:
@@ -292,7 +292,7 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _restore_signals() -> None:
+def restore_signals() -> None:
     """The handlers of a fresh interpreter instead of those of the test runner."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():

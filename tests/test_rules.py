@@ -266,7 +266,7 @@ OBJECT_COLLECTIVES = {
 # In threads of one process, which hand each other whatever a project broadcasts.
 MAY_PICKLE = {f"{NAME}.tools.simulate.threads"}
 # A file that the user names, read as the user says.
-MAY_LOAD = {f"{NAME}.lightning.checkpoint.sharded_model"}
+MAY_LOAD = {f"{NAME}.lightning.model_format"}
 
 
 def test_nothing_that_another_rank_sends_is_unpickled() -> None:

@@ -8,18 +8,15 @@ collectives past ``comm``, or touch a private name of Lightning that ``host/patc
 ``strategy.py`` has every override and no state; [Note: parts of a strategy] there says who owns what.
 """
 
-from lightning_sdiloco.lightning.callback import InnerStepHooks
-from lightning_sdiloco.lightning.collectives import in_batch
-from lightning_sdiloco.lightning.fabric.strategy import FabricWorkerGroupStrategy
-from lightning_sdiloco.lightning.fit import Distribution
+from lightning_sdiloco.lightning.fabric import FabricWorkerGroupStrategy
+from lightning_sdiloco.lightning.fit import Distribution, InnerStepHooks
+from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
 from lightning_sdiloco.lightning.host.patching import check_class, replace
 from lightning_sdiloco.lightning.launcher import LauncherMixin
-from lightning_sdiloco.lightning.model_format.sharded_model import ShardedModel
-from lightning_sdiloco.lightning.model_format.whole_model import WholeModel
+from lightning_sdiloco.lightning.model_format import ShardedModel, WholeModel
 from lightning_sdiloco.lightning.monitor import StreamingDiLoCoMonitorMixin
 from lightning_sdiloco.lightning.records import LandingRecord, Rank, Run, read_run, write_timeline
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 __all__ = [
     "Distribution",

@@ -1,6 +1,7 @@
 """Tells on one line what is active, and on another, once steps have been measured, what the link has to carry.
 
-A warning comes before them where a fit has so few rounds that the worker groups hardly exchange.
+A warning comes before them where a fit has so few rounds that the worker groups hardly exchange, and one after them
+where a signal would be obeyed late.
 """
 
 import logging
@@ -26,12 +27,16 @@ ENOUGH_ROUNDS = 10
 # The first inner steps are slow for reasons of their own.
 _FIRST, _LAST = 3, 10
 
+# A signal that waits for longer is told of, with so many seconds more for saving.
+_LONG_SECONDS, _SAVING_SECONDS = 60.0, 60
+
 
 class Announcement:
     """Says at the start what trains, and after ten inner steps how fast."""
 
-    def __init__(self, engine: StreamingDiLoCo, module: nn.Module) -> None:
-        self._engine = engine
+    def __init__(self, engine: StreamingDiLoCo, module: nn.Module, environment: Any = None) -> None:
+        """Takes the environment of the processes, where signals end a fit."""
+        self._engine, self._environment = engine, environment
         self._bytes = wire_bytes(engine, module)
         self._times: list[float] = []
         rank_zero_info(at_start(engine, self._bytes))
@@ -45,6 +50,10 @@ class Announcement:
             times = self._times[_FIRST:]
             seconds = median(after - before for before, after in zip(times, times[1:], strict=False))
             rank_zero_info(when_measured(self._engine, self._bytes, seconds))
+            if self._environment is not None:
+                told = warning(self._engine.longest_wait(), seconds, _early_signal(self._environment))
+                if told:
+                    _log.warning(told)
 
 
 def wire_bytes(engine: StreamingDiLoCo, module: nn.Module) -> list[int]:
@@ -128,3 +137,41 @@ def _advice(schedule: Schedule, steps: int) -> str:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _early_signal(environment: Any) -> str | None:
+    """Returns the signal that SLURM should send early; None where it does not run the job."""
+    # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen for it.
+    requeue = getattr(environment, "requeue_signal", None)
+    if requeue is None:
+        return None
+    return requeue.name.removeprefix("SIG") if environment.auto_requeue else "TERM"
+
+
+def warning(steps: int, step_seconds: float, slurm_signal: str | None) -> str:
+    """Returns a warning of how long a signal may wait; an empty text if that is not long.
+
+    Args:
+        steps: How many inner steps it takes at most.
+        step_seconds: How long one takes.
+        slurm_signal: The signal that SLURM should send early; None where it does not run the job.
+
+    Examples:
+        >>> warning(205, step_seconds=0.1, slurm_signal=None)
+        ''
+        >>> text = warning(105, step_seconds=1.0, slurm_signal=None)
+        >>> "up to 105 inner steps, which take about 105 s (1 s each)" in text, "170 s from SIGTERM to SIGKILL" in text
+        (True, True)
+        >>> "sbatch --signal=USR1@170" in warning(105, step_seconds=1.0, slurm_signal="USR1")
+        True
+    """
+    seconds = steps * step_seconds
+    if seconds <= _LONG_SECONDS:
+        return ""
+    early = math.ceil((seconds + _SAVING_SECONDS) / 10) * 10
+    give = f"Use sbatch --signal={slurm_signal}@{early}" if slurm_signal else f"Allow {early} s from SIGTERM to SIGKILL"
+    return (
+        "A termination signal ends the fit when a launch that follows it has landed: after up to"
+        f" {steps} inner steps, which take about {seconds:.0f} s ({step_seconds:.2g} s each). {give}, which leaves a"
+        " minute for saving. More fragments or a smaller sync_every make it shorter."
+    )

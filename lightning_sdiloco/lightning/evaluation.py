@@ -17,43 +17,91 @@ every checkpoint shows the mean of the groups.
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lightning_sdiloco.engine import GroupMean, StreamingDiLoCo
+from lightning_sdiloco.lightning.groups import ConnectedGroups
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
-from lightning_sdiloco.lightning.model_format.base import ModelFormat
-from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 _log = logging.getLogger(__name__)
+
+
+class ShownModel:
+    """The model that validation and files show instead of the local one, in a fit or a loop of Fabric.
+
+    Args:
+        groups: The ranks.
+        save: What all ranks call to save a checkpoint, for messages.
+    """
+
+    def __init__(self, groups: ConnectedGroups, save: str) -> None:
+        self._groups, self._save = groups, save
+        self._said = False
+        self.mean: GroupMean | None = None
+        """The mean of the groups, if it was exchanged since the last inner step."""
+
+    @staticmethod
+    def is_outer(engine: StreamingDiLoCo) -> bool:
+        """Whether the outer model is one that all groups have trained; see [Note: the first round]."""
+        return engine.has_landed and engine.settings.shares
+
+    def exchange(self, engine: StreamingDiLoCo, warns: bool = True) -> GroupMean:
+        """Takes the mean of the groups, which then is what is shown. All ranks must call it."""
+        self._groups.meet()
+        if warns and not engine.has_landed and not self._said and self._groups.topology.rank == 0:
+            _log.warning(
+                "Up to inner step %d, when every fragment has landed once, validation and checkpoints hold the mean of"
+                " the worker groups, for which these exchange all fragments in float32: the outer model holds values"
+                " until then that nobody has trained. This is said once.",
+                engine.inner_steps - engine.steps_in_rounds + engine.schedule.first_round,
+            )
+        self._said = True
+        self.mean = engine.group_mean()
+        return self.mean
+
+    def in_file(
+        self, engine: StreamingDiLoCo, with_all: bool, is_shown: bool = False, warns: bool = True
+    ) -> AbstractContextManager[None]:
+        """Shows what a file holds inside a ``with`` block.
+
+        Args:
+            engine: The engine.
+            with_all: Whether all ranks save together, so that the groups may exchange.
+            is_shown: Whether a validation shows the model already.
+            warns: Whether a first exchange is told of.
+        """
+        if self.mean is None and not is_shown and not self.is_outer(engine):
+            if with_all:
+                self.exchange(engine, warns)
+            elif not engine.has_landed:
+                _log.warning(
+                    "A state_dict of worker group %d is taken after inner step %d, before every fragment has landed"
+                    " once. It holds the local values of this group: after an exception or a signal, or for one rank"
+                    " alone, the groups do not exchange. %s, called on all ranks, saves the mean of the groups.",
+                    self._groups.topology.group_index,
+                    engine.inner_steps,
+                    self._save,
+                )
+                return nullcontext()
+        return engine.evaluate(self.mean)
 
 
 class Evaluation:
     """Shows the chosen model to the validations of a fit; see [Note: the model that validation sees]."""
 
     def __init__(
-        self,
-        trainer: Any,
-        steps: InnerSteps,
-        groups: ConnectedGroups,
-        model_format: ModelFormat,
-        shows: str,
-        is_ending: Callable[[], bool],
+        self, trainer: Any, steps: InnerSteps, groups: ConnectedGroups, shows: str, is_ending: Callable[[], bool]
     ) -> None:
-        self._trainer = trainer
-        self._steps = steps
-        self._groups = groups
-        self._format = model_format
+        self._trainer, self._steps, self._groups = trainer, steps, groups
         self._shows, self._is_ending = shows, is_ending
-        self._saves_with_all = False
-        self._is_due = False
-        self._is_showing = False
-        self._said = False
-        self._mean: GroupMean | None = None
+        self._shown = ShownModel(groups, "trainer.save_checkpoint")
+        self._saves_with_all = self._is_due = self._is_showing = False
+        self._buffers_are_due: bool | None = None
 
     def begin(self, undo: ExitStack) -> None:
         """Makes Lightning's loops show the chosen model."""
@@ -71,16 +119,17 @@ class Evaluation:
     def state_dict(self, engine: StreamingDiLoCo, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer one."""
         if self._groups.failed and self._groups.topology.group_size > 1:
-            self._groups.warn_of_local_parameters()
+            _log.warning(
+                "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the"
+                " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
+            )
             return local()
-        if self._mean is None and not self._is_showing and not (engine.has_landed and engine.settings.shares):
-            if self._saves_with_all:
-                self._mean = self._exchanged(engine)
-            elif not engine.has_landed:
-                self._warn_of_local(engine)
-                return local()
-        with engine.evaluate(self._mean):
+        with self._shown.in_file(engine, self._saves_with_all, self._is_showing):
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in local().items()}
+
+    def forget(self) -> None:
+        """Forgets the mean that was shown last: training goes on."""
+        self._shown.mean = None
 
     def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._saves_with_all = not self._groups.failed and not self._is_ending()
@@ -88,32 +137,6 @@ class Evaluation:
             original(*args, **kwargs)
         finally:
             self._saves_with_all = False
-
-    def _exchanged(self, engine: StreamingDiLoCo) -> GroupMean:
-        """Returns the mean of the groups, for which all ranks exchange."""
-        self._groups.meet()
-        if not engine.has_landed and not self._said and self._trainer.is_global_zero:
-            _log.warning(
-                "Up to inner step %d, when every fragment has landed once, validation and checkpoints hold the mean of"
-                " the worker groups, for which these exchange all fragments in float32: the outer model holds values"
-                " until then that nobody has trained. This is said once.",
-                engine.inner_steps - engine.steps_in_rounds + engine.schedule.first_round,
-            )
-        self._said = True
-        return engine.group_mean()
-
-    def _warn_of_local(self, engine: StreamingDiLoCo) -> None:
-        _log.warning(
-            "A state_dict of worker group %d is taken after inner step %d, before every fragment has landed once. It"
-            " holds the local values of this group: after an exception or a signal, or for one rank alone, the groups"
-            " do not exchange. trainer.save_checkpoint, called on all ranks, saves the mean of the groups.",
-            self._groups.topology.group_index,
-            engine.inner_steps,
-        )
-
-    def forget(self) -> None:
-        """Forgets the mean that was shown last: training goes on."""
-        self._mean = None
 
     def _note_decision(self, original: Callable[[Any], bool], fetcher: Any) -> bool:
         self._is_due = original(fetcher)
@@ -125,12 +148,18 @@ class Evaluation:
         # Before training, after it, and where one loop runs in another, everything is shown already.
         if engine is None or engine.is_finished or self._is_showing:
             return original()
-        self._mean = self._mean_of_groups(engine, loop) if is_due else None
+        self.forget()
+        if is_due and (self._shows == "mean" or not self._shown.is_outer(engine)):
+            # See [Note: the first round].
+            loop.setup_data()
+            if self._groups.decide(not loop.skip, all=True, device=self._trainer.strategy.root_device):
+                self._shown.exchange(engine)
         try:
             return original()
         finally:
             if self._is_showing:
-                self._format.end_validation(self._trainer.strategy.model)
+                if self._buffers_are_due is not None:
+                    self._trainer.strategy.model.require_forward_param_sync = self._buffers_are_due
                 engine.show_local()
                 self._is_showing = False
 
@@ -138,15 +167,8 @@ class Evaluation:
         engine = self._steps.engine
         if engine is not None and not engine.is_finished and not self._is_showing:
             self._is_showing = True
-            engine.show_outer(self._mean)
-            self._format.begin_validation(self._trainer.strategy.model)
+            engine.show_outer(self._shown.mean)
+            # After the forward pass of validation, DistributedDataParallel would believe that the buffers of the next
+            # training step, which are put back then, have been synchronised already.
+            self._buffers_are_due = getattr(self._trainer.strategy.model, "require_forward_param_sync", None)
         original()
-
-    def _mean_of_groups(self, engine: StreamingDiLoCo, loop: Any) -> GroupMean | None:
-        """Returns the mean where validation shows it; see [Note: the first round]."""
-        if self._shows != "mean" and engine.has_landed and engine.settings.shares:
-            return None
-        loop.setup_data()
-        if not self._groups.decide(not loop.skip, all=True, device=self._trainer.strategy.root_device):
-            return None
-        return self._exchanged(engine)

@@ -1,13 +1,11 @@
 """Launches a fit in processes, ends them together with the main one, and brings back what users read of the fit."""
 
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,7 +27,7 @@ _BYTES = ".bytes"
 # The exit code by which a shell tells that a process was terminated.
 _TERMINATED = 128 + signal.SIGTERM
 
-# How long processes may take to end by themselves, after Ctrl-C or when the first has failed before they met.
+# How long processes may take to end by themselves after Ctrl-C.
 _SECONDS_TO_END = 3.0
 
 
@@ -106,21 +104,7 @@ class LauncherMixin(_Base):
         written = {path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")}
         super().update_main_process_results(trainer, {**extra, **written})
         if (folder / _SUMMARY).exists():
-            trainer.strategy.results.read_summary(Summary.load(folder / _SUMMARY))
-
-
-def end_scripts(launcher: Any) -> None:
-    """Ends the processes that run the script again, since this one failed before they met: they would wait for it."""
-    started = [process for process in getattr(launcher, "procs", ()) if isinstance(process, subprocess.Popen)]
-    if not started:
-        return
-    # Lightning watches this list: it would kill this process, too, before it has said why.
-    launcher.procs.clear()
-    deadline = time.monotonic() + _SECONDS_TO_END
-    for process in started:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0))
-        process.kill()
+            trainer.strategy.results.other = Summary.load(folder / _SUMMARY)
 
 
 def _take_own_memory(sent: Iterable[Any]) -> None:

@@ -1,18 +1,308 @@
-"""What a user chooses for a strategy, checked in the one place where all choices meet."""
+"""What a user chooses for a strategy, and what the planner chooses where that is ``"auto"``.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+[Note: what is chosen when] The first inner steps are ordinary ones: no launch is due before `sync_every` of them are
+done. In the first few the engine runs with placeholders for the settings to be chosen. Then all ranks gather how long a
+step took, measure the link together, and adopt what rank 0 chooses. The engine goes on as if the choice had been there
+from the start, so the run is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed
+fit takes them from there.
+"""
 
-from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.comm import checked_worker_groups
-from lightning_sdiloco.engine import Federation
-from lightning_sdiloco.lightning.auto_settings import AutoSettings
+import ast
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_sdiloco.algorithm import AUTO, Settings, TwoShot
+from lightning_sdiloco.comm import Exchange, Topology, checked_worker_groups
+from lightning_sdiloco.engine import Federation, trainable
+from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, readable_rate, recommend
+
+_log = logging.getLogger(__name__)
+
+# The first inner steps are slow for reasons of their own. The median of a few more is enough.
+_FIRST, STEPS = 3, 8
+
+# Stand in until the choice is made: no launch is due before that.
+_PLACEHOLDERS: Mapping[str, Any] = {
+    "sync_every": 1_000_000,
+    "overlap_steps": 0,
+    "fragments": "strided",
+    "compression": "fp4",
+    "exchange": "two_shot",
+}
+
+# A message grows until its exchange takes this long or it is this large. The time is enough to measure any link, the
+# size to measure most.
+_ENOUGH_SECONDS, _LEAST_BYTES, _MOST_BYTES = 0.5, 2**16, 2**24
+
+# Bytes per second that a device reads and writes in its memory.
+_MEMORY_RATES = {"cpu": 1e10}
+_MEMORY_RATE = 1e12
 
 
-@dataclass(frozen=True)
+class Measured(NamedTuple):
+    """What the choice is based on."""
+
+    step_time: float
+    link: Link
+
+    @override
+    def __str__(self) -> str:
+        return (
+            f"an inner step takes {self.step_time:.3g} s, the link carries {readable_rate(self.link.gbit_s)} with a"
+            f" round trip of {1000 * self.link.round_trip:.3g} ms, as measured"
+        )
+
+
+@dataclass
+class AutoSettings:
+    """The settings that are left to the planner, until it has chosen them."""
+
+    names: tuple[str, ...] = ()
+    measured: Measured | None = None
+    planned: bool = False
+    why: str = "there is one worker group, to which they are all the same"
+    _times: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def of(**arguments: Any) -> tuple["AutoSettings", Settings]:
+        """Separates the arguments that are ``"auto"`` from the others.
+
+        Args:
+            **arguments: Arguments of `Settings`.
+
+        Returns:
+            The settings that are left to the planner, and all settings, with placeholders for those.
+
+        Raises:
+            ValueError: If an argument is out of its range, or leaves the planner nothing to choose.
+
+        Examples:
+            >>> auto, settings = AutoSettings.of(sync_every=50, overlap_steps="auto")
+            >>> auto.names, settings.overlap_steps
+            (('overlap_steps',), 0)
+        """
+        names = tuple(name for name in _PLACEHOLDERS if _is_auto(name, arguments.get(name)))
+        # What does not suit an exchange is refused here, before it gives way to a placeholder.
+        Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names if name != "exchange"}})
+        settings = Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names}})
+        if names and settings.sync_every <= STEPS:
+            raise ValueError(
+                f"sync_every={settings.sync_every} leaves no time for {_asked(names[0])}: the first {STEPS} inner steps"
+                f" are measured, before the first launch. Choose {names[0]} yourself, or a larger sync_every."
+            )
+        if names and settings.warmup_steps:
+            raise ValueError(
+                f"warmup_steps={settings.warmup_steps} leaves no time for {_asked(names[0])}: the first {STEPS} inner"
+                f" steps are measured, without an exchange. Choose {names[0]} yourself, or leave out warmup_steps."
+            )
+        planned = [name for name in names if name != "exchange"]
+        if planned and settings.schedule is not None:
+            raise ValueError(
+                f"schedule={settings.schedule!r} does not go with {planned[0]}='auto': the planner plans launches every"
+                f" sync_every inner steps. Choose {planned[0]} yourself, or leave out schedule."
+            )
+        if names and not settings.shares:
+            raise ValueError(
+                f"route={settings.route!r} does not go with {names[0]}='auto': the planner plans rounds in which all"
+                f" groups exchange with all others. Choose {names[0]} yourself, or leave out route."
+            )
+        if "fragments" in names and settings.layers_per_fragment != Settings.layers_per_fragment:
+            raise ValueError(
+                f"fragments='auto' was given together with layers_per_fragment={settings.layers_per_fragment}, which it"
+                " chooses too. Leave one of them out."
+            )
+        if "sync_every" in names and settings.overlap_steps >= LARGEST_SYNC_EVERY:
+            raise ValueError(
+                f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto', which chooses at most"
+                f" {LARGEST_SYNC_EVERY}. Choose sync_every yourself, or fewer overlap_steps."
+            )
+        return AutoSettings(names), settings
+
+    def described(self, settings: Mapping[str, str]) -> dict[str, str]:
+        """Returns settings as text, with ``'auto'`` for those that are not chosen yet."""
+        return {**settings, **dict.fromkeys(self.names, repr(AUTO))}
+
+    def restored(self, settings: Settings, saved: Mapping[str, str]) -> Settings:
+        """Takes the choice from a checkpoint that was saved after it."""
+        if not self.names or any(saved.get(name) in (None, repr(AUTO)) for name in self.names):
+            return settings
+        chosen = {name: _read(name, saved[name]) for name in _taken(self.names)}
+        self.names = ()
+        return replace(settings, **chosen)
+
+    def start(self) -> None:
+        """Starts to measure inner steps."""
+        self._times = [time.monotonic()]
+
+    def step(self, launch_in: int) -> bool:
+        """Counts an inner step, and returns whether it is time to choose; all ranks return the same."""
+        if self.names:
+            self._times.append(time.monotonic())
+        return bool(self.names) and (len(self._times) > STEPS or launch_in <= 1)
+
+    def choose(self, settings: Settings, model: nn.Module, topology: Topology) -> Settings:
+        """Measures the link, and adopts what the planner recommends. All ranks must call it."""
+        step_time, timeout = max(topology.world.all_gather_object(self.step_time())), settings.timeout.total_seconds()
+        names = tuple(name for name in self.names if name != "exchange")
+        if "exchange" in self.names:
+            settings = replace(settings, exchange=TwoShot().over(measure_links(topology, timeout)))
+            if topology.rank == 0:
+                _log.warning("Chosen: exchange=%r, for these links in Gbit/s were measured.", settings.exchange)
+        self.planned = bool(names)
+        if names and topology.num_groups > 1:
+            self.measured = Measured(step_time, measure_link(topology, timeout))
+            self.why = str(self.measured)
+        chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
+        self.names = ()
+        return replace(settings, **chosen)
+
+    def step_time(self) -> float:
+        """Returns the seconds of an inner step on this rank."""
+        times = self._times[_FIRST:] if len(self._times) > STEPS else self._times
+        return max(1e-6, median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
+
+
+def choice(
+    names: tuple[str, ...], settings: Settings, model: nn.Module, topology: Topology, measured: Measured | None
+) -> dict[str, Any]:
+    """Returns what the planner recommends, by argument."""
+    if not names:
+        return {}
+    among = candidates_among(names, settings)
+    if measured is None:
+        own = next(among)
+    else:
+        groups = Groups(measured.step_time, topology.num_groups, topology.group_size, memory_rate(model))
+        own = recommend(Model.of_parameters(trainable(model)), groups, measured.link, among).settings
+    return {name: getattr(own, name) for name in _taken(names)}
+
+
+def memory_rate(model: nn.Module) -> float:
+    """Returns the bytes per second that the device of a model reads and writes in its memory."""
+    return _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
+
+
+def _taken(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names of the settings that are chosen if these arguments are left to the planner."""
+    return (*names, *(("layers_per_fragment",) if "fragments" in names else ()))
+
+
+def candidates_among(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
+    """Yields the given settings with what each of the planner's candidates would choose, in order, each once."""
+    taken, seen = _taken(names), set()
+    for candidate in candidates():
+        chosen = tuple(getattr(candidate, name) for name in taken)
+        sync_every = candidate.sync_every if "sync_every" in names else settings.sync_every
+        overlap_steps = candidate.overlap_steps if "overlap_steps" in names else settings.overlap_steps
+        if chosen not in seen and overlap_steps < sync_every:
+            seen.add(chosen)
+            yield replace(settings, **dict(zip(taken, chosen, strict=True)))
+
+
+def measure_link(topology: Topology, timeout: float) -> Link:
+    """Measures the link between groups, with ever larger messages until one is slow enough. All ranks must call it."""
+
+    def seconds(nbytes: int) -> float:
+        own = _exchange_seconds(topology.exchange, nbytes, timeout)
+        return float(max(topology.world.all_gather_object(own)))
+
+    round_trip = min(seconds(1) for _ in range(3))
+    nbytes = _LEAST_BYTES
+    while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
+        nbytes *= 4
+    # All ranks of a group send at once, each to all other groups.
+    sent = nbytes * (topology.num_groups - 1) * topology.group_size
+    return Link(gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9))
+
+
+def measure_links(topology: Topology, timeout: float) -> list[float]:
+    """Measures what each group's link carries in Gbit/s, one after the other: all others send to it at once."""
+    found = []
+    for group in range(topology.num_groups):
+
+        def seconds(nbytes: int, to: int = group) -> float:
+            own = _exchange_seconds(topology.exchange, nbytes, timeout, to)
+            return float(max(topology.world.all_gather_object(own)[topology.group_size * to :][: topology.group_size]))
+
+        round_trip, nbytes = min(seconds(1) for _ in range(3)), _LEAST_BYTES
+        while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
+            nbytes *= 4
+        sent = nbytes * (topology.num_groups - 1) * topology.group_size
+        found.append(sent * 8 / max(took - round_trip, 1e-6) / 1e9)
+    return found
+
+
+def _exchange_seconds(exchange: Exchange[Any], nbytes: int, timeout: float, to: int | None = None) -> float:
+    """Returns how long messages of so many bytes take: to all groups, or to one of them, with a byte to the others."""
+    sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
+    messages = {size: torch.zeros(size, dtype=torch.uint8, device=exchange.device) for size in set(sizes)}
+    started = time.monotonic()
+    exchange.collect(exchange.post([messages[size] for size in sizes]), started + timeout)
+    return time.monotonic() - started
+
+
+def _is_auto(name: str, value: Any) -> bool:
+    if name == "exchange":
+        return isinstance(value, TwoShot) and value.lacks_links
+    return isinstance(value, str) and value == AUTO
+
+
+def _asked(name: str) -> str:
+    """Returns what was given, for an error."""
+    return f"exchange={TwoShot()!r}" if name == "exchange" else f"{name}='auto'"
+
+
+def _read(name: str, text: str) -> Any:
+    if name == "exchange":
+        return TwoShot.read(text)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ValueError(
+            f"{name}='auto' was given, and the run has {name}={text}, which cannot be made of its text. Give the same"
+            f" {name} as then."
+        ) from None
+
+
+def tell(settings: Settings, fragments: int, auto: AutoSettings, loggers: Iterable[Any], step: int) -> None:
+    """Announces what was chosen, in the log and to the loggers of a trainer."""
+    numbers: dict[str, float] = {
+        "sdiloco/sync_every": settings.sync_every,
+        "sdiloco/overlap_steps": settings.overlap_steps,
+        "sdiloco/fragments": fragments,
+    }
+    if auto.measured is not None:
+        numbers |= {
+            "sdiloco/step_time": auto.measured.step_time,
+            "sdiloco/link_gbit_s": auto.measured.link.gbit_s,
+            "sdiloco/link_round_trip": auto.measured.link.round_trip,
+        }
+    _log.warning(
+        "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r, layers_per_fragment=%d (number of fragments: %d),"
+        " compression=%r, because %s. A resumed fit takes these settings from its checkpoint.",
+        settings.sync_every,
+        settings.overlap_steps,
+        settings.fragments,
+        settings.layers_per_fragment,
+        fragments,
+        settings.compression,
+        auto.why,
+    )
+    for logger in loggers:
+        logger.log_metrics(numbers, step=step)
+
+
+@dataclass
 class Options:
-    """The choices that all strategies have. `WorkerGroupStrategy` describes every argument."""
+    """The choices that all strategies have, as they are now: planner or checkpoint may replace ``"auto"`` settings."""
 
     settings: Settings
     auto: AutoSettings
@@ -24,29 +314,14 @@ class Options:
     federation: Federation | None = None
 
     @staticmethod
-    def of(
-        worker_groups: Any,
-        exchange_backend: Any,
-        on_resume: Any,
-        evaluate: Any,
-        resumable_checkpoints: Any = "all",
-        federation: Any = None,
-        **settings: Any,
-    ) -> "Options":
-        """Checks the arguments of a strategy."""
-        auto, chosen = AutoSettings.of(**settings)
-        return Options(
-            chosen, auto, worker_groups, exchange_backend, on_resume, evaluate, resumable_checkpoints, federation
-        )
-
-    @staticmethod
-    def among(arguments: Mapping[str, Any]) -> "Options":
-        """Checks the arguments of a strategy, found by their names among others; see `of`."""
-        own = [item.name for item in fields(Options) if item.name not in ("settings", "auto")]
-        return Options.of(**{name: arguments[name] for name in (*own, *(item.name for item in fields(Settings)))})
+    def of(arguments: Mapping[str, Any]) -> "Options":
+        """Checks the arguments of a strategy, found by their names among others."""
+        auto, settings = AutoSettings.of(**{item.name: arguments[item.name] for item in fields(Settings)})
+        own = {item.name: arguments[item.name] for item in fields(Options) if item.name not in ("settings", "auto")}
+        return Options(settings, auto, **own)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "worker_groups", checked_worker_groups(self.worker_groups))
+        self.worker_groups = checked_worker_groups(self.worker_groups)
         if self.exchange_backend not in (None, "gloo", "nccl"):
             raise ValueError(
                 f"exchange_backend={self.exchange_backend!r} is not available: worker groups exchange over 'gloo', on"
@@ -72,7 +347,7 @@ class Options:
         if self.federation is not None:
             self._check_federation(self.federation)
             # The ranks of a site are one group.
-            object.__setattr__(self, "worker_groups", 1)
+            self.worker_groups = 1
 
     def _check_federation(self, federation: Any) -> None:
         if not isinstance(federation, Federation):
@@ -118,19 +393,3 @@ class Options:
             "resumable_checkpoints": self.resumable_checkpoints,
             "exchange_backend": self.exchange_backend or "gloo",
         }
-
-
-class CurrentOptions:
-    """The options of a fit as they are now: the planner, or a checkpoint, may replace settings that were ``"auto"``."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-
-    @property
-    def settings(self) -> Settings:
-        """The settings of the engine."""
-        return self.options.settings
-
-    def choose(self, settings: Settings) -> None:
-        """Replaces the settings of the engine."""
-        self.options = replace(self.options, settings=settings)

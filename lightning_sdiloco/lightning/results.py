@@ -1,6 +1,6 @@
 """What users read of a strategy: schedule, fragments, outer parameters and report, during a fit and after it."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm import Fragment, Schedule
+from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import StreamingDiLoCo
-from lightning_sdiloco.lightning.auto_settings import Measured
-from lightning_sdiloco.lightning.options import CurrentOptions, Options
+from lightning_sdiloco.lightning.groups import ConnectedGroups
+from lightning_sdiloco.lightning.options import Options
 
 
 class Summary(NamedTuple):
@@ -20,11 +21,6 @@ class Summary(NamedTuple):
     schedule: Schedule
     outer: dict[str, Tensor]
     counts: dict[str, float]
-
-    @staticmethod
-    def of(engine: StreamingDiLoCo) -> "Summary":
-        """Returns the summary of an engine that has finished."""
-        return Summary(engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report())
 
     @staticmethod
     def load(path: Path) -> "Summary":
@@ -56,67 +52,24 @@ class Summary(NamedTuple):
         return dict(self.counts)
 
 
+@dataclass
 class Results:
-    """The readable side of a strategy. It survives the fit, and brings back what ran in other processes."""
+    """What a strategy knows of its current or last fit."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = CurrentOptions(options)
-        self._fragments: tuple[Fragment, ...] = ()
-        self._engine: StreamingDiLoCo | None = None
-        self._summary: Summary | None = None
-
-    def begin(self, options: CurrentOptions) -> None:
-        """Forgets the previous fit, and shows the options of the one that begins."""
-        self._options = options
-        self.forget()
+    options: Options
+    engine: StreamingDiLoCo | None = None
+    fragments: tuple[Fragment, ...] = ()
+    other: Summary | None = None
+    """Of a fit that ran in other processes."""
 
     def forget(self) -> None:
         """Forgets what was trained."""
-        self._fragments = ()
-        self._engine = self._summary = None
-
-    def cut(self, fragments: tuple[Fragment, ...]) -> None:
-        """Shows how the model was cut."""
-        self._fragments = fragments
-
-    def read(self, engine: StreamingDiLoCo) -> None:
-        """Shows what an engine does from now on."""
-        self._engine = engine
+        self.engine, self.fragments, self.other = None, (), None
 
     @property
-    def engine(self) -> StreamingDiLoCo | None:
-        """The engine of the current or last fit; None before the first in this process."""
-        return self._engine
-
-    @property
-    def schedule(self) -> Schedule:
-        """When fragments launch and land."""
-        if self._summary is not None:
-            return self._summary.schedule
-        settings = self._options.settings
-        return Schedule(settings.sync_every, settings.overlap_steps, len(self.fragments))
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments."""
-        return self._fragments or self._source.fragments
-
-    @property
-    def measured(self) -> Measured | None:
-        """What the planner based its choice on."""
-        return self._options.options.auto.measured
-
-    def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters by name."""
-        return self._source.outer_state_dict()
-
-    def report(self) -> dict[str, float]:
-        """Returns what happened in the fit."""
-        return self._source.report()
-
-    @property
-    def _source(self) -> StreamingDiLoCo | Summary:
-        source = self._engine or self._summary
+    def source(self) -> StreamingDiLoCo | Summary:
+        """What can be read after training has begun."""
+        source = self.engine or self.other
         if source is None:
             raise RuntimeError(
                 "There is nothing to read before training: the fragments and the schedule are known from on_fit_start"
@@ -127,8 +80,53 @@ class Results:
 
     def summary(self) -> Summary | None:
         """Returns what the main process can still read after a fit in this one; None if none finished here."""
-        return Summary.of(self._engine) if self._engine is not None and self._engine.is_finished else None
+        engine = self.engine
+        if engine is None or not engine.is_finished:
+            return None
+        return Summary(engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report())
 
-    def read_summary(self, summary: Summary | None) -> None:
-        """Takes over the summary of a fit that ran in other processes."""
-        self._summary = summary
+
+class ReadableStrategy:
+    """What users read of a strategy of Trainer or Fabric."""
+
+    _results: Results
+    _groups: ConnectedGroups
+
+    @property
+    def schedule(self) -> Schedule:
+        """When fragments launch and land; prints as a table.
+
+        Known from ``on_fit_start`` on, in Fabric from the first step of an optimizer on. Where settings are ``"auto"``,
+        it is known once they are chosen, after the first inner steps.
+        """
+        if self._results.other is not None:
+            return self._results.other.schedule
+        settings = self._results.options.settings
+        return Schedule(settings.sync_every, settings.overlap_steps, len(self.fragments))
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments: names and sizes in bytes of their parameters. Known as early as `schedule`."""
+        return self._results.fragments or self._results.source.fragments
+
+    def outer_state_dict(self) -> dict[str, Tensor]:
+        """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
+
+        The names are those of ``named_parameters()`` of the model. During training, all ranks of a worker group must
+        call it together.
+        """
+        return self._results.source.outer_state_dict()
+
+    def report(self) -> dict[str, float]:
+        """Returns what happened in training: steps, bytes and seconds, as `StreamingDiLoCo.report` does."""
+        return self._results.source.report()
+
+    @property
+    def engine(self) -> StreamingDiLoCo | None:
+        """The engine of the current or last training; None before the first in this process."""
+        return self._results.engine
+
+    @property
+    def topology(self) -> Topology:
+        """Worker groups and the connections between them; known once processes are connected."""
+        return self._groups.topology

@@ -4,49 +4,46 @@ Every distribution of Lightning has base classes of its own. A subclass of this 
 and no more; see ``lightning_pytorch.py``.
 
 [Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user chose. `ConnectedGroups`
-are the ranks, over several fits. A `Fit` begins and ends with each fit. A `ModelFormat` knows whether ranks hold the
-model whole. `Results` are what users read, also afterwards.
+are the ranks, over several fits. A `Fit` begins and ends with each fit. A format, `WholeModel` or `ShardedModel`, knows
+how ranks hold the model. `Results` are what users read, also afterwards.
 """
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm import (
     DEFAULT_TIMEOUT,
-    Fragment,
     LandingRule,
     Pace,
     Route,
-    Schedule,
     TwoShot,
     Weighing,
 )
-from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine import Federation, StreamingDiLoCo
-from lightning_sdiloco.lightning.arguments import document, refuse_unknown
-from lightning_sdiloco.lightning.auto_settings import Measured
-from lightning_sdiloco.lightning.callback import put_first
-from lightning_sdiloco.lightning.collectives import stays_in_group, waiting_for_all
-from lightning_sdiloco.lightning.fit import Distribution, Fit, Parts
+from lightning_sdiloco.engine import Federation, refuse_quorum
+from lightning_sdiloco.lightning.fit import Distribution, Fit, put_first
+from lightning_sdiloco.lightning.groups import ConnectedGroups, only_device, stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.host.ddp import release_gradients
 from lightning_sdiloco.lightning.host.paced_data import process_wrapped
-from lightning_sdiloco.lightning.host.patching import replace
+from lightning_sdiloco.lightning.host.patching import replace as patch
 from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_divided, refuse_in_notebook
-from lightning_sdiloco.lightning.model_format.base import ModelFormat
-from lightning_sdiloco.lightning.options import Options
-from lightning_sdiloco.lightning.results import Results
+from lightning_sdiloco.lightning.model_format import WholeModel
+from lightning_sdiloco.lightning.options import Measured, Options
+from lightning_sdiloco.lightning.results import ReadableStrategy, Results
 from lightning_sdiloco.lightning.signals import listen_without_fit
-from lightning_sdiloco.lightning.worker_groups import ConnectedGroups, only_device
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -54,7 +51,7 @@ else:
     _Base = object
 
 
-class WorkerGroupStrategy(_Base):
+class WorkerGroupStrategy(ReadableStrategy, _Base):
     """Trains one model on several worker groups.
 
     Args:
@@ -92,10 +89,6 @@ class WorkerGroupStrategy(_Base):
         final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
         offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
             the device is CUDA.
-        evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
-            has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
-            that of each group. Checkpoints hold the outer one; until every fragment has landed once, or right after a
-            validation that saw the mean, they hold the mean.
         exchange_backend: What carries outer gradients between worker groups: ``"gloo"``, the default, or ``"nccl"``
             from CUDA device to CUDA device.
         schedule: When fragments launch: a ``Pace`` such as ``Selective()``, which launches less often while outer
@@ -106,11 +99,15 @@ class WorkerGroupStrategy(_Base):
             ``Ring()``, on which groups hold outer parameters of their own; validation and checkpoints have their mean.
             None: with all.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
+        federation: The `Federation` of which these ranks, launched on their own, are a site. None: all worker groups
+            are launched together.
+        evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
+            has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
+            that of each group. Checkpoints hold the outer one; until every fragment has landed once, or right after a
+            validation that saw the mean, they hold the mean.
         on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
             outer parameters and outer momentum of any checkpoint.
         resumable_checkpoints: Which checkpoints keep the folder from which a fit resumes: ``"all"`` or ``"newest"``.
-        federation: The `Federation` of which these ranks, launched on their own, are a site. None: all worker groups
-            are launched together.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -119,15 +116,14 @@ class WorkerGroupStrategy(_Base):
 
     strategy_name: ClassVar[str]
     distribution: ClassVar[Distribution]
-    model_format: ClassVar[type[ModelFormat]]
+    model_format: ClassVar[type[WholeModel]]
     base_arguments: ClassVar[Callable[..., dict[str, Any]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Documents a strategy: its arguments are those above and those of its model format."""
         super().__init_subclass__(**kwargs)
         if "model_format" in vars(cls):
             cls.base_arguments = staticmethod(cls.model_format.base_arguments)
-            document(cls, WorkerGroupStrategy, cls.model_format)
+            document(cls, cls.model_format.summary, cls.base_arguments)
 
     def __init__(
         self,
@@ -162,7 +158,7 @@ class WorkerGroupStrategy(_Base):
     ) -> None:
         refuse_unknown(type(self), of_format)
         # Nothing is started here: strategies are pickled.
-        self._options = Options.among(locals())
+        self._options = Options.of(locals())
         arguments = self.base_arguments(**of_format)
         self._format = self.model_format(arguments)
         self._groups, self._results = ConnectedGroups(), Results(self._options)
@@ -173,44 +169,9 @@ class WorkerGroupStrategy(_Base):
     # What users read
 
     @property
-    def schedule(self) -> Schedule:
-        """When fragments launch and land; prints as a table. Known from ``on_fit_start`` on.
-
-        Where settings are ``"auto"``, it is known once they are chosen, after the first inner steps.
-        """
-        return self._results.schedule
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments: names and sizes in bytes of their parameters. Known from ``on_fit_start`` on."""
-        return self._results.fragments
-
-    def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
-
-        The names are those of ``LightningModule.named_parameters()``. During a fit, all ranks of a worker group must
-        call it together.
-        """
-        return self._results.outer_state_dict()
-
-    def report(self) -> dict[str, float]:
-        """Returns what happened in the fit: steps, bytes and seconds, as `StreamingDiLoCo.report` does."""
-        return self._results.report()
-
-    @property
     def measured(self) -> Measured | None:
         """What the planner chose the ``"auto"`` settings from; None if it did not, or if a checkpoint held them."""
-        return self._results.measured
-
-    @property
-    def engine(self) -> StreamingDiLoCo | None:
-        """The engine of the current or last fit; None before the first in this process."""
-        return self._results.engine
-
-    @property
-    def topology(self) -> Topology:
-        """Worker groups and the connections between them; known once processes are connected."""
-        return self._groups.topology
+        return self._results.options.auto.measured
 
     # What launcher, monitor and callbacks read
 
@@ -237,7 +198,7 @@ class WorkerGroupStrategy(_Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            self._options = self._options.after(self._fit.options.options)
+            self._options = self._options.after(self._fit.options)
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.
         if model._trainer is not None and model._trainer.state.fn == "fit":
@@ -248,8 +209,8 @@ class WorkerGroupStrategy(_Base):
         self._format.refuse(trainer, self.precision_plugin.precision)
         if self._fit is not None:
             self._fit.close()
-        parts = Parts(self._options, self._groups, self._format, self._results, self.distribution.termination)
-        self._fit = Fit(trainer, parts)
+        termination = self.distribution.termination
+        self._fit = Fit(trainer, replace(self._options), self._groups, self._format, self._results, termination)
         put_first(self.distribution.callback(self._fit, self._groups), trainer)
 
     @override
@@ -288,7 +249,7 @@ class WorkerGroupStrategy(_Base):
             super().setup(trainer)
             self.fit.take_averages()
         else:
-            listen_without_fit(trainer, partial(replace, self._patches))
+            listen_without_fit(trainer, partial(patch, self._patches))
             # Where a fit was interrupted, groups hold models of their own.
             align = self.engine is None or self.model is None or not self.engine.is_training(self.model)
             self._format.set_up_without_fit(self, super().setup, trainer, align)
@@ -469,3 +430,51 @@ class WorkerGroupStrategy(_Base):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decides over all ranks, whichever hook asks: all of them must stop or save together."""
         return self._groups.decide(decision, all, self.root_device)
+
+
+# Arguments
+
+
+def document(
+    strategy: type[Any],
+    summary: str,
+    base_arguments: Callable[..., Any],
+    without: Collection[str] = (),
+    renamed: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Gives a strategy the docstring and the signature that ``help()`` and the command line show.
+
+    Args:
+        strategy: The strategy.
+        summary: What it does.
+        base_arguments: Its own arguments, which are described there.
+        without: The last of those that are described at `WorkerGroupStrategy`, which it does not have.
+        renamed: How it calls some of its own.
+    """
+    described, _, raises = inspect.cleandoc(WorkerGroupStrategy.__doc__ or "").partition("\n\nRaises:")
+    shared = described.partition("Args:\n")[2]
+    for name in without:
+        shared = shared.partition(f"    {name}: ")[0]
+    own = inspect.cleandoc(base_arguments.__doc__ or "").partition("Args:\n")[2]
+    for name, shorter in renamed.items():
+        own = own.replace(f"    {name}: ", f"    {shorter}: ")
+    strategy.__doc__ = f"{inspect.cleandoc(summary)}\n\nArgs:\n{shared.rstrip()}\n{own}\n\nRaises:{raises}"
+    parameters = list(inspect.signature(WorkerGroupStrategy.__init__).parameters.values())[1:-1]
+    parameters = [parameter for parameter in parameters if parameter.name not in without]
+    for parameter in inspect.signature(base_arguments).parameters.values():
+        parameters.append(parameter.replace(name=renamed.get(parameter.name, parameter.name)))
+    strategy.__signature__ = inspect.Signature(parameters)
+
+
+def refuse_unknown(strategy: type[Any], of_format: Mapping[str, Any]) -> None:
+    """Refuses arguments that a strategy does not have."""
+    refuse_quorum(of_format)
+    known = inspect.signature(strategy).parameters
+    for name in of_format.keys() - known.keys():
+        of_ddp = name in inspect.signature(DistributedDataParallel).parameters or name.startswith("ddp_comm_")
+        advice = (
+            f"It belongs to DistributedDataParallel: give ddp_kwargs={{{name!r}: ...}}"
+            if of_ddp and "ddp_kwargs" in known
+            else f"help({strategy.__name__}) lists those that it has"
+        )
+        raise TypeError(f"{strategy.__name__} has no argument {name!r}. {advice}.")

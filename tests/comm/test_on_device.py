@@ -22,7 +22,7 @@ from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, Direc
 from lightning_sdiloco.comm.layout import GroupLayout
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.background import ThreadBackground
-from lightning_sdiloco.lightning.auto_settings import measure_link
+from lightning_sdiloco.lightning.options import measure_link
 from lightning_sdiloco.planning.link import Link
 from tests import pretend
 from tests.known_training import CHOICES, STEPS, LateLane, Training, same, wait_for_flights
@@ -193,9 +193,7 @@ def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device(mon
     def of_world(*args: Any) -> Any:
         raise Joined(args[3])
 
-    monkeypatch.setattr(
-        "lightning_sdiloco.lightning.worker_groups.nccl_on", lambda device: DeviceBackend("stub", device)
-    )
+    monkeypatch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: DeviceBackend("stub", device))
     monkeypatch.setattr(Topology, "of_world", of_world)
 
     def run(rank: int, world_size: int, given: str | None) -> str:

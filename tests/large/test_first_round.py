@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy
 from lightning_sdiloco.engine import files
-from lightning_sdiloco.lightning.fabric import loop as loops
+from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.fits import LIGHTNING, since
 from tests.large.models import FEATURES, TARGETS, Large, made, same
@@ -308,7 +308,7 @@ class Looped:
 def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(world_size: int, tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> Any:
         told: list[str] = []
-        loops.rank_zero_info = told.append
+        fabric_room.rank_zero_info = told.append
         loop = Looped(rank, world_size, tmp_path, sync_every=50, fragments=[["*"]])
         loop.train(40)
         loop.save("first.pt")

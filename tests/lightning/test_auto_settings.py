@@ -16,8 +16,8 @@ from lightning_sdiloco.algorithm.recommended import _Row, recommended
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.parameters.naming import trainable
-from lightning_sdiloco.lightning import auto_settings
-from lightning_sdiloco.lightning.auto_settings import AutoSettings, Measured, choice, measure_link
+from lightning_sdiloco.lightning import options as auto_settings
+from lightning_sdiloco.lightning.options import AutoSettings, Measured, choice, measure_link
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model

@@ -27,9 +27,7 @@ def trainer(distribution: str, world_size: int, groups: int, **choices: Any) -> 
 @pytest.mark.parametrize(
     ("distribution", "data", "world_size", "groups"),
     [
-        (LIGHTNING, "BoringDataModule", 2, 2),
-        ("pytorch_lightning", "BoringDataModuleNoLen", 2, 2),
-        ("pytorch_lightning", "BoringDataModule", 4, 2),
+        ("pytorch_lightning", "BoringDataModule", 2, 2),
         (LIGHTNING, "BoringDataModuleNoLen", 4, 2),
     ],
 )
@@ -108,7 +106,7 @@ class Sequences:
         self.step = state["step"]
 
 
-@pytest.mark.parametrize(("world_size", "groups", "distribution"), [(2, 2, "pytorch_lightning"), (4, 2, LIGHTNING)])
+@pytest.mark.parametrize(("world_size", "groups", "distribution"), [(4, 2, "pytorch_lightning")])
 def test_a_small_transformer_is_trained_and_goes_on_from_the_middle_of_an_epoch(
     distribution: str, world_size: int, groups: int, tmp_path: Path
 ) -> None:

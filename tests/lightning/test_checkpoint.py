@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
 from lightning_sdiloco.algorithm.recommended import recommended
@@ -118,9 +118,8 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ("distribution", "world_size", "groups", "steps"),
     [
         (LIGHTNING, 2, 2, (5, 9, 11, 12, 13, 16, 22)),
-        (LIGHTNING, 4, 2, (12, 16)),
-        ("pytorch_lightning", 2, 2, (11, 13)),
-        (LIGHTNING, 3, 1, (9, 22)),
+        ("pytorch_lightning", 4, 2, (12, 16)),
+        (LIGHTNING, 3, 1, (9,)),
     ],
 )
 def test_a_fit_resumed_from_any_step_gives_the_same_bits(
@@ -294,10 +293,6 @@ def save_folder(checkpoint: Path) -> Path:
     return save
 
 
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
 def alter(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -310,8 +305,6 @@ def alter(file: Path) -> None:
         (lambda path: (save_folder(path) / "rank_00001.pt").unlink(), "rank_00001.pt, which is not there"),
         (lambda path: (save_folder(path) / "manifest.json").unlink(), "manifest.json, which is not there"),
         (lambda path: shutil.rmtree(f"{path}.sdiloco"), "move or copy both"),
-        (lambda path: save_folder(path).rename(f"{path}.sdiloco/another"), "which is not there"),
-        (lambda path: truncate(save_folder(path) / "rank_00001.pt"), "is not what was saved"),
         (lambda path: alter(save_folder(path) / "rank_00001.pt"), "is not what was saved"),
     ],
 )
@@ -333,15 +326,11 @@ def test_a_folder_of_a_newer_version_is_refused(checkpoint: Path) -> None:
     ("changed", "told"),
     [
         ({"sync_every": 9}, "sync_every was 8, now it is 9"),
-        ({"compression": "fp32"}, "compression was 'fp4', now it is 'fp32'"),
-        ({"fragments": "balanced"}, "fragments was 'strided', now it is 'balanced'"),
-        ({"mixing": 0.375}, f"mixing was {CHOSEN.mixing}, now it is 0.375"),
         (
             {"outer_lr": 0.375, "outer_momentum": 0.75},
             f"outer_lr was {CHOSEN.outer_lr}, now it is 0.375; outer_momentum was {CHOSEN.outer_momentum}, now it",
         ),
         ({"outlier_guard": 5.0, "outer_clip_norm": 2.0}, "outer_clip_norm was None, now it is 2.0; outlier_guard was"),
-        ({"outer_lr_schedule": ExponentialLR}, "outer_lr_schedule was None, now it is ExponentialLR"),
     ],
 )
 def test_other_settings_are_refused_by_name(changed: dict[str, Any], told: str, checkpoint: Path) -> None:

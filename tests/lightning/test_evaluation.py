@@ -61,7 +61,7 @@ def net_of(values: dict[str, Tensor]) -> dict[str, Tensor]:
 # Inside a fit
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [4])
 def test_validation_with_fragments_in_flight_leaves_everything_as_it_was(world_size: int) -> None:
     """Local parameters, statistics of BatchNorm and inner optimizer state, before every step."""
 
@@ -96,7 +96,6 @@ def test_validation_with_fragments_in_flight_leaves_everything_as_it_was(world_s
             assert_same(one, other)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_with_evaluate_local_validation_sees_the_model_of_the_group_and_checkpoints_hold_the_outer_one(
     distribution: str, tmp_path: Path
 ) -> None:
@@ -139,13 +138,11 @@ def test_with_evaluate_local_validation_sees_the_model_of_the_group_and_checkpoi
     assert_same(saved[9], outer)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_another_choice_of_model_to_evaluate_is_refused(distribution: str) -> None:
     with pytest.raises(ValueError, match=r"evaluate='inner' is not known: .*Choose one of them"):
         fits.strategy(distribution, evaluate="inner")
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_metrics_of_validation_agree_on_all_ranks(distribution: str) -> None:
     def run(rank: int, world_size: int) -> Any:
         numbers: list[dict[str, float]] = []
@@ -173,7 +170,6 @@ def test_metrics_of_validation_agree_on_all_ranks(distribution: str) -> None:
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_evaluating_before_between_and_after_fits_overwrites_nothing(distribution: str, inference_mode: bool) -> None:
     def run(rank: int, world_size: int) -> Any:
         model = evaluated(distribution)
@@ -230,7 +226,6 @@ def test_parameters_can_be_trained_again_after_an_evaluation_in_inference_mode()
 
 
 @pytest.mark.parametrize("interval", ["batch", "epoch"])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_every_rank_writes_the_predictions_of_the_outer_model(distribution: str, interval: str, tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> Any:
         class Writer(importlib.import_module(distribution).callbacks.BasePredictionWriter):  # type: ignore[misc]
@@ -263,7 +258,6 @@ def test_every_rank_writes_the_predictions_of_the_outer_model(distribution: str,
         assert all(torch.equal(one, other) for one, other in zip(written, expected, strict=True))
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("kind", ["steps", "epochs"])
 def test_the_last_checkpoint_holds_the_finished_model_and_gives_what_validation_gives(
     kind: str, distribution: str, tmp_path: Path

@@ -27,7 +27,6 @@ def warnings_of(rank: int, world_size: int, distribution: str, choices: dict[str
     return [message for message in messages if FOUND in message]
 
 
-@pytest.mark.parametrize("distribution", [LIGHTNING, "pytorch_lightning"])
 def test_one_rank_says_once_how_many_rounds_fit_and_what_would_do(distribution: str) -> None:
     own, other = run_processes(warnings_of, 2, distribution, {"sync_every": 5}, {"max_steps": 16})
     assert other == []

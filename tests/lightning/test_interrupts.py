@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import start_script
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 20.0
@@ -73,52 +75,57 @@ def wait_until(condition: object, seconds: float) -> bool:
     return False
 
 
-@contextmanager
-def training(folder: Path, start_method: str, failing: str = "") -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A script that trains two ranks, in a session of its own; its main process and all of its processes."""
-    script = folder / "train.py"
+def started(folder: Path, start_method: str, failing: str) -> tuple[int, Callable[[], int | None]]:
+    """Starts the script in a session of its own; its process, and what tells how that ended.
+
+    Where processes are forked, the main one is a fork too, and has what takes long to import.
+    """
+    script, environment = folder / "train.py", {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    main = subprocess.Popen(
-        [sys.executable, str(script), str(folder), start_method, failing],
-        env=environment,
-        stderr=(folder / "stderr").open("w"),
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-        text=True,
-    )
+    command = [str(script), str(folder), start_method, failing]
+    if start_method != "fork":
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        errors = (folder / "stderr").open("w")
+        main = subprocess.Popen([sys.executable, *command], env=environment, stderr=errors, start_new_session=True)
+        return main.pid, main.poll
+
+    process = start_script(script, *command[1:], environment=environment)
+    assert process.pid is not None
+    return process.pid, lambda: process.exitcode
+
+
+@contextmanager
+def training(
+    folder: Path, start_method: str, failing: str = ""
+) -> Iterator[tuple[int, list[int], Callable[[], int | None]]]:
+    """A script that trains two ranks: its main process, all of its processes, and how it ended."""
+    main, ended = started(folder, start_method, failing)
     pids = [folder / f"{rank}.pid" for rank in range(2)]
     try:
-        started = wait_until(lambda: all(path.exists() and path.read_text().endswith(" ") for path in pids), 90)
-        assert started, (folder / "stderr").read_text()
-        yield main, [main.pid, *(int(path.read_text()) for path in pids)]
+        trains = wait_until(lambda: all(path.exists() and path.read_text().endswith(" ") for path in pids), 90)
+        assert trains, (folder / "stderr").read_text()
+        yield main, [main, *(int(path.read_text()) for path in pids)], ended
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(main.pid, signal.SIGKILL)
-        main.wait()
+            os.killpg(main, signal.SIGKILL)
+        wait_until(lambda: ended() is not None, 5)
+
+
+def assert_all_end(folder: Path, pids: list[int], ended: Callable[[], int | None]) -> str:
+    """Waits until no process is left, and returns what they said."""
+    gone = wait_until(lambda: ended() is not None and not any(map(is_alive, pids)), SECONDS)
+    told = (folder / "stderr").read_text()
+    assert gone, ([pid for pid in pids if is_alive(pid)], told)
+    return told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize(
-    ("to", "start_method"),
-    [
-        ("all processes", "popen"),
-        ("the main process", "popen"),
-        ("the main process", "spawn"),
-        ("all processes", "fork"),
-    ],
-)
+@pytest.mark.parametrize(("to", "start_method"), [("all", "popen"), ("main", "fork")])
 def test_ctrl_c_leaves_no_process_behind(to: str, start_method: str, tmp_path: Path) -> None:
-    with training(tmp_path, start_method) as (main, pids):
-        if to == "all processes":
-            os.killpg(main.pid, signal.SIGINT)
-        else:
-            os.kill(main.pid, signal.SIGINT)
-        assert wait_until(lambda: main.poll() is not None and not any(map(is_alive, pids)), SECONDS), (
-            [pid for pid in pids if is_alive(pid)],
-            (tmp_path / "stderr").read_text(),
-        )
-        assert main.returncode != 0
+    with training(tmp_path, start_method) as (main, pids, ended):
+        (os.killpg if to == "all" else os.kill)(main, signal.SIGINT)
+        assert_all_end(tmp_path, pids, ended)
+        assert ended() != 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -126,31 +133,21 @@ def test_ctrl_c_leaves_no_process_behind(to: str, start_method: str, tmp_path: P
 def test_a_termination_signal_to_the_main_process_saves_and_leaves_no_process_behind(
     start_method: str, tmp_path: Path
 ) -> None:
-    with training(tmp_path, start_method) as (main, pids):
-        os.kill(main.pid, signal.SIGTERM)
-        assert wait_until(lambda: main.poll() is not None and not any(map(is_alive, pids)), SECONDS), (
-            [pid for pid in pids if is_alive(pid)],
-            (tmp_path / "stderr").read_text(),
-        )
-        (saved,) = tmp_path.rglob("terminated-step=*.ckpt")
-        told = (tmp_path / "stderr").read_text()
-        assert f"To go on from there: trainer.fit(..., ckpt_path={str(saved)!r})" in told
-        assert told.count("To go on from there") == 1
+    with training(tmp_path, start_method) as (main, pids, ended):
+        os.kill(main, signal.SIGTERM)
+        told = assert_all_end(tmp_path, pids, ended)
+    (saved,) = tmp_path.rglob("terminated-step=*.ckpt")
+    assert f"To go on from there: trainer.fit(..., ckpt_path={str(saved)!r})" in told
+    assert told.count("To go on from there") == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize(("start_method", "failing"), [("popen", "0"), ("popen", "1"), ("fork", "1")])
+@pytest.mark.parametrize(("start_method", "failing"), [("popen", "0"), ("fork", "1")])
 def test_an_exception_in_one_process_ends_all_and_names_it(start_method: str, failing: str, tmp_path: Path) -> None:
-    with training(tmp_path, start_method, failing) as (main, pids):
-        assert wait_until(lambda: main.poll() is not None and not any(map(is_alive, pids)), SECONDS), (
-            [pid for pid in pids if is_alive(pid)],
-            (tmp_path / "stderr").read_text(),
-        )
-        assert main.returncode != 0
-        told = (tmp_path / "stderr").read_text()
-        assert "ArithmeticError: boom" in told
-        # By us, by Lightning, which watches the processes that it started, or by multiprocessing.
-        named = (
-            rf"Rank {failing} .*failed first|rank: {failing}\]|Process {failing} terminated|Rank 0, which keeps word"
-        )
-        assert re.search(named, told)
+    with training(tmp_path, start_method, failing) as (_, pids, ended):
+        told = assert_all_end(tmp_path, pids, ended)
+        assert ended() != 0
+    assert "ArithmeticError: boom" in told
+    # By us, by Lightning, which watches the processes that it started, or by multiprocessing.
+    named = rf"Rank {failing} .*failed first|rank: {failing}\]|Process {failing} terminated|Rank 0, which keeps word"
+    assert re.search(named, told)

@@ -279,7 +279,6 @@ def test_every_scalar_is_logged_and_documented(distribution: str, groups: int, t
 
 
 @pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_both_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link(
     distribution: str, bar: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +343,6 @@ def lines_in_80_columns(bar: Any) -> int:
     return len(captured.get().strip().splitlines())
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_tensorboard_gets_a_layout_of_the_scalars(distribution: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
 

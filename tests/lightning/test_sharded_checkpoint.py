@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine import Saved, files, write_common_file
-from lightning_sdiloco.lightning.checkpoint import sharded_model
+from lightning_sdiloco.lightning import model_format as sharded_model
 from tests import fits, sharded
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes, run_ranks

@@ -120,7 +120,6 @@ def slow(distribution: str, inner: str, seed: int) -> Any:
     return Slow()
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_a_time_limit_stops_all_ranks_after_the_same_inner_step(distribution: str) -> None:
     def run(rank: int, world_size: int) -> int:
         trained = fit(
@@ -141,7 +140,6 @@ def test_a_time_limit_stops_all_ranks_after_the_same_inner_step(distribution: st
     assert steps[0] % 10 == 3, "the decision was read at a landing"
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_checkpoints_by_time_are_saved_by_all_ranks_after_the_same_inner_step(
     distribution: str, tmp_path: Path
 ) -> None:
@@ -373,7 +371,7 @@ def test_a_gather_over_all_ranks_in_every_batch_is_said_once(distribution: str, 
 
 @pytest.mark.parametrize(
     ("ranks", "groups", "gather", "manual"),
-    [(2, 1, of_world, False), (4, 2, of_group, False), (2, 2, of_group, True), (2, 2, now_and_then, False)],
+    [(2, 1, of_world, False), (4, 2, of_group, True), (2, 2, now_and_then, False)],
 )
 def test_nothing_is_said_where_batches_make_no_group_wait(
     ranks: int, groups: int, gather: Callable[..., Tensor], manual: bool, tmp_path: Path

@@ -52,7 +52,6 @@ def held_by(metric: Metric) -> dict[str, Any]:
     return {name: value for name, value in vars(metric).items() if name in ("dist_sync_fn", "process_group")}
 
 
-@pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
 def test_a_metric_among_the_hyperparameters_is_saved_copied_and_computed_in_the_group(
     distribution: str, tmp_path: Path
 ) -> None:

@@ -24,7 +24,6 @@ DISTRIBUTIONS = pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
 # A model that knows no trainer
 
 
-@DISTRIBUTIONS
 def test_a_model_without_a_trainer_is_connected_saved_and_trained(distribution: str, tmp_path: Path) -> None:
     """As darts does it, which writes a checkpoint of a model that it has just made or read."""
 
@@ -51,7 +50,6 @@ def test_a_model_without_a_trainer_is_connected_saved_and_trained(distribution: 
         assert torch.equal(saved["streaming_diloco"]["state_dict"][name], values)
 
 
-@DISTRIBUTIONS
 def test_a_trainer_that_is_given_after_connecting_is_in_time_for_the_setup(distribution: str) -> None:
     """As Lightning's own tests set a strategy up by hand."""
 
@@ -119,7 +117,6 @@ def test_the_wrapper_of_a_single_rank_has_no_buckets_and_all_that_one_may_ask_of
     run_processes(run, 1)
 
 
-@DISTRIBUTIONS
 def test_the_backend_of_process_groups_is_that_of_the_argument(distribution: str) -> None:
     def run(rank: int, world_size: int) -> str:
         strategy = fits.strategy(distribution, process_group_backend="cpu:gloo")
@@ -157,7 +154,6 @@ def logging_rarely(distribution: str) -> Any:
     return Rare()
 
 
-@DISTRIBUTIONS
 def test_what_one_rank_logs_and_nobody_reduces_stays_with_that_rank(
     distribution: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,7 +180,6 @@ DDP_NAMES = sorted(
 )
 
 
-@DISTRIBUTIONS
 def test_every_name_of_ddp_has_its_counterparts(distribution: str) -> None:
     assert len(DDP_NAMES) >= 12
     for name in DDP_NAMES:
@@ -206,7 +201,6 @@ def partly_unused(distribution: str) -> Any:
     return module
 
 
-@DISTRIBUTIONS
 def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(distribution: str) -> None:
     def run(rank: int, world_size: int, strategy: Any) -> Any:
         trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, max_steps=3)
@@ -231,7 +225,6 @@ def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(dis
 QUICKSTART = Path(__file__).parents[2] / "docs" / "quickstart.md"
 
 
-@DISTRIBUTIONS
 def test_the_quickstart_explains_what_lightning_says(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = importlib.import_module(distribution)
     used = fits.strategy(distribution)

@@ -18,11 +18,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_sdiloco.lightning.collectives import in_batch
+from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.monitor import fitting
-from lightning_sdiloco.lightning.requests import MOST_CHECKPOINTS, Request, Requests
-from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
+from lightning_sdiloco.lightning.signals import MOST_CHECKPOINTS, Request, Requests
 
 # Columns that a bar of Rich takes for all but the metrics.
 _BESIDE_METRICS = 66

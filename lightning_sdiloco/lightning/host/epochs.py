@@ -34,7 +34,7 @@ from lightning_sdiloco.comm import Topology, Unanswered
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.inner_steps import InnerSteps
-from lightning_sdiloco.lightning.requests import Request, Requests
+from lightning_sdiloco.lightning.signals import Request, Requests
 
 _log = logging.getLogger(__name__)
 

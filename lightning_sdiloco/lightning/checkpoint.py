@@ -1,7 +1,17 @@
-"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with what each rank holds."""
+"""How a fit saves and resumes: an ordinary checkpoint of the outer model, and a folder with what each rank holds.
+
+A checkpoint file takes its place in one step, and only then are the folders of earlier saves removed.
+
+[Note: late writers] `AsyncCheckpointIO` hands a checkpoint to a thread and returns. Until the thread has written it,
+the file in its place is an older one, which needs its own folder. So what follows the writing is done by the
+CheckpointIO that really writes, in whatever thread that is.
+"""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from threading import Lock
 from typing import Any
 
 from torch import nn
@@ -18,14 +28,13 @@ from lightning_sdiloco.engine import (
     write_common_file,
     write_ranks,
 )
-from lightning_sdiloco.lightning.checkpoint.placement import Placing
-from lightning_sdiloco.lightning.collectives import waiting_for_all
+from lightning_sdiloco.lightning.groups import ConnectedGroups, waiting_for_all
+from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.host.resumed import load_metrics_state_dict, metrics_state_dict
-from lightning_sdiloco.lightning.model_format.base import Checkpoint, Load, ModelFormat
-from lightning_sdiloco.lightning.options import CurrentOptions
-from lightning_sdiloco.lightning.requests import Requests
+from lightning_sdiloco.lightning.model_format import Checkpoint, Load, WholeModel
+from lightning_sdiloco.lightning.options import Options
+from lightning_sdiloco.lightning.signals import Requests
 from lightning_sdiloco.lightning.weight_averaging import Averaging
-from lightning_sdiloco.lightning.worker_groups import ConnectedGroups
 
 _log = logging.getLogger(__name__)
 
@@ -39,8 +48,8 @@ class Checkpointer:
         self,
         trainer: Any,
         groups: ConnectedGroups,
-        options: CurrentOptions,
-        model_format: ModelFormat,
+        options: Options,
+        model_format: WholeModel,
         requests: Requests,
     ) -> None:
         self._trainer = trainer
@@ -74,7 +83,7 @@ class Checkpointer:
         header = checkpoint.get(files.KEY)
         if header is None or self._trainer.state.fn != "fit":
             return checkpoint
-        if self._options.options.on_resume == "restart" or header["layout"] != self._layout():
+        if self._options.on_resume == "restart" or header["layout"] != self._layout():
             self._load_for_restart(checkpoint, str(path), header)
         else:
             self._require_the_settings_of(header)
@@ -106,7 +115,7 @@ class Checkpointer:
         """Makes those parameters trainable that were when the checkpoint was saved; callbacks do not do so."""
         if self._resumed is not None:
             trainable = {name for fragment in self._resumed["engine"]["fragments"] for name in fragment["names"]}
-        elif self._restart is not None and self._options.options.on_resume == "exact":
+        elif self._restart is not None and self._options.on_resume == "exact":
             trainable = set(self._restart.parameters)
         else:
             return
@@ -124,7 +133,7 @@ class Checkpointer:
 
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
         saved = header["settings"]
-        self._options.choose(self._options.options.auto.restored(self._options.settings.taken_from(saved), saved))
+        self._options.settings = self._options.auto.restored(self._options.settings.taken_from(saved), saved)
         if other := self._other_settings(header):
             raise ValueError(
                 f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"
@@ -136,7 +145,7 @@ class Checkpointer:
 
     def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any]) -> None:
         """Restores the outer state of all groups, and inner optimizer and random state of those that have a file."""
-        if self._options.options.on_resume == "exact":
+        if self._options.on_resume == "exact":
             self._require_the_settings_of(header)
         self._restart = self._as_rank_zero_reads(path, header)
         rank = self._rank_before(header)
@@ -217,13 +226,15 @@ class Checkpointer:
 
         write_common_file(saved, self._topology, write_common, self._advice)
         path = saved.path
-        self._format.after_write({files.KEY: saved.header}, path, self._topology, self._placing)
+        if self._format.in_folders and self._placing is not None:
+            # No CheckpointIO has written it.
+            self._placing.is_placed(saved.header["save"], path)
         self._note_standing(path)
         self._saved = (*(other for other in self._saved if other != path), path)
 
     def _replaced_by(self, path: str) -> list[str]:
         """Returns the checkpoints of this run that lose their folders to the one that is about to be saved."""
-        newest_only = self._options.options.resumable_checkpoints == "newest"
+        newest_only = self._options.resumable_checkpoints == "newest"
         return [other for other in self._saved if other != path] if newest_only else []
 
     @property
@@ -293,7 +304,7 @@ class Checkpointer:
     # What is compared
 
     def _settings(self) -> dict[str, str]:
-        auto, settings = self._options.options.auto, self._options.settings
+        auto, settings = self._options.auto, self._options.settings
         # What suits sync_every is known once the planner has chosen that.
         chosen = settings if auto.names else settings.chosen_for(self._topology.num_groups)
         return auto.described(chosen.fixed_by_a_checkpoint())
@@ -304,3 +315,74 @@ class Checkpointer:
 
     def _of_rank_zero(self, value: Any) -> Any:
         return self._topology.world.all_gather_object(value)[0]
+
+
+class Placing:
+    """Replaces the saving of a strategy's innermost CheckpointIO until it is closed; see [Note: late writers]."""
+
+    def __init__(self, io: Any) -> None:
+        while getattr(io, "checkpoint_io", None) is not None:
+            io = io.checkpoint_io
+        self._io = io
+        self._write: Callable[..., None] = io.save_checkpoint
+        self._older: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+        self._lock = Lock()
+        self._afterwards: dict[str, list[Callable[[], None]]] = {}
+        self._undo = ExitStack()
+        replace(self._undo, io, "save_checkpoint", self._save)
+
+    def close(self) -> None:
+        """Restores the CheckpointIO as it was."""
+        self._undo.close()
+
+    def announce(self, save: str, older: Sequence[str], replaced: Sequence[str] = ()) -> None:
+        """Announces a save that is about to be handed to the CheckpointIO."""
+        self._older[save] = older, replaced
+
+    def is_placed(self, save: str, path: str) -> None:
+        """Removes what was announced with a save, whose checkpoint no CheckpointIO has written."""
+        _remove_older(path, *self._older.pop(save, ((), ())))
+
+    def remove(self, path: str, remove: Callable[[str], None]) -> None:
+        """Removes a checkpoint file and its folder; if a thread is just writing them, as soon as they are written."""
+        with self._lock:
+            if path in self._afterwards:
+                self._afterwards[path].append(partial(self.remove, path, remove))
+            else:
+                remove(path)
+                files.remove_folder(path)
+
+    def _save(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
+        save = checkpoint.get(files.KEY, {}).get("save")
+        if save not in self._older:
+            self._write(checkpoint, path, *args, **kwargs)
+            return
+        older = self._older.pop(save)
+        with self._lock:
+            if not files.is_whole(path, save):
+                return  # It was removed before its turn came.
+            self._afterwards[path] = []
+        before = files.fingerprint(path)
+        try:
+            self._place(checkpoint, path, save, *args, **kwargs)
+        finally:
+            with self._lock:
+                removals = self._afterwards.pop(path)
+        if files.fingerprint(path) != before:
+            _remove_older(path, *older)
+        for removal in removals:
+            removal()
+
+    def _place(self, checkpoint: dict[str, Any], path: str, save: str, *args: Any, **kwargs: Any) -> None:
+        # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that is on another file
+        # system, this copies over the old file, which is then neither the old nor the new one for a while.
+        part = files.beside(path, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
+        self._write(checkpoint, part or path, *args, **kwargs)
+        if part is not None:
+            files.take_place(part, path)
+
+
+def _remove_older(path: str, saves: Sequence[str], replaced: Sequence[str]) -> None:
+    files.remove_saves(path, saves)
+    for other in replaced:
+        files.remove_folder(other)

@@ -1,7 +1,12 @@
-"""The worker groups as a process sees them: how ranks find each other, and whether they may still wait for others."""
+"""The worker groups as a process sees them: how ranks find each other, and over which of them a collective goes.
+
+Inside a batch the collectives of Lightning and of user code stay in the worker group; otherwise they go over all ranks.
+"""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
@@ -9,7 +14,8 @@ from typing import Any
 import torch
 
 from lightning_sdiloco.comm import DeviceBackend, GroupLayout, Topology, nccl_on, seldom_woken, store, world
-from lightning_sdiloco.engine import require_same_settings
+from lightning_sdiloco.engine import StreamingDiLoCo, require_same_settings
+from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.launch import (
     Failures,
     exchange_address,
@@ -20,11 +26,38 @@ from lightning_sdiloco.launch import (
     require_reachable,
     warn_of_shared_store,
 )
-from lightning_sdiloco.lightning.launcher import end_scripts
-from lightning_sdiloco.lightning.model_format.base import ModelFormat
+from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
 _log = logging.getLogger(__name__)
+
+# How long processes may take to end by themselves if the first has failed before they met.
+_SECONDS_TO_END = 3.0
+
+# Fewer may be a model that looks at all data before it starts.
+_BATCHES_IN_A_ROW = 3
+
+# Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
+# it would make every group wait for the slowest one at every step.
+_PER_BATCH_HOOKS = frozenset(
+    {
+        "training_step",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_before_batch_transfer",
+        "transfer_batch_to_device",
+        "on_after_batch_transfer",
+        "backward",
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "configure_gradient_clipping",
+        "lr_scheduler_step",
+    }
+)
 
 
 class ConnectedGroups:
@@ -52,12 +85,12 @@ class ConnectedGroups:
         """Whether this rank ends with an exception and must not wait for others, which may be gone or elsewhere."""
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
-    def check(self, host: Any, options: Options, model_format: ModelFormat) -> None:
+    def check(self, host: Any, options: Options, model_format: WholeModel) -> None:
         """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot connect."""
         _layout(host, options, model_format)
         _device_backend(options, host)
 
-    def connect(self, host: Any, options: Options, model_format: ModelFormat, set_up: Callable[[], None]) -> None:
+    def connect(self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]) -> None:
         """Connects all processes, and makes the connections between the ranks of a group and between groups."""
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
@@ -67,7 +100,7 @@ class ConnectedGroups:
             with _reached(host, layout, timeout), threads:
                 model_format.connect_processes(host, set_up)
         except Exception:
-            end_scripts(host.launcher)
+            _end_scripts(host.launcher)
             raise
         warn_of_shared_store(host.global_rank)
         self._failures = Failures(store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size)
@@ -90,13 +123,6 @@ class ConnectedGroups:
         if failures is not None:
             with suppress(Exception):
                 failures.leave(exception)
-
-    def warn_of_local_parameters(self) -> None:
-        """Warns what a rank saves that must not wait for those with which it shares a model."""
-        _log.warning(
-            "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the outer"
-            " ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
-        )
 
     def announce_meetings(self, announce: Callable[[], None] | None) -> None:
         """Sets what is called before this rank waits for all others; None for nothing."""
@@ -132,7 +158,7 @@ def only_device(host: Any) -> torch.device | None:
     return devices[0] if len(devices) == 1 and host.world_size > host.num_nodes else None
 
 
-def _layout(host: Any, options: Options, model_format: ModelFormat) -> GroupLayout:
+def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayout:
     """Returns which ranks form a worker group, of as many as the environment says there are."""
     nodes, processes, environment = host.num_nodes, host.num_processes, host.cluster_environment
     world_size = nodes * processes
@@ -146,6 +172,20 @@ def _layout(host: Any, options: Options, model_format: ModelFormat) -> GroupLayo
             f"{nodes} nodes equally. Start as many on every node, or leave num_nodes at 1 and set worker_groups."
         )
     return model_format.layout(options.worker_groups, nodes, world_size // nodes)
+
+
+def _end_scripts(launcher: Any) -> None:
+    """Ends the processes that run the script again, since this one failed before they met: they would wait for it."""
+    started = [process for process in getattr(launcher, "procs", ()) if isinstance(process, subprocess.Popen)]
+    if not started:
+        return
+    # Lightning watches this list: it would kill this process, too, before it has said why.
+    launcher.procs.clear()
+    deadline = time.monotonic() + _SECONDS_TO_END
+    for process in started:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0))
+        process.kill()
 
 
 def _require_all_connected(layout: GroupLayout) -> None:
@@ -173,3 +213,80 @@ def _reached(host: Any, layout: GroupLayout, timeout: timedelta) -> Iterator[Non
 def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
     """Returns what carries outer gradients from device to device, if anything does."""
     return nccl_on(host.root_device) if options.exchange_backend == "nccl" else None
+
+
+# Collectives
+
+
+def in_batch(module: Any) -> bool:
+    """Returns whether one of the hooks that run for every training batch is running."""
+    return (
+        module is not None
+        and module._trainer is not None
+        and module.trainer.training
+        and module._current_fx_name in _PER_BATCH_HOOKS
+    )
+
+
+def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
+    """Returns whether a collective stays inside the worker group, and announces one that does not."""
+    stays = in_batch(module)
+    if not stays:
+        groups.meet()
+    return stays
+
+
+@contextmanager
+def waiting_for_all(groups: ConnectedGroups, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
+    """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a ``with`` block."""
+    groups.meet()
+    try:
+        yield
+    except RuntimeError as error:
+        if not groups.is_connected:
+            raise
+        in_flight = list(engine.in_flight) if engine is not None else []
+        raise ExchangeError(
+            f"This rank, of worker group {groups.topology.group_index}, waited for all others at {names or 'a barrier'}"
+            f" and they did not come; fragments in flight: {in_flight or 'none'}. Other groups have stopped, or are"
+            " still training because their data is longer or trainer.should_stop was set here alone."
+        ) from error
+
+
+class BatchWatch:
+    """Warns once if user code issues collectives over all ranks in batch after batch, where nobody replaces them.
+
+    [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the loss of a contrastive
+    model, lets every worker group wait for the slowest one in every batch. Process groups count what is begun in them.
+    From the last hook before a training step to the first one after it, neither Lightning nor the engine issues
+    anything over all ranks, so whatever is counted there is the user's.
+
+    Args:
+        groups: The ranks. Rank 0 watches, which takes part in whatever goes over all of them.
+        advice: What to do instead.
+    """
+
+    def __init__(self, groups: ConnectedGroups, advice: str) -> None:
+        self._groups, self._advice = groups, advice
+        self._before: int | None = None
+        self._in_a_row = 0
+
+    def begin(self) -> None:
+        """Begins to watch a batch, unless there is one group, for which nobody waits, or all is said."""
+        topology = self._groups.topology
+        watches = topology.num_groups > 1 and topology.rank == 0 and self._in_a_row < _BATCHES_IN_A_ROW
+        self._before = topology.world.begun() if watches else None
+
+    def end(self) -> None:
+        """Ends to watch a batch, if one has begun, and warns of the last of so many in a row."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        self._in_a_row = self._in_a_row + 1 if self._groups.topology.world.begun() > before else 0
+        if self._in_a_row == _BATCHES_IN_A_ROW:
+            _log.warning(
+                "torch.distributed was called over all ranks in %d training batches in a row: every worker group waits"
+                " for the slowest one in every batch. %s This is said once.",
+                _BATCHES_IN_A_ROW,
+                self._advice,
+            )

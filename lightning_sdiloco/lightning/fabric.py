@@ -1,0 +1,403 @@
+"""The strategy of Fabric without its base class: worker groups in a loop that calls ``optimizer.step()``."""
+
+import inspect
+import logging
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_sdiloco.engine import (
+    Landing,
+    StreamingDiLoCo,
+    align_model,
+    files,
+    read_own,
+    require_same_model,
+    unwrapped,
+    write_common_file,
+    write_own,
+)
+from lightning_sdiloco.lightning.announcement import Announcement
+from lightning_sdiloco.lightning.evaluation import ShownModel
+from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups, only_device, waiting_for_all
+from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
+from lightning_sdiloco.lightning.host.patching import check_fabric
+from lightning_sdiloco.lightning.inner_steps import samples_in
+from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs
+from lightning_sdiloco.lightning.options import Options
+from lightning_sdiloco.lightning.results import ReadableStrategy, Results
+from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy, document, refuse_unknown
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.ddp import DDPStrategy as _Base
+else:
+    _Base = object
+
+_log = logging.getLogger(__name__)
+
+_ADVICE = (
+    "Give collectives group=fabric.strategy.topology.in_group.process_group, and use those of Fabric, which go over all"
+    " ranks, where you validate or save."
+)
+
+# Arguments of a Trainer's strategy that say what a Trainer does.
+_OF_TRAINER = ("evaluate", "on_resume", "resumable_checkpoints")
+
+
+class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
+    """Trains one model on several worker groups, in a loop that calls ``optimizer.step()``.
+
+    Its arguments are those of the Trainer's strategy, but for what only a Trainer does.
+    """
+
+    strategy_name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Fabric calls the plugin by a shorter name.
+        document(cls, cls.summary, WholeModel.base_arguments, _OF_TRAINER, {"precision_plugin": "precision"})
+
+    summary: ClassVar[str] = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
+
+    Each step of the optimizer that was set up last is an inner step. ``fabric.strategy.finish()`` ends training."""
+
+    def __init__(self, worker_groups: int | Literal["auto"] = "auto", **given: Any) -> None:
+        shared = {
+            name: parameter.default
+            for name, parameter in inspect.signature(WorkerGroupStrategy.__init__).parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        own = {name: value for name, value in given.items() if name not in shared or name in _OF_TRAINER}
+        refuse_unknown(type(self), own)
+        options = Options.of({**shared, **given, "worker_groups": worker_groups})
+        if options.auto.names:
+            raise ValueError(
+                f"{options.auto.names[0]}='auto' is for the Trainer's strategy, where the planner measures the first"
+                " inner steps. Give a number; `sdiloco plan` says which suits a link."
+            )
+        check_ddp_kwargs(own.get("ddp_kwargs"))
+        precision = own.pop("precision", None)
+        arguments = WholeModel.base_arguments(**own)
+        del arguments["precision_plugin"]
+        # Nothing is started here: strategies are pickled.
+        self._options = options
+        self._format = WholeModel(arguments)
+        self._groups = ConnectedGroups()
+        self._results = Results(options)
+        self._nets: list[nn.Module] = []
+        self._wrapped: list[DistributedDataParallel] = []
+        self._inner_optimizers: list[Optimizer] = []
+        self._landings: list[Landing] = []
+        self._samples, self._trained = 0, 1
+        self._saves_with_all = self._saved_alone = False
+        self._unfinished = _Unfinished()
+        self._announcement: Announcement | None = None
+        self._shown = ShownModel(self._groups, "fabric.save")
+        self._watch = BatchWatch(self._groups, _ADVICE)
+        super().__init__(timeout=options.settings.timeout, precision=precision, **arguments)
+
+    # What users call and read
+
+    def finish(self) -> list[Landing]:
+        """Ends training, after the last step and in all processes: the model is left with the outer parameters.
+
+        Fragments in flight land, and with ``final_sync`` each then takes the plain mean of the groups' local
+        parameters. Returns what landed.
+        """
+        if self.engine is None:
+            _log.warning(
+                "fabric.strategy.finish() was called, and no optimizer that was set up with fabric.setup has stepped:"
+                " the worker groups have exchanged nothing."
+            )
+            return []
+        self._landings = self.engine.finish()
+        self._unfinished.inner_steps = 0
+        return self._landings
+
+    def idle_step(self) -> list[Landing]:
+        """Makes an inner step in which this group does not train, where its loader yields None. Returns what landed."""
+        self._step(self._begun(), idle=True)
+        return self._landings
+
+    def note_trained(self, micro_batches: int) -> None:
+        """Says how many micro-batches are trained in the inner step that comes next; see `StreamingDiLoCo.step`."""
+        self._trained = micro_batches
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Shows the outer model inside a ``with`` block, the same in all groups, and then the local one again.
+
+        Until every fragment has landed once it shows the mean of the groups, because nobody has trained the outer model
+        by then, and so it does on a route that does not share. So all ranks must call it.
+        """
+        engine = self.engine
+        if engine is None or engine.is_finished:
+            yield
+            return
+        if self._shown.mean is None and not self._shown.is_outer(engine):
+            self._shown.exchange(engine, warns=False)
+        # A forward pass without gradients makes DistributedDataParallel skip the buffers of the next training step.
+        due = [wrapped.require_forward_param_sync for wrapped in self._wrapped]
+        try:
+            with engine.evaluate(self._shown.mean):
+                yield
+        finally:
+            for wrapped, is_due in zip(self._wrapped, due, strict=True):
+                wrapped.require_forward_param_sync = is_due
+
+    @property
+    def landings(self) -> list[Landing]:
+        """What landed with the last inner step."""
+        return self._landings
+
+    # Start
+
+    @override
+    def _configure_launcher(self) -> None:
+        # Inside Fabric(), before any process starts.
+        check_fabric(self)
+        self._groups.check(self, self._options, self._format)
+        super()._configure_launcher()
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment of processes which rank this is, as Fabric does."""
+        self._set_world_ranks()
+
+    @override
+    def setup_environment(self) -> None:
+        self._groups.connect(self, self._options, self._format, super().setup_environment)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return only_device(self) or super().root_device
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def setup_module(self, module: nn.Module) -> Any:
+        if self.engine is not None and self.engine.is_finished:
+            # Whoever sets up a model after the end begins to train anew.
+            self._nets, self._inner_optimizers = [], []
+            self._results.forget()
+        for name, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and self.topology.num_groups > 1:
+                raise ValueError(
+                    f"{name!r} is a SyncBatchNorm over all ranks, so that all worker groups would wait for each other"
+                    " in every step. Convert the model with nn.SyncBatchNorm.convert_sync_batchnorm(model,"
+                    " fabric.strategy.topology.in_group.process_group)."
+                )
+        require_same_model(module, self.topology.world)
+        align_model(module, self.topology)
+        self._nets.append(module)
+        self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
+        wrapped = super().setup_module(module)
+        if self.topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
+            fix_bucket_order(wrapped)
+        if self._options.federation is not None:
+            wrapped.register_forward_pre_hook(self._note_samples, with_kwargs=True)
+        wrapped.register_forward_pre_hook(self._begin_batch)
+        self._wrapped.append(wrapped)
+        return wrapped
+
+    def _begin_batch(self, module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._watch.begin()
+
+    def _note_samples(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._samples += samples_in([*args, *kwargs.values()]) or 1
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._inner_optimizers.append(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    # Training
+
+    @override
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor, module, *args, **kwargs)
+        self._watch.end()
+        # Not where DistributedDataParallel still adds gradients up.
+        if not all(wrapped.require_backward_grad_sync for wrapped in self._wrapped):
+            return
+        # One that was resumed may still be in the warm-up that it had.
+        warms_up = self._options.settings.warmup_steps and self._inner_optimizers
+        engine = self._begun() if warms_up else self.engine
+        if engine is not None and engine.is_warming_up:
+            engine.average_gradients()
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        if not any(optimizer is one for one in self._inner_optimizers):
+            # It was not set up with this strategy, so it is none of ours.
+            return super().optimizer_step(optimizer, **kwargs)
+        engine = self._begun()
+        # What a fixed world sends is not what a site does.
+        if self._announcement is None and engine.site is None:
+            self._announcement = Announcement(engine, self._trained_module())
+        if engine.is_finished:
+            raise RuntimeError(
+                "An optimizer was stepped after fabric.strategy.finish(): the worker groups have joined. Call finish()"
+                " once, after the last step; to train on, set up the model and its optimizer again."
+            )
+        output = super().optimizer_step(optimizer, **kwargs)
+        if optimizer is self._inner_optimizers[-1]:
+            self._step(engine, trained=self._trained, samples=max(1, self._samples))
+            if self._announcement is not None:
+                self._announcement.step()
+        return output
+
+    def _step(self, engine: StreamingDiLoCo, **trained: Any) -> None:
+        self._shown.mean = None
+        self._landings = engine.step(**trained)
+        self._samples, self._trained = 0, 1
+        self._unfinished.inner_steps = engine.inner_steps
+
+    def _begun(self) -> StreamingDiLoCo:
+        engine = self.engine
+        if engine is None:
+            engine = self._begin()
+            engine.join()
+        return engine
+
+    def _begin(self) -> StreamingDiLoCo:
+        engine = StreamingDiLoCo(
+            self._trained_module(),
+            topology=self.topology,
+            inner_optimizers=self._inner_optimizers,
+            federation=self._options.federation,
+            **vars(self._options.settings),
+        )
+        if self.engine is None and engine.topology.rank == 0:
+            # Called when the strategy is dropped, or at the end of the process.
+            weakref.finalize(self, self._unfinished.warn)
+        self._results.engine = engine
+        self._announcement = self._shown.mean = None
+        return engine
+
+    def _trained_module(self) -> nn.Module:
+        """Returns the module that has the parameters of all optimizers."""
+        stepped = {id(p) for one in self._inner_optimizers for group in one.param_groups for p in group["params"]}
+        for module in self._nets:
+            if stepped <= {id(parameter) for parameter in module.parameters()}:
+                return module
+        raise ValueError(
+            f"No module that fabric.setup was given has all parameters of the {len(self._inner_optimizers)} optimizers."
+            " One strategy trains one model: put the networks into one nn.Module, set that up, and then its optimizers."
+        )
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks, and explains what may be wrong if they do not come."""
+        # Fabric waits after each save.
+        saved_alone, self._saved_alone = self._saved_alone, False
+        if saved_alone and self._is_alone:
+            return
+        with waiting_for_all(self._groups, args, self.engine):
+            super().barrier(*args, **kwargs)
+
+    # Checkpoints hold the outer model, and beside it a file per rank
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        engine = self.engine
+        if engine is None or not engine.is_training(unwrapped(module)):
+            return super().get_module_state_dict(module)
+        with self._shown.in_file(engine, self._saves_with_all, warns=False):
+            state = super().get_module_state_dict(module)
+            state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        if self._saves_with_all and self._shown.mean is not None:
+            rank_zero_info(
+                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the worker groups, for which"
+                " these exchanged all fragments in float32: what fabric.strategy.finish() would end with."
+            )
+        elif engine.has_landed:
+            rank_zero_info(
+                f"The checkpoint after inner step {engine.inner_steps} holds the outer model, without what the worker"
+                " groups trained since the launches that landed last, of which each fragment has one in"
+                f" {engine.settings.sync_every} steps. Before you save the last one call fabric.strategy.finish(), in"
+                " all processes: it lands what is in flight, and takes the last mean."
+            )
+        return state
+
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        save = super().save_checkpoint
+        if self._is_alone:
+            save(path, state, *args, **kwargs)
+            self._saved_alone = True
+            return
+        self._saves_with_all = True
+        try:
+            if self.engine is None or not self._holds_optimizer(state):
+                save(path, state, *args, **kwargs)
+                return
+            own, precision = self.engine.state_dict(), self.precision.state_dict()
+            settings, optimizers = self.engine.settings, self._inner_optimizers
+            saved = write_own(str(path), self.topology, settings, own, optimizers, precision=precision)
+            state = {**state, files.KEY: saved.header}
+            write_common_file(saved, self.topology, partial(save, saved.path, state, *args, **kwargs))
+            if self.is_global_zero:
+                files.remove_saves(saved.path, saved.older)
+        finally:
+            self._saves_with_all = False
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank deals with an exception, and so must not wait for others, which may know of none."""
+        exception = sys.exc_info()[1]
+        return exception is not None and not isinstance(exception, StopIteration)
+
+    def _holds_optimizer(self, state: Any) -> bool:
+        """Whether what a user saves or loads has an optimizer that was set up: then training goes on from it."""
+        return isinstance(state, dict) and any(
+            value is one for value in state.values() for one in self._inner_optimizers
+        )
+
+    @override
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        is_own = self._holds_optimizer(state)
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        header = remainder.pop(files.KEY, None) if state else None
+        if is_own and header is not None:
+            if self.engine is not None:
+                self.engine.close()
+            # Before the random numbers are restored, because it may draw some.
+            engine, settings = self._begin(), self._options.settings
+            own = read_own(str(path), lambda: {files.KEY: header}, self.topology, settings, self._inner_optimizers)
+            engine.load_state_dict(own["engine"])
+            engine.join()
+            self.precision.load_state_dict(dict(own["precision"]))
+        return remainder
+
+
+@dataclass
+class _Unfinished:
+    """Remembers whether training was finished, beyond the loop."""
+
+    inner_steps: int = 0
+
+    def warn(self) -> None:
+        """Warns if it has not been."""
+        if self.inner_steps:
+            _log.warning(
+                "Training ended after %d inner steps without fabric.strategy.finish(): what was in flight is lost, and"
+                " each worker group ended with a model of its own. Call it in all processes after the last step.",
+                self.inner_steps,
+            )
