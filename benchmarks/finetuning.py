@@ -3,10 +3,9 @@
     python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
 
 A model is trained on the sources of Python's standard library first, and kept in the folder for temporary files. Then
-it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps. Four stages, the first two with one seed:
+it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps. Three stages:
 
-- ``rates``: the inner learning rate, for DDP and for worker groups, each on its own.
-- ``screen``: H, tau and the outer step, one change at a time.
+- ``rates``: the inner learning rate, for DDP and for worker groups, each on its own, with one seed.
 - ``warmups``: a warm-up where all parameters are trained, over three seeds.
 - ``verdict``: three other seeds, with what the stages before have chosen, each paired with DDP on data and start.
 
@@ -65,22 +64,8 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
 WARMUPS = (0, 25, 50)
 """Values of ``warmup_steps``."""
 
-CHANGES: list[dict[str, Any]] = [
-    {},
-    {"sync_every": 10},
-    {"sync_every": 50},
-    {"overlap_steps": 1},
-    {"mixing": 0.5},
-    {"outer_lr": 0.4},
-    {"outer_momentum": 0.8},
-    {"outer_lr": 1.0, "outer_momentum": 0.5, "mixing": 0.0},
-    {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0},
-]
-"""The last is plain averaging."""
-
 RATES = {"all parameters": (2e-3, 3e-3, 4e-3), "LoRA": (1e-2, 1.5e-2, 2e-2)}
 DDP_RATES = {"all parameters": (3e-3, 4e-3, 6e-3), "LoRA": (1e-2, 2e-2, 4e-2)}
-SCREEN_LR = {"all parameters": 3e-3, "LoRA": 2e-2}
 LR = {"all parameters": 3e-3, "LoRA": 1.5e-2}
 DDP_LR = {"all parameters": 6e-3, "LoRA": 2e-2}
 """The inner learning rates at which each does best, of those that stage ``rates`` tries."""
@@ -209,13 +194,6 @@ def rates() -> Iterator[FineTuning]:
         yield from (ours(method, lr=lr) for lr in RATES[method])
 
 
-def screen() -> Iterator[FineTuning]:
-    """Fine-tunings that differ from the base in one respect."""
-    for method in METHODS:
-        yield ddp(method)
-        yield from (ours(method, lr=SCREEN_LR[method], **change) for change in CHANGES)
-
-
 def warmups() -> Iterator[FineTuning]:
     """What a warm-up changes where all parameters are trained, over the seeds for tuning."""
     for seed in TUNING_SEEDS:
@@ -233,7 +211,6 @@ def verdict() -> Iterator[FineTuning]:
 
 STAGES: dict[str, Callable[[], Iterator[FineTuning]]] = {
     "rates": rates,
-    "screen": screen,
     "warmups": warmups,
     "verdict": verdict,
 }

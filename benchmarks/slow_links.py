@@ -10,24 +10,29 @@ The peers need Pythons of their own: benchmarks/peers/install.sh. One that is no
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import report
 from benchmarks.case import Case
-from benchmarks.examined import examine
-from benchmarks.links import missing
+from benchmarks.links import Links, missing
 from benchmarks.models import Size
 from benchmarks.picture import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, TEAL, figure, save
 from benchmarks.sites import Job, results
 from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.engine.parameters.naming import trainable
+from lightning_sdiloco.launch.rendezvous import rendezvous_at
 from lightning_sdiloco.planning.clock import play
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.tools import doctor
+from tests.ranks import run_processes
 
 CASE = Case(Size(layers=8, width=320, heads=5, context=16), fragments=4)
 """10 million parameters in four fragments of equal size; H=20, tau=4, fp4."""
@@ -91,7 +96,18 @@ def measured_links(rows: list[Row], quick: bool) -> Iterator[Row]:
     """What the doctor says of the links of ours, but for what the rows have."""
     for job in jobs(quick):
         if job.method == "streaming" and job.mbit_s is not None and not row_of(rows, "doctor", job.sites, job.mbit_s):
-            yield {**key(job), "method": "doctor", **examine(job.sites, job.mbit_s, ROUND_TRIP / 2)._asdict()}
+            with Links(job.sites, job.mbit_s * 1e6, ROUND_TRIP / 2) as links:
+                found = run_processes(_doctor, job.sites, links)[0]
+            # What a connection carries on the slowest link, while all sites send.
+            rate, round_trip = min(link.bits_per_second for link in found), median(link.round_trip for link in found)
+            yield {**key(job), "method": "doctor", "bits_per_second": rate, "round_trip": round_trip}
+
+
+def _doctor(rank: int, world_size: int, links: Links) -> list[doctor.MeasuredLink]:
+    links.enter(rank)
+    os.environ.update(links.environment(rank))
+    rendezvous = rendezvous_at(links.address(0), 29500, rank, world_size, timedelta(seconds=30))
+    return doctor.measure(rendezvous, world_size, rank, True, links.address(rank))
 
 
 def key(job: Job) -> Row:

@@ -27,12 +27,8 @@ def sentences(
 ) -> list[str]:
     """Says what the death of a site was to the others, and what became of it.
 
-    Args:
-        runs: The records of every site.
-        results: What every site wrote down at its end.
-        at: When the run was ``founded``, the site ``killed``, ``started`` again and ``back``; and how many rounds went
-            by while the others were ``alone``.
-        killed: The site that was killed.
+    ``at`` says when the run was ``founded``, the site ``killed``, ``started`` again and ``back``, and how many rounds
+    went by while the others were ``alone``.
     """
     others = [run.heads[0] for name, run in runs.items() if name != killed]
     before = max(slowest_step(rank, at["founded"], at["killed"]) for rank in others)

@@ -33,9 +33,7 @@ SETTINGS = {
     "diloco": "DiLoCo fp32",
     "streaming_fp4": "Streaming DiLoCo fp4",
 }
-# The name of the last in a sentence.
 OURS = "Streaming DiLoCo"
-# Validations of each run, which are the points of the picture.
 POINTS = 10
 
 
@@ -72,11 +70,7 @@ def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
 
 
 def readable(size: float) -> str:
-    """Returns a number of bytes with three digits and a decimal unit.
-
-    >>> readable(0), readable(1393049600)
-    ('0 B', '1.39 GB')
-    """
+    """Returns a number of bytes with three digits and a decimal unit."""
     units = iter(["B", "kB", "MB", "GB"])
     unit = next(units)
     while size >= 1000 and unit != "GB":

@@ -155,13 +155,7 @@ class Site:
 
 
 class Demo:
-    """A hub, its sites, and what happens to them.
-
-    Args:
-        folder: Where everything goes.
-        seconds: For how long to train.
-        console: Where to print.
-    """
+    """A hub, its sites, and what happens to them."""
 
     def __init__(self, folder: Path, seconds: float, console: Console) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -253,11 +247,7 @@ class Demo:
         return site.process is not None and site.process.poll() is None
 
     def until(self, what: str, live: Live, true: Any, hub: HubMailbox | None = None) -> None:
-        """Watches until something is true.
-
-        Raises:
-            SystemExit: If a process ended that should not have, or it does not come true.
-        """
+        """Watches until something is true; ends the demo if that does not come, or a process ended too soon."""
         end = time.time() + PATIENCE + self.seconds
         while not true():
             for site in self.sites.values():

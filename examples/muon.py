@@ -17,11 +17,7 @@ from typing_extensions import override
 
 
 def require_muon() -> None:
-    """Refuses a torch without Muon, before anything is trained.
-
-    Raises:
-        ValueError: If ``torch.optim.Muon`` is missing.
-    """
+    """Refuses a torch without Muon, before anything is trained."""
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(
             f"The optimizer 'muon' needs torch.optim.Muon, which torch {torch.__version__} does not have. "
@@ -43,17 +39,8 @@ def muon_and_adamw(
 ) -> MuonAndAdamW:
     """Makes the optimizer for a model whose layers lie in a list called ``blocks``, as those of `gpt.GPT` do.
 
-    Muon's steps are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one rate serves both.
-
-    Args:
-        model: The model.
-        lr: Learning rate.
-        muon_lr: Another learning rate for what Muon takes; ``lr`` if ``None``.
-        weight_decay: Decay of matrices and embeddings; vectors have none.
-        betas: Those of AdamW.
-
-    Raises:
-        ValueError: If torch has no Muon, or the model no matrix in a list called ``blocks``.
+    Muon's steps are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one rate serves both unless
+    ``muon_lr`` is another one. Matrices and embeddings decay, vectors do not.
     """
     require_muon()
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -76,12 +63,7 @@ def muon_and_adamw(
 
 
 class MuonAndAdamW(Optimizer):
-    """Two optimizers of different parameters, with the groups and the state of both.
-
-    Args:
-        muon: The optimizer of the matrices; its groups come first.
-        adamw: The optimizer of the others.
-    """
+    """Two optimizers of different parameters, with the groups and the state of both; those of Muon come first."""
 
     def __init__(self, muon: Optimizer, adamw: Optimizer) -> None:
         self.parts: tuple[Optimizer, ...] = ()

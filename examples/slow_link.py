@@ -39,9 +39,7 @@ COLORS = {"ddp": "grey", "diloco": "orange", "streaming_fp4": "blue"}
 def seconds_on_link(result: dict[str, Any], configuration: Path) -> dict[str, float]:
     """Returns when a run on the link would be where it was validated here: seconds since its start, by step.
 
-    Args:
-        result: What the run wrote down, with ``link_step_seconds``: how long a step takes without an exchange.
-        configuration: The file of its strategy.
+    What the run wrote down has ``link_step_seconds``: how long a step takes without an exchange.
     """
     strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
     model = Model.of_parameters({name: torch.empty(shape, device="meta") for name, shape in result["shapes"].items()})
@@ -57,22 +55,12 @@ def seconds_on_link(result: dict[str, Any], configuration: Path) -> dict[str, fl
 
 
 def short(seconds: float) -> str:
-    """Returns a time in minutes, or in seconds if it is shorter than one.
-
-    >>> short(184.2), short(26.3)
-    ('3.1 min', '26 s')
-    """
+    """Returns a time in minutes, or in seconds if it is shorter than one."""
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 def draw(folder: Path, results: dict[str, dict[str, Any]], names: dict[str, str]) -> list[Path]:
-    """Draws the loss over the time on the link, and returns the files.
-
-    Args:
-        folder: Where the pictures go.
-        results: What each run wrote down, with its ``link_seconds``.
-        names: How the runs are called.
-    """
+    """Draws the loss over the time on the link, and returns the files."""
     return in_themes(folder, "demo", lambda theme: figure(theme, results, names))
 
 

@@ -25,11 +25,7 @@ def standard_library_sources() -> list[Path]:
 
 
 def build_corpus(target: Path) -> None:
-    """Writes all sources into one file, one zero byte between two of them.
-
-    Args:
-        target: The file to write. It appears whole or not at all, so a second process never reads half a corpus.
-    """
+    """Writes all sources into one file, one zero byte between two of them; it appears whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
     with unfinished.open("wb") as file:
@@ -39,12 +35,9 @@ def build_corpus(target: Path) -> None:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Non-overlapping windows of a text; each gives ``context`` bytes and the bytes that follow them.
+    """Non-overlapping windows of a text, ``uint8`` of shape ``(length,)``, ``count`` of them or all that fit.
 
-    Args:
-        text: All bytes, ``uint8`` of shape ``(length,)``.
-        context: Bytes in one window.
-        count: How many windows, spread evenly over the text. All that fit if ``None``.
+    Each gives ``context`` bytes and the bytes that follow them.
     """
 
     def __init__(self, text: Tensor, context: int, count: int | None = None) -> None:

@@ -39,8 +39,6 @@ class Batches:
 
 
 class Regression(L.LightningModule):
-    """A small model."""
-
     def __init__(self, steps: int) -> None:
         super().__init__()
         self.steps = steps
@@ -65,7 +63,6 @@ class Regression(L.LightningModule):
 
 
 def parse() -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-nodes", type=int, default=1, help="machines")
     parser.add_argument("--devices", type=int, default=2, help="processes on each of them")
@@ -76,7 +73,6 @@ def parse() -> argparse.Namespace:
 
 
 def main(callbacks: list[Any] | None = None) -> L.Trainer:
-    """Trains."""
     options = parse()
     torch.manual_seed(0)
     groups = options.worker_groups if options.worker_groups == "auto" else int(options.worker_groups)

@@ -18,12 +18,7 @@ def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 class LocalMomentum:
-    """Trains a model by SGD with the momentum of FedGLOMO: v + g(now) - g(before), both on the same batch.
-
-    Args:
-        model: The model; it is trained in place.
-        loss: What is made small.
-    """
+    """Trains a model by SGD with the momentum of FedGLOMO: v + g(now) - g(before), both on the same batch."""
 
     def __init__(self, model: nn.Module, loss: Loss = squared_error) -> None:
         self.model, self._loss, self._start, self._before = model, loss, deepcopy(model), deepcopy(model)

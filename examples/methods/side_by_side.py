@@ -75,14 +75,9 @@ def compare(
     optimizer: MakeOptimizer = adamw,
     **shared: Any,
 ) -> None:
-    """Trains with each of some choices and prints a table.
+    """Trains with each of some choices of the engine, beside those that all share, and prints a table.
 
-    Args:
-        methods: From a name to the arguments of the engine that make it, and `simulated` if that is another class.
-        groups: Number of worker groups.
-        steps: Inner steps.
-        optimizer: From a model and ``lr`` to the inner optimizer.
-        **shared: Arguments that all have.
+    A choice `simulated` is another class than `SimulatedGroups`.
     """
     print(f"{'':<34} {'loss':>7} {'MB sent':>8} {'launches':>9}")
     for name, choices in methods.items():
