@@ -91,54 +91,53 @@ def simulate(
         require_drawable(picture)
     classes = [_class_at(name, path) for name, path in (("cli", cli), ("model", model), ("data", data))]
     configuration = Configuration(tuple(config), tuple(set), *classes)
+    link = None if bandwidth is None else Link(bandwidth, round_trip, loss)
+    each, late, away = _numbers(speeds, "speeds"), _numbers(delays, "delays"), tuple(map(_absence, absence))
     if sites is not None:
-        _refuse_beside_sites(sweep, methods, seeds)
-        link = None if bandwidth is None else Link(bandwidth, round_trip, loss)
-        return _federation(configuration, _places(sites, step_time, link, speeds, delays, absence), picture, json)
+        if sweep or methods or seeds:
+            raise ValueError(
+                "--sweep, --methods and --seeds do not go with --sites. Give one run of a federation at a time."
+            )
+        if step_time is None:
+            raise ValueError("--sites needs --step-time: who is late depends on how long an inner step takes.")
+        return _federation(configuration, Places(sites, step_time, link, each, late, away), picture, json)
     if delays is not None:
         raise ValueError("--delays is about the sites of a federation. Give --sites too.")
-    where = _circumstances(bandwidth, round_trip, loss, step_time, speeds, absence, memory_rate)
-    planned, names = _varied(groups, sweep, methods, seeds)
-    return _worker_groups(configuration, planned, names, where, picture, json)
-
-
-def _refuse_beside_sites(sweep: list[str], methods: str | None, seeds: str | None) -> None:
-    if sweep or methods or seeds:
-        raise ValueError(
-            "--sweep, --methods and --seeds do not go with --sites. Give one run of a federation at a time."
-        )
-
-
-def _varied(groups: int, sweep: list[str], methods: str | None, seeds: str | None) -> tuple[list[Planned], list[str]]:
-    """Returns the runs, and the names of what differs between them."""
+    of_links = {"round-trip": round_trip, "loss": loss, "step-time": step_time, "speeds": speeds, "absence": absence}
+    given = [f"--{name}" for name, value in of_links.items() if value]
+    if link is None and given:
+        raise ValueError(f"{given[0]} tells how long a run takes on a link. Give its --bandwidth too.")
+    where = None if link is None else Circumstances(link, step_time, memory_rate * 1e9, each, away)
     if sweep and methods is not None:
         raise ValueError("--sweep and --methods both say what varies. Give one of them.")
-    planned = combinations(sweep, groups) if methods is None else named_runs(methods, groups)
-    return each_with(planned, parsed(seeds)), names_of(sweep) if methods is None else [METHOD]
+    runs = combinations(sweep, groups) if methods is None else named_runs(methods, groups)
+    names = names_of(sweep) if methods is None else [METHOD]
+    return _worker_groups(configuration, each_with(runs, parsed(seeds)), names, where, picture, json)
 
 
 def _worker_groups(
     configuration: Configuration,
-    planned: list[Planned],
+    runs: list[Planned],
     names: list[str],
     where: Circumstances | None,
     picture: str | None,
     json: str | None,
 ) -> str:
-    for number, choices, _, _ in planned:
-        check(configuration, number, choices)
+    for planned in runs:
+        check(configuration, planned.groups, planned.choices)
         if where is not None:
-            where.check(number)
+            where.check(planned.groups)
     outcomes = []
-    with _progress(len(planned)) as begin:
-        for number, choices, name, seed in planned:
-            own = configuration if seed is None else configuration.with_seed(seed)
-            done = run(own, number, choices, begin(number, choices), where.speeds if where else None)
-            outcomes.append(Outcome(number, choices, done, predict(done, where) if where else None, name, seed))
+    with _progress(len(runs)) as begin:
+        for planned in runs:
+            own = configuration if planned.seed is None else configuration.with_seed(planned.seed)
+            stepped = begin(planned.groups, planned.choices)
+            done = run(own, planned.groups, planned.choices, stepped, where.speeds if where else None)
+            outcomes.append(Outcome(planned, done, predict(done, where) if where else None))
     if json is not None:
         told = {"circumstances": None if where is None else asdict(where)}
         _write(json, {**told, "runs": [_as_json(outcome) for outcome in outcomes]})
-    seeds = len({one.seed for one in planned})
+    seeds = len({planned.seed for planned in runs})
     if seeds > 1:
         rows = compared(outcomes, seeds)
         if picture is not None:
@@ -147,20 +146,6 @@ def _worker_groups(
     if picture is not None:
         draw(picture, outcomes, names)
     return sweep_as_text(outcomes, names, where) if names else run_as_text(outcomes[0], where)
-
-
-def _places(
-    sites: int,
-    step_time: float | None,
-    link: Link | None,
-    speeds: str | None,
-    delays: str | None,
-    absences: list[str],
-) -> Places:
-    if step_time is None:
-        raise ValueError("--sites needs --step-time: who is late depends on how long an inner step takes.")
-    away = tuple(map(_absence, absences))
-    return Places(sites, step_time, link, _numbers(speeds, "speeds"), _numbers(delays, "delays"), away)
 
 
 def _federation(configuration: Configuration, places: Places, picture: str | None, json: str | None) -> str:
@@ -187,26 +172,6 @@ def _site_as_json(site: Site) -> dict[str, Any]:
         "missed": site.missed,
         "weights": site.weights,
     }
-
-
-def _circumstances(
-    bandwidth: float | None,
-    round_trip: float,
-    loss: float,
-    step_time: float | None,
-    speeds: str | None,
-    absences: list[str],
-    memory_rate: float,
-) -> Circumstances | None:
-    if bandwidth is None:
-        needless = {"--round-trip": round_trip, "--loss": loss, "--step-time": step_time, "--speeds": speeds}
-        given = [name for name, value in {**needless, "--absence": absences}.items() if value]
-        if given:
-            raise ValueError(f"{given[0]} tells how long a run takes on a link. Give its --bandwidth too.")
-        return None
-    each = _numbers(speeds, "speeds")
-    away = tuple(map(_absence, absences))
-    return Circumstances(Link(bandwidth, round_trip, loss), step_time, memory_rate * 1e9, each, away)
 
 
 def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:
@@ -269,12 +234,12 @@ def _write(path: str, told: dict[str, Any]) -> None:
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
-    run, prediction = outcome.run, outcome.prediction
+    planned, run, prediction = outcome
     return {
-        "name": outcome.name,
-        "seed": outcome.seed,
-        "groups": outcome.groups,
-        "choices": dict(outcome.choices),
+        "name": planned.name,
+        "seed": planned.seed,
+        "groups": planned.groups,
+        "choices": planned.choices,
         "settings": run.settings.described(),
         "parameters": run.model.numel,
         "losses": [group.losses for group in run.groups],

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -151,21 +151,18 @@ def predict(run: Run, where: Circumstances) -> Prediction | None:
     return Prediction(times, step_time, ddp)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A run of a sweep."""
+class Outcome(NamedTuple):
+    """A run that was made, and how long it would take on a link, if there is one."""
 
-    groups: int
-    choices: Mapping[str, Any]
+    planned: Planned
     run: Run
     prediction: Prediction | None
-    name: str = ""
-    seed: int | None = None
 
     def varied(self, names: Sequence[str]) -> Iterator[Any]:
         """Yields the values of what a sweep varied, in the order of the names."""
         for name in names:
-            yield self.name if name == METHOD else self.groups if name == _GROUPS else self.choices[name]
+            own = self.planned
+            yield own.name if name == METHOD else own.groups if name == _GROUPS else own.choices[name]
 
     @property
     def loss(self) -> float | None:
