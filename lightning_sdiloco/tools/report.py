@@ -16,7 +16,7 @@ from lightning_sdiloco.algorithm import OVERLAP_STEPS, Parameter, Settings, kind
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine import Span
 from lightning_sdiloco.lightning import LandingRecord, Rank, Run, read_run, write_timeline
-from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner, readable_rate
+from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner, readable, readable_rate
 
 
 def report(
@@ -32,26 +32,20 @@ def report(
     read = read_run(run)
     verdict = judge(read)
     folder = Path(output) if output is not None else Path(run) / "report"
+    # The page scales pictures of its own, in SVG: glyphs and lines stay sharp.
+    embedded: dict[str, dict[str, bytes]] = {}
     try:
-        _write(folder, run, read, verdict)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, draw in pictures_of(read).items():
+            for theme, colors in THEMES.items():
+                suffix = "" if theme == "light" else f"-{theme}"
+                (folder / f"{name}{suffix}.png").write_bytes(drawn(draw, read, colors, "png"))
+                embedded.setdefault(name, {})[theme] = drawn(draw, read, colors, "svg")
+        write_timeline(folder / "timeline.json", read)
+        (folder / "report.html").write_text(page(run, read, verdict, embedded), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"output={str(folder)!r} cannot be written ({error}). Give another folder.") from error
     return "\n".join([*verdict.sentences, "", f"{folder / 'report.html'}"])
-
-
-def _write(folder: Path, title: str, run: Run, verdict: "Verdict") -> None:
-    """Writes the pictures, the trace and the page, all into one folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = pictures_of(run)
-    embedded: dict[str, dict[str, bytes]] = {name: {} for name in pictures}
-    for name, draw in pictures.items():
-        for theme, colors in THEMES.items():
-            suffix = "" if theme == "light" else f"-{theme}"
-            (folder / f"{name}{suffix}.png").write_bytes(drawn(draw, run, colors, "png"))
-            # The page scales them: glyphs and lines stay sharp.
-            embedded[name][theme] = drawn(draw, run, colors, "svg")
-    write_timeline(folder / "timeline.json", run)
-    (folder / "report.html").write_text(page(title, run, verdict, embedded), encoding="utf-8")
 
 
 # The verdict: what limited a run, and which setting to change
@@ -427,15 +421,10 @@ def _bits(span: Span, nbytes: int, within: Span) -> float:
     return 8 * nbytes * overlap((span[0], span[0] + length), within) / length
 
 
-def gradient_bytes(run: Run) -> int:
-    """Returns the bytes of the gradients of the whole model."""
-    return sum(nbytes for _, nbytes in run.ranks[0].parameters.values())
-
-
 def ddp_bytes_per_step(run: Run) -> float:
     """Returns the bytes that a group would send per step in a ring all-reduce of the gradients over all groups."""
     groups = run.ranks[0].about["groups"]
-    return 2 * (groups - 1) / groups * gradient_bytes(run)
+    return 2 * (groups - 1) / groups * sum(nbytes for _, nbytes in run.ranks[0].parameters.values())
 
 
 def ddp_gbit_s(run: Run) -> float:
@@ -863,7 +852,7 @@ def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         (f"{verdict.utilisation:.1%}", "compute utilisation"),
         (f"{steps:,}", "inner steps"),
         (seconds_as_text(max(step_seconds(rank) for rank in run.heads)), "slowest inner step"),
-        (_size(sent), "sent by each group"),
+        (readable(sent), "sent by each group"),
     ]
     if sent and about["groups"] > 1:
         tiles.append((f"1/{ddp_bytes_per_step(run) * steps / sent:,.0f}", "of the bytes of DDP"))
@@ -886,18 +875,10 @@ def _table(run: Run) -> str:
             seconds_as_text(step_seconds(rank)),
             seconds_as_text(sum(landed.seconds("wait") for landed in waits(rank))),
             f"{utilisation(rank):.1%}",
-            _size(sum(landed.bytes_sent for landed in rank.landings)),
+            readable(sum(landed.bytes_sent for landed in rank.landings)),
         )
         for rank in run.ranks
     ]
     cells = "".join(f"<th>{name}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{cells}</tr>{body}</table>"
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
