@@ -125,7 +125,8 @@ def add(path: Path | None, runs: list[Found], quick: bool) -> list[Found]:
     kept = [one for one in before if which(one) not in new]
     every = [*kept, *runs]
     of_commit = [one for one in every if one["commit"] == runs[-1]["commit"]]
-    report.write(path, summed(of_commit), report.measured("chaos", quick), runs=every)
+    about = {**report.measured("chaos", quick), "command": "python -m tests.chaos"}
+    report.write(path, summed(of_commit), about, runs=every)
     return of_commit
 
 
