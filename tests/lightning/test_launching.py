@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -178,23 +179,26 @@ def test_a_port_that_is_taken_is_named_and_ends_all_processes(
         main = start_script(script, environment={"MASTER_PORT": str(port), "PYTHONPATH": known["PYTHONPATH"]})
         main.join(timeout=100)
         assert main.pid is not None
-        left = {pid for pid in Path("/proc").glob("[0-9]*") if session_of(pid) == main.pid}
+        deadline = time.monotonic() + 10
+        while (left := in_session(main.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(main.pid, signal.SIGKILL)
     output = (tmp_path / "stderr").read_text()
-    assert (main.exitcode, left) == (1, set()), output
+    assert (main.exitcode, left) == (1, []), output
     assert "ValueError: Rank 0 on" in output
     assert f"127.0.0.1:{port} {told}" in output
     assert "Choose another MASTER_PORT" in output
 
 
-def session_of(process: Path) -> int:
-    """The session that a process is in; 0 where it has ended."""
-    try:
-        state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 0 if state == "Z" else int(session)
+def in_session(session: int) -> list[str]:
+    """The processes of a session that have not ended."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, _, own = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            found += [process.name] if int(own) == session and state != "Z" else []
+    return found
 
 
 def test_a_rank_started_by_hand_names_a_program_that_is_no_store_at_once() -> None:
