@@ -4,7 +4,8 @@
 whichever distribution the Trainer is from, and whether that is imported before or after. A distribution that is there
 is given the names at once. For another one, a finder stands in front of those of Python: it lets them find, and gives
 the distribution the names once its registry has been imported. What is registered is a function that imports the
-strategy when a Trainer asks for it.
+strategy when a Trainer asks for it. A LightningCLI also finds classes by their names alone, among those that are
+imported: with its module, ours is.
 """
 
 import sys
@@ -29,6 +30,8 @@ _REGISTRIES = {
     "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", _TRAINER),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "pytorch_lightning", _FABRIC),
 }
+
+_CLIS = {"lightning.pytorch.cli": "lightning_pytorch", "pytorch_lightning.cli": "pytorch_lightning"}
 
 _START_METHODS: dict[str, dict[str, Any]] = {
     "": {},
@@ -58,12 +61,15 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
 
 def register_when_imported() -> None:
     """Registers the strategies in what is imported already, and in what will be."""
-    for module in sys.modules.keys() & _REGISTRIES.keys():
+    for module in sys.modules.keys() & {*_REGISTRIES, *_CLIS}:
         _register(sys.modules[module])
     sys.meta_path.insert(0, _Finder())
 
 
 def _register(module: ModuleType) -> None:
+    if module.__name__ in _CLIS:
+        import_module(f"lightning_sdiloco.{_CLIS[module.__name__]}")
+        return
     attribute, ours, classes = _REGISTRIES[module.__name__]
     registry = getattr(module, attribute)
     for start, strategy in classes.items():
@@ -83,7 +89,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRIES:
+        if fullname not in _REGISTRIES and fullname not in _CLIS:
             return None
         others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)

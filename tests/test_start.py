@@ -47,6 +47,29 @@ def test_both_distributions_find_the_strategies_one_imported_before_and_one_afte
     assert run_python(code).strip() == str([OURS[distribution] for distribution in sorted(PLACES)])
 
 
+BY_NAME = """
+{first}
+{second}
+class Parsed(cli.LightningCLI):
+    def instantiate_classes(self):
+        print(self.config.trainer.strategy["class_path"])
+
+from {package}.demos.boring_classes import BoringModel
+args = ["--trainer.strategy.class_path=StreamingDiLoCoStrategy"]
+Parsed(BoringModel, run=False, args=args, save_config_callback=None)
+"""
+
+
+@pytest.mark.parametrize("distribution", sorted(PLACES))
+def test_a_command_line_of_lightning_finds_the_strategy_by_its_name_alone(distribution: str) -> None:
+    package = PLACES[distribution]["trainer"]
+    lines = [f"from {package} import cli", "import lightning_sdiloco"]
+    first, second = lines if distribution == "lightning" else reversed(lines)
+    told = run_python(BY_NAME.format(first=first, second=second, package=package)).splitlines()[-1]
+    assert told.startswith("lightning_sdiloco.")
+    assert told.endswith(".StreamingDiLoCoStrategy")
+
+
 COMMANDS = """
 import sys
 from lightning_sdiloco.tools.cli import main
