@@ -62,8 +62,6 @@ def on_both(train: Callable[[str, int], list[list[Tensor]]], ranks: int = GROUPS
         ("error feedback", ThreadBackground),
         ("random, two shots", LateLane),
         ("outer AdamW", ThreadBackground),
-        ("eager", LateLane),
-        ("eager, offloaded", ThreadBackground),
         ("fp4, offloaded", ThreadBackground),
         ("error feedback, offloaded", LateLane),
         ("random, two shots, offloaded", ThreadBackground),
@@ -78,7 +76,7 @@ def test_a_group_of_several_ranks_gives_the_bits_of_the_cpu(offload: bool) -> No
     on_both(lambda device, rank: shown_run(Training(device, rank // 2, groups=2, offload=offload)), ranks=4)
 
 
-@pytest.mark.parametrize("name", ["error feedback", "outer AdamW", "eager, offloaded", "random, two shots, offloaded"])
+@pytest.mark.parametrize("name", ["error feedback", "outer AdamW", "random, two shots, offloaded"])
 def test_a_run_goes_on_from_what_was_saved_in_flight(name: str) -> None:
     on_both(lambda device, group: resumed_run(device, group, CHOICES[name]))
 
@@ -159,7 +157,7 @@ def test_simulated_groups_give_the_bits_of_the_cpu(offload: bool) -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("name", ["error feedback", "eager"])
+@pytest.mark.parametrize("name", ["error feedback", "fp4"])
 def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_ended(name: str, offload: bool) -> None:
     def run(rank: int, world_size: int) -> tuple[list[Synchronisation], int, int]:
         pretend.install()
