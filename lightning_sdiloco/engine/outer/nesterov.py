@@ -33,7 +33,7 @@ def stepped(
     if before is None or {values.device.type, before.device.type} != {"cpu"}:
         return None
     numel, choices = values.numel(), {key: group[key] for key in _CHOICES}
-    after, scratch = new_vector(numel, values.device), new_vector(min(_STRETCH, numel), values.device)
+    after, scratch = new_vector(numel, values.device), values.new_empty(min(_STRETCH, numel))
     whole = numel // _VECTOR * _VECTOR
     starts = [*range(0, whole, _STRETCH), whole, numel]
     for start, stop in zip(starts, starts[1:], strict=False):
