@@ -79,6 +79,7 @@ def test_a_flight_may_take_the_steps_that_its_bound_fills_and_one_round_at_a_tim
     assert case.sync_every > case.overlap_steps
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @NETWORK
 def test_ours_keeps_its_speed_on_a_slow_link_where_ddp_does_not(tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ def test_what_is_learned_over_a_link_is_what_is_learned_in_one_process(tmp_path:
     assert rows["streaming_defaults"]["step_seconds"] < rows["ddp"]["step_seconds"]
 
 
+@pytest.mark.slow
 @pytest.mark.network
 @NETWORK
 def test_what_is_reported_is_what_the_arithmetic_says_and_the_interface_sent_no_less(tmp_path: Path) -> None:
