@@ -194,7 +194,6 @@ class Streaming(Method):
                 landings.append(stepped)
 
     def costs(self, fragment: int, link: Link) -> "Costs":
-        """Returns what a flight of a fragment costs."""
         per_value, shard, part = 1 / self.groups.memory_rate, self._shards[fragment], self._parts[fragment]
         connections, hops_again = max(1, round(self._connections)), self._second_hops[fragment] > 0
         first, again = connections * self._messages[fragment], connections * self._second_hops[fragment]

@@ -50,7 +50,6 @@ class Model:
 
     @property
     def numel(self) -> int:
-        """Returns the number of values."""
         return sum(self.numels)
 
     @property
@@ -89,7 +88,6 @@ class Groups:
 
     @property
     def others(self) -> int:
-        """Returns the number of other groups."""
         return self.groups - 1
 
     @property

@@ -72,8 +72,6 @@ _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
 class Finding(NamedTuple):
-    """A line of the table."""
-
     state: Literal["ok", "slow", "wrong"]
     check: str
     found: str

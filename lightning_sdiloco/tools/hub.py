@@ -89,7 +89,6 @@ class HubOptions:
     insecure: bool = False
 
     def mailbox(self, role: Role, channels: int = 1) -> HubMailbox:
-        """Connects to the hub."""
         if self.hub is None:
             raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
         name, run = str(role), self.run
@@ -195,7 +194,6 @@ class MetricsServer:
         self.port = int(self._server.server_port)
 
     def close(self) -> None:
-        """Ends it."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -214,7 +212,6 @@ class _Collector:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yields the metrics."""
         status = self._fresh()
         core = _client("prometheus_client.core")
         yield from _of_run(status, core.GaugeMetricFamily)

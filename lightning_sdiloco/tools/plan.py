@@ -352,7 +352,6 @@ _SHOWN = ("0.8", "0.95")
 
 
 def _plan_as_text(plan: Plan) -> str:
-    """Formats a plan."""
     settings = plan.settings
     overlap = f"overlap_steps={settings.overlap_steps}"
     asked = f"sync_every={settings.sync_every}, {overlap}, layers_per_fragment={settings.layers_per_fragment}"
@@ -524,7 +523,6 @@ _POINTS_PER_DECADE = 40
 
 
 def _draw(path: str, panels: Panels, first: int, last: int, mark: float | None = None) -> None:
-    """Writes the picture to a file."""
     require_drawable(path)
     save(_figure(panels, first, last, mark), path)
 

@@ -70,8 +70,6 @@ class Advice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What there is to say about a run."""
-
     limit: str
     utilisation: float
     causes: Causes
@@ -81,7 +79,6 @@ class Verdict:
 
 
 def judge(run: Run) -> Verdict:
-    """Finds what limited a run, and which setting would help."""
     shares = [utilisation(rank) for rank in run.ranks]
     share = sum(shares) / len(shares)
     causes, link = causes_of(run), measured_link(run)
@@ -494,7 +491,6 @@ class Theme:
     waiting: str
 
     def of(self, group: int) -> str:
-        """Returns the color of a group."""
         return self.groups[group % len(self.groups)]
 
 
@@ -801,7 +797,6 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 
 
 def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]) -> str:
-    """Returns the page."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',

@@ -55,7 +55,6 @@ def use(connection: Connection) -> None:
 
 
 def site_name(number: int) -> str:
-    """Names a simulated site."""
     return f"site-{number}"
 
 
@@ -86,7 +85,6 @@ class SimulatedRank(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """How many ranks train."""
         return self.topology.num_groups if self.site is None else self.sites
 
 
@@ -99,7 +97,6 @@ class SimulatedProcessesMixin(_Base):
     reset_seed: Callable[[], None]
 
     def play(self, rank: SimulatedRank) -> None:
-        """Sets the rank that this strategy plays."""
         self.simulated_rank = rank
         federation = self._options.federation
         if federation is not None:
@@ -234,8 +231,6 @@ LAST = 10
 
 
 class Validation(NamedTuple):
-    """What a validation logged."""
-
     step: int
     metrics: dict[str, float]
 
@@ -288,13 +283,11 @@ class RecorderMixin(_Callback):
         self._note_launches(trainer.strategy.engine)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Notes that an inner step begins."""
         if self._begun <= self._steps:
             self._begun = self._steps + 1
             self._begins()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Records the loss."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self.losses.append(float(loss))
@@ -471,7 +464,6 @@ class Configuration:
 
 
 def _arguments_of(trainer: Any) -> dict[str, Any]:
-    """Returns the arguments of the chosen strategy."""
     strategy = trainer.strategy
     if isinstance(strategy, str) and strategy in ("auto", *variants("streaming_diloco")):
         return {}
@@ -557,8 +549,6 @@ _SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 @dataclass(frozen=True)
 class Group:
-    """What happened in one simulated group."""
-
     losses: list[float]
     outer_loss: float | None
     bytes_sent: int
@@ -569,19 +559,15 @@ class Group:
 
     @property
     def first_loss(self) -> float | None:
-        """Returns the mean loss of the first batches."""
         return _mean(self.losses[:LAST])
 
     @property
     def last_loss(self) -> float | None:
-        """Returns the mean loss of the last batches."""
         return _mean(self.losses[-LAST:])
 
 
 @dataclass(frozen=True)
 class Run:
-    """What happened in a simulated run."""
-
     groups: list[Group]
     validations: list[Validation]
     outer: dict[str, Tensor]

@@ -20,7 +20,6 @@ _MOST_VALIDATIONS = 10
 
 
 def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
-    """Formats one run."""
     run = outcome.run
     steps = max(group.inner_steps for group in run.groups)
     parts = [
@@ -35,7 +34,6 @@ def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
 
 
 def sites_as_text(run: FederatedRun, places: Places) -> str:
-    """Formats a federation."""
     first = run.first
     parts = [
         f"{len(run.sites)} site{'s' if len(run.sites) > 1 else ''}, {_settings(first)}\n{run.terms}",
@@ -195,7 +193,6 @@ _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
 def draw(path: str, outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
-    """Writes the picture to a file."""
     require_drawable(path)
     save(_figure(outcomes, names), path)
 

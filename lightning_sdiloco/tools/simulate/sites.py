@@ -49,7 +49,6 @@ class Places:
         _require(self.founders >= 1, "absence", 0.0, "above 0 for one site at least, or nobody founds the run")
 
     def absences_of(self, site: int) -> list[Absence]:
-        """Returns when a site is away, in order."""
         return sorted((absence for absence in self.absences if absence.group == site), key=lambda one: one.start)
 
     def joins_at(self, site: int) -> float:
@@ -84,8 +83,6 @@ def _require(holds: bool, name: str, value: float, rule: str) -> None:
 
 @dataclass
 class Site:
-    """What happened at a site."""
-
     times: list[float] = field(default_factory=list)
     ended: float = 0.0
     counted: int = 0
@@ -97,8 +94,6 @@ class Site:
 
 @dataclass(frozen=True)
 class FederatedRun:
-    """What happened in a federation."""
-
     sites: Sequence[Site]
     first: Run
     records: Sequence[Record]
@@ -135,7 +130,6 @@ class _Life:
         self._connection = hub.connect_over(self.name, number, places.link_of(number), places.step_time / 10)
 
     def live(self, choices: Mapping[str, Any], stepped: Callable[[], None]) -> tuple[Site, Run | None]:
-        """Trains from beginning to end."""
         time = self._hub.time
 
         def done() -> None:

@@ -24,8 +24,6 @@ METHOD = "method"
 
 
 class Planned(NamedTuple):
-    """A run that is planned."""
-
     groups: int
     choices: Choices
     name: str = ""
@@ -73,7 +71,6 @@ def methods(file: str, groups: int) -> list[Planned]:
 
 
 def _known() -> list[str]:
-    """Returns what may vary."""
     arguments = list(inspect.signature(WorkerGroupStrategy.__init__).parameters)[1:]
     return [_GROUPS, *(one for one in arguments if one not in ("worker_groups", "of_format"))]
 
@@ -110,8 +107,6 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Prediction:
-    """How long a run would take."""
-
     times: list[Times]
     step_time: float
     ddp_seconds: float
@@ -172,7 +167,6 @@ class Outcome(NamedTuple):
 
     @property
     def inner_steps(self) -> int:
-        """Returns the inner steps of a group."""
         return max(group.inner_steps for group in self.run.groups)
 
     def curve(self) -> list[float]:
@@ -182,7 +176,6 @@ class Outcome(NamedTuple):
 
 
 def names_of(sweeps: Sequence[str]) -> list[str]:
-    """Returns the names of what a sweep varies."""
     return [sweep.partition("=")[0] for sweep in sweeps]
 
 
@@ -207,7 +200,6 @@ def half_width(values: Sequence[float]) -> float | None:
 
 
 def parsed(seeds: str | None) -> list[int]:
-    """Reads seeds from the command line."""
     texts = [] if seeds is None else seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len(set(texts)) < len(texts):
         raise ValueError(f"seeds={seeds!r} are not different whole numbers from 0 on. Give them as 0,1,2.")
