@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.outer_gradients import Replicas, Training, outer_gradients
-from lightning_sdiloco.algorithm.aggregation import Count
-from lightning_sdiloco.algorithm.reduction import AllReduce, OneShotAllReduce, TwoShotAllReduce
+from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce
+from lightning_sdiloco.algorithm.weighting import Count
 from lightning_sdiloco.compression import COMPRESSIONS, FP4, Compression, ErrorFeedback, Float32, Int2, RandomK, TopK
 
 TRAINING = Training(width=64, layers=2, context=64, rounds=16)
@@ -74,11 +74,11 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name, codec in FAMILY.items():
         for groups in GROUPS:
-            gather, two = OneShotAllReduce(groups, codec, 0.0), TwoShotAllReduce(groups, codec, 0.0)
+            gather, two = AllReduce(groups, codec, 0.0), TwoShotAllReduce(groups, codec, 0.0)
             share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(numel)
             errors = [
                 error_of_the_sum(kind, codec, rounds, groups, forgets)
-                for kind, forgets in ((OneShotAllReduce, False), (TwoShotAllReduce, False), (TwoShotAllReduce, True))
+                for kind, forgets in ((AllReduce, False), (TwoShotAllReduce, False), (TwoShotAllReduce, True))
             ]
             told = " | ".join(f"{error:.4f}" for error in errors)
             print(f"| `{name}` | {groups} | {share:.2f} | {told} |", flush=True)

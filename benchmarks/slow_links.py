@@ -24,8 +24,8 @@ from benchmarks.links import Links, missing
 from benchmarks.models import Size
 from benchmarks.picture import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, TEAL, figure, save
 from benchmarks.sites import Job, results
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.naming import trainable
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.launch.rendezvous import rendezvous_at
 from lightning_sdiloco.planning.clock import play
 from lightning_sdiloco.planning.link import Link

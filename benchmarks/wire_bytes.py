@@ -16,8 +16,8 @@ from benchmarks.links import missing
 from benchmarks.picture import figure, save
 from benchmarks.sites import Found, Job, results
 from benchmarks.slow_links import CASE, METHODS, QUICK
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.naming import trainable
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
 

@@ -2,28 +2,58 @@
 
 In come settings, sizes and tensors; out come schedules, partitions, payloads and means. What ranks must agree on is
 decided here. This room sends nothing, owns no state of a training, and knows neither models nor Lightning.
+
+A user may decide about a round by an object of their own: a `Pace` says when fragments launch, a `Weighing` how much
+each group counts in a mean, a `LandingRule` how a group takes the outer parameters in, and a `Route` with whom it
+exchanges. All are frozen dataclasses with pure functions. What changes from round to round is their *state*, plain
+JSON, which the engine holds, saves, and changes only when a flight lands. They decide only from numbers that travelled,
+which are the same in all groups.
 """
 
-from lightning_sdiloco.algorithm.aggregation import Absences, Aggregation, Count, Weighing, plain, remembered, trained
-from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES, Control
-from lightning_sdiloco.algorithm.digest import combined, digest
-from lightning_sdiloco.algorithm.dropping import Drop, best_drop
-from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
-from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
-from lightning_sdiloco.algorithm.parts import TwoShot, least_seconds
-from lightning_sdiloco.algorithm.policies.landing import Carry, LandingRule, Mix, mix
-from lightning_sdiloco.algorithm.policies.pace import Every, Heard, Pace, Selective
-from lightning_sdiloco.algorithm.policies.route import Everyone, FastestPairs, Leg, RandomPairs, Ring, Route, check_legs
-from lightning_sdiloco.algorithm.ranges import fault_of, is_real, is_whole
-from lightning_sdiloco.algorithm.recommended import AUTO, OVERLAP_STEPS, SPARSE_GAINS, OuterStep, recommended
-from lightning_sdiloco.algorithm.reduction import (
-    AllReduce,
-    SecondHop,
-    all_reduce_for,
-    kind_of_all_reduce,
+from lightning_sdiloco.algorithm.config import (
+    AUTO,
+    DEFAULT_TIMEOUT,
+    OVERLAP_STEPS,
+    SPARSE_GAINS,
+    OuterLRSchedule,
+    OuterOptimizer,
+    OuterStep,
+    Settings,
+    fault_of,
+    is_real,
+    is_whole,
+    recommended,
 )
-from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT, OuterLRSchedule, OuterOptimizer, Settings
+from lightning_sdiloco.algorithm.digest import combined, digest
+from lightning_sdiloco.algorithm.gossip import (
+    Brought,
+    Everyone,
+    FastestPairs,
+    Leg,
+    RandomPairs,
+    Ring,
+    Route,
+    Taken,
+    bring,
+    check_legs,
+    take,
+)
+from lightning_sdiloco.algorithm.merge import Carry, LandingRule, Mix, mix
+from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
+from lightning_sdiloco.algorithm.reduce import AllReduce, SecondHop, TwoShot, all_reduce_for, is_two_shot
+from lightning_sdiloco.algorithm.schedule import Every, Heard, Pace, Schedule, Selective
+from lightning_sdiloco.algorithm.weighting import (
+    CONTROL_BYTES,
+    HOST_BYTES,
+    Absences,
+    Aggregation,
+    Control,
+    Count,
+    Weighing,
+    plain,
+    remembered,
+    trained,
+)
 
 __all__ = [
     "AUTO",
@@ -36,7 +66,6 @@ __all__ = [
     "Control",
     "Count",
     "DEFAULT_TIMEOUT",
-    "Drop",
     "Every",
     "Everyone",
     "FastestPairs",
@@ -65,7 +94,6 @@ __all__ = [
     "Taken",
     "Weighing",
     "all_reduce_for",
-    "best_drop",
     "bring",
     "check_legs",
     "combined",
@@ -73,8 +101,7 @@ __all__ = [
     "fault_of",
     "is_real",
     "is_whole",
-    "kind_of_all_reduce",
-    "least_seconds",
+    "is_two_shot",
     "mix",
     "partition",
     "plain",

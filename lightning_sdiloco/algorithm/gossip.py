@@ -1,17 +1,311 @@
-"""What groups bring to a leg of a route that does not share, and what they take from it; see [Note: gossip]."""
+"""With whom each group exchanges in a round, and what, where that is not with all others.
 
-from math import exp
+[Note: gossip] On a route that does not share, each group holds outer parameters of its own. In a round the groups of a
+*leg*, two or three, tell each other where they are, and each makes its outer step with its outer parameters minus the
+mean of that as its outer gradient. Over all groups these outer gradients have the mean that they have when all
+exchange, so the mean of the outer parameters moves as there, for an outer optimizer that is linear in its gradients, as
+SGD with momentum is; and the groups draw near to each other. With ``outer_lr=1`` and no momentum, the outer step is the
+mean of the leg itself.
+
+What a group sends is where it is, less an *anchor*: the values with which the rounds began, the same in all groups.
+What the compression loses stays with the group. So the mean over the groups is kept, whatever the compression.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from math import cos, exp, pi, sqrt
+from random import Random
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_sdiloco.algorithm.policies.route import Momentum
 from lightning_sdiloco.compression import Compression, resolve
+
+# How many rounds of a route are tried before training.
+_TRIED = 8
 
 # A compression that loses more than this share of what it encodes would part the groups: what is sent, how far a group
 # is from where the rounds began, is many times as long as what it trained in a round.
 _MOST_LOST = 0.01
+
+Leg = tuple[int, ...]
+"""Groups that exchange with each other in a round, rising."""
+
+
+class Momentum(NamedTuple):
+    """Numbers of a momentum between rounds, that of A2CiD2: each group keeps a second vector beside its values."""
+
+    rate: float
+    pull: float
+
+
+class Route(ABC):
+    """Decides with whom each group exchanges in a round.
+
+    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint. All groups must
+    decide alike, from the number of the round alone.
+
+    Attributes:
+        shared: Whether all groups hold the same outer parameters, which takes one leg of all groups. If not, each has
+            its own; see [Note: gossip].
+    """
+
+    shared: bool = False
+
+    @abstractmethod
+    def legs(self, number: int, groups: int) -> Sequence[Leg]:
+        """Returns the legs of a round. Each group is in one of them.
+
+        Args:
+            number: The round of a fragment, from 0.
+            groups: Number of worker groups.
+        """
+
+    def momentum(self, groups: int) -> Momentum | None:
+        """Returns the momentum between rounds; by default there is none."""
+        return None
+
+
+@dataclass(frozen=True)
+class Everyone(Route):
+    """Lets all groups exchange with all others, as is done without a route.
+
+    Examples:
+        >>> Everyone().legs(0, groups=4)
+        ((0, 1, 2, 3),)
+    """
+
+    shared = True
+
+    @override
+    def legs(self, number: int, groups: int) -> Sequence[Leg]:
+        return (tuple(range(groups)),)
+
+
+@dataclass(frozen=True)
+class RandomPairs(Route):
+    """Lets chance make the pairs of each round, as NoLoCo does (arXiv 2506.10911).
+
+    Args:
+        seed: Other seeds make other pairs.
+
+    Examples:
+        >>> RandomPairs(seed=0).legs(0, groups=5)
+        ((0, 1, 4), (2, 3))
+    """
+
+    seed: int = 0
+
+    @override
+    def legs(self, number: int, groups: int) -> Sequence[Leg]:
+        return in_pairs(_shuffled(range(groups), self.seed, number))
+
+
+@dataclass(frozen=True)
+class Ring(Route):
+    """Lets each group exchange with its two neighbours in turn, with the continuous momentum of A2CiD2.
+
+    The momentum is that of arXiv 2306.08289, with a round for the unit of its time. It takes the place of an outer
+    step: ``outer_lr`` is 1 and ``outer_momentum`` is 0.
+
+    Args:
+        accelerated: Whether there is a momentum. It takes four groups; see `Momentum`.
+
+    Examples:
+        >>> Ring().legs(0, groups=6), Ring().legs(1, groups=6)
+        (((0, 1), (2, 3), (4, 5)), ((0, 5), (1, 2), (3, 4)))
+    """
+
+    accelerated: bool = True
+
+    @override
+    def legs(self, number: int, groups: int) -> Sequence[Leg]:
+        return in_pairs([(group + number) % groups for group in range(groups)])
+
+    @override
+    def momentum(self, groups: int) -> Momentum | None:
+        if not self.accelerated:
+            return None
+        if groups < 4:
+            raise ValueError(
+                f"route={self!r} was given, and there are {groups} worker groups: on a ring of fewer than 4 each group"
+                " is a neighbour of all others, and there is nothing to accelerate. Choose Ring(accelerated=False), or"
+                " leave route out."
+            )
+        # Of the Laplacian of the ring, each edge of which is used in every other round: 1 over its least eigenvalue
+        # above 0, and half of the largest resistance of an edge.
+        slowness, resistance = 1 / (1 - cos(2 * pi / groups)), (groups - 1) / groups
+        return Momentum(rate=0.5 / sqrt(slowness * resistance), pull=0.5 * sqrt(slowness / resistance))
+
+
+@dataclass(frozen=True)
+class FastestPairs(Route):
+    """Lets groups exchange over fast links, in pairs that connect all every ``window`` rounds, as SAPS-PSGD does.
+
+    See arXiv 2002.09692. Every ``window`` rounds, counted from the first, are planned together. Those before the last
+    have the fastest pairs that these rounds have not had yet, where the slowest pair counts first; the last one joins
+    what is not connected, over the fastest links that do so. Chance decides between links of one speed.
+
+    Args:
+        speeds: Speed of the link of each group, in any unit; a pair has that of the slower one. Or, for each group,
+            those of its links to all groups. Without it all links are alike. ``sdiloco doctor`` measures links.
+        window: From 2 rounds on.
+        seed: Decides between links of one speed.
+
+    Raises:
+        ValueError: If something is out of its range.
+
+    Examples:
+        >>> route = FastestPairs(speeds=(10, 10, 1, 1), window=2)
+        >>> route.legs(0, groups=4), route.legs(1, groups=4)
+        (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    """
+
+    speeds: tuple[float, ...] | tuple[tuple[float, ...], ...] = ()
+    window: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 2:
+            raise ValueError(
+                f"window={self.window!r} is out of range: it must be a whole number of at least 2, since one round of"
+                " pairs connects nothing but them. 3 is the default."
+            )
+        # From YAML they come as lists. Their repr is compared.
+        rows = tuple(tuple(row) if isinstance(row, Sequence) else row for row in self.speeds)
+        if {len(row) if isinstance(row, tuple) else 0 for row in rows} not in (set(), {0}, {len(rows)}):
+            raise ValueError(
+                f"speeds={self.speeds!r} has neither one number for each group, nor one row for each with a number for"
+                " each. Give one of these."
+            )
+        object.__setattr__(self, "speeds", rows)
+        if not all(self.speed(*pair) > 0 for pair in combinations(range(len(rows)), 2)):
+            raise ValueError(f"speeds={self.speeds!r} must be numbers above 0. Give others.")
+
+    @override
+    def legs(self, number: int, groups: int) -> Sequence[Leg]:
+        if self.speeds and len(self.speeds) != groups:
+            raise ValueError(
+                f"route={self!r} has the speeds of {len(self.speeds)} groups, and there are {groups}. Give those of"
+                " all, in their order."
+            )
+        block, place = divmod(number, self.window)
+        return _planned(self, block, groups)[place]
+
+    def plan(self, block: int, groups: int) -> list[Sequence[Leg]]:
+        """Returns the legs of ``window`` rounds that are planned together."""
+        planned: list[Sequence[Leg]] = []
+        for at in range(self.window):
+            order = _shuffled(range(groups), self.seed, block * self.window + at)
+            used: set[Leg] = {pair for legs in planned for leg in legs for pair in combinations(leg, 2)}
+            links = [(min(pair), max(pair)) for pair in combinations(order, 2)]
+            links.sort(key=lambda pair: (pair not in used, self.speed(*pair)), reverse=True)
+            joining = _joining(_connected(planned, groups), links) if at == self.window - 1 else []
+            pairs, busy = list(joining), {group for pair in joining for group in pair}
+            for pair in links:
+                if busy.isdisjoint(pair):
+                    busy.update(pair)
+                    pairs.append(pair)
+            while not joining and (better := self._exchanged(pairs, used)):
+                pairs = better
+            for third in set(order) - busy:
+                # It joins the pair for which it is fastest.
+                own = max(pairs, key=lambda pair: min(self.speed(third, one) for one in pair), default=())
+                pairs = [(*own, third), *(pair for pair in pairs if pair != own)]
+            planned.append(_rising(pairs))
+        return planned
+
+    def speed(self, one: int, other: int) -> float:
+        """Returns the speed of the link between two groups."""
+        if not self.speeds:
+            return 1.0
+        there, back = self.speeds[one], self.speeds[other]
+        return min(there[other] if isinstance(there, tuple) else there, back[one] if isinstance(back, tuple) else back)
+
+    def _exchanged(self, pairs: list[Leg], used: set[Leg]) -> list[Leg] | None:
+        """Exchanges partners where the slower of two pairs becomes faster by it: greed leaves the slowest over."""
+        for before in combinations(pairs, 2):
+            (a, b), (c, d) = before
+            for new in (((a, c), (b, d)), ((a, d), (b, c))):
+                fresh = [(min(pair), max(pair)) for pair in new]
+                slowest, was = (min(self.speed(*pair) for pair in both) for both in (fresh, before))
+                if used.isdisjoint(fresh) and slowest > was:
+                    return [*fresh, *(pair for pair in pairs if pair not in before)]
+        return None
+
+
+def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
+    """Returns legs of groups that follow each other: pairs, the last of which has a third where one group is over.
+
+    Examples:
+        >>> in_pairs([3, 0, 2, 1, 4])
+        ((0, 3), (1, 2, 4))
+    """
+    starts = range(0, max(1, len(order) - 1), 2)
+    return _rising([tuple(order[at:] if at == starts[-1] else order[at : at + 2]) for at in starts])
+
+
+def check_legs(route: Route, groups: int) -> None:
+    """Refuses a route that does not bring each group into one leg of each of its first rounds."""
+    for number in range(_TRIED):
+        legs = route.legs(number, groups)
+        if sorted(group for leg in legs for group in leg) != list(range(groups)):
+            raise ValueError(
+                f"route={route!r} has the legs {tuple(legs)} in round {number}, and there are {groups} worker groups:"
+                " each must be in one leg. Correct its legs()."
+            )
+        if route.shared and len(legs) > 1:
+            raise ValueError(
+                f"route={route!r} says that all groups hold the same outer parameters (shared), and has the legs"
+                f" {tuple(legs)} in round {number}: groups of different legs would part. Set shared to False."
+            )
+    route.momentum(groups)
+
+
+@lru_cache(maxsize=64)
+def _planned(route: FastestPairs, block: int, groups: int) -> list[Sequence[Leg]]:
+    return route.plan(block, groups)
+
+
+def _shuffled(groups: Sequence[int], seed: int, number: int) -> list[int]:
+    order = list(groups)
+    # A text is hashed in the same way everywhere.
+    Random(f"{seed}, {number}").shuffle(order)
+    return order
+
+
+def _rising(legs: Sequence[Leg]) -> Sequence[Leg]:
+    return tuple(sorted(tuple(sorted(leg)) for leg in legs))
+
+
+def _connected(planned: Sequence[Sequence[Leg]], groups: int) -> list[set[int]]:
+    """Returns the parts that the legs of some rounds connect."""
+    parts = [{group} for group in range(groups)]
+    for leg in (leg for legs in planned for leg in legs):
+        own = [part for part in parts if not part.isdisjoint(leg)]
+        parts = [part for part in parts if part not in own] + [set[int]().union(*own)]
+    return parts
+
+
+def _joining(parts: list[set[int]], links: Sequence[Leg]) -> list[Leg]:
+    """Returns links, the first ones first, that join all parts and have no group in common."""
+    pairs, busy = list[Leg](), set[int]()
+    while len(parts) > 1:
+        for pair in links:
+            one, other = (next(part for part in parts if group in part) for group in pair)
+            # Two groups of a part that others wait for must be left: a part of two or more always has them.
+            is_last = len(parts) == 2
+            if one is not other and busy.isdisjoint(pair) and (is_last or len((one | other) - busy) > 3):
+                break
+        pairs.append(pair)
+        busy.update(pair)
+        parts = [part for part in parts if part is not one and part is not other] + [one | other]
+    return pairs
 
 
 class Brought(NamedTuple):

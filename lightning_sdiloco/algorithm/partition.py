@@ -96,7 +96,10 @@ def partition(
         return Partition(_by_patterns(parameters, fragments, aliases or {}, frozen))
     blocks = find_blocks(parameters)
     if not blocks:
-        return Partition(_balanced(parameters, _count_without_blocks(parameters)), fell_back=fragments != "balanced")
+        # More fragments than this would not lower the peak: the largest tensor is sent whole.
+        useful = _nbytes(parameters) // max(1, max(parameter.nbytes for parameter in parameters))
+        count = max(1, min(useful, _MOST_FRAGMENTS_WITHOUT_BLOCKS))
+        return Partition(_balanced(parameters, count), fell_back=fragments != "balanced")
     cut = _by_blocks(parameters, blocks, layers_per_fragment, strided=fragments != "sequential")
     return Partition(_balanced(parameters, len(cut)) if fragments == "balanced" else cut)
 
@@ -108,7 +111,14 @@ def check_fragments(fragments: Any) -> None:
             f"fragments={fragments!r} is unknown. It is 'strided', 'sequential', 'balanced', or a list of lists of"
             " shell-style patterns such as [['net.0.*'], ['net.1.*']]. Choose one of them."
         )
-    if not isinstance(fragments, str) and not (_is_list(fragments) and all(map(_is_list_of_patterns, fragments))):
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+
+    are_patterns = is_list(fragments) and all(
+        is_list(patterns) and all(isinstance(pattern, str) for pattern in patterns) for patterns in fragments
+    )
+    if not isinstance(fragments, str) and not are_patterns:
         number = ""
         if type(fragments) is int and fragments > 0:
             number = (
@@ -119,14 +129,6 @@ def check_fragments(fragments: Any) -> None:
             f"fragments={fragments!r} is not a list of non-empty lists of patterns.{number} Give one list of"
             " shell-style patterns for each fragment, such as [['net.0.*'], ['net.1.*']]."
         )
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-
-
-def _is_list_of_patterns(value: Any) -> bool:
-    return _is_list(value) and all(isinstance(pattern, str) for pattern in value)
 
 
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
@@ -153,46 +155,32 @@ def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
 
 
 def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list[str]]:
-    children = _children(prefix, names)
-    numbered = {child: inside for child, inside in children.items() if re.fullmatch(r"\d+", child)}
-    repeated = _repeated(prefix, numbered)
-    if repeated:
-        return _with_vectors_joined([numbered[child] for child in numbered if child in repeated], vectors)
-    blocks = []
-    for child, inside in children.items():
-        if inside != [prefix + child]:
-            blocks += _blocks_below(f"{prefix}{child}.", inside, vectors)
-    return blocks
-
-
-def _with_vectors_joined(blocks: list[list[str]], vectors: set[str]) -> list[list[str]]:
-    joined: list[list[str]] = []
-    for block in blocks:
-        if joined and vectors.issuperset(block):
-            joined[-1] = joined[-1] + block
-        else:
-            joined.append(block)
-    return joined
-
-
-def _children(prefix: str, names: list[str]) -> dict[str, list[str]]:
     children: dict[str, list[str]] = {}
     for name in names:
         children.setdefault(name[len(prefix) :].split(".")[0], []).append(name)
-    return children
+    blocks: list[list[str]] = []
+    repeated = _repeated(prefix, {child: inside for child, inside in children.items() if re.fullmatch(r"\d+", child)})
+    for child, inside in children.items():
+        if child in repeated and blocks and vectors.issuperset(inside):
+            blocks[-1] = blocks[-1] + inside
+        elif child in repeated:
+            blocks.append(inside)
+        elif not repeated and inside != [prefix + child]:
+            blocks += _blocks_below(f"{prefix}{child}.", inside, vectors)
+    return blocks
 
 
 def _repeated(prefix: str, numbered: dict[str, list[str]]) -> set[str]:
     """Returns the children that are alike, if there are at least two and they hold at least half of the parameters."""
     inner = {child: {name[len(prefix) + len(child) + 1 :] for name in names} for child, names in numbered.items()}
-    alike = [{other for other in inner if _similarity(inner[child], inner[other]) >= _ALIKE} for child in inner]
+
+    def are_alike(one: set[str], other: set[str]) -> bool:
+        return len(one & other) / min(len(one), len(other)) >= _ALIKE
+
+    alike = [{other for other in inner if are_alike(inner[child], inner[other])} for child in inner]
     most = max(alike, key=lambda children: sum(len(inner[child]) for child in children), default=set())
     held = sum(len(inner[child]) for child in most)
     return most if len(most) >= 2 and 2 * held >= sum(map(len, inner.values())) else set()
-
-
-def _similarity(one: set[str], other: set[str]) -> float:
-    return len(one & other) / min(len(one), len(other))
 
 
 def _by_blocks(
@@ -209,24 +197,13 @@ def _by_blocks(
     for parameter in parameters:
         index = fragment_of.get(parameter.name)
         (outside if index is None else members[index]).append(parameter)
+    # Consecutive runs, none larger than the largest fragment of blocks unless a single tensor is.
     largest = max(map(_nbytes, members))
-    return tuple(map(_fragment, members + _packed(outside, largest)))
-
-
-def _packed(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
-    """Packs parameters into consecutive runs of at most ``limit`` bytes, unless a single tensor is larger."""
-    runs: list[list[Parameter]] = []
-    for parameter in parameters:
-        if not runs or _nbytes(runs[-1]) + parameter.nbytes > limit:
-            runs.append([])
-        runs[-1].append(parameter)
-    return runs
-
-
-def _count_without_blocks(parameters: Sequence[Parameter]) -> int:
-    # More fragments than this would not lower the peak: the largest tensor is sent whole.
-    useful = _nbytes(parameters) // max(1, max(parameter.nbytes for parameter in parameters))
-    return max(1, min(useful, _MOST_FRAGMENTS_WITHOUT_BLOCKS))
+    for index, parameter in enumerate(outside):
+        if not index or _nbytes(members[-1]) + parameter.nbytes > largest:
+            members.append([])
+        members[-1].append(parameter)
+    return tuple(map(_fragment, members))
 
 
 def _balanced(parameters: Sequence[Parameter], count: int) -> tuple[Fragment, ...]:
@@ -246,10 +223,9 @@ def _by_patterns(
     aliases: Mapping[str, str],
     frozen: Sequence[str],
 ) -> tuple[Fragment, ...]:
-    patterns = [(index, pattern) for index, group in enumerate(fragments) for pattern in group]
     known = {parameter.name: parameter.name for parameter in parameters} | dict(aliases)
     claims: dict[str, tuple[int, str]] = {}
-    for index, pattern in patterns:
+    for index, pattern in [(index, pattern) for index, group in enumerate(fragments) for pattern in group]:
         matched = [name for name in known if fnmatchcase(name, pattern)]
         if not matched and not any(fnmatchcase(name, pattern) for name in frozen):
             raise ValueError(
@@ -259,7 +235,12 @@ def _by_patterns(
         for name in matched:
             first = claims.setdefault(known[name], (index, pattern))
             if first != (index, pattern):
-                raise ValueError(_claimed_twice(name, known[name], first, (index, pattern)))
+                tied = "" if name == known[name] else f" (tied to {name!r})"
+                raise ValueError(
+                    f"fragments: the parameter {known[name]!r}{tied} is claimed by two patterns, {first[1]!r} of"
+                    f" fragment {first[0]} and {pattern!r} of fragment {index}. Every parameter must be matched by"
+                    " exactly one. Narrow one of them."
+                )
     left_out = [parameter.name for parameter in parameters if parameter.name not in claims]
     if left_out:
         raise ValueError(
@@ -271,15 +252,6 @@ def _by_patterns(
     for parameter in parameters:
         members[claims[parameter.name][0]].append(parameter)
     return tuple(_fragment(member) for member in members if member)
-
-
-def _claimed_twice(name: str, parameter: str, first: tuple[int, str], second: tuple[int, str]) -> str:
-    tied = "" if name == parameter else f" (tied to {name!r})"
-    return (
-        f"fragments: the parameter {parameter!r}{tied} is claimed by two patterns, {first[1]!r} of fragment {first[0]}"
-        f" and {second[1]!r} of fragment {second[0]}. Every parameter must be matched by exactly one. Narrow one of"
-        " them."
-    )
 
 
 def _some(names: Sequence[str] | Mapping[str, str], most: int = 5) -> str:

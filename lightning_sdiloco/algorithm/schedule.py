@@ -1,23 +1,10 @@
-"""When fragments launch and land: pure arithmetic on the number of the inner step."""
+"""When fragments launch and land: arithmetic on the number of the inner step, and on what all groups heard."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
-
-
-class Event(NamedTuple):
-    """What happens after one inner step.
-
-    Attributes:
-        step: Number of the inner step, from 1.
-        launches: Fragments that launch, in order.
-        landings: Fragments that land, in order.
-    """
-
-    step: int
-    launches: tuple[int, ...]
-    landings: tuple[int, ...]
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -71,13 +58,11 @@ class Schedule:
             >>> schedule.launches(10), schedule.landings(10), schedule.launches(11), schedule.launches(110)
             ((0, 1), (0, 1), (), (0,))
         """
-        return self._all if self._ends_warmup(step) else self._launched(step - self.warmup_steps)
+        return self._due(step, 0)
 
     def landings(self, step: int) -> tuple[int, ...]:
         """Returns the fragments that land after inner step ``step``, in the order of their launch."""
-        if self._ends_warmup(step):
-            return self._all
-        return self._launched(step - self.warmup_steps - self.overlap_steps)
+        return self._due(step, self.overlap_steps)
 
     @property
     def first_round(self) -> int:
@@ -88,10 +73,6 @@ class Schedule:
             180
         """
         return 1 if self.warmup_steps else self.sync_every + self.offset(self.fragments - 1) + self.overlap_steps
-
-    def round(self, step: int) -> int:
-        """Returns how many launches of fragment 0 after the warm-up have landed: the outer step that users see."""
-        return max(0, (step - self.warmup_steps - self.overlap_steps) // self.sync_every)
 
     def rounds_in(self, steps: int) -> int:
         """Returns how often every fragment has landed after the warm-up by the end of a run of so many inner steps.
@@ -119,13 +100,6 @@ class Schedule:
         launches = {self.sync_every * r + self.offset(p) for r in rounds for p in range(self.fragments)}
         return max(b - a for a, b in pairwise([since, *sorted(t for t in launches if t > since)])) + self.overlap_steps
 
-    def events(self, first: int, last: int) -> Iterator[Event]:
-        """Yields the inner steps from ``first`` to ``last``, both included, after which something launches or lands."""
-        for step in range(first, last + 1):
-            event = Event(step, self.launches(step), self.landings(step))
-            if event.launches or event.landings:
-                yield event
-
     def table(self, first: int = 1, last: int | None = None) -> str:
         """Returns the schedule as text, one line for each inner step after which something launches or lands.
 
@@ -138,30 +112,171 @@ class Schedule:
         """
         last = self.warmup_steps + 3 * self.sync_every - 1 + self.overlap_steps if last is None else last
         lines = [f"{'step':>4}  {'launches':<8}  lands"]
-        for event in self.events(first, last):
-            lines.append(f"{event.step:>4}  {_names(event.launches):<8}  {_names(event.landings)}")
+        for step in range(first, last + 1):
+            launches, landings = (", ".join(map(str, due)) for due in (self.launches(step), self.landings(step)))
+            if launches or landings:
+                lines.append(f"{step:>4}  {launches or '-':<8}  {landings or '-'}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
         return self.table()
 
-    def _ends_warmup(self, step: int) -> bool:
-        return 0 < step == self.warmup_steps
-
-    @property
-    def _all(self) -> tuple[int, ...]:
-        return tuple(range(self.fragments))
-
-    def _launched(self, step: int) -> tuple[int, ...]:
-        if step < self.sync_every:
+    def _due(self, step: int, later: int) -> tuple[int, ...]:
+        """Returns the fragments that launched so many inner steps before."""
+        if 0 < step == self.warmup_steps:
+            return tuple(range(self.fragments))
+        since = step - self.warmup_steps - later
+        if since < self.sync_every:
             return ()
-        offset = step % self.sync_every
-        return tuple(range(self._first_from(offset), self._first_from(offset + 1)))
-
-    def _first_from(self, offset: int) -> int:
-        """Returns the first fragment whose offset is at least this one."""
-        return -(-offset * self.fragments // self.sync_every)
+        # From the first fragment whose offset is at least this one to the first with a larger one.
+        offset = since % self.sync_every
+        first, end = (-(-at * self.fragments // self.sync_every) for at in (offset, offset + 1))
+        return tuple(range(first, end))
 
 
-def _names(fragments: tuple[int, ...]) -> str:
-    return ", ".join(map(str, fragments)) or "-"
+class Heard(NamedTuple):
+    """What all groups know of a launch once it has landed. It travelled, so it is the same in all of them.
+
+    Attributes:
+        fragment: The fragment.
+        launched_at: The inner step of the launch, as `Pace.due` counts them.
+        present: The groups that counted in the mean, rising.
+        norms: Norm of the outer gradient of each group, before any compression, by group.
+        trained: Micro-batches that each group trained since its own last launch of the fragment, by group.
+    """
+
+    fragment: int
+    launched_at: int
+    present: tuple[int, ...]
+    norms: tuple[float, ...]
+    trained: tuple[float, ...]
+
+
+class Pace(ABC):
+    """Decides after which inner steps fragments launch. They land ``overlap_steps`` later.
+
+    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint. A fragment in
+    flight must not be due. The first launch of every fragment is that of the `Schedule`: until all have landed once,
+    evaluation shows the mean of the groups.
+    """
+
+    @abstractmethod
+    def start(self, schedule: Schedule) -> Mapping[str, Any]:
+        """Returns the state before the first inner step, as JSON.
+
+        Args:
+            schedule: What the run has without a pace: ``sync_every``, ``overlap_steps``, and the number of fragments.
+        """
+
+    @abstractmethod
+    def due(self, state: Mapping[str, Any], step: int) -> tuple[int, ...]:
+        """Returns the fragments that launch after an inner step, in order.
+
+        Args:
+            state: The state.
+            step: The inner step, counted from 1 since the rounds began, a warm-up left out.
+        """
+
+    @abstractmethod
+    def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
+        """Returns the state after a landing."""
+
+    def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
+        """Returns how many inner steps it takes at most until a request has travelled with a launch and landed.
+
+        Args:
+            schedule: As for `start`.
+            since: The first inner step after which the request may be made.
+        """
+        return schedule.longest_wait(since)
+
+
+@dataclass(frozen=True)
+class Every(Pace):
+    """Launches every fragment every ``sync_every`` inner steps: the schedule itself, whatever is heard.
+
+    Examples:
+        >>> pace = Every()
+        >>> pace.due(pace.start(Schedule(sync_every=100, overlap_steps=5, fragments=2)), 150)
+        (1,)
+    """
+
+    def start(self, schedule: Schedule) -> Mapping[str, Any]:
+        return {"sync_every": schedule.sync_every, "fragments": schedule.fragments}
+
+    def due(self, state: Mapping[str, Any], step: int) -> tuple[int, ...]:
+        return Schedule(overlap_steps=0, **state).launches(step)
+
+    def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
+        return state
+
+
+@dataclass(frozen=True)
+class Selective(Pace):
+    """Launches less often while outer gradients hardly change: SelSync (arXiv 2307.07950) for worker groups.
+
+    The rate of a group is the norm of its outer gradient over the inner steps that it trained. As long as no group's
+    rate differs from that of the launch before by ``threshold`` of it or more, the inner steps to the next launch
+    double, up to ``most * sync_every``; else they are ``sync_every`` again. What was trained meanwhile is all in the
+    next outer gradient. It saves bytes, not peak bandwidth.
+
+    Args:
+        threshold: Least relative change of a rate that counts as one, from 0 on; 0 never launches less often.
+        most: How many times ``sync_every`` may lie between two launches of a fragment, from 1 on.
+
+    Raises:
+        ValueError: If one is out of its range.
+
+    Examples:
+        >>> pace = Selective(threshold=0.3, most=4)
+        >>> state = pace.start(Schedule(sync_every=10, overlap_steps=0, fragments=1))
+        >>> launches = []
+        >>> for step in range(1, 101):
+        ...     if pace.due(state, step):
+        ...         launches.append(step)
+        ...         rate = 3.0 if step >= 70 else 1.0  # training changes
+        ...         trained = step - (launches[-2] if launches[1:] else 0)
+        ...         state = pace.heard(state, Heard(0, step, (0, 1), (rate * trained,) * 2, (trained,) * 2))
+        >>> launches
+        [10, 20, 40, 80, 90]
+    """
+
+    threshold: float = 0.3
+    most: int = 4
+
+    def __post_init__(self) -> None:
+        for name, least in {"threshold": 0, "most": 1}.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float) if name == "threshold" else int):
+                raise ValueError(f"{name}={value!r} is no {'number' if name == 'threshold' else 'whole number'}.")
+            if not value >= least:
+                raise ValueError(f"{name}={value!r} is out of range: it must be at least {least}. Choose another one.")
+
+    def start(self, schedule: Schedule) -> Mapping[str, Any]:
+        first = [schedule.sync_every + schedule.offset(fragment) for fragment in range(schedule.fragments)]
+        return {
+            "sync_every": schedule.sync_every,
+            "next": first,
+            "stride": [1] * schedule.fragments,
+            "rates": [[] for _ in first],
+        }
+
+    def due(self, state: Mapping[str, Any], step: int) -> tuple[int, ...]:
+        return tuple(fragment for fragment, at in enumerate(state["next"]) if at == step)
+
+    def heard(self, state: Mapping[str, Any], landing: Heard) -> Mapping[str, Any]:
+        own, before = landing.fragment, state["rates"][landing.fragment]
+        rates = [norm / max(1, steps) for norm, steps in zip(landing.norms, landing.trained, strict=True)]
+        # Multiplied, not divided: a group may not have moved before.
+        is_calm = bool(landing.present) and any(before) and self.threshold > 0
+        is_calm = is_calm and all(
+            rates[group] == before[group] == 0 or abs(rates[group] - before[group]) < self.threshold * before[group]
+            for group in landing.present
+        )
+        stride = min(self.most, 2 * state["stride"][own]) if is_calm else 1
+        new = {"next": landing.launched_at + stride * state["sync_every"], "stride": stride, "rates": rates}
+        changed = {name: [*state[name][:own], value, *state[name][own + 1 :]] for name, value in new.items()}
+        return {**state, **changed}
+
+    def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
+        return max(schedule.longest_wait(since), self.most * schedule.sync_every + schedule.overlap_steps)

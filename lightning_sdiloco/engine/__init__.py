@@ -1,25 +1,43 @@
 """The engine: launches and lands the fragments of a model in any PyTorch training loop.
 
 In comes a model, which an inner optimizer trains, and one call after every inner step; out goes the outer model. Start
-reading at `rounds`, which is Algorithm 2, then `synchronizer`, `fragments` and `engine`. ``parameters/`` knows how a
+reading at `rounds`, which is Algorithm 2, then `synchronizer`, `fragments` and `engine`. `shards` knows how a
 model holds its parameters, ``outer/`` is the outer optimizer. Nothing here knows Lightning or the environment, and
 other ranks are reached only through what a `Topology` holds.
 """
 
+from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model, require_same_settings
 from lightning_sdiloco.engine.background import InlineBackground
-from lightning_sdiloco.engine.checkpoint import files
-from lightning_sdiloco.engine.checkpoint.files import random_state, set_random_state
-from lightning_sdiloco.engine.checkpoint.optimizer_state import own_state, take_up_state
-from lightning_sdiloco.engine.checkpoint.ranks import Saved, read_own, write_common_file, write_own, write_ranks
-from lightning_sdiloco.engine.drop_compute import DropCompute, DroppingLoader
+from lightning_sdiloco.engine.checkpoint import (
+    Restart,
+    Saved,
+    own_state,
+    random_state,
+    read_own,
+    restart_from,
+    set_random_state,
+    take_up_state,
+    write_common_file,
+    write_own,
+    write_ranks,
+)
+from lightning_sdiloco.engine.drop_compute import DropCompute, DroppingLoader, best_drop
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import Landing
 from lightning_sdiloco.engine.measurements import Span, StepClock
 from lightning_sdiloco.engine.outer_view import GroupMean
-from lightning_sdiloco.engine.parameters.naming import clean_name, trainable, unwrapped
-from lightning_sdiloco.engine.parameters.sharding import is_sharded, like, local, part_of, ranks_of, reshard
-from lightning_sdiloco.engine.restart import Restart, restart_from
+from lightning_sdiloco.engine.shards import (
+    clean_name,
+    is_sharded,
+    like,
+    local,
+    part_of,
+    ranks_of,
+    reshard,
+    trainable,
+    unwrapped,
+)
 from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.engine.site.federation import Federation, refuse_quorum
 from lightning_sdiloco.engine.start import WorkerGroups, cut
@@ -39,6 +57,7 @@ __all__ = [
     "StreamingDiLoCo",
     "WorkerGroups",
     "align_model",
+    "best_drop",
     "clean_name",
     "cut",
     "files",

@@ -12,8 +12,7 @@ from lightning_sdiloco.algorithm import digest
 from lightning_sdiloco.comm import Communicator, Topology, ranks_in
 from lightning_sdiloco.compression import FP4
 from lightning_sdiloco.engine.outer import nesterov
-from lightning_sdiloco.engine.parameters.naming import clean_name
-from lightning_sdiloco.engine.parameters.sharding import described, is_sharded, local, ranks_of, reshard
+from lightning_sdiloco.engine.shards import clean_name, described_sharding, is_sharded, local, ranks_of, reshard
 
 
 def require_same_settings(settings: Mapping[str, str], world: Communicator) -> None:
@@ -135,7 +134,7 @@ def _signature(model: nn.Module) -> dict[str, str]:
 
 
 def _kind(tensor: Tensor) -> str:
-    return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}{described(tensor)}"
+    return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}{described_sharding(tensor)}"
 
 
 def _positions(signature: dict[str, str]) -> dict[str, str]:

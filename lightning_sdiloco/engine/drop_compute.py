@@ -1,19 +1,21 @@
 """DropCompute: ranks of a group that are late in an inner step leave out the rest of their micro-batches."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from lightning_sdiloco.algorithm import best_drop
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.parameters.sharding import is_sharded
+from lightning_sdiloco.engine.shards import is_sharded
 
 # After so many inner steps ``budget="auto"`` is chosen.
 _WARMUP = 50
+
+# Among so many thresholds the best is looked for.
+_THRESHOLDS = 200
 
 
 class DropCompute:
@@ -74,7 +76,7 @@ class DroppingLoader:
         self.budget = inf if drop.budget == "auto" else float(drop.budget)
         self.trained = self.dropped = 0
         self._measures = drop.budget == "auto"
-        self._all_gather: Callable[[Any], list[Any]] = _alone
+        self._all_gather: Callable[[Any], list[Any]] = lambda own: [own]
         self._table: list[list[float]] = []
         self._position, self._resumed = 0, False
         self._events: list[Any] = []
@@ -170,10 +172,6 @@ class DroppingLoader:
             self.loader.load_state_dict(state["loader"])
 
 
-def _alone(table: list[list[float]]) -> list[list[list[float]]]:
-    return [table]
-
-
 def _computed(every: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
     """Returns seconds of every micro-batch, by rank and step, and those of a step in which no rank computes."""
     times = []
@@ -197,3 +195,50 @@ def _refuse_what_meets(model: nn.Module) -> None:
             f"DropCompute does not go with {kinds[0]}: the ranks of a worker group meet there in every micro-batch, and"
             " would wait in vain for one that leaves it out. Use groups that hold the model whole, or leave it out."
         )
+
+
+class Drop(NamedTuple):
+    """What a budget is expected to do."""
+
+    budget: float
+    dropped: float = 0.0
+    gain: float = 0.0
+
+
+def best_drop(times: Sequence[Sequence[Sequence[float]]], rest: float, most_dropped: float) -> Drop:
+    """Finds the budget with which most is trained in a second; see [Note: the rule of DropCompute].
+
+    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, and takes a rest that nobody can
+    shorten. With a budget a rank that is late before a micro-batch drops this one and those after it, but for the last,
+    which synchronises; the first one is never late. If that shortens the step by the share ``s``, and drops the share
+    ``d`` of the micro-batches, then ``(1 - d) / (1 - s) - 1`` is gained (arXiv 2306.10598, and its code). The optimum
+    is flat and noisy where few ranks vary much, and then drops most of what there is: so ``d`` has a bound.
+
+    Args:
+        times: Seconds of every micro-batch: ``times[rank][step][micro-batch]``.
+        rest: Seconds of a step in which no rank computes.
+        most_dropped: The bound of the share that is dropped.
+
+    Examples:
+        >>> steady, slow = [1.0, 1.0, 1.0, 1.0], [1.0, 4.0, 1.0, 1.0]
+        >>> best_drop([[steady] * 10, [slow] + [steady] * 9], rest=0.0, most_dropped=0.1).dropped
+        0.0125
+        >>> best_drop([[steady] * 10] * 2, rest=0.0, most_dropped=0.1)
+        Drop(budget=inf, dropped=0.0, gain=0.0)
+    """
+    table = torch.tensor(times, dtype=torch.float64)
+    done = table.cumsum(dim=-1)
+    step = float(done[..., -1].amax(dim=0).mean()) + rest
+    best = Drop(inf)
+    for budget in torch.linspace(
+        float(done[..., 0].min()), float(done[..., -1].max()), _THRESHOLDS, dtype=torch.float64
+    ).tolist():
+        # What begins in time is computed, and the first and the last.
+        kept = torch.ones_like(done)
+        kept[..., 1:-1] = (done[..., :-2] <= budget).to(done.dtype)
+        dropped = 1 - float(kept.mean(dtype=torch.float64))
+        shorter = float((table * kept).sum(dim=-1).amax(dim=0).mean()) + rest
+        gain = (1 - dropped) * step / shorter - 1
+        if dropped <= most_dropped and gain > best.gain + 1e-9:
+            best = Drop(budget, round(dropped, 12), gain)
+    return best

@@ -31,7 +31,8 @@ from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression, kernels_for
 from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
 from lightning_sdiloco.engine.background import ThreadBackground
-from lightning_sdiloco.engine.checkpoint.ranks import (
+from lightning_sdiloco.engine.checkpoint import (
+    Restart,
     load,
     place_of,
     require_own_state,
@@ -42,10 +43,9 @@ from lightning_sdiloco.engine.flight import Flight, Landing
 from lightning_sdiloco.engine.measurements import Span, StepClock
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, OuterView
-from lightning_sdiloco.engine.parameters.naming import trainable, unwrapped
 from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
-from lightning_sdiloco.engine.restart import Restart
 from lightning_sdiloco.engine.rounds import Loop, Rounds, keep_until_done
+from lightning_sdiloco.engine.shards import trainable, unwrapped
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.world import join
 from lightning_sdiloco.engine.start import (
@@ -491,7 +491,7 @@ class StreamingDiLoCo:
         """
         require_own_state(state, self.topology)
         warmup_steps = _warmup_steps_of(state, self.given.warmup_steps, says=self.topology.rank == 0)
-        settings = replace(self.given.taken_from(state.get("settings")), warmup_steps=warmup_steps)
+        settings = replace(self.given.taken_from(state["settings"]), warmup_steps=warmup_steps)
         if settings != self.settings:
             self._require_no_site()
             self.settings = settings

@@ -48,12 +48,11 @@ from torch import Tensor, nn
 
 from lightning_sdiloco.algorithm import Fragment, LandingRule, Settings, combined, digest
 from lightning_sdiloco.comm import Communicator, Topology
+from lightning_sdiloco.engine.buffers import FragmentBuffers, buffers_of
 from lightning_sdiloco.engine.flight import Arrival, Launch, Purpose
 from lightning_sdiloco.engine.offload import OuterStorage, Prefetched
 from lightning_sdiloco.engine.outer.optimizer import OuterState, ShardOptimizer, outer_optimizer_for
-from lightning_sdiloco.engine.parameters.buffers import FragmentBuffers, buffers_of
-from lightning_sdiloco.engine.parameters.layouts import FragmentLayout, layouts_of
-from lightning_sdiloco.engine.parameters.naming import trainable
+from lightning_sdiloco.engine.shards import FragmentLayout, layouts_of, trainable
 
 
 class FragmentState:

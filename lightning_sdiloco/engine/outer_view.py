@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_sdiloco.comm import Communicator
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.offload import OuterStorage
-from lightning_sdiloco.engine.parameters.sharding import local, reshard
+from lightning_sdiloco.engine.shards import local, reshard
 
 
 class GroupMean(NamedTuple):

@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from lightning_sdiloco.algorithm import Fragment, Settings
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.agreement import broadcast, require_same_model
+from lightning_sdiloco.engine.buffers import travelling_buffers
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState
-from lightning_sdiloco.engine.parameters.buffers import travelling_buffers
-from lightning_sdiloco.engine.parameters.naming import trainable
-from lightning_sdiloco.engine.parameters.resharding import OuterParameter
-from lightning_sdiloco.engine.parameters.sharding import is_sharded
+from lightning_sdiloco.engine.shards import OuterParameter, is_sharded, to_parameters, trainable
 from lightning_sdiloco.engine.start import cut
 
 
@@ -31,7 +29,7 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
     buffers: dict[str, Tensor] = {}
     for fragment in fragments:
         shards = in_group.all_gather_object(fragment.outer.state_dict())
-        parameters |= fragment.layout.to_parameters([OuterState.of(shard) for shard in shards])
+        parameters |= to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
         buffers |= fragment.buffers.named()
     return NamedOuter(parameters, buffers)
 

@@ -36,9 +36,8 @@ from lightning_sdiloco.engine.flight import Flight, Landing, Launch, Purpose, co
 from lightning_sdiloco.engine.fragments import fragments_of
 from lightning_sdiloco.engine.measurements import LinkRate
 from lightning_sdiloco.engine.offload import OuterStorage
-from lightning_sdiloco.engine.parameters.naming import require_coverage
-from lightning_sdiloco.engine.parameters.sharding import local, reshard_modules, sharded_modules
 from lightning_sdiloco.engine.recut import NamedOuter, require_same_fragments, start_from
+from lightning_sdiloco.engine.shards import local, require_coverage, reshard_modules, sharded_modules
 from lightning_sdiloco.engine.synchronizer import Synchronizer
 from lightning_sdiloco.memory import SparePages
 

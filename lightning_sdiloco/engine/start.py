@@ -16,8 +16,7 @@ from lightning_sdiloco.comm import GroupLayout, Topology, checked_worker_groups,
 from lightning_sdiloco.compression import missing_for
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.parameters.naming import aliases, clean_name, described, trainable
-from lightning_sdiloco.engine.parameters.sharding import reshard
+from lightning_sdiloco.engine.shards import aliases, clean_name, described, reshard, trainable
 
 _log = logging.getLogger(__name__)
 

@@ -175,7 +175,7 @@ class Checkpointer:
             settings = self._options.settings.taken_from(header["settings"])
             same_optimizer = header["settings"].get("outer_optimizer") == settings.described()["outer_optimizer"]
             try:
-                states = files.read_groups(path, header, ("counts", "fragments", "flights"))
+                states = files.read_groups(path, header)
                 restart = restart_from(states, settings if same_optimizer else None)
             except Exception as error:
                 # Of any error, because the other ranks are waiting to hear of it.

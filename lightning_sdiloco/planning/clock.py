@@ -58,7 +58,7 @@ def play(
 
     Examples:
         >>> from lightning_sdiloco.planning.workload import Groups, Model
-        >>> from lightning_sdiloco.algorithm.settings import Settings
+        >>> from lightning_sdiloco.algorithm.config import Settings
         >>> settings = Settings(sync_every=10, overlap_steps=2, compression="fp32")
         >>> method = Streaming(Model.of_size(10**6, layers=3), settings, Groups(step_time=1.0))
         >>> fast, slow = play(method, Link(gbit_s=1.0), steps=20, speeds=[1.0, 0.5])

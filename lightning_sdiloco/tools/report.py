@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from lightning_sdiloco.algorithm import OVERLAP_STEPS, Parameter, Settings, kind_of_all_reduce
+from lightning_sdiloco.algorithm import OVERLAP_STEPS, Parameter, Settings, is_two_shot
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine import Span
 from lightning_sdiloco.lightning import LandingRecord, Rank, Run, read_run, write_timeline
@@ -197,8 +197,8 @@ def _settings(run: Run) -> Settings | None:
     automatic = Settings(**{name: told[name] for name in names})
     exchange = exchange_of(run)
     ran = automatic if exchange is None else replace(automatic, exchange=exchange)
-    by_itself = kind_of_all_reduce("auto", about["groups"], automatic.codec)
-    return automatic if kind_of_all_reduce(ran.exchange, about["groups"], ran.codec) is by_itself else ran
+    both = (is_two_shot(one.exchange, about["groups"], one.codec) for one in (automatic, ran))
+    return automatic if len(set(both)) == 1 else ran
 
 
 def _model(run: Run) -> Model:

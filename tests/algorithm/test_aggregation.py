@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
 from lightning_sdiloco import AgreementError, Landing, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm.aggregation import Aggregation, Count, plain, remembered
-from lightning_sdiloco.algorithm.control import Control
+from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, plain, remembered
 from lightning_sdiloco.comm.layout import GroupLayout
 from lightning_sdiloco.comm.topology import Topology
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, find_blocks, partition
-from lightning_sdiloco.engine.parameters.naming import aliases, described, trainable, unwrapped
+from lightning_sdiloco.engine.shards import aliases, described, trainable, unwrapped
 from tests.ranks import run_ranks
 
 # Models

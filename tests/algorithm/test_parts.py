@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco import StreamingDiLoCo, TwoShot
-from lightning_sdiloco.algorithm.parts import least_seconds, shares_by_bandwidth
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import COMPRESSIONS, FP4, ErrorFeedback, Float32, TopK
 from lightning_sdiloco.planning import Groups, Link, Model, Streaming, play
 from tests.algorithm.test_reduction import CHOICES, simulated, trained
@@ -30,10 +29,11 @@ def bisected(links: list[float]) -> float:
     "links", [[1, 1, 1, 0.5], [1, 2, 3], [5, 1, 1, 1, 1], [1, 1, 0.9, 1.1], [10, 1, 2, 7, 3, 3, 0.7, 1]], ids=str
 )
 def test_the_shares_take_the_least_time(links: list[float]) -> None:
-    shares, least = shares_by_bandwidth(links), least_seconds(links)
+    shares = TwoShot(links=links).shares(len(links))
+    assert shares is not None
     assert sum(shares) == pytest.approx(1)
     busy = max((1 + (len(links) - 2) * share) / link for link, share in zip(links, shares, strict=True))
-    assert busy == pytest.approx(least) == pytest.approx(bisected(links))
+    assert busy == pytest.approx(bisected(links))
 
 
 @pytest.mark.parametrize(("exchange", "compression"), [(TwoShot("by_bandwidth", [3, 3, 3]), "fp4"), (UNEVEN, "fp32")])

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm.aggregation import Count
-from lightning_sdiloco.algorithm.control import CONTROL_BYTES, HOST_BYTES
-from lightning_sdiloco.algorithm.reduction import OneShotAllReduce, TwoShotAllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce, all_reduce_for
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, HOST_BYTES, Count
 from lightning_sdiloco.comm.exchange import DirectExchange
 from lightning_sdiloco.comm.exchange.varying import LENGTH_BYTES
 from lightning_sdiloco.comm.layout import GroupLayout
@@ -331,7 +330,7 @@ def test_by_itself_two_groups_gather_and_more_take_two_shots_but_where_values_ar
 ) -> None:
     ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
     left_out = "TopK" in str(compression)
-    assert ways == [OneShotAllReduce, OneShotAllReduce, *[OneShotAllReduce if left_out else TwoShotAllReduce] * 2]
+    assert ways == [AllReduce, AllReduce, *[AllReduce if left_out else TwoShotAllReduce] * 2]
 
 
 # The way

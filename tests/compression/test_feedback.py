@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import (
     FP4,
     BFloat16,
@@ -19,7 +19,7 @@ from lightning_sdiloco.compression import (
     Threshold,
     TopK,
 )
-from lightning_sdiloco.engine.restart import restart_from
+from lightning_sdiloco.engine.checkpoint import restart_from
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
 SPARSE = ErrorFeedback(TopK(0.1, Int2()), decay=0.9)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm.control import CONTROL_BYTES
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 from lightning_sdiloco.compression import COMPRESSIONS, resolve
 from tests import fits
 from tests.fits import fit

@@ -10,12 +10,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_sdiloco import StreamingDiLoCo
-from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT
+from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT
 from lightning_sdiloco.comm.layout import GroupLayout
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.outer.optimizer import OuterState
-from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters_by_spec, to_shard_by_spec
-from lightning_sdiloco.engine.parameters.sharding import divided, part_of, shard_specs
+from lightning_sdiloco.engine.shards import (
+    OuterParameter,
+    ShardedLayout,
+    divided,
+    part_of,
+    shard_specs,
+    to_parameters,
+)
 from tests.ranks import run_ranks
 
 SHAPES = [(1,), (3,), (7,), (8,), (5, 3), (2, 9), (1, 1), (3, 2, 5)]
@@ -70,12 +75,10 @@ def test_outer_state_survives_being_sharded_and_joined() -> None:
         name: OuterParameter(torch.randn(size), {"momentum_buffer": torch.randn(size), "step": torch.tensor(4.0)}, 7)
         for name, size in (("a", 10), ("b", 3))
     }
-    shards: list[OuterState] = []
-    for rank in range(2):
-        own = [specs[name][rank] for name in parameters]
-        shards.append(to_shard_by_spec(list(parameters.values()), own, sum(spec.length for spec in own)))
+    layouts = [ShardedLayout(["a", "b"], [], list(specs.values()), rank) for rank in range(2)]
+    shards = [layout.to_shard(list(parameters.values())) for layout in layouts]
     assert [shard.values.numel() for shard in shards] == [8, 5]
-    for name, parameter in to_parameters_by_spec(specs, shards).items():
+    for name, parameter in to_parameters(layouts[0].state_dict(), shards).items():
         assert torch.equal(parameter.values, parameters[name].values)
         assert torch.equal(parameter.state["momentum_buffer"], parameters[name].state["momentum_buffer"])
         assert (parameter.rounds, float(parameter.state["step"])) == (7, 4.0)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo, TwoShot
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import COMPRESSIONS, ByLink
+from lightning_sdiloco.engine.checkpoint import restart_from
 from lightning_sdiloco.engine.outer.optimizer import OuterState
-from lightning_sdiloco.engine.parameters.resharding import OuterParameter, to_parameters, to_shard
 from lightning_sdiloco.engine.recut import named_outer
-from lightning_sdiloco.engine.restart import restart_from
+from lightning_sdiloco.engine.shards import OuterParameter, WholeLayout, to_parameters
 from lightning_sdiloco.errors import AgreementError
 from tests import fits
 from tests.engine.test_by_link import MENU, with_links
@@ -60,10 +60,9 @@ def test_shards_taken_apart_and_put_together_are_the_same_values(
         return {"momentum_buffer": part, "step": torch.tensor(3.0)} if stepped else {}
 
     shards = [OuterState(v, state(m), 3) for v, m in zip(cut(whole, before), cut(momentum, before), strict=True)]
-    names = {f"p{index}": size for index, size in enumerate(sizes)}
-    parameters = list(to_parameters(names, shards).values())
-    length = -(-numel // after)
-    joined = [to_shard(parameters, index * length, length) for index in range(after)]
+    names, tensors = [f"p{index}" for index in range(len(sizes))], [torch.empty(size) for size in sizes]
+    parameters = list(to_parameters({"names": names, "sizes": sizes}, shards).values())
+    joined = [WholeLayout(names, tensors, index, after).to_shard(parameters) for index in range(after)]
     assert all(torch.equal(a.values, b) for a, b in zip(joined, cut(whole, after), strict=True))
     if stepped:
         assert all(
@@ -77,7 +76,8 @@ def test_shards_taken_apart_and_put_together_are_the_same_values(
 def test_a_parameter_without_momentum_gets_zeros_and_the_count_of_the_others() -> None:
     old = OuterParameter(torch.ones(2), {"momentum_buffer": torch.full((2,), 5.0), "step": torch.tensor(4.0)}, 7)
     new = OuterParameter(torch.full((3,), 2.0), {}, 0)
-    joined = to_shard([new, old], 0, 6)
+    layout = WholeLayout(["new", "old"], [new.values, torch.ones(3)], 0, 1)
+    joined = layout.to_shard([new, old])
     assert joined.values.tolist() == [2, 2, 2, 1, 1, 0]
     assert joined.state["momentum_buffer"].tolist() == [0, 0, 0, 5, 5, 0]
     assert joined.state["step"] == 4

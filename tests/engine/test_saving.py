@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.engine.checkpoint.files import random_state
+from lightning_sdiloco.engine.checkpoint import random_state
 from tests.ranks import run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
@@ -44,12 +44,19 @@ def test_the_state_of_another_rank_is_refused_there() -> None:
     assert "register_for_checkpointing" in other
 
 
-def test_a_state_from_before_it_said_whose_it_is_is_taken() -> None:
-    state = trained(0).state_dict()
-    del state["rank"]
-    engine = trained(0, 0)
-    engine.load_state_dict(state)
-    assert engine.inner_steps == 5
+def test_what_an_earlier_version_saved_is_refused(tmp_path: Path) -> None:
+    engine = trained(0)
+    state = engine.state_dict()
+    for key in ("rank", "settings"):
+        with pytest.raises(ValueError, match="of an earlier version, which this one does not read"):
+            trained(0, 0).load_state_dict({name: value for name, value in state.items() if name != key})
+    path = tmp_path / "a.ckpt"
+    engine.save(path)
+    content = torch.load(path, weights_only=True)
+    content["streaming_diloco"]["format"] = 1
+    torch.save(content, path)
+    with pytest.raises(ValueError, match="written in format 1 .* this version reads format 2 alone"):
+        trained(0, 0).load(path)
 
 
 def test_a_second_save_replaces_the_first(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """``"auto"``: what the planner chooses from measured numbers, the same in all ranks, saved and taken up again."""
 
 import logging
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy, TwoShot
-from lightning_sdiloco.algorithm.recommended import _Row, recommended
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm.config import Settings, recommended
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.parameters.naming import trainable
+from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.lightning import options as auto_settings
 from lightning_sdiloco.lightning.options import AutoSettings, Measured, choice, measure_link
 from lightning_sdiloco.planning.link import Link
@@ -147,17 +145,6 @@ def test_an_engine_chooses_as_if_from_the_start() -> None:
         run(6)
 
 
-def test_rate_and_mixing_suit_the_sync_every_that_the_planner_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_slow_link(monkeypatch)
-    sync_every = choice(("sync_every",), Settings(), mlp(), Topology.simulated(2)[0], Measured(0.05, SLOW))[
-        "sync_every"
-    ]
-    rows = [_Row(2, sync_every, outer_lr=0.75, mixing=0.25), _Row(2, 100 * sync_every, outer_lr=0.125, mixing=0.0)]
-    monkeypatch.setattr(sys.modules[recommended.__module__], "_TABLE", tuple(rows))
-    trained = run_processes(fit, 2, 2, 12, {"sync_every": "auto"}, "lightning.pytorch", "sgd", numbers)
-    assert [rank["inspected"] for rank in trained] == [{"outer_lr": 0.75, "outer_momentum": 0.9, "mixing": 0.25}] * 2
-
-
 def numbers(trainer: Any, model: Any) -> dict[str, float]:
     own: dict[str, float] = trainer.strategy.engine.settings.numbers
     return own
@@ -188,11 +175,11 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(tmp_path
 
     run_processes(run, 2, 2, None, saved)
     for ranks, groups in ((2, 2), (1, 1)):
-        own = recommended(groups, 4)._asdict()
+        own = recommended()._asdict()
         for seen in run_processes(run, ranks, groups, str(tmp_path / "given.ckpt"), {}):
             assert seen == [saved, own]
     on_restart = run_processes(run, 2, 2, str(tmp_path / "given.ckpt"), {"on_resume": "restart"})
-    assert [seen[0] for seen in on_restart] == [recommended(2, 4)._asdict()] * 2
+    assert [seen[0] for seen in on_restart] == [recommended()._asdict()] * 2
 
 
 @pytest.mark.parametrize("saved_at", [40, 5])
@@ -287,7 +274,7 @@ def test_a_link_is_measured_with_messages_that_tell_enough() -> None:
     def run(rank: int, world_size: int) -> Any:
         import torch.distributed as dist
 
-        from lightning_sdiloco.algorithm.settings import DEFAULT_TIMEOUT
+        from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT
         from lightning_sdiloco.comm.layout import GroupLayout
 
         dist.init_process_group("gloo", rank=rank, world_size=world_size)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
-from lightning_sdiloco.algorithm.recommended import recommended
+from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
 from tests import fits
 from tests.fits import LIGHTNING
@@ -27,7 +27,7 @@ from tests.training import batch, mlp
 
 STEPS = 26
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "layers_per_fragment": 1}
-CHOSEN = recommended(num_groups=2, sync_every=8)
+CHOSEN = recommended()
 
 
 class StatefulBatches:

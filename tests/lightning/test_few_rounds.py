@@ -75,6 +75,6 @@ def test_what_is_named_gives_ten_rounds_and_no_larger_one_does(
 def test_rounds_are_counted_by_what_lands() -> None:
     for schedule in (Schedule(7, 2, 3), Schedule(3, 0, 8), Schedule(10, 9, 1)):
         for steps in range(60):
-            landed = [event.landings for event in schedule.events(1, steps)]
+            landed = [schedule.landings(step) for step in range(1, steps + 1)]
             counts = [sum(p in fragments for fragments in landed) for p in range(schedule.fragments)]
             assert schedule.rounds_in(steps) == min(counts)

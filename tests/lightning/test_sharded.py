@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_sdiloco
 from lightning_sdiloco import StreamingDiLoCo
-from lightning_sdiloco.algorithm.control import CONTROL_BYTES
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 from lightning_sdiloco.lightning import options as auto_settings
 from lightning_sdiloco.lightning.model_format import ShardedModel
 from lightning_sdiloco.planning.link import Link

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.algorithm.settings import Settings
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.planning.clock import Absence, play
 from lightning_sdiloco.planning.link import Line, Link

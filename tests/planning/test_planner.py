@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sdiloco import Schedule, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm.settings import Settings
-from lightning_sdiloco.engine.parameters.naming import trainable
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.planning.hub import through_hub, way_through_hub
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Streaming, _timetable
@@ -198,9 +198,9 @@ def test_utilisation_is_that_of_the_engines_loop_with_a_clock(case: tuple[Settin
 def test_the_timetable_is_that_of_the_schedule(sync_every: int, overlap_steps: int, fragments: int) -> None:
     schedule = Schedule(sync_every, min(overlap_steps, sync_every - 1), fragments)
     told = [
-        (event.step, lands, fragment)
-        for event in schedule.events(1, 5 * sync_every)
-        for lands, all_of_them in ((False, event.launches), (True, event.landings))
+        (step, lands, fragment)
+        for step in range(1, 5 * sync_every + 1)
+        for lands, all_of_them in ((False, schedule.launches(step)), (True, schedule.landings(step)))
         for fragment in all_of_them
     ]
     assert [entry for entry in _timetable(schedule) if entry[0] <= 5 * sync_every] == told

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.tools.cli import COMMANDS, main
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.algorithm.recommended import recommended
+from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.planning.paper import table_4
 from lightning_sdiloco.tools.cli import main
 
@@ -64,7 +64,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
         "overlap_steps": 2,
         "layers_per_fragment": 6,
         "compression": "bf16",
-        **recommended(num_groups=3, sync_every=50)._asdict(),
+        **recommended()._asdict(),
         "fragments": 4,
     }
     assert answer["methods"]["streaming_overlap"] == answer["compressions"]["bf16"]

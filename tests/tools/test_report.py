@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import lightning_sdiloco
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.partition import Parameter
-from lightning_sdiloco.algorithm.settings import Settings
 from lightning_sdiloco.lightning.records import Run, changes, read_run, trace
 from lightning_sdiloco.planning import planner
 from lightning_sdiloco.planning.link import Link

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.algorithm.control import CONTROL_BYTES
-from lightning_sdiloco.algorithm.recommended import recommended
+from lightning_sdiloco.algorithm.config import recommended
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 from lightning_sdiloco.compression import resolve
-from lightning_sdiloco.engine.parameters.naming import trainable
+from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.tools.cli import main
 from tests.tools.test_simulating import write
 
@@ -40,7 +40,7 @@ def told(capsys: pytest.CaptureFixture[str], folder: Path, *args: str) -> dict[s
 def test_one_run_tells_losses_bytes_and_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = run(capsys, f"--config={write(tmp_path)}", "--groups=3", *LINK, "--absence=1:1-4000")
     assert "3 worker groups, 30 inner steps each, 74 parameters" in text
-    chosen = recommended(num_groups=3, sync_every=6)
+    chosen = recommended()
     assert f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4', outer_lr={chosen.outer_lr}" in text
     assert f", outer_momentum={chosen.outer_momentum}" in text
     rows = [line.split() for line in text.splitlines() if line[:2].strip() in ("0", "1", "2")]
@@ -73,7 +73,7 @@ def test_the_json_has_all_numbers(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def fragment_sizes() -> list[int]:
-    from lightning_sdiloco.algorithm.settings import Settings
+    from lightning_sdiloco.algorithm.config import Settings
     from lightning_sdiloco.planning.workload import Model
     from tests.simulated import Net
 

@@ -32,7 +32,7 @@ from lightning_sdiloco.compression import Kernels, mean_over_senders, resolve, w
 from lightning_sdiloco.engine.flight import Arrival, Launch
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
-from lightning_sdiloco.engine.parameters.layouts import FragmentLayout
+from lightning_sdiloco.engine.shards import FragmentLayout
 from lightning_sdiloco.engine.synchronizer import (
     mean_of_buffers,
     norm_squared,

@@ -12,8 +12,8 @@ from lightning_sdiloco.algorithm import Mix
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState
-from lightning_sdiloco.engine.parameters.resharding import OuterParameter
 from lightning_sdiloco.engine.rounds import Rounds
+from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
 from lightning_sdiloco.engine.site.arithmetic import Bytes, digests_of
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import Follower, MergeAction, StateHeader
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
     """Returns the outer state of a fragment as bytes, whole, by the names of its parameters."""
-    parameters = fragment.layout.to_parameters([OuterState.of(shard) for shard in shards])
+    parameters = to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
     buffers = {name: buffer.to("cpu") for name, buffer in fragment.buffers.named().items()}
     file = io.BytesIO()
     torch.save({"parameters": {name: tuple(own) for name, own in parameters.items()}, "buffers": buffers}, file)

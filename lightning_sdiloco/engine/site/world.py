@@ -25,9 +25,8 @@ from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.background import Background, Pending, Work
 from lightning_sdiloco.engine.flight import Flight, Landing, Launch, Purpose, completed
 from lightning_sdiloco.engine.measurements import Span
-from lightning_sdiloco.engine.parameters.layouts import ShardedLayout
-from lightning_sdiloco.engine.parameters.naming import trainable
 from lightning_sdiloco.engine.rounds import Rounds
+from lightning_sdiloco.engine.shards import ShardedLayout, trainable
 from lightning_sdiloco.engine.site.arithmetic import Bytes, Encoded, SiteArithmetic, Stepped, self_test
 from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.site.states import OuterStates

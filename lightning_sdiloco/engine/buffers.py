@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco.algorithm import Fragment, mix
-from lightning_sdiloco.engine.parameters.naming import clean_name
-from lightning_sdiloco.engine.parameters.sharding import is_sharded
+from lightning_sdiloco.engine.shards import clean_name, is_sharded
 
 # One bit for each buffer says whether it changed; further ones share the last bit.
 _BITS = 64

@@ -1,15 +1,31 @@
-"""How much each worker group counts in a mean, and which groups are absent: arithmetic, the same in all groups."""
+"""How much each worker group counts in a mean: from what all groups say at a launch, and so the same in all of them."""
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from math import sqrt
+from operator import or_
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.control import Control
+from lightning_sdiloco.algorithm.digest import combined
 from lightning_sdiloco.errors import AgreementError
+
+# What the host knows, and what comes from the device with the outer gradient. The device's part is padded so that
+# whatever follows it in a message is aligned.
+_HOST, _DEVICE = struct.Struct("<IIHeI"), struct.Struct("<qdQB7x")
+
+HOST_BYTES = _HOST.size
+CONTROL_BYTES = HOST_BYTES + _DEVICE.size
+
+# The largest number of a half-precision float.
+_LONGEST_STEP = 65504.0
 
 # The guard compares a norm with up to eight earlier ones, and does not act on fewer than four.
 _REMEMBERED, _ENOUGH = 8, 4
@@ -17,8 +33,72 @@ _REMEMBERED, _ENOUGH = 8, 4
 # A group that is left out this many times in a row will not recover.
 _MOST_LEFT_OUT = 3
 
-Norms = Sequence[Sequence[float]]
-"""The last norms of the outer gradients of a fragment, by group: at most eight each, the oldest first."""
+
+class Control(NamedTuple):
+    """The control vector of a rank, or of a group once its ranks are merged.
+
+    It travels in two parts. What the host knows at the launch goes by a route of its own, where it waits for no outer
+    gradient. The rest goes in front of the payload.
+
+    Attributes:
+        fragment: The fragment that is launched.
+        step: The inner step of the launch.
+        requests: What the rank asks of all groups, one bit each, such as to stop.
+        weight: Micro-batches that the group trained since its own last launch of the fragment, over its ranks.
+        digest: Digest of the outer parameters and buffers of the fragment.
+        norm_squared: Squared norm of the outer gradient.
+        changed: Buffers of the fragment that changed since its last landing, one bit each.
+        finite: Whether the outer gradient is finite.
+        step_time: Seconds of an inner step, to three digits; 0 where that is not known.
+
+    Examples:
+        >>> control = Control(2, 100, requests=0, weight=50, digest=-5, norm_squared=0.25, changed=0, finite=True)
+        >>> Control.unpacked(control.packed()) == control, control.packed().numel()
+        (True, 48)
+    """
+
+    fragment: int
+    step: int
+    requests: int
+    weight: int
+    digest: int
+    norm_squared: float
+    changed: int
+    finite: bool
+    step_time: float = 0.0
+
+    @property
+    def norm(self) -> float:
+        """Norm of the outer gradient, before any compression."""
+        return sqrt(self.norm_squared)
+
+    def packed(self) -> Tensor:
+        """Returns the control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``, the host's part first."""
+        known = _HOST.pack(*self[:3], min(self.step_time, _LONGEST_STEP), self.weight)
+        return torch.frombuffer(bytearray(known + _DEVICE.pack(*self[4:-1])), dtype=torch.uint8)
+
+    @staticmethod
+    def unpacked(data: Tensor) -> "Control":
+        """Reads a control vector back from its bytes."""
+        packed = bytes(data.tolist())
+        *known, step_time, weight = _HOST.unpack_from(packed)
+        *computed, finite = _DEVICE.unpack_from(packed, HOST_BYTES)
+        return Control._make([*known, weight, *computed, bool(finite), step_time])
+
+    @staticmethod
+    def merged(ranks: Sequence["Control"]) -> "Control":
+        """Returns what a group says, given what its ranks say, so that all shards of a fragment decide alike.
+
+        Rank 0 of the group speaks for the buffers. A group trained when all its ranks did.
+        """
+        return ranks[0]._replace(
+            requests=reduce(or_, (rank.requests for rank in ranks)),
+            finite=all(rank.finite for rank in ranks),
+            weight=sum(rank.weight for rank in ranks) if all(rank.weight for rank in ranks) else 0,
+            digest=combined([rank.digest for rank in ranks]),
+            norm_squared=sum(rank.norm_squared for rank in ranks),
+            step_time=max(rank.step_time for rank in ranks),
+        )
 
 
 class Count(NamedTuple):
@@ -42,6 +122,18 @@ def plain(controls: Sequence[Control]) -> Count:
 def trained(controls: Sequence[Control]) -> Count:
     """Counts once every group that trained, whether its values are finite or not."""
     return Count({group: 1.0 for group, control in enumerate(controls) if control.weight})
+
+
+def may_count(controls: Sequence[Control]) -> list[int]:
+    """Returns the groups that trained and whose values are finite."""
+    return [group for group, control in enumerate(controls) if control.finite and control.weight > 0]
+
+
+def by_training(controls: Sequence[Control], counted: Sequence[int]) -> dict[int, float]:
+    """Returns the factors of groups that count by the inner steps that they trained."""
+    total = sum(controls[group].weight for group in counted)
+    # In this order, a whole number over a whole number: exactly 1 where the weights are equal.
+    return {group: len(counted) * controls[group].weight / total for group in counted}
 
 
 class Weighing(ABC):
@@ -78,10 +170,12 @@ class Weighing(ABC):
 class Aggregation(Weighing):
     """Weighs the groups of a mean by what they trained, clips and guards them.
 
+    The state of a fragment is the last norms of the outer gradients, by group: at most eight each, the oldest first.
+
     Args:
         clip_norm: Longer outer gradients are scaled down to this norm; with None, none is.
         guard: A group is left out when its norm is more than this many times the median of its last ones; with None,
-            none is.
+            none is. If all groups are that far off, the training has changed, and none is at fault.
 
     Examples:
         >>> long = Control(0, 100, 0, weight=100, digest=0, norm_squared=16.0, changed=0, finite=True)
@@ -104,54 +198,32 @@ class Aggregation(Weighing):
         return [[] for _ in range(groups)]
 
     @override
-    def count(self, controls: Sequence[Control], state: Norms = ()) -> Count:
+    def count(self, controls: Sequence[Control], state: Sequence[Sequence[float]] = ()) -> Count:
         candidates = may_count(controls)
-        outlying = self._outlying(controls, state, candidates)
-        counted = [group for group in candidates if group not in outlying]
-        weights = by_training(controls, counted)
-        return Count({group: weight * self._clip(controls[group]) for group, weight in weights.items()}, outlying)
+        far = tuple(
+            group
+            for group in candidates
+            if self.guard is not None
+            and len(state[group]) >= _ENOUGH
+            and controls[group].norm > self.guard * median(state[group]) > 0
+        )
+        outlying = far if len(far) < len(candidates) else ()
+        factors = by_training(controls, [group for group in candidates if group not in outlying])
+        for group in factors:
+            norm = controls[group].norm
+            if self.clip_norm is not None and norm > self.clip_norm:
+                factors[group] *= self.clip_norm / norm
+        return Count(factors, outlying)
 
     @override
-    def heard(self, controls: Sequence[Control], state: Norms) -> list[list[float]]:
+    def heard(self, controls: Sequence[Control], state: Sequence[Sequence[float]]) -> list[list[float]]:
         return remembered(state, controls)
 
-    def _outlying(self, controls: Sequence[Control], norms: Norms, candidates: Sequence[int]) -> tuple[int, ...]:
-        if self.guard is None:
-            return ()
-        far = tuple(group for group in candidates if self._is_far(controls[group].norm, norms[group]))
-        # If everyone is far off, the training has changed, and no group is at fault.
-        return far if len(far) < len(candidates) else ()
 
-    def _is_far(self, norm: float, before: Sequence[float]) -> bool:
-        return self.guard is not None and len(before) >= _ENOUGH and norm > self.guard * median(before) > 0
-
-    def _clip(self, control: Control) -> float:
-        norm = control.norm
-        return 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
-
-
-def may_count(controls: Sequence[Control]) -> list[int]:
-    """Returns the groups that trained and whose values are finite."""
-    return [group for group, control in enumerate(controls) if _may_count(control)]
-
-
-def by_training(controls: Sequence[Control], counted: Sequence[int]) -> dict[int, float]:
-    """Returns the factors of groups that count by the inner steps that they trained."""
-    total = sum(controls[group].weight for group in counted)
-    # In this order, a whole number over a whole number: exactly 1 where the weights are equal.
-    return {group: len(counted) * controls[group].weight / total for group in counted}
-
-
-def remembered(norms: Norms, controls: Sequence[Control]) -> list[list[float]]:
-    """Returns the norms to remember once a flight has landed."""
-    return [
-        [*last, control.norm][-_REMEMBERED:] if _may_count(control) else list(last)
-        for last, control in zip(norms, controls, strict=True)
-    ]
-
-
-def _may_count(control: Control) -> bool:
-    return control.finite and control.weight > 0
+def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) -> list[list[float]]:
+    """Returns the norms to remember once a flight has landed; see `Aggregation`."""
+    new = {group: [controls[group].norm] for group in may_count(controls)}
+    return [[*last, *new.get(group, [])][-_REMEMBERED:] for group, last in enumerate(norms)]
 
 
 class Absences:

@@ -4,17 +4,18 @@ This is pure arithmetic on payloads; how they travel is the business of `comm.ex
 its whole shard to every other one. In two hops, each group sums one part of the shard and then sends its mean to all.
 """
 
-from abc import ABC, abstractmethod
+import ast
 from collections.abc import Sequence
-from math import fsum
-from typing import Any, NamedTuple
+from copy import copy
+from dataclasses import dataclass, replace
+from math import fsum, isfinite
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.aggregation import Count
-from lightning_sdiloco.algorithm.parts import TwoShot
+from lightning_sdiloco.algorithm.weighting import Count
 from lightning_sdiloco.compression import EAGER, Compression, Kernels
 from lightning_sdiloco.memory import new_vector
 
@@ -34,8 +35,8 @@ class SecondHop(NamedTuple):
     residual: Tensor
 
 
-class AllReduce(ABC):
-    """Turns the outer gradients of all groups into their mean."""
+class AllReduce:
+    """Turns the outer gradients of all groups into their mean, in one shot: all send their whole shard to all."""
 
     def __init__(self, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER) -> None:
         self.groups = groups
@@ -46,41 +47,45 @@ class AllReduce(ABC):
     def at(self, step: int, choice: int = 0) -> "AllReduce":
         """Returns the all-reduce for the launch after an inner step: itself, unless chance or its sender decides."""
         compression = self.compression.at(step).chosen(choice)
-        if compression is self.compression:
-            return self
-        return self._with(compression)
+        return self if compression is self.compression else self._with(compression)
 
     def _with(self, compression: Compression) -> "AllReduce":
-        return type(self)(self.groups, compression, self._mixing, self._kernels)
+        other = copy(self)
+        other.compression = compression
+        return other
 
-    @abstractmethod
     def part_numel(self, numel: int, group: int = 0) -> int:
         """Returns how many values of a shard of ``numel`` every other group sends to a group."""
+        return numel
 
-    @abstractmethod
     def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
         """Encodes the outer gradient of a shard for every group."""
+        encoded = self._encode(gradient, memory, tuning)
+        return encoded._replace(payloads=encoded.payloads * self.groups)
 
-    @abstractmethod
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop | None:
         """Encodes the mean of this group's part for all groups; returns None if the part is the whole shard."""
+        return None
 
-    @abstractmethod
     def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
         """Assembles the mean of a whole shard from the second hops of all groups."""
+        raise NotImplementedError("there is no second hop")
 
     def mean(self, payloads: Sequence[Tensor], count: Count, like: Tensor, group: int = 0) -> Tensor:
         """Returns the float32 mean of the groups that count, summed in their order, so that all get the same bits."""
         numel = self.part_numel(like.numel(), group)
-        # It gives its shape and its device alone.
-        part = like[:numel] if numel <= like.numel() else like.new_empty(numel)
         if not numel:
             return like.new_empty(0)
+        # It gives its shape and its device alone.
+        part = like[:numel] if numel <= like.numel() else like.new_empty(numel)
         return self._kernels.mean(payloads, count.factors, self.compression, like=part)
 
-    @abstractmethod
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
         """Decodes what this group sends, just as the other groups will."""
+        decoded = torch.empty_like(like)
+        if like.numel():
+            self.compression.decode(payloads[0], decoded)
+        return decoded
 
     def reduce_locally(
         self,
@@ -106,11 +111,12 @@ class AllReduce(ABC):
 
     def payload_bytes(self, numel: int, group: int = 0) -> int:
         """Returns the bytes of the payload for a group: the most, where they vary."""
-        return self._bytes(self.part_numel(numel, group))
+        part = self.part_numel(numel, group)
+        return self.compression.wire_bytes(part) if part else 0
 
-    @abstractmethod
     def second_hop_bytes(self, numel: int, group: int = 0) -> int:
         """Returns the bytes that a group sends to each other one in its second hop; 0 if there is none."""
+        return 0
 
     def second_hops(self, numel: int) -> list[int] | None:
         """Returns the bytes of the second hop of each group, if they differ."""
@@ -121,9 +127,6 @@ class AllReduce(ABC):
         first = sum(self.payload_bytes(numel, other) for other in range(self.groups) if other != group)
         return first + (self.groups - 1) * self.second_hop_bytes(numel, group)
 
-    def _bytes(self, numel: int) -> int:
-        return self.compression.wire_bytes(numel) if numel else 0
-
     def _encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
         if not gradient.numel():
             return Encoded([_nothing(gradient)], None)
@@ -133,38 +136,6 @@ class AllReduce(ABC):
         # It goes before there is what is remembered, which is as long.
         del values
         return Encoded([payload], self.compression.remembered(gradient, memory, payload, self._mixing), tuning)
-
-
-class OneShotAllReduce(AllReduce):
-    """Lets every group send its whole shard to every other one and sum all of it."""
-
-    @override
-    def part_numel(self, numel: int, group: int = 0) -> int:
-        return numel
-
-    @override
-    def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
-        encoded = self._encode(gradient, memory, tuning)
-        return encoded._replace(payloads=encoded.payloads * self.groups)
-
-    @override
-    def second_hop(self, mean: Tensor, residual: Tensor | None) -> None:
-        return None
-
-    @override
-    def assemble(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        raise NotImplementedError("there is no second hop")
-
-    @override
-    def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
-        decoded = torch.empty_like(like)
-        if like.numel():
-            self.compression.decode(payloads[0], decoded)
-        return decoded
-
-    @override
-    def second_hop_bytes(self, numel: int, group: int = 0) -> int:
-        return 0
 
 
 class TwoShotAllReduce(AllReduce):
@@ -180,10 +151,6 @@ class TwoShotAllReduce(AllReduce):
     ) -> None:
         super().__init__(groups, compression, mixing, kernels)
         self._shares = shares
-
-    @override
-    def _with(self, compression: Compression) -> "AllReduce":
-        return type(self)(self.groups, compression, self._mixing, self._kernels, self._shares)
 
     @override
     def part_numel(self, numel: int, group: int = 0) -> int:
@@ -261,7 +228,114 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.uint8)
 
 
-_BY_NAME: dict[str, type[AllReduce]] = {"gather": OneShotAllReduce, "two_shot": TwoShotAllReduce}
+# Links that differ by no more than a measurement does are alike.
+_ALIKE = 0.1
+
+
+@dataclass(frozen=True)
+class TwoShot:
+    """An exchange in two shots in which groups average parts of different sizes: joint allocation (arXiv 2003.04544).
+
+    Group g averages the share ``s_g`` of every shard. Of a payload P it sends and receives ``P * (1 + (M - 2) * s_g)``,
+    so a group behind a slow link sends least if it averages nothing. What a group sends, it sends at once, and the
+    slowest link decides: ``"by_bandwidth"`` stands for the shares with which it is busy for the least time.
+
+    Args:
+        parts: The shares, a positive number or 0 for each group; ``"by_bandwidth"`` for what suits the links; or
+            ``"equal"``, which is ``exchange="two_shot"``.
+        links: Gbit/s of the link of each group, in their order, for ``"by_bandwidth"``. Where it is left out, a Trainer
+            measures the links before the first launch.
+
+    Raises:
+        ValueError: If there are neither shares nor links that could be meant, or both.
+
+    Examples:
+        >>> TwoShot("by_bandwidth", links=[1, 1, 1, 0.5]).shares(4)
+        (0.3333333333333333, 0.3333333333333333, 0.3333333333333333, 0.0)
+        >>> TwoShot("by_bandwidth", links=[1, 1, 1, 1]).shares(4) is None
+        True
+    """
+
+    parts: Literal["equal", "by_bandwidth"] | Sequence[float] = "by_bandwidth"
+    links: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.parts, str):
+            if self.parts not in ("equal", "by_bandwidth"):
+                raise ValueError(
+                    f"parts={self.parts!r} is not known. It is 'by_bandwidth', 'equal', or a list of shares."
+                )
+        else:
+            object.__setattr__(self, "parts", _numbers("parts", self.parts, may_be_zero=True))
+        if self.links is not None:
+            if self.parts != "by_bandwidth":
+                raise ValueError(
+                    f"links={self.links!r} was given with parts={self.parts!r}, which does not ask for them. Leave"
+                    " links out, or choose parts='by_bandwidth'."
+                )
+            object.__setattr__(self, "links", _numbers("links", self.links, may_be_zero=False))
+
+    @property
+    def lacks_links(self) -> bool:
+        """Whether the links must be measured first."""
+        return self.parts == "by_bandwidth" and self.links is None
+
+    def over(self, links: Sequence[float]) -> "TwoShot":
+        """Returns the exchange for measured links, in Gbit/s; those within a tenth of the fastest are alike."""
+        fastest = max(links)
+        rounded = [fastest if link >= (1 - _ALIKE) * fastest else link for link in links]
+        return replace(self, links=[float(f"{link:.3g}") for link in rounded])
+
+    def shares(self, groups: int) -> tuple[float, ...] | None:
+        """Returns the share of each group, which add up to 1; None for equal parts.
+
+        Args:
+            groups: Number of worker groups.
+
+        Raises:
+            ValueError: If there is not one number for each group, or the links are not known.
+        """
+        if self.lacks_links:
+            raise ValueError(
+                f"exchange={self!r} does not say what the links carry, and only a Trainer measures them. Give"
+                " the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1, 0.5]); the doctor measures."
+            )
+        given = self.links if self.links is not None else self.parts
+        if given == "equal" or isinstance(given, str):
+            return None
+        if len(given) != groups:
+            raise ValueError(
+                f"exchange={self!r} has {len(given)} numbers for {groups} worker groups. Give one for each."
+            )
+        if self.links is not None and groups > 2:
+            # The least time in which a payload of 1 can go through all links with shares that add up to 1 allows each
+            # group so much. Where that is more than enough in all, all take the same part of what they may.
+            least = max(1 / min(given), (2 * groups - 2) / fsum(given))
+            given = [max(0.0, (link * least - 1) / (groups - 2)) for link in given]
+        elif self.links is not None:
+            return None
+        shares = tuple(one / fsum(given) for one in given)
+        return None if len(set(shares)) == 1 else shares
+
+    @staticmethod
+    def read(text: str) -> "TwoShot | str":
+        """Returns the exchange with this ``repr``, as checkpoints hold it: a name, or one like this."""
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call):
+            return str(ast.literal_eval(call))
+        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return TwoShot(given["parts"], given["links"])
+
+
+def _numbers(name: str, given: Sequence[float], may_be_zero: bool) -> tuple[float, ...]:
+    """Returns plain numbers, or refuses what are none."""
+    are_numbers = isinstance(given, Sequence) and all(
+        isinstance(one, (int, float)) and not isinstance(one, bool) and isfinite(one) for one in given
+    )
+    if not are_numbers or not any(given) or min(given) < 0 or (min(given) == 0 and not may_be_zero):
+        rule = "numbers that are not negative, and not all 0" if may_be_zero else "positive numbers"
+        raise ValueError(f"{name}={given!r} is out of range: it must be a list of {rule}, one for each worker group.")
+    return tuple(given)
 
 
 def check_exchange(exchange: Any, compression: Compression) -> None:
@@ -273,26 +347,25 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
             f"exchange={exchange!r} was given with compression={compression!r}: {why}, and a mean that is sent on in"
             " the second shot tells neither, nor fits into such a payload. Leave exchange out, or choose 'gather'."
         )
-    if not (is_two_shot or exchange == "auto" or exchange in _BY_NAME):
+    if not (is_two_shot or exchange in ("auto", "gather")):
         raise ValueError(
-            f"exchange={exchange!r} is not known. It is one of 'auto', {', '.join(map(repr, _BY_NAME))}, or a TwoShot."
+            f"exchange={exchange!r} is not known. It is one of 'auto', 'gather', 'two_shot', or a TwoShot."
             " Choose one of them; 'auto' is the default."
         )
 
 
-def kind_of_all_reduce(exchange: str | TwoShot, groups: int, compression: Compression) -> type[AllReduce]:
-    """Returns the kind of all-reduce that an exchange stands for."""
-    if isinstance(exchange, TwoShot):
-        return TwoShotAllReduce
+def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) -> bool:
+    """Tells whether an exchange has two hops."""
     if exchange == "auto":
-        return TwoShotAllReduce if groups > 2 and compression.suits_sums() else OneShotAllReduce
-    return _BY_NAME[exchange]
+        return groups > 2 and compression.suits_sums()
+    return exchange == "two_shot" or isinstance(exchange, TwoShot)
 
 
 def all_reduce_for(
     exchange: str | TwoShot, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER
 ) -> AllReduce:
     """Makes the all-reduce that an exchange stands for. `AllReduce.at` returns the one for a single launch."""
-    if isinstance(exchange, TwoShot):
-        return TwoShotAllReduce(groups, compression, mixing, kernels, exchange.shares(groups))
-    return kind_of_all_reduce(exchange, groups, compression)(groups, compression, mixing, kernels)
+    if not is_two_shot(exchange, groups, compression):
+        return AllReduce(groups, compression, mixing, kernels)
+    shares = exchange.shares(groups) if isinstance(exchange, TwoShot) else None
+    return TwoShotAllReduce(groups, compression, mixing, kernels, shares)

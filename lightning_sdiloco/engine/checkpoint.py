@@ -1,0 +1,634 @@
+"""What a run needs to go on: a folder beside an ordinary checkpoint, with one file per rank and a manifest.
+
+[Note: the order of a save] The checkpoint file names the folder of its own save. All ranks write their files, then rank
+0 writes the manifest, and last the checkpoint file takes its place in one step. So whenever a process is killed, the
+checkpoint file that exists belongs to a complete folder. Folders of earlier saves are removed after that. All ranks
+wait for each of these: to write the checkpoint file may be a collective, in which they would wait for one that failed.
+
+A run goes on exactly with the same groups, ranks and settings. With others it restarts: what the ranks saved is joined,
+so that other groups, shards and fragments can take it up.
+"""
+
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any, NamedTuple, TypeVar
+
+import fsspec
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sdiloco.algorithm import Control, Settings, TwoShot, all_reduce_for
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
+from lightning_sdiloco.engine.shards import (
+    OuterParameter,
+    is_sharded,
+    like,
+    local,
+    to_parameters,
+)
+from lightning_sdiloco.engine.synchronizer import finite_mean, norm_squared
+
+FORMAT = 2
+"""Version of the folder's format; any other one is refused."""
+
+KEY = "streaming_diloco"
+"""The key under which the checkpoint file says which folder belongs to it."""
+
+State = dict[str, Any]
+"""What `StreamingDiLoCo.state_dict` returned on one rank, and what a file of a rank holds."""
+
+Written = TypeVar("Written")
+
+_SUFFIX = ".sdiloco"
+_MANIFEST = "manifest.json"
+_ADVICE = "Older checkpoints stand. Make room on the disk."
+_SAME = "Resume with those that it was saved with, or start anew from the outer parameters that it holds."
+
+
+class Entry(NamedTuple):
+    """A rank's file as the manifest knows it."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Saved(NamedTuple):
+    """What all ranks know after they have written their files."""
+
+    path: str
+    header: dict[str, Any]
+    older: list[str]
+    entries: list[Entry]
+
+
+class Restart(NamedTuple):
+    """Holds what rounds start anew from."""
+
+    parameters: dict[str, OuterParameter]
+    buffers: dict[str, Tensor]
+    counts: dict[str, int]
+
+    @staticmethod
+    def of(arrived: Sequence[Any]) -> "Restart":
+        """Returns one that came from another rank, as a plain tuple."""
+        parameters, buffers, counts = arrived
+        return Restart({name: OuterParameter(*own) for name, own in parameters.items()}, buffers, counts)
+
+
+# Files
+
+
+def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Entry:
+    """Writes the file of a rank, either all of it or nothing."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    name = _rank_file(rank)
+    _write(path, save, name, buffer.getvalue())
+    return Entry(name, buffer.getbuffer().nbytes, hashlib.sha256(buffer.getbuffer()).hexdigest())
+
+
+def write_manifest(path: str, header: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+    """Writes the manifest, which makes a folder complete."""
+    manifest = {**header, "files": [entry._asdict() for entry in entries]}
+    _write(path, header["save"], _MANIFEST, json.dumps(manifest, indent=2).encode())
+
+
+def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Reads the file of a rank and checks it against the manifest."""
+    if header["format"] != FORMAT:
+        raise ValueError(
+            f"The checkpoint {path} was written in format {header['format']} by lightning_sdiloco {header['version']},"
+            f" and this version reads format {FORMAT} alone. Install the version that wrote it, or start a new fit from"
+            " the weights of the file."
+        )
+    manifest = json.loads(_read(path, header["save"], _MANIFEST))
+    entry = Entry(**manifest["files"][rank])
+    data = _read(path, header["save"], entry.name)
+    if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise ValueError(
+            f"The file {entry.name} in {_folder(path, follow=True)[1]} is not what was saved: it has {len(data)} bytes"
+            f" where {entry.size} were written, or other contents. Restore it, or resume from another checkpoint."
+        )
+    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def read_groups(path: str, header: Mapping[str, Any]) -> list[list[State | None]]:
+    """Reads what `restart_from` needs from the files of all ranks, by group; None where a file is missing."""
+    groups, size = header["layout"]["worker_groups"], header["layout"]["group_size"]
+
+    def read(rank: int) -> State | None:
+        if not has_rank(path, header, rank):
+            return None
+        engine = read_rank(path, header, rank)["engine"]
+        return {key: engine[key] for key in ("settings", "counts", "fragments", "flights")}
+
+    return [[read(group * size + rank) for rank in range(size)] for group in range(groups)]
+
+
+def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
+    """Returns whether the file of a rank exists."""
+    filesystem, folder = _folder(path, follow=True)
+    return bool(filesystem.exists(f"{folder}/{header['save']}/{_rank_file(rank)}"))
+
+
+def write_checkpoint(path: str, checkpoint: Mapping[str, Any]) -> None:
+    """Writes a checkpoint file, which takes its place in one step."""
+    buffer = io.BytesIO()
+    torch.save(dict(checkpoint), buffer)
+    _write_file(*_filesystem(path), buffer.getvalue())
+
+
+def read_checkpoint(path: str) -> dict[str, Any]:
+    """Reads a checkpoint file."""
+    filesystem, target = _filesystem(path)
+    try:
+        data = filesystem.cat_file(target)
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no checkpoint {path}. Give a path that was saved.") from error
+    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+
+def remove_folder(path: str) -> None:
+    """Removes the folder that belongs to a checkpoint file, if there is one."""
+    filesystem, folder = _folder(path)
+    if filesystem.exists(folder):
+        filesystem.rm(folder, recursive=True)
+
+
+def saves(path: str) -> list[str]:
+    """Returns the names of the saves in the folder of a checkpoint file, complete or not."""
+    filesystem, folder = _folder(path)
+    found = filesystem.ls(folder, detail=False) if filesystem.exists(folder) else []
+    return [os.path.basename(save.rstrip("/")) for save in found]
+
+
+def discard(path: str, save: str) -> None:
+    """Removes what this rank can see of a save that has failed. Other ranks may be doing the same."""
+    filesystem, folder = _folder(path)
+    if _is_local(filesystem):
+        shutil.rmtree(f"{folder}/{save}", ignore_errors=True)
+        with suppress(OSError):
+            os.rmdir(folder)  # if there is no other save in it
+    else:
+        with suppress(Exception):
+            filesystem.rm(f"{folder}/{save}", recursive=True)
+
+
+def remove_saves(path: str, names: Sequence[str]) -> None:
+    """Removes some of the saves in the folder of a checkpoint file."""
+    filesystem, folder = _folder(path)
+    for name in names:
+        if filesystem.exists(f"{folder}/{name}"):
+            filesystem.rm(f"{folder}/{name}", recursive=True)
+
+
+def is_whole(path: str, save: str) -> bool:
+    """Returns whether the folder of a save has its manifest."""
+    filesystem, folder = _folder(path)
+    return bool(filesystem.exists(f"{folder}/{save}/{_MANIFEST}"))
+
+
+def fingerprint(path: str) -> str:
+    """Returns a text that changes when a file is replaced; empty if there is no file."""
+    filesystem, target = _filesystem(path)
+    return repr(filesystem.info(target)) if filesystem.exists(target) else ""
+
+
+def beside(path: str, save: str) -> str | None:
+    """Returns where a checkpoint file can be written before it takes its place; None where files cannot be moved."""
+    filesystem, folder = _folder(path)
+    return f"{folder}/{save}/checkpoint" if _is_local(filesystem) else None
+
+
+def take_place(part: str, path: str) -> None:
+    """Moves a local file to the place of a checkpoint file, in one step."""
+    os.replace(part, _filesystem(path)[1])
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of this process's random number generators, as plain values and tensors."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    # Asking a device that nobody uses would begin to use it, which a forked process cannot.
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [kind, keys.tolist(), *rest]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restores what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
+
+
+def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    # An instance of our own. A thread that writes a checkpoint through the shared one may be in a transaction, which
+    # would include what others write meanwhile; and its listings may be older than the files of other ranks.
+    filesystem, target = fsspec.core.url_to_fs(path, skip_instance_cache=True)
+    return filesystem, target
+
+
+def _folder(path: str, follow: bool = False) -> tuple[fsspec.AbstractFileSystem, str]:
+    filesystem, target = _filesystem(path)
+    # ModelCheckpoint(save_last="link") makes a link. It has no folder; that is beside the file to which it points.
+    head, name = os.path.split(os.path.realpath(target) if follow and _is_local(filesystem) else target.rstrip("/"))
+    if name.startswith("hpc_ckpt_"):
+        # Lightning resumes a requeued job from the last of these names. If a crash left the file unwritten, it must
+        # not take the folder for it.
+        name = name.replace("_", "-")
+    return filesystem, os.path.join(head, name + _SUFFIX)
+
+
+def _is_local(filesystem: fsspec.AbstractFileSystem) -> bool:
+    return type(filesystem) is LocalFileSystem
+
+
+def _write(path: str, save: str, name: str, data: bytes) -> None:
+    filesystem, folder = _folder(path)
+    filesystem.makedirs(f"{folder}/{save}", exist_ok=True)
+    _write_file(filesystem, f"{folder}/{save}/{name}", data)
+
+
+def _write_file(filesystem: fsspec.AbstractFileSystem, target: str, data: bytes) -> None:
+    if _is_local(filesystem):
+        # Not in a transaction, which would write to the system's temporary folder first.
+        part = f"{target}.part"
+        try:
+            filesystem.pipe_file(part, data)
+            os.replace(part, target)
+        except OSError:
+            with suppress(OSError):
+                os.remove(part)
+            raise
+    else:
+        with filesystem.transaction, filesystem.open(target, "wb") as file:
+            file.write(data)
+
+
+def _read(path: str, save: str, name: str) -> bytes:
+    filesystem, folder = _folder(path, follow=True)
+    try:
+        return bytes(filesystem.cat_file(f"{folder}/{save}/{name}"))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"The checkpoint {path} needs {folder}/{save}/{name}, which is not there. The folder {folder} belongs to"
+            " the checkpoint file: move or copy both. With resumable_checkpoints='newest' only the newest checkpoint of"
+            " a run has one. Without it, start a new fit from the weights of the file."
+        ) from error
+
+
+# The ranks of a run
+
+
+def write_ranks(
+    path: str,
+    topology: Topology,
+    state: Mapping[str, Any],
+    layout: Mapping[str, int],
+    settings: Mapping[str, str],
+    advice: str = _ADVICE,
+) -> Saved:
+    """Writes the files of all ranks; see [Note: the order of a save]. All ranks must call it."""
+    world, rank = topology.world, topology.rank
+    # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
+    path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
+    older = saves(path) if rank == 0 else []
+    # Gathering waits until all files are there.
+    written = _by_all(path, save, topology, lambda: write_rank(path, save, rank, state), advice)
+    entries = [Entry(*one) for one in written]
+    header = {
+        "format": FORMAT,
+        "save": save,
+        "version": version("lightning-sdiloco"),
+        "layout": dict(layout),
+        "settings": dict(settings),
+    }
+    return Saved(path, header, [name for name in older if name != save], entries)
+
+
+def write_common_file(saved: Saved, topology: Topology, write: Callable[[], None], advice: str = _ADVICE) -> None:
+    """Writes the manifest, and then what all groups have in common. All ranks must call it."""
+
+    def complete() -> None:
+        if topology.rank == 0:
+            write_manifest(saved.path, saved.header, saved.entries)
+
+    for act in (complete, write):
+        _by_all(saved.path, saved.header["save"], topology, act, advice)
+
+
+def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Written], advice: str) -> list[Written]:
+    """Writes on all ranks, and returns what they return; raises on all of them if one cannot, as on a full disk."""
+    every = topology.world.attempt(write)
+    failed = [f"rank {rank}: {one.failure[0]}: {one.text}" for rank, one in enumerate(every) if one.failure]
+    if failed:
+        discard(path, save)
+        own = every[topology.rank].raised
+        if own is not None and not isinstance(own, (OSError, RuntimeError)):
+            raise own
+        raise OSError(
+            f"The checkpoint {path} could not be saved: {'; '.join(failed)}. Nothing is left of it. {advice}"
+        ) from own
+    return [outcome.value for outcome in every]
+
+
+def require_processes(topology: Topology) -> None:
+    """Refuses to save worker groups that are simulated in one process."""
+    if topology.world.size != topology.num_groups * topology.group_size:
+        raise ValueError(
+            "save() writes one file per process, and these worker groups are simulated in one. Save state_dict() of"
+            " each engine instead."
+        )
+
+
+def write_own(
+    path: str,
+    topology: Topology,
+    settings: Settings,
+    state: State,
+    inner_optimizers: Sequence[Optimizer],
+    **others: Any,
+) -> Saved:
+    """Writes what `read_own` reads. All ranks must call it."""
+    optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
+    own = {"engine": state, "optimizer_states": optimizer_states, "random": random_state(), **others}
+    return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
+
+
+def save(
+    path: str,
+    topology: Topology,
+    settings: Settings,
+    state: State,
+    outer: Mapping[str, Tensor],
+    inner_optimizers: Sequence[Optimizer],
+) -> None:
+    """Saves an engine; see `StreamingDiLoCo.save`. All ranks must call it."""
+    saved = write_own(path, topology, settings, state, inner_optimizers)
+
+    def write() -> None:
+        if topology.rank == 0:
+            write_checkpoint(saved.path, {"state_dict": dict(outer), KEY: saved.header})
+
+    # No rank returns before the checkpoint is there.
+    write_common_file(saved, topology, write)
+    if topology.rank == 0:
+        remove_saves(saved.path, saved.older)
+
+
+def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Sequence[Optimizer]) -> State:
+    """Restores inner optimizers and random numbers, and returns the state of the engine. All ranks must call it."""
+    own = read_own(path, lambda: read_checkpoint(path), topology, settings, inner_optimizers)
+    return dict(own["engine"])
+
+
+def read_own(
+    path: str,
+    read: Callable[[], Mapping[str, Any]],
+    topology: Topology,
+    settings: Settings,
+    inner_optimizers: Sequence[Optimizer],
+) -> State:
+    """Reads the file of this rank, and restores inner optimizers and random numbers. All ranks must call it."""
+    own: State = {}
+    refusal = None
+    try:
+        own = _read_own(path, read().get(KEY), topology, settings, len(inner_optimizers))
+    except Exception as error:
+        # Of any error, because the other ranks would wait for this one.
+        refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
+    refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
+    if refusals:
+        raise ValueError(refusals[0])
+    for optimizer, state in zip(inner_optimizers, own["optimizer_states"], strict=True):
+        take_up_state(optimizer, state)
+    set_random_state(own["random"])
+    return own
+
+
+def _read_own(
+    path: str, header: Mapping[str, Any] | None, topology: Topology, settings: Settings, optimizers: int
+) -> State:
+    if header is None:
+        raise ValueError(f"{path} was not saved by lightning_sdiloco: it names no files of ranks. Give another file.")
+    if header["layout"] != _layout(topology):
+        raise ValueError(f"{path} was saved with {header['layout']}, now there are {_layout(topology)}. {_SAME}")
+    now = settings.taken_from(header["settings"]).fixed_by_a_checkpoint()
+    if other := settings.differences(header["settings"], now):
+        raise ValueError(f"{path} cannot be resumed exactly with other settings: {'; '.join(other)}. {_SAME}")
+    own: State = read_rank(path, header, topology.rank)
+    if len(own["optimizer_states"]) != optimizers:
+        raise ValueError(
+            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, and there are {optimizers}."
+            " Give the engine the same inner_optimizers as when it was saved."
+        )
+    return own
+
+
+def _layout(topology: Topology) -> dict[str, int]:
+    return {"worker_groups": topology.num_groups, "group_size": topology.group_size}
+
+
+def place_of(topology: Topology) -> dict[str, int]:
+    """Returns which rank of which worker group this is, for the state of an engine."""
+    return {
+        "num_groups": topology.num_groups,
+        "group_index": topology.group_index,
+        "group_size": topology.group_size,
+        "group_rank": topology.group_rank,
+    }
+
+
+def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
+    """Refuses the state of another rank: every worker group would go on from the values of one."""
+
+    def told(place: Mapping[str, int]) -> str:
+        return (
+            f"rank {place['group_rank']} of worker group {place['group_index']} ({place['num_groups']} groups of"
+            f" {place['group_size']})"
+        )
+
+    own, saved = place_of(topology), state.get("rank")
+    if saved is None or not state.keys() >= {"settings", "warmup_steps", "pace"}:
+        raise ValueError(
+            "This is the state of an engine of an earlier version, which this one does not read. Load it with the"
+            " version that made it, or start anew from the outer parameters."
+        )
+    if saved != own:
+        raise ValueError(
+            f"This is the state of {told(saved)}, and this process is {told(own)}. Each rank needs its own state,"
+            " because worker groups hold different values. A checkpoint that rank 0 writes alone, as torch.save in one"
+            " process, fabric.save({'engine': engine}) and accelerator.register_for_checkpointing(engine) do, keeps"
+            " only that of rank 0. Save with engine.save(path) and load with engine.load(path) in all processes: they"
+            " keep a file per rank."
+        )
+
+
+# The state of an inner optimizer as one rank holds it, sharded or not
+
+
+def own_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the state of an optimizer, with what this rank holds in place of sharded tensors."""
+    state = optimizer.state_dict()
+    own = {index: {key: _held(value) for key, value in entry.items()} for index, entry in state["state"].items()}
+    divided = {
+        index: [key for key, value in entry.items() if isinstance(value, Tensor) and is_sharded(value)]
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": own, "divided": divided}
+
+
+def take_up_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Restores what `own_state` returned, for the same parameters, sharded in the same way."""
+    divided = saved.get("divided", {})
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {
+        index: {
+            key: like(parameters[index], value) if key in divided.get(index, ()) else value
+            for key, value in entry.items()
+        }
+        for index, entry in saved["state"].items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+
+
+def _held(value: Any) -> Any:
+    return local(value) if isinstance(value, Tensor) else value
+
+
+# Restart
+
+
+def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
+    """Joins the states of the ranks of an earlier run."""
+    whole = [[state for state in group if state is not None] for group in groups if None not in group]
+    if not whole:
+        raise ValueError(
+            "No worker group has the files of all its ranks, so the outer parameters cannot be put together. Restore"
+            " the missing files, or start a new fit from the weights of the checkpoint."
+        )
+    ranks = whole[0]
+    flights, landed = len(ranks[0]["flights"]), 0
+    shares = "anchor" not in ranks[0]["fragments"][0]
+    joined = ranks if shares else [_mean_of(of) for of in zip(*whole, strict=True)]
+    shards = [[OuterState.of(fragment) for fragment in state["fragments"]] for state in joined]
+    if settings is None:
+        shards = [[outer._replace(state={}) for outer in shard] for shard in shards]
+    buffers = [dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in joined[0]["fragments"]]
+    if settings is not None and shares and len(whole) == len(groups):
+        landed = _land(whole, shards, buffers, settings.taken_from(ranks[0]["settings"]))
+    parameters: dict[str, OuterParameter] = {}
+    for index, fragment in enumerate(ranks[0]["fragments"]):
+        parameters |= to_parameters(fragment, [shard[index] for shard in shards])
+    counts = ranks[0]["counts"]
+    return Restart(
+        parameters=parameters,
+        buffers={
+            name: values
+            for part, shard in zip(buffers, shards[0], strict=True)
+            for name, values in part.items()
+            if shard.rounds
+        },
+        counts={
+            "inner_steps": counts["inner_steps"],
+            "launches": counts["launches"],
+            "landings": counts["landings"] + landed,
+            "flights_dropped": counts["flights_dropped"] + flights - landed,
+        },
+    )
+
+
+def _mean_of(groups: Sequence[State]) -> State:
+    """Returns the state of a rank with the mean, over the groups, of its outer parameters, momentum and buffers."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        is_mean = isinstance(values[0], Tensor) and values[0].is_floating_point()
+        return torch.stack(list(values)).mean(dim=0) if is_mean else values[0]
+
+    fragments = []
+    for one in zip(*(group["fragments"] for group in groups), strict=True):
+        state = {key: mean([fragment["state"][key] for fragment in one]) for key in one[0]["state"]}
+        rows = zip(*(fragment["buffers"] for fragment in one), strict=True)
+        buffers = [finite_mean(torch.stack(values), None) for values in rows]
+        outer = mean([fragment["outer"] for fragment in one])
+        fragments.append({**one[0], "outer": outer, "state": state, "buffers": buffers})
+    return {**groups[0], "fragments": fragments}
+
+
+def _land(
+    groups: Sequence[Sequence[State]],
+    shards: list[list[OuterState]],
+    buffers: Sequence[dict[str, Tensor]],
+    settings: Settings,
+) -> int:
+    """Lands the flights of complete groups as these would have landed them; returns how many could."""
+    # The parts of two shots are those of then, and so is what the second rounding lost.
+    exchange = TwoShot.read(groups[0][0]["settings"]["exchange"])
+    reduction = all_reduce_for(exchange, len(groups), settings.codec, settings.landing.kept)
+    optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]
+    landed = 0
+    for index in range(len(groups[0][0]["flights"])):
+        flights = [[state["flights"][index] for state in group] for group in groups]
+        controls = [Control.merged([_control(flight) for flight in group]) for group in flights]
+        fragment = controls[0].fragment
+        landed += any(control.finite for control in controls)
+        count = settings.aggregation.count(controls, groups[0][0]["fragments"][fragment]["norms"])
+        if not count.factors:
+            continue
+        for shard, optimizer in enumerate(optimizers):
+            saved = [group[shard]["fragments"][fragment] for group in groups]
+            gradient = reduction.at(controls[0].step).reduce_locally(
+                [group[shard]["gradient"] for group in flights],
+                [one["memory"] for one in saved],
+                [one["residual"] for one in saved],
+                count,
+                [one.get("tuning") for one in saved],
+                [group[shard].get("choice", 0) for group in flights],
+            )
+            before = shards[shard][fragment]
+            shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)
+        outer = buffers[fragment]
+        names = list(outer)
+        for position in flights[0][0]["travelling"]:
+            sent = torch.stack([flights[group][0]["buffers"][position] for group in count.factors])
+            outer[names[position]] = finite_mean(sent, outer[names[position]])
+    return landed
+
+
+def _control(flight: State) -> Control:
+    """Returns what a rank said of a flight, as far as it decides how the flight lands."""
+    gradient = flight["gradient"]
+    return Control(
+        fragment=flight["fragment"],
+        step=flight["step"],
+        requests=0,
+        weight=flight["weight"],
+        digest=0,
+        norm_squared=norm_squared(gradient),
+        changed=0,
+        finite=bool(gradient.isfinite().all()),
+    )

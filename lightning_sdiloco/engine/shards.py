@@ -1,0 +1,651 @@
+"""From the parameters of a fragment to one flat float32 vector and back: the shard that a rank exchanges.
+
+The only file that knows how a model holds its parameters, DTensors included. FSDP2 and tensor parallelism make these.
+They are recognised by their attributes, so that nothing is imported where there are none.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_sdiloco.algorithm import Fragment, LandingRule, Parameter
+from lightning_sdiloco.comm import Communicator, Topology
+from lightning_sdiloco.engine.outer.optimizer import OuterState, is_elementwise
+from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.memory import new_vector
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the module that the user wrote, inside DistributedDataParallel, torch.compile and Fabric's wrapper."""
+    while True:
+        # A wrapper of another library may offer the module as a property. A child of that name is the user's own.
+        offers = isinstance(getattr(type(model), "module", None), property)
+        wraps = offers or isinstance(model, DistributedDataParallel)
+        inner = model.module if wraps else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def clean_name(name: str) -> str:
+    """Returns the name of a parameter without what torch.compile adds to it."""
+    return name.replace("_orig_mod.", "")
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the trainable parameters by name, in the order of ``named_parameters()``; tied ones appear once."""
+    reshard(model)
+    return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def described(parameters: dict[str, Tensor]) -> list[Parameter]:
+    """Describes parameters as the partition needs to know them: name, size in bytes, number of dimensions."""
+    return [Parameter(name, p.numel() * p.element_size(), p.ndim) for name, p in parameters.items()]
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Maps the further names of tied trainable parameters to the first name of the same parameter."""
+    first: dict[int, str] = {}
+    further = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), clean_name(name))
+        if parameter.requires_grad and known != clean_name(name):
+            further[clean_name(name)] = known
+    return further
+
+
+def require_coverage(model: nn.Module, known: Collection[int]) -> None:
+    """Refuses a model in which a parameter has become trainable that is in no fragment."""
+    found, left, seen = list[Tensor | None](), list[nn.Module | None]([model]), set[int]()
+    while left:
+        module = left.pop()
+        if module is None:
+            continue
+        if module._parameters:
+            found += module._parameters.values()
+        if module._modules and id(module) not in seen:
+            seen.add(id(module))
+            left += module._modules.values()
+    new = {id(one) for one in found if one is not None and id(one) not in known and one.requires_grad}
+    if new:
+        first = next(clean_name(name) for name, parameter in model.named_parameters() if id(parameter) in new)
+        raise AgreementError(
+            f"{len(new)} parameters have become trainable, such as {first!r}: they are in no fragment, and"
+            " every group would train its own. With Lightning, change what is trainable between epochs, at the latest"
+            " in on_train_epoch_start; in a loop of your own call recut() after it, in all ranks."
+        )
+
+
+Runs = list[tuple[int, int]]
+"""Positions along one dimension, as half-open ranges ``(start, end)``."""
+
+
+class ShardSpec(NamedTuple):
+    """Describes which values of a parameter a rank holds, and which of these it exchanges.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        runs: What the rank holds: for each dimension the positions, in the order in which it holds them.
+        first: Position of the first value that it exchanges, among those that it holds.
+        length: Number of values that it exchanges. Ranks that hold the same values share them out.
+        holders: The ranks of the group that hold the same values, in their order.
+
+    Examples:
+        >>> spec = ShardSpec((4, 2), [[(2, 4)], [(0, 2)]], first=0, length=4, holders=[1])
+        >>> spec.extract(torch.arange(8.0)).tolist()
+        [4.0, 5.0, 6.0, 7.0]
+    """
+
+    shape: tuple[int, ...]
+    runs: list[Runs]
+    first: int
+    length: int
+    holders: list[int]
+
+    def extract(self, whole: Tensor) -> Tensor:
+        """Returns the values that the rank exchanges, out of the flat whole parameter."""
+        return self._held(whole)[self.first : self.first + self.length]
+
+    def insert(self, whole: Tensor, values: Tensor) -> None:
+        """Writes the values that the rank exchanges into the flat whole parameter."""
+        if self.length:
+            held = self._held(whole).clone()
+            held[self.first : self.first + self.length] = values
+            boxes = [_length(along) for along in self.runs]
+            whole.view(self.shape)[self._indices()] = held.view(boxes)
+
+    def _held(self, whole: Tensor) -> Tensor:
+        return whole.view(self.shape)[self._indices()].reshape(-1)
+
+    def _indices(self) -> tuple[Tensor, ...]:
+        """Returns the positions along every dimension, in shapes that torch broadcasts."""
+        indices = []
+        for dimension, runs in enumerate(self.runs):
+            along = torch.cat([torch.arange(start, end) for start, end in runs] or [torch.arange(0)])
+            indices.append(along.view([-1 if other == dimension else 1 for other in range(len(self.runs))]))
+        return tuple(indices)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tells whether a tensor is a DTensor, of which this rank holds a part."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds of a tensor, without autograd. Writing to it writes to the tensor."""
+    sharded: Any = tensor.detach()
+    return sharded.to_local() if is_sharded(sharded) else sharded
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """Returns what this rank holds of the gradient of a parameter, dense and sharded like it; None if it has none."""
+    gradient: Any = parameter.grad
+    if gradient is None:
+        return None
+    sharded: Any = parameter
+    if is_sharded(gradient) and gradient.placements != sharded.placements:
+        # Tensor parallelism leaves sums that are still to be made.
+        parameter.grad = gradient = gradient.redistribute(placements=sharded.placements)
+    return local(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Makes a tensor that is sharded like another one, and of which this rank holds the given values."""
+    made = torch.empty_like(tensor.detach(), dtype=values.dtype)
+    local(made).copy_(values)
+    return made
+
+
+def described_sharding(tensor: Tensor) -> str:
+    """Describes how a tensor is sharded; empty if it is not."""
+    sharded: Any = tensor
+    return f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks" if is_sharded(sharded) else ""
+
+
+def reshard(model: nn.Module) -> None:
+    """Makes FSDP2 drop the unsharded parameters that it keeps after a forward."""
+    reshard_modules(sharded_modules(model))
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Returns the modules of a model that FSDP2 has sharded. It takes long: a model may have thousands."""
+    # By name, because a module may have attributes of any name.
+    return [one for one in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(one).__mro__)]
+
+
+def reshard_modules(modules: Iterable[Any]) -> None:
+    """Does the same where the modules are known; see `reshard`."""
+    for module in modules:
+        module.reshard()
+
+
+def part_of(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Returns what this rank holds of a sharded tensor, cut out of the whole one."""
+    runs = held_runs(tensor)
+    spec = ShardSpec(tuple(tensor.shape), runs, first=0, length=_numel(runs), holders=[])
+    return spec.extract(whole.reshape(-1)).view(local(tensor).shape)
+
+
+def held_runs(tensor: Tensor) -> list[Runs]:
+    """Returns the positions that this rank holds of a tensor, for each dimension."""
+    sharded: Any = tensor
+    positions = [list(range(size)) for size in tensor.shape]
+    if is_sharded(sharded):
+        ways = zip(sharded.placements, sharded.device_mesh.shape, sharded.device_mesh.get_coordinate(), strict=True)
+        for placement, ranks, rank in ways:
+            if placement.is_replicate():
+                continue
+            if not hasattr(placement, "dim"):
+                raise ValueError(f"its placement {placement} has no whole values on any rank")
+            pieces = _chunks(positions[placement.dim], getattr(placement, "split_factor", 1))
+            parts = [_chunks(piece, ranks) for piece in pieces]
+            positions[placement.dim] = [one for chunks in parts if rank < len(chunks) for one in chunks[rank]]
+        expected, held = tuple(map(len, positions)), tuple(local(tensor).shape)
+        if expected != held:
+            raise ValueError(
+                f"torch says that it is divided{described_sharding(tensor)}, but this rank holds {held} of"
+                f" {tuple(tensor.shape)} where that would be {expected}"
+            )
+    return [_runs(along) for along in positions]
+
+
+def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec]:
+    """Divides a parameter so that every value is exchanged by exactly one rank, also where several hold it.
+
+    Args:
+        shape: Shape of the whole parameter.
+        ranks: What every rank of a group holds.
+
+    Returns:
+        One spec per rank.
+
+    Raises:
+        ValueError: If the ranks together do not hold the whole parameter.
+
+    Examples:
+        >>> [spec.length for spec in divided([5], [[[(0, 3)]], [[(3, 5)]]])]
+        [3, 2]
+        >>> [(spec.first, spec.length) for spec in divided([5], [[[(0, 5)]], [[(0, 5)]]])]
+        [(0, 3), (3, 2)]
+    """
+    shape, specs = tuple(shape), []
+    for rank, runs in enumerate(ranks):
+        holders = [other for other, others in enumerate(ranks) if others == runs]
+        numel = _numel(runs)
+        length = -(-numel // len(holders))
+        first = min(holders.index(rank) * length, numel)
+        specs.append(ShardSpec(shape, runs, first, min(length, numel - first), holders))
+    exchanged = sum(spec.length for spec in specs)
+    if exchanged != prod(shape):
+        raise ValueError(
+            f"its ranks hold {exchanged} values where it has {prod(shape)}, so that some"
+            " are missing or are held in several ways"
+        )
+    return specs
+
+
+def shard_specs(parameters: Mapping[str, Tensor], group: Communicator, members: range) -> dict[str, list[ShardSpec]]:
+    """Finds out what every rank of a group holds and exchanges of each parameter. In-group collective."""
+    own: dict[str, list[Runs] | str] = {}
+    for name, parameter in parameters.items():
+        sharded: Any = parameter
+        if others := sorted(set(ranks_of(parameter)) - set(members)):
+            own[name] = f"it is divided among ranks of several worker groups: ranks {others} belong to others"
+        elif is_sharded(parameter) and local(parameter).device.type != sharded.device_mesh.device_type:
+            own[name] = f"it lies on {local(parameter).device.type!r}, its mesh on {sharded.device_mesh.device_type!r}"
+        else:
+            try:
+                own[name] = held_runs(parameter)
+            except ValueError as error:
+                own[name] = str(error)
+    ranks, specs = group.all_gather_object(own), {}
+    for name, parameter in parameters.items():
+        refusal = next((rank[name] for rank in ranks if isinstance(rank[name], str)), None)
+        try:
+            if refusal is not None:
+                raise ValueError(refusal)
+            specs[name] = divided(parameter.shape, [rank[name] for rank in ranks])
+        except ValueError as error:
+            raise ValueError(
+                f"The parameter {name!r} cannot be exchanged: {error}. Shard it with fully_shard or parallelize_module"
+                " over the mesh that configure_model gets as self.device_mesh."
+            ) from error
+    return specs
+
+
+def ranks_of(tensor: Tensor) -> list[int]:
+    """Returns the ranks, as the world counts them, over which a tensor is sharded; none if it is not."""
+    sharded: Any = tensor
+    return [int(rank) for rank in sharded.device_mesh.mesh.flatten()] if is_sharded(tensor) else []
+
+
+def _numel(runs: list[Runs]) -> int:
+    return prod(map(_length, runs))
+
+
+def _length(along: Runs) -> int:
+    return sum(end - start for start, end in along)
+
+
+def _chunks(positions: list[int], count: int) -> list[list[int]]:
+    """Cuts positions as ``torch.chunk`` cuts a tensor: the last chunks are smaller, or missing."""
+    length = max(1, -(-len(positions) // count))
+    return [positions[start : start + length] for start in range(0, len(positions), length)]
+
+
+def _runs(positions: list[int]) -> Runs:
+    if not positions:
+        return []
+    breaks = [0, *(at for at, (one, other) in enumerate(pairwise(positions), 1) if other != one + 1), len(positions)]
+    return [(positions[start], positions[end - 1] + 1) for start, end in pairwise(breaks)]
+
+
+class OuterParameter(NamedTuple):
+    """Holds outer values and outer optimizer state of one parameter, whole, however fragments and shards are cut."""
+
+    values: Tensor
+    state: dict[str, Any]
+    rounds: int
+
+
+def to_parameters(fragment: Mapping[str, Any], shards: Sequence[OuterState]) -> dict[str, OuterParameter]:
+    """Splits the shards of a fragment into its parameters.
+
+    Args:
+        fragment: What `FragmentLayout.state_dict` says.
+        shards: All shards of the fragment, in the order of the ranks.
+
+    Examples:
+        >>> shards = [OuterState(torch.tensor(part), {}, rounds=3) for part in ([1.0, 2.0], [4.0, 0.0])]
+        >>> fragment = {"names": ["weight", "bias"], "sizes": [2, 1]}
+        >>> {name: p.values.tolist() for name, p in to_parameters(fragment, shards).items()}
+        {'weight': [1.0, 2.0], 'bias': [4.0]}
+    """
+    first, names, sizes = shards[0], fragment["names"], fragment["sizes"]
+
+    def split(vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+        if "places" not in fragment:
+            parts = torch.cat(list(vectors))[: sum(sizes)].split(sizes)
+            return {name: part.clone() for name, part in zip(names, parts, strict=True)}
+        starts, whole = [0] * len(vectors), {}
+        for name, places in zip(names, fragment["places"], strict=True):
+            specs = [ShardSpec(*place) for place in places]
+            whole[name] = vectors[0].new_zeros(prod(specs[0].shape))
+            for rank, spec in enumerate(specs):
+                spec.insert(whole[name], vectors[rank][starts[rank] : starts[rank] + spec.length])
+                starts[rank] += spec.length
+        return whole
+
+    values = split([shard.values for shard in shards])
+    kept = {
+        key: split([shard.state[key] for shard in shards])
+        for key, value in first.state.items()
+        if is_elementwise(value, first.values)
+    }
+    return {
+        name: OuterParameter(
+            vector, {key: kept[key][name] if key in kept else value for key, value in first.state.items()}, first.rounds
+        )
+        for name, vector in values.items()
+    }
+
+
+class FragmentLayout(ABC):
+    """Lays out the parameters of a fragment as flat vectors: the shard of this rank is what it exchanges of them."""
+
+    length: int
+    start: int
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        self.names = tuple(names)
+        self.parameters = list(parameters)
+
+    @property
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """What this rank holds of each parameter. Looked up every time, because others may rebind ``.data``."""
+
+    @abstractmethod
+    def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """Yields what of each parameter belongs to the shard, flat, and where it lies in the shard."""
+
+    @abstractmethod
+    def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
+        """Gathers all that this rank holds of the fragment from the shards of its group. In-group collective."""
+
+    @abstractmethod
+    def shard_lengths(self, ranks: int) -> list[int]:
+        """Returns the numbers of values in the shards of a group of so many ranks."""
+
+    @abstractmethod
+    def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
+        """Returns the whole parameters by name, on the host. In-group collective where ranks hold parts of them."""
+
+    @abstractmethod
+    def align_ranks(self, shard: Tensor, group: Communicator) -> None:
+        """Gives ranks of the group that hold the same values the same bits of them. In-group collective."""
+
+    @abstractmethod
+    def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
+        """Returns the shard, given all parameters, flat and whole; zeros stand for what lies beyond their end."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what must be known to read shards of the fragment in a later run, as plain values."""
+
+    def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
+        """Returns the outer state of this rank's shard, from that of all parameters in their order.
+
+        What an optimizer keeps of each value is zero where a parameter has none, and a count is the largest.
+        """
+        state: dict[str, Any] = {}
+        for key in dict.fromkeys(key for parameter in parameters for key in parameter.state):
+            known = [(p.state[key], p.values) for p in parameters if key in p.state]
+            if any(is_elementwise(*pair) for pair in known):
+                state[key] = self._shard_of_whole([p.state.get(key, torch.zeros_like(p.values)) for p in parameters])
+            else:
+                counts = [count for count, _ in known]
+                state[key] = max(counts, key=float) if None not in counts else counts[0]
+        values = self._shard_of_whole([parameter.values for parameter in parameters])
+        return OuterState(values, state, max(parameter.rounds for parameter in parameters))
+
+    def read(self) -> Tensor:
+        """Copies the shard out of the parameters."""
+        shard = new_vector(self.length, self.held[0].device).zero_()
+        for where, values in self._pieces(self.held):
+            shard[where] = values
+        return shard
+
+    def outer_gradient(self, outer: Tensor) -> Tensor:
+        """Returns the outer gradient, outer parameters minus local ones, in one pass over both."""
+        return self._minus(outer, self.held)
+
+    def negated_gradients(self, zeros: Tensor) -> Tensor:
+        """Returns zeros minus the gradients of the shard; what has no gradient has zeros, too."""
+        gradients = zip(self.held, map(local_gradient, self.parameters), strict=True)
+        return self._minus(zeros, [torch.zeros_like(own) if of is None else of for own, of in gradients])
+
+    def _minus(self, outer: Tensor, held: Sequence[Tensor]) -> Tensor:
+        difference = new_vector(outer.numel(), outer.device)
+        end = 0
+        for where, values in self._pieces(held):
+            # Longer types are rounded first, as they are where the shard is read.
+            exact = torch.promote_types(values.dtype, torch.float32) == torch.float32
+            torch.sub(outer[where], values if exact else values.to(torch.float32), out=difference[where])
+            end = where.stop
+        difference[end:] = 0
+        return difference
+
+    def shard_of(self, gathered: Tensor) -> Tensor:
+        """Returns the shard of this rank of what `all_gather` returned."""
+        shard = gathered.new_zeros(self.length)
+        for place, values in self._pieces(self.split(gathered)):
+            shard[place] = values
+        return shard
+
+    def split(self, gathered: Tensor) -> list[Tensor]:
+        """Returns views of what `all_gather` returned, one per parameter, in the shape of what this rank holds."""
+        held = self.held
+        sizes = [parameter.numel() for parameter in held]
+        parts = gathered[: sum(sizes)].split(sizes)
+        return [part.view(parameter.shape) for part, parameter in zip(parts, held, strict=True)]
+
+    def write(self, gathered: Tensor) -> None:
+        """Overwrites the parameters."""
+        for parameter, values in zip(self.held, self.split(gathered), strict=True):
+            parameter.copy_(values)
+
+    def land(self, rule: LandingRule, gathered: Sequence[Tensor], steps: int) -> None:
+        """Overwrites the parameters as a landing rule says."""
+        for parameter, *values in zip(self.held, *map(self.split, gathered), strict=True):
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            if parameter.dtype == dtype:
+                rule.merge(parameter, values, steps)
+            else:
+                merged = parameter.to(dtype)
+                rule.merge(merged, values, steps)
+                parameter.copy_(merged)
+
+    def write_gradients(self, gathered: Tensor) -> None:
+        """Overwrites the gradients. A parameter without one gets one unless that is zero."""
+        for parameter, values in zip(self.parameters, self.split(gathered), strict=True):
+            own = parameter.grad
+            if own is not None and own.is_sparse:
+                parameter.grad = values.to(own.dtype).to_sparse(own.sparse_dim())
+            elif own is not None:
+                local(own).copy_(values)
+            elif values.any():
+                parameter.grad = like(parameter, values.to(parameter.dtype))
+
+    def shift(self, moved: Tensor) -> None:
+        """Moves the parameters."""
+        for parameter, by in zip(self.held, self.split(moved), strict=True):
+            if parameter.dtype == by.dtype:
+                parameter.add_(by)
+            else:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                parameter.copy_(parameter.to(dtype) + by.to(dtype))
+
+    def write_named(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrites some parameters with flat vectors, by name. Not for sharded parameters."""
+        for name, parameter in zip(self.names, self.held, strict=True):
+            if name in values:
+                parameter.copy_(values[name].view(parameter.shape))
+
+    def is_finite(self) -> bool:
+        """Tells whether everything that this rank holds is finite."""
+        return all(bool(parameter.isfinite().all()) for parameter in self.held)
+
+
+class WholeLayout(FragmentLayout):
+    """Lays out a fragment that every rank of the group holds whole: one vector, cut into one shard per rank."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], shard: int = 0, shards: int = 1) -> None:
+        super().__init__(names, parameters)
+        self.length = -(-sum(parameter.numel() for parameter in parameters) // shards)
+        self.start = shard * self.length
+
+    @property
+    @override
+    def held(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self.parameters]
+
+    @override
+    def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        position, start, end = 0, self.start, self.start + self.length
+        for parameter in held:
+            first, last = max(position, start), min(position + parameter.numel(), end)
+            if first < last:
+                values = parameter.reshape(-1)[first - position : last - position]
+                yield slice(first - start, last - start), values
+            position += parameter.numel()
+
+    @override
+    def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
+        return shard if group.size == 1 else torch.cat(group.all_gather(shard))
+
+    @override
+    def shard_lengths(self, ranks: int) -> list[int]:
+        return [-(-sum(parameter.numel() for parameter in self.parameters) // ranks)] * ranks
+
+    @override
+    def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
+        values = zip(self.names, self.split(gathered), strict=True)
+        return {name: value.to("cpu", copy=True) for name, value in values}
+
+    @override
+    def align_ranks(self, shard: Tensor, group: Communicator) -> None:
+        """Does nothing: ranks that hold whole parameters start from the same ones."""
+
+    @override
+    def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
+        return _padded(torch.cat(list(values))[self.start : self.start + self.length], self.length)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"names": list(self.names), "sizes": [parameter.numel() for parameter in self.parameters]}
+
+
+class ShardedLayout(FragmentLayout):
+    """Lays out a fragment of which every rank of the group holds a part: the shard is what it holds."""
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[Tensor], specs: Sequence[Sequence[ShardSpec]], shard: int
+    ) -> None:
+        super().__init__(names, parameters)
+        self._specs = specs
+        self._own = [ranks[shard] for ranks in specs]
+        # Without a single value there would be nothing to encode.
+        lengths = [max(1, sum(of)) for of in zip(*([s.length for s in ranks] for ranks in specs), strict=True)]
+        self.lengths = lengths
+        self.length = lengths[shard]
+        self._longest = max(lengths)
+        self.start = sum(lengths[:shard])
+        self._in_common = [any(len(spec.holders) > 1 for spec in ranks) for ranks in specs]
+
+    @property
+    @override
+    def held(self) -> list[Tensor]:
+        return [local(parameter) for parameter in self.parameters]
+
+    @override
+    def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        position = 0
+        for parameter, spec in zip(held, self._own, strict=True):
+            values = parameter.reshape(-1)[spec.first : spec.first + spec.length]
+            yield slice(position, position + spec.length), values
+            position += spec.length
+
+    @override
+    def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
+        if not any(self._in_common):
+            return shard
+        own = list(shard[: sum(spec.length for spec in self._own)].split([spec.length for spec in self._own]))
+        common = torch.cat([part for part, is_common in zip(own, self._in_common, strict=True) if is_common])
+        in_common = [ranks for ranks, is_common in zip(self._specs, self._in_common, strict=True) if is_common]
+        longest = max(sum(spec.length for spec in of_rank) for of_rank in zip(*in_common, strict=True))
+        parts = group.all_gather(_padded(common, longest))
+        starts = [0] * len(parts)
+        for index, ranks in enumerate(self._specs):
+            if self._in_common[index]:
+                of_holders = [(parts[h], starts[h], ranks[h].length) for h in self._own[index].holders]
+                own[index] = torch.cat([part[start : start + length] for part, start, length in of_holders])
+                starts = [start + spec.length for start, spec in zip(starts, ranks, strict=True)]
+        return torch.cat(own)
+
+    @override
+    def shard_lengths(self, ranks: int) -> list[int]:
+        if ranks != len(self.lengths):
+            raise ValueError(f"a fragment that is sharded over {len(self.lengths)} ranks came from {ranks}")
+        return self.lengths
+
+    @override
+    def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
+        shards = group.all_gather(_padded(shard, self._longest))
+        whole = to_parameters(self.state_dict(), [OuterState(values.to("cpu"), {}, 0) for values in shards])
+        shapes = [ranks[0].shape for ranks in self._specs]
+        return {name: whole[name].values.view(shape) for name, shape in zip(self.names, shapes, strict=True)}
+
+    @override
+    def align_ranks(self, shard: Tensor, group: Communicator) -> None:
+        self.write(self.all_gather(shard, group))
+
+    @override
+    def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
+        return _padded(torch.cat([s.extract(v) for s, v in zip(self._own, values, strict=True)]), self.length)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        sizes = [prod(ranks[0].shape) for ranks in self._specs]
+        return {
+            "names": list(self.names),
+            "sizes": sizes,
+            "places": [[list(spec) for spec in ranks] for ranks in self._specs],
+        }
+
+
+def layouts_of(
+    fragments: Sequence[Fragment], parameters: Mapping[str, Tensor], topology: Topology
+) -> list[FragmentLayout]:
+    """Lays out all fragments. In-group collective where parameters are sharded."""
+    shard, shards = topology.group_rank, topology.group_size
+    if not any(map(is_sharded, parameters.values())):
+        return [WholeLayout(f.names, [parameters[name] for name in f.names], shard, shards) for f in fragments]
+    specs = shard_specs(parameters, topology.in_group, topology.ranks)
+    return [
+        ShardedLayout(f.names, [parameters[n] for n in f.names], [specs[n] for n in f.names], shard) for f in fragments
+    ]
+
+
+def _padded(values: Tensor, length: int) -> Tensor:
+    """Copies a vector, with zeros at its end."""
+    padded = values.new_zeros(length)
+    padded[: values.numel()] = values
+    return padded
