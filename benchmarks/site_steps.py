@@ -27,8 +27,7 @@ from typing_extensions import override
 from benchmarks import report
 from benchmarks.fits import fit
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
-from lightning_sdiloco.comm import add_keys, init_keys
-from lightning_sdiloco.hub import HubService
+from lightning_sdiloco.hub import HubService, add_keys, init_keys
 from tests.chaos.net import BATCH, FEATURES, SYNC_EVERY, TARGETS
 from tests.chaos.site import Net
 from tests.ranks import run_processes

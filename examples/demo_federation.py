@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 from text_data import StandardLibraryText
 
-from lightning_sdiloco.comm import HubMailbox, add_keys, init_keys
+from lightning_sdiloco.hub import HubClient, add_keys, init_keys
 from lightning_sdiloco.lightning import Run, read_run
 from lightning_sdiloco.tools.hub import STATES, HubOptions, asked, status_of
 
@@ -212,7 +212,7 @@ class Demo:
             with closing(HubOptions(self.hub, keys).mailbox("operator")) as hub:
                 return self.parts(hub, live)
 
-    def parts(self, hub: HubMailbox, live: Live) -> dict[str, float]:
+    def parts(self, hub: HubClient, live: Live) -> dict[str, float]:
         """Plays the parts of the demo one after the other."""
         killed, others = self.sites[KILLED], [site for site in self.sites.values() if site.name != KILLED]
 
@@ -246,7 +246,7 @@ class Demo:
         """Tells whether a site has not ended yet."""
         return site.process is not None and site.process.poll() is None
 
-    def until(self, what: str, live: Live, true: Any, hub: HubMailbox | None = None) -> None:
+    def until(self, what: str, live: Live, true: Any, hub: HubClient | None = None) -> None:
         """Watches until something is true; ends the demo if that does not come, or a process ended too soon."""
         end = time.time() + PATIENCE + self.seconds
         while not true():

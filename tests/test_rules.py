@@ -214,7 +214,7 @@ def test_what_is_below_lightning_needs_torch_alone() -> None:
         # typing_extensions and fsspec come with torch. An extra is imported by its name, where it is used: by `extra`.
         assert tops_of(module) <= {NAME, "torch", "typing_extensions", "fsspec"} | sys.stdlib_module_names, module
         modules = {node.args[0].value.split(".")[0] for node in nodes_of(module) if called(node, "extra")}
-        assert modules <= ({"grpc", "cryptography"} if module.startswith(f"{NAME}.comm.mailbox.") else set()), module
+        assert modules <= ({"grpc", "cryptography"} if module.startswith(f"{NAME}.hub.") else set()), module
 
 
 def test_arithmetic_needs_neither_torch_nor_the_rest_of_the_package() -> None:
@@ -280,7 +280,7 @@ def test_nothing_that_another_rank_sends_is_unpickled() -> None:
 
 
 def test_nothing_from_the_network_is_unpickled() -> None:
-    modules = [module for module in MODULES if module.startswith(f"{NAME}.comm.mailbox")]
+    modules = [module for module in MODULES if module.startswith(f"{NAME}.hub")]
     assert len(modules) > 10
     for module in modules:
         names = {

@@ -12,12 +12,11 @@ from lightning_sdiloco.federation.charter import (
     RETENTION,
     Charter,
     ChosenQuorum,
-    Founding,
     Terms,
 )
-from lightning_sdiloco.federation.codec import CLASS_PATH, NAME, plain, read
+from lightning_sdiloco.federation.codec import CLASS_PATH, NAME, decoded, encoded, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction, Progress
-from lightning_sdiloco.federation.ledger import Answer, Ledger
+from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
 from lightning_sdiloco.federation.messages import (
     Beat,
     Call,
@@ -66,6 +65,8 @@ __all__ = [
     "Welcome",
     "built_in",
     "chosen",
+    "decoded",
+    "encoded",
     "plain",
     "quorum_of",
     "read",

@@ -24,12 +24,13 @@ closes as any other, with an outer step, and the next one is called as the last,
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, Refused
-from lightning_sdiloco.federation.charter import ANCHOR_EVERY, RETENTION, Terms
+from lightning_sdiloco.federation.charter import ANCHOR_EVERY, RETENTION, Charter, Terms
 from lightning_sdiloco.federation.messages import (
     Beat,
     Call,
@@ -43,7 +44,78 @@ from lightning_sdiloco.federation.messages import (
     Timing,
     Welcome,
 )
-from lightning_sdiloco.federation.quorum import Quorum, quorum_of
+from lightning_sdiloco.federation.quorum import Quorum, built_in, quorum_of
+
+
+class Founding:
+    """Gathers sites until there are enough to found a run, which happens once, on the charter that all have brought.
+
+    The hub writes the charter durably before it tells anybody, and asks the founder for its state: the anchor at round
+    0, from which all others begin. From then on there is a run, and no founding any more.
+
+    Args:
+        sites: How many it takes.
+        find: Finds the class of a quorum; see `quorum_of`.
+
+    Examples:
+        >>> from lightning_sdiloco.federation import Charter
+        >>> terms = Terms(fragments=1, sync_every=100, overlap_steps=5, grace=2.0)
+        >>> charter = Charter("llm", terms, {}, ((("weight", "(2, 2)"),),), ((),), {}, "5f")
+        >>> founding = Founding(2)
+        >>> founding.hello(Hello("llm", "b", "0" * 16, charter.key, ()), charter)
+        >>> founding.missing, founding.founder
+        (1, 'b')
+    """
+
+    def __init__(self, sites: int, find: Callable[[str], type[Any]] = built_in) -> None:
+        self._sites, self._find = sites, find
+        self._proposed: dict[str, Charter] = {}
+        self._charters: dict[str, Charter] = {}
+        self._founder: str | None = None
+        self.hellos: dict[str, Hello] = {}
+
+    def propose(self, site: str, charter: Charter) -> Charter:
+        """Returns the charter of the first who came; a site that was the first may change its mind."""
+        self._require_quorum(charter)
+        others = (own for other, own in self._proposed.items() if other != site)
+        self._proposed[site] = next(others, charter)
+        return self._proposed[site]
+
+    def hello(self, hello: Hello, charter: Charter) -> None:
+        """Takes a site in."""
+        self._require_quorum(charter)
+        for other in (own for site, own in self._charters.items() if site != hello.site):
+            charter.require_same(other)
+        self._charters[hello.site], self.hellos[hello.site] = charter, hello
+
+    def _require_quorum(self, charter: Charter) -> None:
+        try:
+            quorum_of(charter.terms.quorum, self._find)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+
+    def gone(self, site: str) -> None:
+        """Takes back a site that went away before there were enough."""
+        for own in (self._charters, self.hellos, self._proposed):
+            own.pop(site, None)
+        if site == self._founder:
+            self._founder = None
+
+    @property
+    def missing(self) -> int:
+        """How many sites there are too few."""
+        return max(0, self._sites - len(self._charters))
+
+    @property
+    def charter(self) -> Charter:
+        """The charter that all brought."""
+        return next(iter(self._charters.values()))
+
+    @property
+    def founder(self) -> str:
+        """The site whose outer parameters are those of round 0: the first by name, whoever comes later."""
+        self._founder = self._founder or min(self._charters)
+        return self._founder
 
 
 class Answer(Enum):

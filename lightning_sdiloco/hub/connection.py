@@ -28,15 +28,16 @@ copied, so it needs no lock. A connection that breaks is made again, hello is sa
 sent again: the caller does nothing for it. Everything may therefore be heard twice; the follower knows what to do then.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from lightning_sdiloco.federation import (
     Call,
     Charter,
     Contribution,
     Follower,
+    Payload,
     Record,
     StateHeader,
     Welcome,
@@ -44,12 +45,17 @@ from lightning_sdiloco.federation import (
 
 Bytes = bytes | bytearray | memoryview
 
+Wanted = Callable[[Contribution], Sequence[Payload]]
+"""Which payloads of a contribution a rank fetches."""
+
+Fetched = Mapping[str, Mapping[str, Bytes] | None]
+
 
 @dataclass(frozen=True)
 class Waiting:
     """Nothing is wrong here, but something is waited for, such as other sites at the founding, or room on a disk."""
 
-    why: str
+    why: Annotated[str, 1 << 17]
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,8 @@ class StateArrived:
 class Lost:
     """The hub cannot be reached: at the beginning, and again whenever another try has failed."""
 
-    why: str
+    why: Annotated[str, 1 << 17]
+    is_busy: bool = False
 
 
 Told = Waiting | Welcomed | Called | Recorded | StateWanted | StateArrived | Lost
@@ -146,3 +153,27 @@ class Connection(Protocol):
 
     def close(self, timeout: float = 5.0) -> None:
         """Ends the connection, when what is still to be said has been, or the time is over."""
+
+
+class Shards(Protocol):
+    """Moves the payloads of a rank that is not the first of its site; see [Note: a site of several ranks]."""
+
+    sends_bytes_per_s: float
+
+    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
+        """Sends the payloads of this rank, and sends them again until they are there or overtaken."""
+
+    def keep(self, outstanding: Collection[Contribution]) -> None:
+        """Stops sending what does not belong to one of these."""
+
+    def prefetch(self, own: Contribution) -> None:
+        """Begins to fetch what this rank needs of a contribution if it counts."""
+
+    def fetch(self, record: Record) -> None:
+        """Fetches what this rank needs of a record."""
+
+    def fetched(self) -> Fetched:
+        """Returns what was fetched since the last call: payloads by the key of their record, None if some are gone."""
+
+    def close(self) -> None:
+        """Ends it."""

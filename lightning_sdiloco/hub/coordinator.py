@@ -6,41 +6,298 @@ blobs. See [Note: durable before visible] in `federation/ledger.py` for the orde
 
 import itertools
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from lightning_sdiloco.comm import Busy, Event, MailboxError, NoSpace
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation import (
+    RETENTION,
     Answer,
     Beat,
     Call,
     Charter,
     Contribution,
+    Founding,
     Hello,
     Ledger,
     Payload,
+    Position,
     Record,
     StateHeader,
 )
-from lightning_sdiloco.hub.events import (
-    Tell,
-    call_event,
-    recorded_event,
-    waiting_event,
-    welcome_event,
-)
-from lightning_sdiloco.hub.gathering import Gathering, require_same
-from lightning_sdiloco.hub.history import History
-from lightning_sdiloco.hub.state_transfers import StateTransfers
-from lightning_sdiloco.hub.statistics import Statistics
-from lightning_sdiloco.hub.status import Status, status_of
+from lightning_sdiloco.hub.connection import Called, StateWanted, Waiting, Welcomed
+from lightning_sdiloco.hub.events import StateOffered, Tell, event_of, record_event
+from lightning_sdiloco.hub.ledger import History
+from lightning_sdiloco.hub.wire import Busy, Event, MailboxError, NoSpace
 
 log = logging.getLogger(__name__)
 
+
 _TIDY_EVERY = 60.0
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
+_RECENT = 8  # rounds over which shares are told
+_MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
+
+Status = dict[str, Any]
+
+
+ANCHOR = "the anchor"
+"""The source of a state that the hub itself has kept."""
+
+PATIENCE = 60.0
+"""Seconds after which somebody else is asked for a state, if the first one has not begun to send it."""
+
+SENDING = 3600.0
+"""Seconds that it may take to send a state."""
+
+_HANDED = 3600.0  # for how long a state that was handed on can be fetched
+
+
+@dataclass
+class StateRequest:
+    """A state that was asked for. One answer serves all who asked the same donor meanwhile."""
+
+    name: str
+    donor: str
+    until: float
+    askers: dict[str, frozenset[str]] = field(default_factory=dict)
+    for_anchor: bool = False
+    founding: bool = False
+    given: tuple[StateHeader, tuple[Payload, ...]] | None = None
+
+
+class StateTransfers:
+    """Finds states for those who need one. The coordinator calls it under its lock, with the ledger as it stands."""
+
+    def __init__(self, history: History, clock: Callable[[], float], tell: Tell) -> None:
+        self._history, self._clock, self._tell = history, clock, tell
+        self._requests: dict[str, StateRequest] = {}
+        self._handed: list[tuple[float, tuple[Payload, ...]]] = []
+        self._anchor_at = clock()
+
+    def ask_founder(self, founder: str) -> None:
+        """Asks a site for the state on which the run is founded, unless somebody was asked."""
+        if not any(request.founding for request in self._requests.values()):
+            self._ask_donor(founder, founding=True)
+
+    def ask(self, ledger: Ledger, site: str, without: frozenset[str]) -> None:
+        """Gets a state for a site: from a donor, who is told, or from the anchor."""
+        now, source = self._clock(), None
+        if any(site in request.askers for request in self._requests.values()):
+            return
+        open_to_all = (one for one in self._requests.values() if not one.founding and not one.given)
+        request = next((one for one in open_to_all if one.donor not in {site, *without}), None)
+        if request is None:
+            source = ledger.source(site, now, without)
+            if isinstance(source, str):
+                request = self._ask_donor(source)
+        if request:
+            request.askers[site] = without
+        elif isinstance(source, StateHeader) and ANCHOR not in without:
+            parts = next(parts for header, parts in self._history.anchors if header == source)
+            self._tell(event_of(StateOffered(ANCHOR, source, tuple(parts))), [site])
+        else:
+            log.warning("%s needs a state, and nobody has one: waiting for a site that comes back with one", site)
+            self._tell(event_of(Waiting("nobody has a state: a site that comes back with one is waited for")), [site])
+
+    def begins(self, site: str) -> None:
+        """Hears that a donor begins to send."""
+        for request in self._requests.values():
+            if request.donor == site:
+                request.until = max(request.until, self._clock() + SENDING)
+
+    def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload], charter: Charter) -> None:
+        """Takes the state that a site gives; its blobs may still be on their way."""
+        request = self._requests.get(name)
+        if request is None or request.donor != site:
+            raise Refused(f"nobody waits for this state of {site} any more")
+        fragments = charter.terms.fragments
+        if not len(header.applied) == len(header.digests) == fragments:
+            raise Refused(f"a state of this run has {fragments} fragments")
+        if request.founding and any(at != Position(0, charter.key) for at in header.applied):
+            raise Refused("a run is founded on a state at round 0")
+        request.given = header, tuple(parts)
+
+    def complete(self) -> list[StateRequest]:
+        """Returns the requests that were answered, with all blobs in the store, and not handed on."""
+        return [one for one in self._requests.values() if one.given and self._history.holds(one.given[1])]
+
+    def hand_on(self, ledger: Ledger, request: StateRequest) -> None:
+        """Hands a state that is complete to those who wanted it."""
+        assert request.given is not None, "the request is complete"
+        header, parts = request.given
+        if request.for_anchor:
+            self._history.anchor(header, parts)
+            ledger.anchors.add(header)
+            log.info("%s has left a state as an anchor", request.donor)
+        del self._requests[request.name]
+        if request.askers:
+            self._handed.append((self._clock() + _HANDED, parts))
+            self._tell(event_of(StateOffered(request.donor, header, tuple(parts))), list(request.askers))
+
+    def ask_others(self, ledger: Ledger | None, gone: str | None = None) -> bool:
+        """Asks somebody else where a donor does not answer, or has gone, or gives no sign of life."""
+        founder, now = False, self._clock()
+        silent = {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
+        for request in [own for own in self._requests.values() if own.until <= now or own.donor in {gone, *silent}]:
+            del self._requests[request.name]
+            founder = founder or request.founding
+            for site, without in request.askers.items():
+                if site != gone and ledger:
+                    self.ask(ledger, site, without | {request.donor})
+        return founder
+
+    def ask_for_anchor(self, ledger: Ledger) -> None:
+        """Asks somebody for a state that stays here, if one is due."""
+        now = self._clock()
+        if now < self._anchor_at or not ledger.anchors.is_due(at.round for at in ledger.closed):
+            return
+        self._anchor_at = now + _AGAIN
+        if any(request.for_anchor for request in self._requests.values()):
+            return
+        donor = ledger.source("", now)
+        if isinstance(donor, str):
+            self._ask_donor(donor).for_anchor = True
+
+    def needed(self) -> Collection[str]:
+        """Returns the keys of blobs that are still to be fetched."""
+        now = self._clock()
+        self._handed = [own for own in self._handed if own[0] > now]
+        given = [request.given[1] for request in self._requests.values() if request.given]
+        return {part.key for parts in (*given, *(own[1] for own in self._handed)) for part in parts}
+
+    def _ask_donor(self, donor: str, founding: bool = False) -> StateRequest:
+        request = StateRequest(secrets.token_hex(8), donor, self._clock() + PATIENCE, founding=founding)
+        self._requests[request.name] = request
+        self._tell(event_of(StateWanted(request.name, founding)), [donor])
+        return request
+
+
+# What is counted, and told to those who look
+
+
+@dataclass
+class SiteStatistics:
+    """Holds what is counted of a site since the hub was started."""
+
+    heard_at: float
+    life: str = ""
+    lives: int = 0
+    late: int = 0
+    bytes: int = 0
+    rate: float = 0.0
+    began: dict[str, float] = field(default_factory=dict)
+
+
+class Statistics:
+    """Counts."""
+
+    def __init__(self) -> None:
+        self.sites: dict[str, SiteStatistics] = {}
+        self.rounds = 0
+        self._recent: dict[int, deque[Record]] = {}
+
+    def of(self, site: str, now: float = 0.0) -> SiteStatistics:
+        """Returns what is counted of a site."""
+        return self.sites.setdefault(site, SiteStatistics(now))
+
+    def joined(self, site: str, now: float, life: str) -> None:
+        """Counts a hello."""
+        own = self.of(site, now)
+        own.heard_at, own.lives, own.life = now, own.lives + (life != own.life), life
+
+    def beat(self, site: str, now: float) -> None:
+        """Counts a sign of life."""
+        self.of(site, now).heard_at = now
+
+    def late(self, site: str) -> None:
+        """Counts a contribution that came too late."""
+        self.of(site).late += 1
+
+    def begins(self, site: str, key: str, now: float) -> None:
+        """Hears that a blob begins to come, or another connection for it."""
+        began = self.of(site, now).began
+        if len(began) < _MOST_BEGUN:
+            began.setdefault(key, now)
+
+    def arrived(self, site: str, key: str, size: int, now: float) -> None:
+        """Counts a blob."""
+        own = self.of(site, now)
+        began = own.began.pop(key, now)
+        own.bytes += size
+        own.rate = size / (now - began) if now > began else own.rate
+
+    def record(self, record: Record) -> None:
+        """Counts a record."""
+        self.rounds += 1
+        self._recent.setdefault(record.fragment, deque(maxlen=_RECENT)).append(record)
+
+    def shares(self) -> dict[str, float]:
+        """Returns the share of each site in the weight of the last rounds."""
+        weights: Counter[str] = Counter()
+        for own in (own for records in self._recent.values() for record in records for own in record.counted):
+            weights[own.site] += own.weight
+        return {site: weight / weights.total() for site, weight in weights.items()}
+
+
+def status_of(ledger: Ledger, statistics: Statistics, now: float) -> Status:
+    """Returns what is to be seen of a run: its sites, its fragments, its anchors."""
+    shares = statistics.shares()
+    names = sorted({*ledger.members, *statistics.sites})
+    return {
+        "records": ledger.seq,
+        "sites": {name: _site(name, ledger, statistics.sites, shares, now) for name in names},
+        "fragments": [_fragment(fragment, ledger, now) for fragment in range(ledger.terms.fragments)],
+        "anchors": [[at.round for at in header.applied] for header in ledger.anchors.headers],
+    }
+
+
+def _site(
+    name: str, ledger: Ledger, counted: Mapping[str, SiteStatistics], shares: Mapping[str, float], now: float
+) -> Status:
+    member, own = ledger.members.get(name), counted.get(name)
+    return {
+        "state": _state(name, ledger, now),
+        "life": member.life if member else None,
+        "last_beat": round(now - own.heard_at, 3) if own else None,
+        "rounds_behind": ledger.behind(name) if member else None,
+        "share": round(shares.get(name, 0.0), 4),
+        "late": own.late if own else 0,
+        "lives": own.lives if own else 0,
+        "bytes": own.bytes if own else 0,
+        "bytes_per_second": round(own.rate) if own else 0,
+    }
+
+
+def _state(name: str, ledger: Ledger, now: float) -> str:
+    member = ledger.members.get(name)
+    if member is None:
+        return "gone"
+    if member.until <= now:
+        return "silent"
+    if not member.connected:
+        return "expected"
+    return "follows" if member.follows and ledger.behind(name) <= RETENTION else "joining"
+
+
+def _fragment(fragment: int, ledger: Ledger, now: float) -> Status:
+    opened = ledger.open.get(fragment)
+    arrived = opened.arrived if opened else {}
+    return {
+        "round": ledger.closed[fragment].round,
+        "open": opened is not None,
+        "here": sorted(opened.here) if opened else [],
+        "missing": [name for name in ledger.present(now) if name not in arrived] if opened else [],
+        "ended": ledger.has_ended(fragment),
+    }
+
+
+# The run
 
 
 class Coordinator:
@@ -63,7 +320,7 @@ class Coordinator:
         self._lock = threading.RLock()
         self._tell: Tell = lambda event, to=None: None
         self._wake: Callable[[], None] = lambda: None
-        self._gathering = Gathering(sites or 1, history.quorums)
+        self._founding = Founding(sites or 1, history.quorums)
         self._ledger = None if history.charter is None else history.ledger(clock())
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
         self._tidy_at = clock() + _TIDY_EVERY
@@ -82,7 +339,7 @@ class Coordinator:
     def ledger(self) -> Ledger:
         """The ledger of the run."""
         if self._ledger is None:
-            raise Refused(f"run {self.run!r} has not been founded yet: {self._gathering.missing} more sites are needed")
+            raise Refused(f"run {self.run!r} has not been founded yet: {self._founding.missing} more sites are needed")
         return self._ledger
 
     # Sites come and go
@@ -90,7 +347,7 @@ class Coordinator:
     def agree(self, site: str, charter: Charter) -> Charter:
         """Hears which charter a site brings; returns that of the run, as `Connection.agree` does."""
         with self._lock:
-            return self.charter or self._gathering.propose(site, charter)
+            return self.charter or self._founding.propose(site, charter)
 
     def hello(self, hello: Hello, brought: Callable[[], Charter]) -> Iterator[Event]:
         """Takes a site in."""
@@ -100,7 +357,7 @@ class Coordinator:
             if self.charter is None:
                 return iter([self._gather(hello, brought())])
             if hello.charter != self.charter.key:
-                require_same(brought(), self.charter)
+                brought().require_same(self.charter)
             return self._welcome(hello)
 
     def _gather(self, hello: Hello, charter: Charter) -> Event:
@@ -109,15 +366,15 @@ class Coordinator:
                 f"this hub has no run yet, and {hello.site} has applied records of one: start the hub with the ledger"
                 " of that run"
             )
-        self._gathering.hello(hello, charter)
-        log.info("%s is here for the founding; sites that are missing: %d", hello.site, self._gathering.missing)
-        return waiting_event(self._ask_founder())
+        self._founding.hello(hello, charter)
+        log.info("%s is here for the founding; sites that are missing: %d", hello.site, self._founding.missing)
+        return event_of(Waiting(self._ask_founder()))
 
     def _ask_founder(self) -> str:
         """Asks somebody for the state at round 0, if there are enough; returns what is waited for."""
-        if self._gathering.missing:
-            return f"run {self.run!r} is being founded: {self._gathering.missing} more sites are needed"
-        founder = self._gathering.founder
+        if self._founding.missing:
+            return f"run {self.run!r} is being founded: {self._founding.missing} more sites are needed"
+        founder = self._founding.founder
         self._states.ask_founder(founder)
         return f"run {self.run!r} is being founded on the parameters of {founder}"
 
@@ -134,9 +391,9 @@ class Coordinator:
         log.info("%s has joined", hello.site)
         # Records are read one by one, as fast as the site takes them.
         missing = self.history.missing(hello.applied, welcome.kept)
-        records = (recorded_event(Record.from_bytes(text)) for _, text in missing)
-        calls = [call_event(call) for call in ledger.calls()]
-        return itertools.chain([welcome_event(welcome, ledger.anchors.best)], records, calls)
+        records = (record_event(text) for _, text in missing)
+        calls = [event_of(Called(call)) for call in ledger.calls()]
+        return itertools.chain([event_of(Welcomed(welcome, ledger.anchors.best))], records, calls)
 
     def beat(self, beat: Beat) -> None:
         """Renews the lease of a site."""
@@ -159,7 +416,7 @@ class Coordinator:
         """Hears that a site has left, or that its connection has ended."""
         with self._lock:
             if self._ledger is None:
-                self._gathering.gone(site)
+                self._founding.gone(site)
             else:
                 self._ledger.leave(site, life)
             log.info("%s has gone", site)
@@ -188,14 +445,14 @@ class Coordinator:
             self.history.take(own)
             self.ledger.contribute(own, life, self._clock())
             call = next(call for call in self.ledger.calls() if call.fragment == own.fragment)
-            self._tell(call_event(call, own))
+            self._tell(event_of(Called(call, own)))
         self._wake()
         return Answer.OPEN.value
 
     def require_here(self, site: str, life: str) -> None:
         """Refuses a site that has not been let in."""
         with self._lock:
-            member = self._ledger.members.get(site) if self._ledger else self._gathering.hellos.get(site)
+            member = self._ledger.members.get(site) if self._ledger else self._founding.hellos.get(site)
             if member is None or member.life != life:
                 raise Refused(f"{site} has not said hello")
 
@@ -233,7 +490,7 @@ class Coordinator:
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Takes the state that a site gives, and hands it on when its blobs are in the store."""
         with self._lock:
-            self._states.give(site, name, header, parts, self.charter or self._gathering.charter)
+            self._states.give(site, name, header, parts, self.charter or self._founding.charter)
             self._hand_on()
         self._wake()
 
@@ -245,10 +502,10 @@ class Coordinator:
             self._states.hand_on(self.ledger, request)
 
     def _found(self, header: StateHeader, parts: Sequence[Payload]) -> None:
-        self.history.found(self._gathering.charter, header, parts)
+        self.history.found(self._founding.charter, header, parts)
         self._ledger = self.history.ledger(self._clock())
         log.info("run %s has been founded", self.run)
-        for hello in self._gathering.hellos.values():
+        for hello in self._founding.hellos.values():
             for event in self._welcome(hello):
                 self._tell(event, [hello.site])
 
@@ -279,7 +536,7 @@ class Coordinator:
             ledger.end()
             log.warning("an operator ends the run: what is open closes, and then comes the last round")
             for call in ledger.calls():
-                self._tell(call_event(call))
+                self._tell(event_of(Called(call)))
         self._wake()
 
     def roll_back(self, round: int) -> int:
@@ -297,7 +554,7 @@ class Coordinator:
         with self._lock:
             status: Status = {"run": self.run, "founded": self._ledger is not None, "trouble": self.trouble}
             if self._ledger is None:
-                return status | {"missing": self._gathering.missing, "here": sorted(self._gathering.hellos)}
+                return status | {"missing": self._founding.missing, "here": sorted(self._founding.hellos)}
             charter = self.charter.summary() if self.charter else None
             return status | {"charter": charter} | status_of(self._ledger, self.statistics, self._clock())
 
@@ -326,7 +583,7 @@ class Coordinator:
         except (AgreementError, NoSpace) as error:
             if str(error) != self.trouble:
                 log.error("%s", error)
-                self._tell(waiting_event(str(error)))
+                self._tell(event_of(Waiting(str(error))))
             return str(error)
         return None
 
@@ -335,7 +592,7 @@ class Coordinator:
             self.history.append(record)
             ledger.append(record)
             self.statistics.record(record)
-            self._tell(recorded_event(record))
+            self._tell(record_event(record.to_bytes()))
             for call in (call for call in ledger.calls() if call.fragment == record.fragment):
-                self._tell(call_event(call))
+                self._tell(event_of(Called(call)))
         self.history.keep_anchors(ledger.anchors.headers)

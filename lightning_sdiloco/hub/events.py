@@ -1,15 +1,41 @@
-"""How the hub writes what it tells, and how a site reads it: one function for each kind, and one that reads all."""
+"""What a hub tells its sites of its own accord, written by the codec of messages: see [Note: read strictly].
 
-import json
+To a site it goes as an event; from the rank that speaks with the hub to the others as plain values.
+"""
+
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, get_args
 
-from lightning_sdiloco.comm import Event, Header, record_event, record_of
 from lightning_sdiloco.errors import Malformed
-from lightning_sdiloco.federation import Call, Contribution, Payload, Record, StateHeader, Welcome
+from lightning_sdiloco.federation import Payload, Record, StateHeader, decoded, encoded, plain, read
+from lightning_sdiloco.hub.connection import Called, Lost, Recorded, StateWanted, Told, Waiting, Welcomed
+from lightning_sdiloco.hub.wire import Event
 
-MOST_PARTS = 512
-"""In how many parts a state may be given."""
+Parts = Annotated[tuple[Payload, ...], range(1, 513)]
+"""The names of the blobs of a state, of which there may be so many."""
+_MOST_BYTES = 1 << 18  # as much as two messages: a welcome and an anchor, or a call and a contribution
+
+
+@dataclass(frozen=True)
+class StateOffered:
+    """Says where a state lies, and whose it is."""
+
+    source: str
+    header: StateHeader
+    parts: Parts
+
+
+Said = Waiting | Welcomed | Called | Recorded | StateWanted | StateOffered | Lost
+
+_KINDS: dict[str, type[Said]] = {
+    "waiting": Waiting,
+    "welcome": Welcomed,
+    "call": Called,
+    "wanted": StateWanted,
+    "state": StateOffered,
+}
+_TOLD: dict[str, type[Told]] = {kind.__name__: kind for kind in get_args(Told)}
 
 
 class Tell(Protocol):
@@ -19,106 +45,49 @@ class Tell(Protocol):
         """Tells all, or those named."""
 
 
-class Heard(NamedTuple):
-    """What an event of the hub says; which fields are there depends on its kind."""
-
-    kind: str
-    text: str = ""
-    welcome: Welcome | None = None
-    call: Call | None = None
-    own: Contribution | None = None
-    record: Record | None = None
-    header: StateHeader | None = None
-    parts: tuple[Payload, ...] = ()
-    flag: bool = False
+def event_of(said: Waiting | Welcomed | Called | StateWanted | StateOffered) -> Event:
+    """Returns what is said as an event."""
+    return Event(next(kind for kind, own in _KINDS.items() if own is type(said)), {}, encoded(plain(said)))
 
 
-def waiting_event(why: str) -> Event:
-    """Says what is waited for."""
-    return Event("waiting", {"why": why})
+def record_event(text: bytes) -> Event:
+    """Returns the event of a record, given its text."""
+    return Event("record", {}, text)
 
 
-def welcome_event(welcome: Welcome, anchor: StateHeader | None) -> Event:
-    """Lets a site in."""
-    text = welcome.to_bytes()
-    return Event("welcome", {"length": len(text)}, text + (anchor.to_bytes() if anchor else b""))
-
-
-def call_event(call: Call, own: Contribution | None = None) -> Event:
-    """Calls a round; with the contribution that did so, its payloads can be fetched before the round closes."""
-    text = call.to_bytes()
-    return Event("call", {"length": len(text)}, text + (own.to_bytes() if own else b""))
-
-
-def recorded_event(record: Record) -> Event:
-    """Tells a record."""
-    return record_event(record.seq, record.to_bytes())
-
-
-def wanted_event(request: str, founding: bool = False) -> Event:
-    """Asks for a state."""
-    return Event("wanted", {"request": request, "founding": founding})
-
-
-def state_event(source: str, header: StateHeader, parts: Sequence[Payload]) -> Event:
-    """Says where a state lies."""
-    return Event("state", {"source": source, "parts": [list(part) for part in parts]}, header.to_bytes())
-
-
-def parts_of(value: object) -> tuple[Payload, ...]:
-    """Reads the names of blobs."""
-    if not isinstance(value, list) or not 0 < len(value) <= MOST_PARTS:
-        raise Malformed(f"a state has from 1 to {MOST_PARTS} parts.")
-    for part in value:
-        if not isinstance(part, list) or len(part) != 2 or not isinstance(part[0], str) or type(part[1]) is not int:
-            raise Malformed("a part of a state is named by its key and its size.")
-    return tuple(Payload(*part) for part in value)
-
-
-def text_of(header: Header, name: str) -> bytes:
-    """Returns a message that stands in a header as text."""
-    text = header.get(name)
-    if not isinstance(text, str):
-        raise Malformed(f"{name} is missing.")
-    return text.encode()
-
-
-def heard(event: Event) -> Heard:
-    """Reads an event."""
-    about = event.header
+def said_in(event: Event) -> Said | None:
+    """Reads an event; a record without its payloads. None if it is of a kind that only a newer hub knows."""
     if event.kind == "record":
-        return Heard("record", record=Record.from_bytes(record_of(event)[1]))
-    if event.kind in ("waiting", "lost"):
-        return Heard(event.kind, str(about.get("why")), flag=about.get("kind") == "Busy")
-    if event.kind == "wanted":
-        return Heard("wanted", str(about.get("request")), flag=about.get("founding") is True)
-    if event.kind == "state":
-        header = StateHeader.from_bytes(event.body)
-        return Heard("state", str(about.get("source")), header=header, parts=parts_of(about.get("parts")))
-    first, second = _halves(event)
-    if event.kind == "welcome":
-        anchor = StateHeader.from_bytes(second) if second else None
-        return Heard("welcome", welcome=Welcome.from_bytes(first), header=anchor)
-    if event.kind == "call":
-        own = Contribution.from_bytes(second) if second else None
-        return Heard("call", call=Call.from_bytes(first), own=own)
-    # What a newer hub tells beside that.
-    return Heard("unknown")
+        return Recorded(Record.from_bytes(event.body), None)
+    if event.kind == "lost":
+        # The connection says it, no hub.
+        return Lost(str(event.header.get("why")), event.header.get("kind") == "Busy")
+    if event.kind not in _KINDS:
+        return None
+    said: Said = read(_KINDS[event.kind], decoded(event.body, _MOST_BYTES), event.kind)
+    return said
 
 
-def _halves(event: Event) -> tuple[bytes, bytes]:
-    length = event.header.get("length", 0)
-    if type(length) is not int or not 0 <= length <= len(event.body):
-        raise Malformed(f"the event {event.kind} does not say where its second half begins.")
-    return event.body[:length], event.body[length:]
+def to_plain(told: Told) -> tuple[str, Any]:
+    """Returns what a site has heard as lists, texts and bytes, for its other ranks."""
+    return type(told).__name__, plain(told)
+
+
+def from_plain(value: tuple[str, Any]) -> Told:
+    """Reads what `to_plain` returned."""
+    name, said = value
+    if name not in _TOLD:
+        raise Malformed("what another rank passed on is nothing that a hub tells")
+    told: Told = read(_TOLD[name], said, name.lower())
+    return told
 
 
 def anchor_text(header: StateHeader, parts: Sequence[Payload]) -> bytes:
     """Returns an anchor as it is noted."""
-    return json.dumps([header.to_bytes().decode(), [list(part) for part in parts]]).encode()
+    return encoded(plain((header, parts)))
 
 
 def anchor_of(text: bytes) -> tuple[StateHeader, tuple[Payload, ...]]:
     """Reads what `anchor_text` returned."""
-    header, parts = json.loads(text)
-    return StateHeader.from_bytes(header.encode()), parts_of(parts)
+    header, parts = read(tuple[StateHeader, Parts], decoded(text, _MOST_BYTES), "anchor")
+    return header, parts

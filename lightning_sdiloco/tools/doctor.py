@@ -26,18 +26,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sdiloco.comm import (
-    GroupLayout,
-    HubMailbox,
-    HubUnreachable,
-    MailboxError,
-    checked_worker_groups,
-    hub_addresses,
-    identity_of,
-    valid_until,
-)
+from lightning_sdiloco.comm import GroupLayout, checked_worker_groups
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import ChosenQuorum
+from lightning_sdiloco.hub import HubClient, HubUnreachable, MailboxError, hub_addresses, identity_of, valid_until
 from lightning_sdiloco.launch import (
     BrokenConnection,
     Endpoints,
@@ -547,7 +539,7 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         mailbox.close()
 
 
-def _asked(mailbox: HubMailbox, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
+def _asked(mailbox: HubClient, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
     numbers["round_trip"] = mailbox.round_trip()
     yield Finding("ok", "hub", f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}")
     yield Finding("ok", "round trip", f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone")

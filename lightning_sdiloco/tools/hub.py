@@ -11,8 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sdiloco.comm import HubMailbox, MailboxError, Role, identity_of
-from lightning_sdiloco.hub import HubService
+from lightning_sdiloco.hub import HubClient, HubService, MailboxError, Role, identity_of
 
 
 def hub(
@@ -88,7 +87,7 @@ class HubOptions:
     run: str | None = None
     insecure: bool = False
 
-    def mailbox(self, role: Role, channels: int = 1) -> HubMailbox:
+    def mailbox(self, role: Role, channels: int = 1) -> HubClient:
         if self.hub is None:
             raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
         name, run = str(role), self.run
@@ -97,7 +96,7 @@ class HubOptions:
             name, run = who.name, run or who.run
         if run is None:
             raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")
-        return HubMailbox(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
+        return HubClient(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
 
     def ask(self, role: Role, name: str, **about: Any) -> dict[str, Any]:
         """Asks the hub once, and returns the answer."""
@@ -105,7 +104,7 @@ class HubOptions:
             return asked(mailbox, name, **about)[0]
 
 
-def asked(mailbox: HubMailbox, name: str, **about: Any) -> tuple[dict[str, Any], bytes]:
+def asked(mailbox: HubClient, name: str, **about: Any) -> tuple[dict[str, Any], bytes]:
     """Asks a hub over a connection that stays, and returns the answer."""
     try:
         return mailbox.call(name, about)
@@ -113,7 +112,7 @@ def asked(mailbox: HubMailbox, name: str, **about: Any) -> tuple[dict[str, Any],
         raise ValueError(str(error)) from error
 
 
-def status_of(mailbox: HubMailbox) -> dict[str, Any]:
+def status_of(mailbox: HubClient) -> dict[str, Any]:
     """Returns the status of the run: its sites and fragments."""
     status: dict[str, Any] = json.loads(asked(mailbox, "status")[1])
     return status

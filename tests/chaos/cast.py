@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.links import Links
-from lightning_sdiloco.comm import add_keys, init_keys
+from lightning_sdiloco.hub import add_keys, init_keys
 from tests.chaos.faults import HUB
 from tests.chaos.hub import serve
 from tests.chaos.site import RUN, Place, train

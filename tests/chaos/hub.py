@@ -11,7 +11,7 @@ from typing import Any
 from lightning_sdiloco.federation import Hello, Record
 from lightning_sdiloco.hub import HubService
 from lightning_sdiloco.hub.coordinator import Coordinator
-from lightning_sdiloco.hub.history import History
+from lightning_sdiloco.hub.ledger import History
 from tests.chaos.notes import Notebook
 from tests.chaos.site import RUN, Place
 

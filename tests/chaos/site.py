@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.links import enter
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
-from lightning_sdiloco.comm.mailbox.moving import _Incoming, _Outgoing
 from lightning_sdiloco.federation import Follower, Record, Welcome
-from lightning_sdiloco.hub import HubConnection
+from lightning_sdiloco.hub import HubClient, HubConnection
 from tests.chaos.net import BATCH, OVERLAP_STEPS, SYNC_EVERY, network, samples
 from tests.chaos.notes import Notebook, stolen, waited_for_processor
 
@@ -193,21 +192,21 @@ def _dies_at_stages(name: str, folder: Path) -> None:
     _watch_uploads(lambda: perhaps_dies("in_upload"))
     before(HubConnection, "contribute", "before_send")
     after(HubConnection, "_call", "before_record", lambda call, *_: call == "contribute")
-    after(_Incoming, "begin", "in_download")
+    after(HubClient, "_size_of", "in_download")
     after(Follower, "land", "at_landing")
 
 
 def _watch_uploads(sees: Callable[[], None]) -> None:
     """Calls what is given before each part but the first of a payload that this process sends."""
-    original = _Outgoing.messages
+    original = HubClient._messages
 
-    def messages(self: Any) -> Iterator[bytes]:
-        for number, message in enumerate(original(self)):
-            if number and b"payload" in self._first:
+    def messages(self: HubClient, header: dict[str, Any], *about: Any) -> Iterator[bytes]:
+        for number, message in enumerate(original(self, header, *about)):
+            if number and header["about"]["kind"] == "payload":
                 sees()
             yield message
 
-    _Outgoing.messages = messages  # type: ignore[method-assign]
+    HubClient._messages = messages  # type: ignore[method-assign]
 
 
 def train(name: str, place: Place) -> None:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import Federation, SimulatedGroups
-from lightning_sdiloco.comm import add_keys, init_keys
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.federation import Charter, Record, Welcome
-from lightning_sdiloco.hub import Called, Recorded, Told, Welcomed
+from lightning_sdiloco.hub import Called, Recorded, Told, Welcomed, add_keys, init_keys
 from tests.engine.ranked_sites import Rank, whole
 from tests.engine.ranked_sites import train as train_ranked
 from tests.engine.sites import STEP, Site, VirtualHub, agree, equal, founded, train

@@ -305,13 +305,15 @@ def test_a_round_is_the_last_where_it_is_to_be_and_all_that_may_count_in_it_is_e
 
 def test_a_run_is_founded_once_by_sites_with_one_charter() -> None:
     charter = Charter("llm", TERMS, {"mixing": "0.5"}, ((("w", "(2,)"),),), ((),), {}, "5f")
-    founding = Founding(2)
-    assert not founding.hello("b", charter)
+    founding, hello = Founding(2), Hello("run", "b", life(), charter.key, ())
+    founding.hello(hello, charter)
     with pytest.raises(ValueError, match=r"settings\.mixing is 0\.6 here and 0\.5 there"):
-        founding.hello("a", replace(charter, settings={"mixing": "0.6"}))
-    assert founding.missing == 1
-    assert founding.hello("a", charter)
-    assert (founding.founder, founding.charter) == ("a", charter)
+        founding.hello(replace(hello, site="a"), replace(charter, settings={"mixing": "0.6"}))
+    assert (founding.missing, founding.founder) == (1, "b")
+    founding.hello(replace(hello, site="a"), charter)
+    assert (founding.missing, founding.founder, founding.charter) == (0, "b", charter), "who comes later founds nothing"
+    founding.gone("b")
+    assert (founding.missing, founding.founder) == (1, "a")
 
 
 def test_a_founded_run_never_begins_afresh() -> None:

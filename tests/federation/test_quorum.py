@@ -24,8 +24,7 @@ from lightning_sdiloco.federation import (
     quorum_of,
 )
 from lightning_sdiloco.hub import InProcessHub
-from lightning_sdiloco.hub.history import History
-from lightning_sdiloco.hub.quorums import Quorums
+from lightning_sdiloco.hub.ledger import History, Quorums
 from tests.federation.told import CHARTER, TERMS, close, come, life, own, record
 from tests.own_quorum import Core
 

@@ -1,21 +1,20 @@
-"""Keys of every role, made once."""
+"""Keys of every role, and a hub without rules, made once."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lightning_sdiloco.comm import add_keys, init_keys
-from tests.comm.mailbox.hubs import require_extra
-from tests.hub.scripted import RUN
-
-HOLDERS = {"a": "site", "b": "site", "c": "site", "boss": "operator", "viewer": "reader"}
+from tests.hub.hubs import Served, make_keys, require_extra, serving
 
 
 @pytest.fixture(scope="session")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     require_extra()
-    folder = tmp_path_factory.mktemp("keys") / "keys"
-    init_keys(folder, RUN)
-    for name, role in HOLDERS.items():
-        add_keys(folder, name, role)  # type: ignore[arg-type]
-    return folder
+    return make_keys(tmp_path_factory.mktemp("federation") / "keys")
+
+
+@pytest.fixture(scope="module")
+def served(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("hub"), keys) as served:
+        yield served

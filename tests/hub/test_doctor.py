@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.comm import init_keys
-from lightning_sdiloco.hub import HubConnection, HubService
+from lightning_sdiloco.hub import HubConnection, HubService, init_keys
 from lightning_sdiloco.tools.cli import main
 from tests.hub.scripted import RUN, ScriptedSite, charter
 

@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import json
 import os
 import tracemalloc
 from collections.abc import Collection, Iterator, Sequence
@@ -9,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdiloco.comm import Event, LedgerError, SQLiteLedger
-from lightning_sdiloco.comm.mailbox.frames import CHUNK
 from lightning_sdiloco.federation import Beat, Contribution, Hello, Payload, Position, StateHeader
-from lightning_sdiloco.hub import Coordinator, HubService
-from lightning_sdiloco.hub.history import History
-from lightning_sdiloco.hub.in_process import InMemoryStore
-from tests.comm.mailbox.hubs import put, serving
+from lightning_sdiloco.hub import Coordinator, Event, HubService, LedgerError, SQLiteLedger
+from lightning_sdiloco.hub.ledger import History
+from lightning_sdiloco.hub.memory import InMemoryStore
+from lightning_sdiloco.hub.wire import CHUNK
+from tests.hub.hubs import put, serving
 from tests.hub.scripted import RUN, TERMS, charter
 from tests.hub.test_service import World
 from tests.small_disk import fill, small_disk
@@ -64,7 +64,7 @@ def test_nothing_that_decides_knows_the_clock_that_can_be_set() -> None:
         for node in nodes_of(module)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in walls
     }
-    assert users == {"lightning_sdiloco.comm.mailbox.keys"}
+    assert users == {"lightning_sdiloco.hub.keys"}
 
 
 def test_a_hub_does_not_start_with_half_a_ledger(tmp_path: Path, keys: Path) -> None:
@@ -152,7 +152,7 @@ class Rounds:
 
     def tell(self, event: Event, to: Collection[str] | None = None) -> None:
         if event.kind == "wanted" and to:
-            self.wanted.append((next(iter(to)), event.header["request"]))
+            self.wanted.append((next(iter(to)), json.loads(event.body)["request"]))
 
     def give(self, applied: Sequence[Position]) -> None:
         """Gives the states that are wanted, for the founding and as anchors."""

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.comm import HubUnreachable
 from lightning_sdiloco.federation import Terms
-from lightning_sdiloco.hub import HubConnection, HubService, Lost
+from lightning_sdiloco.hub import HubConnection, HubService, HubUnreachable, Lost
 from tests.hub.scripted import RUN, ScriptedSite, charter
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,7 +37,7 @@ class Chain:
         return slowly
 
     def counts(self, connection: HubConnection) -> None:
-        mailbox = connection._mailbox
+        mailbox = connection._client
         for name in ("send", "get", "call"):
             setattr(mailbox, name, self.slow(getattr(mailbox, name)))
 
@@ -120,7 +119,7 @@ def test_who_returns_waits_for_two_round_trips_and_what_it_sent_goes_again_at_on
 
 
 def test_a_cut_is_noticed_while_nobody_reads_what_was_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_sdiloco.hub.records_to_fetch._UNREAD", 2)
+    monkeypatch.setattr("lightning_sdiloco.hub.remote._UNREAD", 2)
     first, second = world.join("a"), world.join("b")
     until(lambda: (heard(first), heard(second))[1])
     trained(first, 2)
@@ -133,14 +132,14 @@ def test_a_cut_is_noticed_while_nobody_reads_what_was_told(world: World, monkeyp
 def test_a_payload_that_did_not_come_is_fetched_again_while_the_hub_is_there(world: World) -> None:
     first, second = world.join("a"), world.join("b")
     until(lambda: (heard(first), heard(second))[1])
-    mailbox, failed = world.open[1]._mailbox, list[str]()
+    mailbox, failed = world.open[1]._client, list[str]()
     get = mailbox.get
 
-    def fails_first(key: str) -> Any:
+    def fails_first(key: str, size: int) -> Any:
         if not failed:
             failed.append(key)
             raise HubUnreachable("a connection for payloads broke.")
-        return get(key)
+        return get(key, size)
 
     mailbox.get = fails_first  # type: ignore[method-assign, assignment]
     trained(first, 1)

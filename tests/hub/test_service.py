@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.comm import Denied, HubMailbox
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import Follower
-from lightning_sdiloco.hub import HubConnection, HubService, Lost
+from lightning_sdiloco.hub import Denied, HubClient, HubConnection, HubService, Lost
 from tests.hub.scripted import RUN, TERMS, ScriptedSite, charter
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,7 +24,7 @@ class World:
         self.sites: dict[str, ScriptedSite] = {}
         self.port = 0
         self.gaps: dict[str, float] = {}
-        self.open: list[HubConnection | HubMailbox] = []
+        self.open: list[HubConnection | HubClient] = []
 
     def start(self, sites: int | None = None) -> HubService:
         self.service = HubService(
@@ -45,7 +44,7 @@ class World:
             self.sites[name] = ScriptedSite(self.connect(name), charter(), seed)
 
     def ask(self, name: str, call: str, **about: object) -> dict[str, Any]:
-        mailbox = HubMailbox(f"127.0.0.1:{self.port}", RUN, name, keys=self.keys)
+        mailbox = HubClient(f"127.0.0.1:{self.port}", RUN, name, keys=self.keys)
         self.open.append(mailbox)
         header, body = mailbox.call(call, about)
         return json.loads(body) if body else header
@@ -245,7 +244,7 @@ def test_what_a_member_may_not_say(world: World) -> None:
     world.start(sites=1)
     world.join("a")
     world.run(world.rounds(1))
-    stranger = HubMailbox(f"127.0.0.1:{world.port}", RUN, "b", keys=world.keys)
+    stranger = HubClient(f"127.0.0.1:{world.port}", RUN, "b", keys=world.keys)
     world.open.append(stranger)
     for say, told in (
         (lambda: stranger.send(b"bytes", {"kind": "payload"}), "has not said hello"),

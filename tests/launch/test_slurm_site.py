@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.comm import SQLiteLedger, add_keys, init_keys
 from lightning_sdiloco.federation import Record
+from lightning_sdiloco.hub import SQLiteLedger, add_keys, init_keys
 from lightning_sdiloco.tools.cli import main
 from tests.chaos.cast import free_ports
 from tests.chaos.notes import read
-from tests.comm.mailbox.hubs import require_extra
+from tests.hub.hubs import require_extra
 from tests.hub.scripted import RUN
 from tests.hub.test_commands import HubProcess
 from tests.launch.test_slurm import ROOT

@@ -17,7 +17,7 @@ from tests.chaos.net import BATCH, OVERLAP_STEPS, SYNC_EVERY
 from tests.chaos.notes import Note
 from tests.chaos.running import Play
 from tests.chaos.world import World
-from tests.comm.mailbox.hubs import require_extra
+from tests.hub.hubs import require_extra
 from tests.lightning.chosen_sites import Chosen
 from tests.lightning.clocked_sites import Clocked
 from tests.small_disk import fill, small_disk

@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 import pytest
 
-from lightning_sdiloco.comm import add_keys, init_keys
 from lightning_sdiloco.federation import Record
-from lightning_sdiloco.hub import HubService
+from lightning_sdiloco.hub import HubService, add_keys, init_keys
 from lightning_sdiloco.lightning import read_run
 from lightning_sdiloco.lightning.records import changes
-from tests.comm.mailbox.hubs import require_extra
+from tests.hub.hubs import require_extra
 from tests.lightning.federated_site import (
     BATCH,
     CHOICES,

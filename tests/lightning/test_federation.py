@@ -10,13 +10,13 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_sdiloco
 from benchmarks.links import Links, missing
 from lightning_sdiloco import DynamicBackup, StreamingDiLoCoStrategy
-from lightning_sdiloco.comm import add_keys, init_keys
+from lightning_sdiloco.hub import add_keys, init_keys
 from tests.chaos.checks import Found, Span, Told, examined, returned
 from tests.chaos.faults import Fault
 from tests.chaos.net import BATCH
 from tests.chaos.running import Play
 from tests.chaos.world import World
-from tests.comm.mailbox.hubs import require_extra
+from tests.hub.hubs import require_extra
 from tests.own_quorum import Core
 
 

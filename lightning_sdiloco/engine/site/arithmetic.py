@@ -27,7 +27,7 @@ from lightning_sdiloco.algorithm import (
     digest,
     plain,
 )
-from lightning_sdiloco.comm import Communicator, Topology, key_of
+from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.compression import Kernels, mean_over_senders, resolve, weighted_mean
 from lightning_sdiloco.engine.flight import Arrival, Launch
 from lightning_sdiloco.engine.fragments import FragmentState
@@ -42,7 +42,7 @@ from lightning_sdiloco.engine.synchronizer import (
     whole_norm,
 )
 from lightning_sdiloco.federation import Contribution, Payload, Record
-from lightning_sdiloco.hub import places_of
+from lightning_sdiloco.hub import key_of, places_of
 
 Bytes = bytes | bytearray | memoryview
 _Fetched = tuple[int, int, Payload]

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_sdiloco.algorithm import LandingRule, Settings, TwoShot, fault_of, is_real, is_whole
-from lightning_sdiloco.comm import bundle_of, hub_addresses
 from lightning_sdiloco.federation import NAME, ChosenQuorum, Quorum, chosen
 from lightning_sdiloco.hub import (
     Connection,
     HubConnection,
     HubShards,
     Shards,
+    bundle_of,
+    hub_addresses,
     payloads_of,
 )
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdiloco.comm import Hub, HubMailbox, add_keys, init_keys, revoke_keys
-from lightning_sdiloco.comm.mailbox.keys import UNBOUND, Identity, fingerprint, load
+from lightning_sdiloco.hub import Hub, HubClient, add_keys, init_keys, revoke_keys
+from lightning_sdiloco.hub.keys import UNBOUND, Identity, fingerprint, load
 from lightning_sdiloco.tools.cli import main
-from tests.comm.mailbox.hubs import RUN, require_extra
+from tests.hub.hubs import RUN, require_extra
 
 
 def test_a_bundle_says_who_its_holder_is_and_holds_no_key_of_the_authority(keys: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_is_refused_before_a_connection_is_made(keys: Path, tmp_path: Path)
     (tmp_path / "half.bundle").chmod(0o600)
 
     def mailbox(name: str = "site-a", **options: object) -> None:
-        HubMailbox("127.0.0.1:1", RUN, name, **options)  # type: ignore[arg-type]
+        HubClient("127.0.0.1:1", RUN, name, **options)  # type: ignore[arg-type]
 
     with pytest.raises(ValueError, match="either keys or insecure=True"):
         mailbox()
@@ -130,11 +130,11 @@ import sys
 for name in ("grpc", "cryptography"):
     sys.modules[name] = None
 import lightning_sdiloco
-from lightning_sdiloco.comm import BlobStore, Hub, HubMailbox, init_keys
+from lightning_sdiloco.hub import BlobStore, Hub, HubClient, init_keys
 store = BlobStore(sys.argv[1] + "/store")
 assert store.get(store.put(b"blob")) == b"blob"
 for wanted, make in (
-    ("grpcio", lambda: HubMailbox("127.0.0.1:1", "run", "site", insecure=True)),
+    ("grpcio", lambda: HubClient("127.0.0.1:1", "run", "site", insecure=True)),
     ("grpcio", lambda: Hub(None, None, "run", insecure=True)),
     ("cryptography", lambda: init_keys(sys.argv[1] + "/keys")),
 ):

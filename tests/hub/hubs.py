@@ -10,19 +10,12 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.comm import (
-    BlobStore,
-    Event,
-    Hub,
-    HubMailbox,
-    Refused,
-    add_keys,
-    init_keys,
-    key_of,
-)
+from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.hub import BlobStore, Event, Hub, HubClient, add_keys, init_keys, key_of
 
 RUN = "run-1"
-HOLDERS = {"site-a": "site", "site-b": "site", "second": "hub", "boss": "operator", "viewer": "reader"}
+SITES = ("site-a", "site-b", "a", "b", "c")
+HOLDERS = {**dict.fromkeys(SITES, "site"), "second": "hub", "boss": "operator", "viewer": "reader"}
 
 
 def require_extra() -> None:
@@ -93,11 +86,11 @@ class Served:
         self.hub = Hub(self.handler, self.store, RUN, listen, keys=keys, insecure=keys is None, beat=0.2)
         self.port = self.hub.port
         self.hub.start()
-        self.mailboxes: list[HubMailbox] = []
+        self.mailboxes: list[HubClient] = []
 
-    def mailbox(self, name: str = "site-a", port: int | None = None, **options: Any) -> HubMailbox:
+    def mailbox(self, name: str = "site-a", port: int | None = None, **options: Any) -> HubClient:
         options = {"keys": self.keys, "insecure": self.keys is None, "beat": 0.2, "run": RUN, "timeout": 5.0} | options
-        mailbox = HubMailbox(f"127.0.0.1:{port or self.port}", name=name, **options)
+        mailbox = HubClient(f"127.0.0.1:{port or self.port}", name=name, **options)
         self.mailboxes.append(mailbox)
         return mailbox
 
@@ -176,7 +169,7 @@ class Line:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def put(site: HubMailbox, blob: bytes) -> str:
+def put(site: HubClient, blob: bytes) -> str:
     """Sends a blob; returns its key."""
     site.send(blob)
     return key_of(blob)

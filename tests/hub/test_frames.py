@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdiloco.comm import Malformed, Refused
-from lightning_sdiloco.comm.mailbox.base import checked_size
-from lightning_sdiloco.comm.mailbox.chunks import checked_runs
-from lightning_sdiloco.comm.mailbox.frames import CHUNK, MAX_HEADER, pack, unpack, unpack_chunk
+from lightning_sdiloco.errors import Malformed, Refused
+from lightning_sdiloco.hub.client import _checked_parts
+from lightning_sdiloco.hub.wire import CHUNK, MAX_HEADER, checked_size, pack, unpack
 
 
 def message(text: bytes, length: int | None = None) -> bytes:
@@ -50,9 +49,8 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_garbage_is_a_message_or_refused(data: bytes) -> None:
-    for read in (unpack, unpack_chunk):
-        with contextlib.suppress(Malformed):
-            read(data)
+    with contextlib.suppress(Malformed):
+        unpack(data)
 
 
 @pytest.mark.parametrize("header", [{"a": float("nan")}, {"a": object()}, {"a": "x" * MAX_HEADER}])
@@ -71,10 +69,8 @@ def test_a_size_is_a_whole_number(size: object) -> None:
         checked_size(11, 10, "blob")
 
 
-@pytest.mark.parametrize(
-    "runs", [None, {}, [1], [[0]], [[0, 0]], [[1, 0]], [[0, 4]], [[1, 2], [0, 1]], [[0, True]], [["0", 1]]]
-)
-def test_chunks_are_asked_for_in_order_and_within_the_blob(runs: object) -> None:
-    assert checked_runs([[0, 1], [2, 3]], 3 * CHUNK)
-    with pytest.raises(Malformed):
-        checked_runs(runs, 3 * CHUNK)
+def test_what_is_missing_of_a_blob_is_said_in_order_and_within_it() -> None:
+    assert _checked_parts([[0, 1], [2, 3]], 3)
+    for parts in (None, {}, [1], [[0]], [[0, 0]], [[1, 0]], [[0, 4]], [[1, 2], [0, 1]], [[0, True]], [["0", 1]]):
+        with pytest.raises(Malformed):
+            _checked_parts(parts, 3)

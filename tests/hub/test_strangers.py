@@ -8,25 +8,23 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.comm import (
+from lightning_sdiloco.errors import Malformed, Refused
+from lightning_sdiloco.hub import (
     ROLES,
     Busy,
     Denied,
     Event,
-    HubMailbox,
+    HubClient,
     HubUnreachable,
     MailboxError,
-    Malformed,
-    Refused,
     add_keys,
     init_keys,
     key_of,
     revoke_keys,
 )
-from lightning_sdiloco.comm.mailbox.access import MAY
-from lightning_sdiloco.comm.mailbox.frames import CHUNK, MAX_MESSAGE, PROTOCOL, pack
-from lightning_sdiloco.comm.mailbox.keys import load
-from tests.comm.mailbox.hubs import RUN, Served, put, serving, until
+from lightning_sdiloco.hub.keys import MAY, load
+from lightning_sdiloco.hub.wire import CHUNK, MAX_MESSAGE, PROTOCOL, pack
+from tests.hub.hubs import RUN, Served, put, serving, until
 
 OF_ROLE = {"hub": "second", "site": "site-a", "operator": "boss", "reader": "viewer"}
 
@@ -73,7 +71,7 @@ def test_without_a_certificate(served: Served, keys: Path) -> None:
 
 
 def ssl_name(keys: Path) -> tuple[str, str]:
-    from lightning_sdiloco.comm.mailbox.keys import host_of
+    from lightning_sdiloco.hub.keys import host_of
 
     return ("grpc.ssl_target_name_override", host_of(RUN))
 
@@ -100,7 +98,7 @@ def test_with_the_right_authority_and_a_certificate_of_another(served: Served, k
 def test_with_an_expired_certificate(served: Served, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datetime
 
-    import lightning_sdiloco.comm.mailbox.keys as module
+    import lightning_sdiloco.hub.keys as module
 
     expired = add_keys(keys, "forgotten", days=-1)
 
@@ -164,7 +162,7 @@ def test_a_site_cannot_pass_for_the_hub(served: Served, keys: Path) -> None:
 # Members
 
 
-def claiming(served: Served, member: str, **other: str) -> HubMailbox:
+def claiming(served: Served, member: str, **other: str) -> HubClient:
     """A member that claims what its certificate does not say."""
     mailbox = served.mailbox(member)
     mailbox.identity = mailbox.identity._replace(**other)
@@ -204,12 +202,12 @@ def test_another_run(served: Served, keys: Path, tmp_path: Path) -> None:
         (other / name).write_bytes((keys / name).read_bytes())
     (other / "run").write_text("run-2\n")
     add_keys(other, "site-a")
-    from lightning_sdiloco.comm.mailbox import link
+    from lightning_sdiloco.hub import client
 
     with pytest.MonkeyPatch.context() as patch:
         # It would look for the hub of its own run, and not find it.
-        patch.setattr(link, "host_of", lambda run: ssl_name(keys)[1])
-        stranger = HubMailbox(f"127.0.0.1:{served.port}", "run-2", "site-a", keys=other)
+        patch.setattr(client, "host_of", lambda run: ssl_name(keys)[1])
+        stranger = HubClient(f"127.0.0.1:{served.port}", "run-2", "site-a", keys=other)
     served.mailboxes.append(stranger)
     stranger.identity = stranger.identity._replace(run=RUN)
     with pytest.raises(Denied, match="certificate is for run 'run-2'"):
@@ -227,7 +225,7 @@ def test_a_revoked_certificate(served: Served, keys: Path) -> None:
 
 def test_an_older_version(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     site = served.mailbox("site-a")
-    monkeypatch.setattr("lightning_sdiloco.comm.mailbox.hub_client.PROTOCOL", 0)
+    monkeypatch.setattr("lightning_sdiloco.hub.client.PROTOCOL", 0)
     with pytest.raises(Refused, match="update the older side"):
         site.call("ping")
 
@@ -270,34 +268,30 @@ def test_each_role_may_call_what_the_table_says_and_nothing_else(served: Served,
     ],
 )
 def test_a_blob_is_refused_by_what_is_announced(served: Served, wrong: dict[str, Any], told: str) -> None:
-    from lightning_sdiloco.comm.mailbox.moving import upload
-
     site = served.mailbox("site-a")
     header = site._header({}) | {"key": key_of(b"payload"), "size": 7} | wrong
     with pytest.raises(Refused, match=told):
-        upload(site._link, header, b"payload", 5)
+        site._sent(header, memoryview(b"payload"), 5)
     assert not os.listdir(Path(served.store.url) / "incomplete")
 
 
-@pytest.mark.parametrize("length", [0, 1, CHUNK - 1, CHUNK + 1])
-def test_chunks_of_another_length_are_refused(served: Served, keys: Path, length: int) -> None:
+@pytest.mark.parametrize("pieces", [[b""], [bytes(CHUNK)] * 3, [bytes(CHUNK + 9)]])
+def test_pieces_that_are_none_of_a_blob_are_refused(served: Served, pieces: list[bytes]) -> None:
     site = served.mailbox("site-a")
-    header = site._header({}) | {"key": key_of(os.urandom(8)), "size": 2 * CHUNK}
-    call = site._link.method("stream_unary", "put")
-    error = grpc_error(lambda: call(iter([pack(header), bytes(8) + bytes(length)]), timeout=5))
+    header = site._header({}) | {"key": key_of(os.urandom(8)), "size": CHUNK + 8}
+    call = site._method("stream_unary", "put")
+    error = grpc_error(lambda: call(iter([pack(header), *pieces]), timeout=5))
     assert error.code().name == "INVALID_ARGUMENT"
 
 
 def test_other_bytes_than_announced_are_refused(served: Served) -> None:
-    from lightning_sdiloco.comm.mailbox.moving import upload
-
     site = served.mailbox("site-a")
     announced = bytes(3 * CHUNK)
     header = site._header({}) | {"key": key_of(announced), "size": len(announced)}
     flipped = bytearray(announced)
     flipped[CHUNK] ^= 1
     with pytest.raises(MailboxError, match="not those that were announced"):
-        upload(site._link, header, bytes(flipped), 10)
+        site._sent(header, memoryview(flipped), 10)
     with pytest.raises(MailboxError):
         site.get(key_of(announced))
 

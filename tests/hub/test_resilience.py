@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.comm import Altered, BlobStore, Event, HubUnreachable, Missing, NoSpace, key_of
-from lightning_sdiloco.comm.mailbox.channels import CLIENT_OPTIONS
-from lightning_sdiloco.comm.mailbox.frames import CHUNK
-from lightning_sdiloco.comm.mailbox.sessions import MAX_EVENTS
-from tests.comm.mailbox.hubs import Line, Served, put, serving, until
+from lightning_sdiloco.hub import Altered, BlobStore, Event, HubUnreachable, Missing, NoSpace, key_of
+from lightning_sdiloco.hub.server import MAX_EVENTS
+from lightning_sdiloco.hub.wire import CHUNK, CLIENT_OPTIONS
+from tests.hub.hubs import Line, Served, put, serving, until
 
 
 @pytest.fixture

@@ -16,30 +16,20 @@ from typing import Any
 import pytest
 
 import lightning_sdiloco
-from lightning_sdiloco.comm import (
-    EVERYTHING,
-    Altered,
-    BlobStore,
-    LedgerError,
-    Malformed,
-    Missing,
-    NoSpace,
-    Refused,
-    SQLiteLedger,
-    key_of,
-)
-from lightning_sdiloco.comm.mailbox.chunks import Arrivals, bounds, count
-from lightning_sdiloco.comm.mailbox.frames import CHUNK
+from lightning_sdiloco.errors import Malformed, Refused
+from lightning_sdiloco.hub import EVERYTHING, Altered, BlobStore, LedgerError, Missing, NoSpace, SQLiteLedger, key_of
+from lightning_sdiloco.hub.wire import CHUNK
 from tests.s3 import s3_at
 
 PACKAGE = Path(lightning_sdiloco.__file__).parent
 # The packages around it bring torch, which a ledger does not need.
 WRITER = f"""
 import sys, types
-for name, folder in (("lightning_sdiloco", {str(PACKAGE)!r}), ("lightning_sdiloco.comm", {str(PACKAGE / "comm")!r})):
+for name, folder in (("lightning_sdiloco", {str(PACKAGE)!r}), ("lightning_sdiloco.hub", {str(PACKAGE / "hub")!r})):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from lightning_sdiloco.comm.mailbox import BlobStore, SQLiteLedger
+from lightning_sdiloco.hub.ledger import SQLiteLedger
+from lightning_sdiloco.hub.store import BlobStore
 ledger, store = SQLiteLedger(sys.argv[1]), BlobStore(sys.argv[2])
 print("ready", flush=True)
 for seq in range(ledger.last + 1, 100_000):
@@ -211,14 +201,27 @@ def test_nobody_sees_a_blob_before_it_is_whole(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     blob = os.urandom(2 * CHUNK + 1)
     upload = store.begin(key_of(blob), len(blob))
-    for index in (2, 0):
-        assert not upload.take(index, blob[slice(*bounds(index, len(blob)))])
+    for start in (2 * CHUNK, 0):
+        assert not upload.take(start, blob[start : start + CHUNK])
     assert os.listdir(tmp_path) == ["incomplete"]
-    assert upload.arrivals.missing() == [[1, 2]]
-    assert upload.take(1, blob[CHUNK : 2 * CHUNK])
+    assert upload.missing == [[CHUNK, 2 * CHUNK]]
+    assert upload.take(CHUNK, blob[CHUNK : 2 * CHUNK])
+    # What comes again changes nothing.
+    assert upload.take(0, bytes(CHUNK))
     upload.commit()
     assert store.get(upload.key) == blob
     assert os.listdir(tmp_path / "incomplete") == []
+
+
+def test_what_is_no_part_of_a_blob_is_refused(tmp_path: Path) -> None:
+    upload = BlobStore(tmp_path).begin(key_of(b"announced"), 1000)
+    for start, data in ((0, b""), (1000, b"x"), (995, b"too much")):
+        with pytest.raises(Malformed, match="are none of a blob of 1,000 bytes"):
+            upload.take(start, data)
+    for start in range(0, 512, 2):
+        upload.take(start, b"x")
+    with pytest.raises(Malformed, match="each without a gap"):
+        upload.take(514, b"x")
 
 
 def test_other_bytes_than_announced_leave_nothing_behind(tmp_path: Path) -> None:
@@ -249,31 +252,22 @@ def test_a_full_disk_refuses_the_blob_and_keeps_the_others(
     assert store.get(store.put(bytes(3 * CHUNK))) == bytes(3 * CHUNK)
 
 
-def test_chunks_arrive_in_any_order_and_more_than_once(tmp_path: Path) -> None:
+def test_parts_arrive_in_any_order_from_several_threads_and_more_than_once(tmp_path: Path) -> None:
     blob = os.urandom(40 * CHUNK + 11)
-    received = bytearray(len(blob))
-
-    def write(offset: int, data: Any) -> None:
-        received[offset : offset + len(data)] = data
-
-    arrivals = Arrivals(len(blob), write, lambda start, end: bytes(received[start:end]))
-    last = []
+    store = BlobStore(tmp_path)
+    upload = store.begin(key_of(blob), len(blob))
 
     def send(seed: int) -> None:
-        order = list(range(count(len(blob))))
+        order = list(range(0, len(blob), CHUNK))
         random.Random(seed).shuffle(order)
-        for index in order:
-            if arrivals.take(index, blob[slice(*bounds(index, len(blob)))]):
-                last.append(index)
+        for start in order:
+            upload.take(start, blob[start : start + CHUNK])
 
     threads = [threading.Thread(target=send, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(last) == 1
-    assert arrivals.missing() == []
-    assert arrivals.digest() == key_of(blob)
-    # What comes afterwards does not change what was digested.
-    assert not arrivals.take(0, bytes(CHUNK))
-    assert bytes(received) == blob
+    assert upload.missing == []
+    upload.commit()
+    assert store.get(upload.key) == blob

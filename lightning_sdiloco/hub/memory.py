@@ -1,11 +1,21 @@
-"""A hub in memory and connections to it without a network: for simulations and tests, in real or virtual time."""
+"""A hub in memory and connections to it without a network: for simulations and tests, in real or virtual time.
 
+[Note: whose turn it is] It is always the turn of the site whose clock is furthest behind, and its clock is the time.
+What is on its way arrives before a later turn begins. So nothing depends on the speed of this machine.
+"""
+
+import heapq
+import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 
-from lightning_sdiloco.comm import EVERYTHING, Busy, Event, MailboxError, Missing, key_of
+from typing_extensions import override
+
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import (
     Beat,
@@ -19,54 +29,20 @@ from lightning_sdiloco.federation import (
     StateHeader,
 )
 from lightning_sdiloco.hub.connection import (
-    Called,
+    Bytes,
+    Fetched,
     Lost,
     Recorded,
     StateArrived,
-    StateWanted,
     Told,
     Waiting,
-    Welcomed,
+    Wanted,
 )
 from lightning_sdiloco.hub.coordinator import Coordinator
-from lightning_sdiloco.hub.events import Heard, heard
-from lightning_sdiloco.hub.history import Bytes, History
-from lightning_sdiloco.hub.outbox import Outbox
-from lightning_sdiloco.hub.quorums import imported
-from lightning_sdiloco.hub.shards import Fetched, Wanted, all_payloads
-
-
-class InMemoryJournal:
-    """Records and notes in memory; see `Journal`."""
-
-    def __init__(self) -> None:
-        self._records: list[bytes] = []
-        self._notes: dict[str, bytes] = {}
-
-    def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> bool:
-        if seq < len(self._records):
-            return self._records[seq] == bytes(record)
-        assert seq == len(self._records), "a record follows on the last one"
-        self._records.append(bytes(record))
-        self.note(notes or {})
-        return True
-
-    def read(self, after: int = EVERYTHING) -> Iterator[tuple[int, bytes]]:
-        yield from enumerate(self._records[after + 1 :], after + 1)
-
-    def note(self, notes: Mapping[str, Bytes | None]) -> None:
-        for name, value in notes.items():
-            if value is None:
-                self._notes.pop(name, None)
-            else:
-                self._notes[name] = bytes(value)
-
-    def notes(self, prefix: str = "") -> dict[str, bytes]:
-        return {name: self._notes[name] for name in sorted(self._notes) if name.startswith(prefix)}
-
-    def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
-        del self._records[count:]
-        self.note(notes)
+from lightning_sdiloco.hub.events import Said, StateOffered, said_in
+from lightning_sdiloco.hub.ledger import MEMORY, History, SQLiteLedger, imported
+from lightning_sdiloco.hub.remote import Outbox, all_payloads
+from lightning_sdiloco.hub.wire import Busy, Event, MailboxError, Missing, key_of
 
 
 class InMemoryStore:
@@ -113,7 +89,7 @@ class InProcessHub:
     ) -> None:
         self.run = run
         self.clock, self.sleep = clock, sleep
-        self.journal, self.store = InMemoryJournal(), InMemoryStore()
+        self.journal, self.store = SQLiteLedger(MEMORY), InMemoryStore()
         self.connections: dict[str, InProcessConnection] = {}
         self._sites = sites
         self.coordinator = self._started()
@@ -244,9 +220,9 @@ class InProcessConnection:
 
     def hear(self, event: Event) -> None:
         """Takes what the hub tells."""
-        told = self._read(heard(event))
+        told = self._read(said_in(event))
         with self._lock:
-            self._told += told
+            self._told.append(told)
 
     # What happens within
 
@@ -289,24 +265,16 @@ class InProcessConnection:
             del self._hub.connections[self.site]
         self._error = error if isinstance(error, Refused) else Refused(str(error))
 
-    def _read(self, said: Heard) -> list[Told]:
-        if said.record:
+    def _read(self, said: Said | None) -> Told:
+        assert said is not None, "the hub is of this version"
+        if isinstance(said, Recorded):
             self._outbox.hear(said.record)
-            return [Recorded(said.record, self._payloads(said))]
-        if said.welcome:
-            return [Welcomed(said.welcome, said.header)]
-        if said.call:
-            return [Called(said.call, said.own)]
-        if said.kind == "wanted":
-            return [StateWanted(said.text, said.flag)]
-        if said.kind == "state" and said.header:
+            return Recorded(said.record, self._hub.store.payloads(said.record, self._wanted))
+        if isinstance(said, StateOffered):
             self._asked_at = -1.0
-            return [StateArrived(said.header, tuple(self._hub.store.get(part.key) for part in said.parts), said.text)]
-        return [Waiting(said.text)]
-
-    def _payloads(self, said: Heard) -> dict[str, Bytes] | None:
-        assert said.record is not None, "the event is a record"
-        return self._hub.store.payloads(said.record, self._wanted)
+            parts = tuple(self._hub.store.get(part.key) for part in said.parts)
+            return StateArrived(said.header, parts, said.source)
+        return said
 
 
 class InProcessShards:
@@ -337,3 +305,144 @@ class InProcessShards:
 
     def close(self) -> None:
         """See `Shards`."""
+
+
+_BEATS = 4  # signs of life in a lease
+
+
+class VirtualTime:
+    """The clocks of some sites; see [Note: whose turn it is].
+
+    Args:
+        sites: How many sites there are.
+        until: Lets the others have their turns until a condition holds.
+
+    Attributes:
+        now: The time in seconds.
+
+    Examples:
+        >>> time, told = VirtualTime(1, lambda ready: None), []
+        >>> time.at(2.5, lambda: told.append(time.now))
+        >>> time.passes(0, 4.0)
+        >>> time.now, told
+        (4.0, [2.5])
+    """
+
+    def __init__(self, sites: int, until: Callable[[Callable[[], bool]], None]) -> None:
+        self.now = 0.0
+        self._clocks = [0.0] * sites
+        self._until = until
+        self._coming: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = count()
+
+    def at(self, time: float, do: Callable[[], object]) -> None:
+        """Does something at a time; what is due at the same time comes in the order in which it was said."""
+        heapq.heappush(self._coming, (max(time, self.now), next(self._numbers), do))
+
+    def passes(self, site: int, seconds: float) -> None:
+        """Lets seconds pass for the site whose turn it is, and the others have theirs meanwhile."""
+        own = self._clocks[site] = self.now + seconds
+        self._until(lambda: min((clock, other) for other, clock in enumerate(self._clocks)) == (own, site))
+        while self._coming and self._coming[0][0] <= own:
+            self.now, _, do = heapq.heappop(self._coming)
+            do()
+        self.now = own
+
+    def ends(self, site: int) -> None:
+        """Gives a site no turn any more."""
+        self._clocks[site] = math.inf
+
+
+@dataclass(frozen=True)
+class VirtualLink:
+    """The way between a site and its hub."""
+
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+    delay: float = 0.0
+    is_away: Callable[[float], bool] = lambda time: False
+
+
+class VirtualHub(InProcessHub):
+    """A hub in memory whose time is that of its sites."""
+
+    def __init__(self, run: str, sites: int, time: VirtualTime) -> None:
+        self.time = time
+        super().__init__(run, sites, clock=lambda: time.now)
+
+    def connect_over(self, site: str, number: int, link: VirtualLink, moment: float) -> "VirtualConnection":
+        """Returns the connection of a site."""
+        return VirtualConnection(self, site, number, link, moment)
+
+
+class VirtualConnection(InProcessConnection):
+    """A connection on which messages take time. What one side sends arrives in order."""
+
+    def __init__(self, hub: VirtualHub, site: str, number: int, link: VirtualLink, moment: float) -> None:
+        super().__init__(hub, site)
+        self.follower: Follower | None = None
+        self._time, self._number, self._link, self._moment = hub.time, number, link, moment
+        self._up = self._down = 0.0
+        self._has_left = False
+
+    @override
+    def hello(self, follower: Follower) -> None:
+        is_first, self.follower = self.follower is None, follower
+        super().hello(follower)
+        if is_first:
+            self._live(follower.terms.lease / _BEATS)
+
+    def _live(self, every: float) -> None:
+        """Gives a sign of life now and again, as the network's threads of a site do while training is busy."""
+        if self._has_left:
+            return
+        if self._beat is not None and self.is_connected and not self._link.is_away(self._time.now):
+            # Who is refused hears it at its next step.
+            with suppress(MailboxError, Refused):
+                self._hub.coordinator.beat(self._beat)
+        self._hub.coordinator.tick()
+        self._time.at(self._time.now + every, lambda: self._live(every))
+
+    @override
+    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
+        kept = dict(blobs)
+        self._outbox.put(own, kept)
+        self._sends(sum(map(len, kept.values())), lambda: self._arrives(own, kept))
+        self.sends_bytes_per_s = 1 / self._link.seconds_per_byte if self._link.seconds_per_byte else 0.0
+
+    def _arrives(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
+        if self.is_connected:
+            for blob in blobs.values():
+                self._hub.store.put(blob)
+            self._say(lambda hub: hub.contribute(own, self.life))
+
+    @override
+    def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
+        given = super().give
+        self._sends(sum(map(len, parts)), lambda: given(request, header, parts))
+
+    def _sends(self, nbytes: int, arrives: Callable[[], object]) -> None:
+        self._up = max(self._up, self._time.now) + nbytes * self._link.seconds_per_byte
+        self._time.at(self._up + self._link.latency + self._link.delay, arrives)
+
+    @override
+    def hear(self, event: Event) -> None:
+        said, hears = said_in(event), super().hear
+        counted = said.record.counted if isinstance(said, Recorded) else ()
+        payloads = [payload for own in counted if own.site != self.site for payload in own.payloads]
+        parts = said.parts if isinstance(said, StateOffered) else ()
+        nbytes = sum(payload.size for payload in (*payloads, *parts))
+        self._down = max(self._down, self._time.now) + nbytes * self._link.seconds_per_byte
+        self._time.at(self._down + self._link.latency, lambda: hears(event))
+
+    @override
+    def wait(self, timeout: float) -> bool:
+        self._hub.coordinator.tick()
+        if not self._told and not self._error:
+            self._time.passes(self._number, max(timeout, self._moment))
+        return bool(self._told or self._error)
+
+    @override
+    def leave(self) -> None:
+        self._has_left = True
+        super().leave()

@@ -1,0 +1,415 @@
+"""What a hub must not forget: one SQLite file, and what lies in it: charter, records, open contributions, anchors.
+
+[Note: what lies where] Records and notes lie in a journal, which takes several of them at once or none. Payloads and
+states are blobs in a store. A blob is durable before a record or a note names it, and is dropped when none does.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import secrets
+import sqlite3
+import struct
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightning_sdiloco.errors import AgreementError, Refused
+from lightning_sdiloco.federation import (
+    CLASS_PATH,
+    Charter,
+    Contribution,
+    Ledger,
+    Payload,
+    Position,
+    Quorum,
+    Record,
+    StateHeader,
+    built_in,
+    quorum_of,
+)
+from lightning_sdiloco.hub.events import anchor_of, anchor_text
+from lightning_sdiloco.hub.store import sync_folder
+from lightning_sdiloco.hub.wire import (
+    EVERYTHING,
+    MAX_RECORD,
+    Bytes,
+    MailboxError,
+    Missing,
+    NoSpace,
+    checked_size,
+)
+
+_HEAD = 100  # bytes that SQLite keeps for itself at the beginning of a file
+_APPLICATION = 0x5D110C0  # says in the head of the file whose it is
+_VERSION = 1
+_TABLES = """
+    create table records (seq integer primary key, record blob not null, chain blob not null);
+    create table notes (name text primary key, value blob not null) without rowid;
+"""
+
+
+MEMORY = ":memory:"
+"""In place of a path: a ledger that nobody needs later."""
+
+
+class LedgerError(MailboxError):
+    """The file of a ledger cannot be used: it was truncated, altered, made by something else, or is in use."""
+
+
+class SQLiteLedger:
+    """Records with their numbers, and notes: what a hub has to know when it starts again."""
+
+    def __init__(self, path: str | Path, must_exist: bool = False) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        if path != MEMORY:
+            existed = self.path.exists()
+            if must_exist and not existed:
+                raise LedgerError(f"There is no ledger {self.path}. Give the path of the ledger of this run.")
+            if existed:
+                self._check_head()
+            else:
+                _make(self.path)
+        try:
+            self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+            if path == MEMORY:
+                self._database.executescript(_TABLES)
+        except sqlite3.Error as error:
+            raise self._unusable(str(error)) from error
+        try:
+            self._open()
+            self._count, self._chain = self._verified()
+        except sqlite3.Error as error:
+            self._database.close()
+            in_use = "locked" in str(error)
+            raise self._unusable("another process has it open" if in_use else str(error)) from error
+        except LedgerError:
+            self._database.close()
+            raise
+
+    @property
+    def last(self) -> int:
+        """The number of the last record, or `EVERYTHING` if there is none."""
+        return self._count + EVERYTHING
+
+    @property
+    def chain(self) -> str:
+        """The digest of all records, each with its number, in their order: equal if and only if they are."""
+        return self._chain.hex()
+
+    def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> bool:
+        """Gives a number to a record and notes what changes with it, both or neither."""
+        checked_size(len(record), MAX_RECORD, "record")
+        with self._lock:
+            if not 0 <= seq <= self._count:
+                raise Refused(f"record {seq} does not follow: the ledger has {self._count}.")
+            if seq < self._count:
+                (there,) = self._database.execute("select record from records where seq = ?", (seq,)).fetchone()
+                return bytes(there) == bytes(record)
+            chain = chained(self._chain, seq, record)
+            rows = (seq, bytes(record), chain)
+            self._write([("insert into records values (?, ?, ?)", rows), *_of_notes(notes or {})])
+            self._count, self._chain = seq + 1, chain
+            return True
+
+    def read(self, after: int = EVERYTHING) -> Iterator[tuple[int, bytes]]:
+        """Yields the records after a number, with theirs."""
+        while True:
+            after += 1
+            with self._lock:
+                row = self._database.execute("select record from records where seq = ?", (after,)).fetchone()
+            if row is None:
+                return
+            yield after, bytes(row[0])
+
+    def note(self, notes: Mapping[str, Bytes | None]) -> None:
+        """Notes values under names, durably: all of them or none. A value of None deletes the note."""
+        with self._lock:
+            self._write(_of_notes(notes))
+
+    def notes(self, prefix: str = "") -> dict[str, bytes]:
+        """Returns the notes whose names begin with a prefix."""
+        with self._lock:
+            rows = self._database.execute(
+                "select name, value from notes where substr(name, 1, ?) = ? order by name", (len(prefix), prefix)
+            ).fetchall()
+        return {name: bytes(value) for name, value in rows}
+
+    def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
+        """Drops all but the first records for good, and notes what changes with it, both or neither."""
+        with self._lock:
+            self._write([("delete from records where seq >= ?", (count,)), *_of_notes(notes)])
+            self._count, self._chain = self._verified()
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._database.close()
+
+    def _check_head(self) -> None:
+        # SQLite itself would take a file that is too short for an empty one, and write to what is somebody else's.
+        with self.path.open("rb") as file:
+            head = file.read(_HEAD)
+        if len(head) < _HEAD:
+            raise self._unusable("it is empty, or was truncated")
+        if not head.startswith(b"SQLite format 3\0"):
+            raise self._unusable("it is no database")
+        (version,), (application,) = (struct.unpack_from(">I", head, offset) for offset in (60, 68))
+        if (application, version) != (_APPLICATION, _VERSION):
+            raise self._unusable("it is a database of something else, or of another version")
+
+    def _open(self) -> None:
+        for pragma in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = full"):
+            self._database.execute(f"pragma {pragma}").fetchall()
+        found = self._database.execute("pragma integrity_check").fetchone()[0]
+        if found != "ok":
+            raise self._unusable(found)
+
+    def _verified(self) -> tuple[int, bytes]:
+        count, chain = 0, b""
+        for seq, record, stored in self._database.execute("select seq, record, chain from records order by seq"):
+            chain = chained(chain, seq, record) if isinstance(record, bytes) else b""
+            if seq != count or chain != stored:
+                raise self._unusable(f"record {count} has been altered, or is missing")
+            count += 1
+        return count, chain
+
+    def _write(self, statements: list[tuple[str, tuple[object, ...]]]) -> None:
+        try:
+            self._database.execute("begin immediate")
+            try:
+                for statement, values in statements:
+                    self._database.execute(statement, values)
+                self._database.execute("commit")
+            except BaseException:
+                if self._database.in_transaction:
+                    self._database.execute("rollback")
+                raise
+        except sqlite3.Error as error:
+            if "full" in str(error):
+                raise NoSpace(f"there is no space left for the ledger {self.path}: nothing was written.") from error
+            raise self._unusable(str(error)) from error
+
+    def _unusable(self, reason: str) -> LedgerError:
+        return LedgerError(
+            f"The ledger {self.path} cannot be used: {reason}. Nothing of it was changed. Give the path of the ledger "
+            "of this run, or a copy of it that is whole; a new one is made where there is no file."
+        )
+
+
+def _make(path: Path) -> None:
+    """Makes an empty ledger, whole or not at all."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as database:
+            database.executescript(
+                f"begin; {_TABLES} pragma application_id = {_APPLICATION}; pragma user_version = {_VERSION}; commit;"
+            )
+        new.chmod(0o600)
+        new.rename(path)
+        sync_folder(path.parent)
+    except (OSError, sqlite3.Error) as error:
+        new.unlink(missing_ok=True)
+        raise LedgerError(f"The ledger {path} cannot be made ({error}): its folder has to be there.") from error
+
+
+def chained(chain: bytes, seq: int, record: Bytes) -> bytes:
+    """Returns the digest of a record and all before it."""
+    return hashlib.sha256(chain + seq.to_bytes(8, "big") + bytes(record)).digest()
+
+
+def _of_notes(notes: Mapping[str, Bytes | None]) -> list[tuple[str, tuple[object, ...]]]:
+    return [
+        ("delete from notes where name = ?", (name,))
+        if value is None
+        else ("insert or replace into notes values (?, ?)", (name, bytes(value)))
+        for name, value in notes.items()
+    ]
+
+
+class Quorums:
+    """Finds the class of a quorum by its class path; see `quorum_of`."""
+
+    def __init__(self, named: str | None = None) -> None:
+        self._named = {} if named is None else {named: imported(named)}
+
+    def __call__(self, path: str) -> type[Any]:
+        """Returns the class."""
+        try:
+            return self._named.get(path) or built_in(path)
+        except Refused as error:
+            raise Refused(f"{error}. The operator of the hub has to allow it: sdiloco hub --quorum {path}") from None
+
+
+def imported(path: str) -> type[Quorum]:
+    """Imports a quorum; only for class paths that this machine's own user has given."""
+    module, _, name = path.rpartition(".")
+    try:
+        if not CLASS_PATH.fullmatch(path):
+            raise ImportError("it is no dotted name of a class")
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that is installed here, or is"
+            " in a folder of PYTHONPATH."
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, Quorum)):
+        raise ValueError(f"quorum={path!r} is no Quorum: it must extend lightning_sdiloco.Quorum.")
+    return found
+
+
+class Store(Protocol):
+    """Where blobs are kept, such as `BlobStore`."""
+
+    def get(self, key: str) -> bytes:
+        """Returns a blob, verified."""
+
+    def size(self, key: str) -> int:
+        """Returns the size of a blob; raises `Missing` if it is not there."""
+
+    def retain(self, keys: Collection[str], age: float = ...) -> int:
+        """Drops all blobs but those named, and those that came lately."""
+
+
+class History:
+    """Reads and writes what is durable; see [Note: what lies where]."""
+
+    def __init__(self, journal: SQLiteLedger, store: Store, quorums: Callable[[str], type[Any]] | None = None) -> None:
+        self.journal, self.store, self.quorums = journal, store, quorums or Quorums()
+        text = journal.notes("charter").get("charter")
+        self.charter = Charter.from_bytes(text) if text else None
+        self.anchors = [anchor_of(text) for text in journal.notes("anchor/").values()]
+        self._numbers: list[array[int]] = []
+        self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
+
+    def ledger(self, now: float) -> Ledger:
+        """Returns the ledger as it is durable, of a run that has been founded."""
+        assert self.charter is not None, "the run has been founded"
+        terms = self.charter.terms
+        self._numbers = [array("q") for _ in range(terms.fragments)]
+        self._named = [deque() for _ in range(terms.fragments)]
+        ledger = Ledger(
+            terms,
+            self.charter.key,
+            now,
+            self._records(),
+            (Contribution.from_bytes(text) for text in self.journal.notes("open/").values()),
+            [header for header, _ in self.anchors],
+            quorum=quorum_of(terms.quorum, self.quorums),
+            evicted=[(name.split("/")[1], name.split("/")[2]) for name in self.journal.notes("evicted/")],
+        )
+        if self.journal.notes("ending"):
+            ledger.end()
+        return ledger
+
+    def _records(self) -> Iterator[Record]:
+        for _, text in self.journal.read():
+            record = Record.from_bytes(text)
+            self._index(record)
+            yield record
+
+    def _index(self, record: Record) -> None:
+        self._numbers[record.fragment].append(record.seq)
+        keys = tuple(payload.key for own in record.counted for payload in own.payloads)
+        self._named[record.fragment].append((record.round, keys))
+
+    def holds(self, parts: Sequence[Payload]) -> bool:
+        """Tells whether blobs are in the store, each with the size that is said."""
+        try:
+            return all(self.store.size(part.key) == part.size for part in parts)
+        except Missing:
+            return False
+
+    # What happens
+
+    def found(self, charter: Charter, header: StateHeader, parts: Sequence[Payload]) -> None:
+        """Writes the charter and the state at round 0: from then on there is a run."""
+        self.journal.note({"charter": charter.to_bytes(), "anchor/000000": anchor_text(header, parts)})
+        self.charter, self.anchors = charter, [(header, tuple(parts))]
+
+    def take(self, own: Contribution) -> None:
+        """Writes a contribution whose payloads are in the store."""
+        self.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
+
+    def append(self, record: Record) -> None:
+        """Writes a record; what was contributed to its round is no longer open."""
+        gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
+        if not self.journal.append(record.seq, record.to_bytes(), gone):
+            raise AgreementError(
+                f"Record {record.seq} was written by somebody else: two hubs serve this run from one ledger. End one."
+            )
+        self._index(record)
+
+    def evict(self, site: str, life: str | None) -> None:
+        """Writes that a life was thrown out, and forgets what it contributed to open rounds."""
+        gone = dict.fromkeys(name for name in self.journal.notes("open/") if name.endswith(f"/{site}"))
+        self.journal.note({**gone, **({f"evicted/{site}/{life}": b""} if life else {})})
+
+    def end(self) -> None:
+        """Writes that an operator has ended the run."""
+        self.journal.note({"ending": b"1"})
+
+    def anchor(self, header: StateHeader, parts: Sequence[Payload]) -> None:
+        """Writes a state that is in the store."""
+        last = max(self.journal.notes("anchor/"), default="anchor/000000")
+        self.journal.note({f"anchor/{int(last[7:]) + 1:06d}": anchor_text(header, parts)})
+        self.anchors.append((header, tuple(parts)))
+
+    def keep_anchors(self, headers: Sequence[StateHeader]) -> None:
+        """Drops the states that are not needed any more."""
+        if len(headers) != len(self.anchors):
+            names = self.journal.notes("anchor/")
+            self.journal.note({name: None for name, text in names.items() if anchor_of(text)[0] not in headers})
+            self.anchors = [anchor for anchor in self.anchors if anchor[0] in headers]
+
+    def roll_back(self, round: int) -> int:
+        """Drops the first record of a later round and all that were written after it."""
+        last = sum(map(len, self._numbers))
+        count = min((own[round] for own in self._numbers if len(own) > round), default=last)
+        rounds = [sum(number < count for number in own) for own in self._numbers]
+        kept = {
+            name
+            for name, text in self.journal.notes("anchor/").items()
+            if all(at.round <= rounds[p] for p, at in enumerate(anchor_of(text)[0].applied))
+        }
+        if not kept:
+            oldest = max(position.round for position in self.anchors[0][0].applied) if self.anchors else 0
+            raise Refused(
+                f"round={round} is too far back: the oldest state that the hub keeps is of round {oldest}. Give that"
+                " round, or a later one."
+            )
+        gone = [name for name in self.journal.notes() if name.startswith(("anchor/", "open/")) and name not in kept]
+        self.journal.cut(count, {**dict.fromkeys(gone), "ending": None})
+        self.anchors = [anchor_of(text) for text in self.journal.notes("anchor/").values()]
+        return count
+
+    # What is needed
+
+    def missing(self, applied: Sequence[Position], kept: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yields the records that a site lacks, with their numbers."""
+        first = [max(at.round, 0 if at.round else kept[p] - 1) for p, at in enumerate(applied)]
+        # The number of the first record of each fragment that is lacking.
+        numbers = {p: own[first[p]] for p, own in enumerate(self._numbers) if first[p] < len(own)}
+        if not numbers:
+            return
+        for seq, text in self.journal.read(min(numbers.values()) - 1):
+            fragment = Record.from_bytes(text).fragment
+            if seq >= numbers.get(fragment, seq + 1):
+                yield seq, text
+
+    def tidy(self, kept: Sequence[int], also: Collection[str]) -> int:
+        """Drops blobs that nothing needs any more."""
+        needed = set(also)
+        for named, first in zip(self._named, kept, strict=True):
+            while named and named[0][0] < first:
+                named.popleft()
+            needed.update(key for _, keys in named for key in keys)
+        for text in self.journal.notes("open/").values():
+            needed.update(payload.key for payload in Contribution.from_bytes(text).payloads)
+        for _, parts in self.anchors:
+            needed.update(part.key for part in parts)
+        return self.store.retain(needed)

@@ -1,0 +1,232 @@
+"""What both ends of a connection between site and hub have in common: errors, sizes, messages, and options of gRPC.
+
+A message is a strict JSON header, then raw bytes. Nothing is ever unpickled.
+"""
+
+import hashlib
+import importlib
+import json
+import re
+import struct
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from lightning_sdiloco.errors import Malformed, Refused
+from lightning_sdiloco.federation import decoded
+
+Bytes = bytes | bytearray | memoryview
+
+MAX_BLOB = 16 << 30
+"""Bytes of the largest blob, if nothing smaller is chosen."""
+
+MAX_RECORD = 128 << 10
+"""Bytes of the largest record: it names blobs, it does not hold them."""
+
+EVERYTHING = -1
+"""After which number to read, to see all records: they are numbered from 0."""
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+class MailboxError(RuntimeError):
+    """A mailbox could not do what was asked. Asking again may help; what is `Refused` it does not."""
+
+
+class HubUnreachable(MailboxError):
+    """The hub does not answer, but may later. What was sent may or may not have arrived, and may be sent again."""
+
+
+class Denied(Refused):
+    """The certificate does not speak for who asked, or not for what was asked."""
+
+
+class Busy(MailboxError):
+    """What was asked cannot be had now, since somebody else has it. To ask again may help."""
+
+
+class NoSpace(MailboxError):
+    """The store is full, or may hold no more. What it has is not touched."""
+
+
+class Missing(MailboxError):
+    """There is no blob under this key: it was never there, or has been dropped."""
+
+
+class Altered(MailboxError):
+    """Bytes are not those that their digest announced."""
+
+
+Failure = MailboxError | Refused
+"""What a call of a mailbox may raise."""
+
+
+def key_of(blob: Bytes) -> str:
+    """Returns the key of a blob: its SHA-256 digest.
+
+    Examples:
+        >>> key_of(b"")[:8]
+        'e3b0c442'
+    """
+    return hashlib.sha256(blob).hexdigest()
+
+
+def checked_key(key: Any) -> str:
+    """Returns a key that has the form of one, so that it can be the name of a file."""
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise Malformed(f"{str(key)[:80]!r} is no key: a key has 64 hexadecimal digits.")
+    return key
+
+
+def checked_size(size: Any, limit: int, what: str) -> int:
+    """Returns a size that has been announced, before any memory is taken for it."""
+    if type(size) is not int or size < 0:
+        raise Malformed(f"the size of a {what} is a whole number, and not {str(size)[:80]!r}.")
+    if size > limit:
+        raise Refused(f"a {what} of {size:,} bytes is too large: at most {limit:,} are taken.")
+    return size
+
+
+def checked_blob(key: str, blob: bytes, where: str) -> bytes:
+    """Returns a blob whose digest is its key."""
+    if key_of(blob) != key:
+        raise Altered(f"{where} holds other bytes than those whose digest is {key}: they have been altered.")
+    return blob
+
+
+def extra(module: str) -> ModuleType:
+    """Imports what the extra ``federated`` brings."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = {"grpc": "grpcio"}.get(module.split(".")[0], module.split(".")[0])
+        raise ValueError(
+            f"A federation needs {package}, which is not installed. Install it with all else that a federation needs: "
+            "pip install 'lightning-sdiloco[federated]'"
+        ) from error
+
+
+# Messages
+
+Header = dict[str, Any]
+
+PROTOCOL = 2
+"""Version of the messages; both sides must speak the same."""
+
+CHUNK = 256 << 10
+"""Bytes of the largest piece in which blobs travel, between a header and the end of a stream."""
+
+MAX_HEADER = 64 << 10
+MAX_MESSAGE = 8 + MAX_HEADER + CHUNK
+"""Bytes of the largest message: gRPC refuses a larger one by its length, before it takes memory."""
+
+_LENGTH = struct.Struct(">I")
+
+
+def pack(header: Header, body: Bytes = b"") -> bytes:
+    """Returns a message of a header and bytes."""
+    try:
+        text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Malformed(f"the header of a message cannot be written as JSON: {error}") from error
+    if len(text) > MAX_HEADER or len(body) > CHUNK:
+        raise Malformed(f"a message has at most {MAX_HEADER:,} bytes of header and {CHUNK:,} of body.")
+    return b"".join((_LENGTH.pack(len(text)), text, body))
+
+
+def unpack(message: bytes) -> tuple[Header, bytes]:
+    """Returns header and bytes of a message."""
+    if len(message) < _LENGTH.size:
+        raise Malformed("a message is shorter than the length of its header.")
+    (length,) = _LENGTH.unpack_from(message)
+    end = _LENGTH.size + length
+    if length > MAX_HEADER or end > len(message):
+        raise Malformed(f"a header of {length:,} bytes does not fit.")
+    header = decoded(message[_LENGTH.size : end], MAX_HEADER)
+    if not isinstance(header, dict):
+        raise Malformed("the header of a message is no JSON object.")
+    return header, message[end:]
+
+
+# gRPC
+
+SERVICE = "sdiloco.Hub"
+
+
+class Event(NamedTuple):
+    """What a hub tells a site of its own accord."""
+
+    kind: str
+    header: Header
+    body: bytes = b""
+
+
+_WINDOW = 2 << 20
+
+_SIZES: list[tuple[str, int | str]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    # On a long link a connection carries a window per round trip; gRPC's own begins with 64 KiB.
+    ("grpc.http2.lookahead_bytes", _WINDOW),
+    # It would make the window as large as the link can fill, and whoever writes more slowly would hold that much.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.write_buffer_size", 256 << 10),
+]
+_PING_MS = 10_000
+
+CLIENT_OPTIONS: list[tuple[str, int | str]] = [
+    *_SIZES,
+    # Connections of their own; otherwise gRPC joins channels to the same address.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    # Also the time that a connection may take to be made: with less, a site far away never connects.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.keepalive_time_ms", _PING_MS),
+    ("grpc.keepalive_timeout_ms", _PING_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+SERVER_OPTIONS: list[tuple[str, int | str]] = [
+    *_SIZES,
+    # Two hubs on one port would share the sites among them.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", _PING_MS),
+    ("grpc.keepalive_timeout_ms", _PING_MS),
+    ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_metadata_size", 8 << 10),
+]
+
+CODES: Mapping[type[Exception], str] = {
+    Denied: "PERMISSION_DENIED",
+    Malformed: "INVALID_ARGUMENT",
+    Refused: "FAILED_PRECONDITION",
+    Busy: "ABORTED",
+    NoSpace: "RESOURCE_EXHAUSTED",
+    Missing: "NOT_FOUND",
+    Altered: "DATA_LOSS",
+}
+"""The status code of each error, and with it the error on the other side."""
+
+ERRORS: Mapping[str, Any] = {code: error for error, code in CODES.items()}
+"""The error of each status code."""
+
+_AWAY = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"}
+
+
+def status_of(error: Failure) -> Any:
+    """Returns gRPC's status code of an error."""
+    return getattr(extra("grpc").StatusCode, CODES.get(type(error), "INTERNAL"))
+
+
+def error_of(error: Any, hub: str) -> Failure:
+    """Returns the error that gRPC's stands for."""
+    code, details = error.code().name, error.details() or ""
+    if code in _AWAY or details.startswith("Concurrent RPC limit"):
+        if "andshake" in details or "erification" in details or "SSL" in details:
+            details += " (does the hub have keys of the same authority and run, and is TLS on at both ends?)"
+        return HubUnreachable(f"hub {hub} does not answer: {code.lower()}, {details[:400]}")
+    return ERRORS.get(code, MailboxError)(f"hub {hub}: {details[:1000]}")
