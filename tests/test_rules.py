@@ -227,9 +227,7 @@ def test_planning_and_federation_are_plain_numbers() -> None:
         assert tops_of(module) <= {NAME, "typing_extensions"} | sys.stdlib_module_names, module
 
 
-@pytest.mark.parametrize(
-    ("family", "shared"), [("compression", {"base", "blockwise", "sample"}), ("comm.exchange", {"base"})]
-)
+@pytest.mark.parametrize(("family", "shared"), [("compression", {"base", "blockwise"}), ("comm.exchange", {"base"})])
 def test_a_member_of_a_family_knows_no_other_member(family: str, shared: set[str]) -> None:
     ground = {f"{NAME}.{name}" for name in GROUND}
     below = {f"{NAME}.comm.staging", f"{NAME}.comm.pacing"} | ground

@@ -1,28 +1,23 @@
 """How an outer gradient is encoded for the wire: one interface, and one family of compressions per file.
 
 In comes a flat float32 tensor, out goes a uint8 payload of a size known beforehand, or at most of that, and back. A
-compression is a frozen choice that keeps no state. `kernels` decides whether the two long passes, encoding and the
-mean, run eagerly or compiled. This room knows tensors only: no model, no process group, no settings.
+compression is a frozen choice that keeps no state. This room knows tensors only: no model, process group or settings.
 """
 
 from collections.abc import Mapping
 
-from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.compression.base import Compression, mean_over_senders, weighted_mean
+from lightning_sdiloco.compression.blockwise import FP8, MXFP4, Int2, Int4, Int8
 from lightning_sdiloco.compression.by_link import ByLink
 from lightning_sdiloco.compression.casts import BFloat16, Float32
 from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
-from lightning_sdiloco.compression.int2 import Int2
-from lightning_sdiloco.compression.integers import Int4, Int8
 from lightning_sdiloco.compression.kernels import (
     EAGER,
     Kernels,
     kernels_for,
-    mean_over_senders,
     missing_for,
-    weighted_mean,
 )
-from lightning_sdiloco.compression.microscaling import FP8, MXFP4
 from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
 from lightning_sdiloco.compression.topk import Threshold, TopK
 

@@ -1,32 +1,12 @@
 """The interface of a compression: how an outer gradient is written as bytes for the wire."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_sdiloco.memory import new_vector
-
-
-class BlockCodec(Protocol):
-    """A compression as functions of whole blocks, which `compression.kernels` compiles into one pass each."""
-
-    def wire_bytes(self, numel: int) -> int:
-        """Returns the size in bytes of the payload of ``numel`` values."""
-
-    def pad(self, values: Tensor) -> Tensor:
-        """Pads float32 values to whole blocks. It always runs eagerly."""
-
-    def encode_padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks and returns their scales and codes. It is compiled."""
-
-    def split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Splits a payload into scales and codes, as `encode_padded` returned them. It always runs eagerly."""
-
-    def decode_padded(self, scales: Tensor, codes: Tensor) -> Tensor:
-        """Decodes whole blocks and returns their float32 values, one row for each block. It is compiled."""
 
 
 class Compression(ABC):
@@ -67,46 +47,35 @@ class Compression(ABC):
             out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
 
-    def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yields payloads of one stretch of the values after the other, which `decode` then decodes by themselves.
-
-        Decoded in this way, long vectors need little memory: the next payload may take the place of the one before. By
-        default the only stretch is the whole.
-
-        Args:
-            payload: What `encode` returned.
-            numel: Number of values.
-        """
-        yield slice(0, numel), payload
-
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Decodes one stretch of the values after the other; the next one takes the place of the one before.
+        """Decodes one stretch of the values after the other, so that long vectors need little memory.
 
-        By default the stretches are those of `parts`.
+        By default the only stretch is the whole.
 
         Args:
             payload: What `encode` returned.
             numel: Number of values.
 
         Yields:
-            Where a stretch lies, and its values, to which may be written.
+            Where a stretch lies, and its values, to which may be written. The next one may take their place.
         """
-        scratch = new_vector(0, payload.device)
-        for where, part in self.parts(payload, numel):
-            length = where.stop - where.start
-            scratch = scratch if length <= len(scratch) else new_vector(length, payload.device)
-            self.decode(part, scratch[:length])
-            yield where, scratch[:length]
+        values = new_vector(numel, payload.device)
+        self.decode(payload, values)
+        yield slice(0, numel), values
 
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
         """Takes the mean of what several payloads decode to, each times its factor, added up in their order.
 
-        By default this happens in `stretches`, and what is decoded takes the memory of one.
+        By default this happens in `stretches`, so that what is decoded takes the memory of one. Where `counts_senders`
+        says so, the mean of a value is that of those that have sent it, and 0 if none has.
 
         Args:
             sent: The payloads and their factors; nothing has a mean of zero.
             out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
+        if self.counts_senders():
+            out.copy_(mean_over_senders(self._placed(sent, out), out))
+            return
         out.zero_()
         for payload, factor in sent:
             for where, values in self.stretches(payload, out.numel()):
@@ -114,13 +83,12 @@ class Compression(ABC):
                 out[where] += values if factor == 1 else values.mul_(factor)
         divide(out, len(sent))
 
-    def blocks(self) -> BlockCodec | None:
-        """Returns this compression as functions of whole blocks, which are compiled on CUDA.
-
-        None, the default, means that `encode` and `decode` run eagerly. Subclasses of `Blockwise` return themselves. A
-        compression that wraps another one and encodes exactly as it does returns the blocks of that one.
-        """
-        return None
+    def _placed(self, sent: Sequence[tuple[Tensor, float]], like: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
+        values, places = torch.empty_like(like), torch.empty_like(like)
+        for payload, factor in sent:
+            self.decode(payload, values)
+            self.places(payload, places)
+            yield values, places, factor
 
     def at(self, step: int) -> "Compression":
         """Returns the compression for the launch after an inner step: itself, unless it picks values at random."""
@@ -243,6 +211,40 @@ class Compression(ABC):
         return None
 
 
+def weighted_mean(parts: Iterable[tuple[Tensor, float]], like: Tensor) -> Tensor:
+    """Returns the mean of decoded outer gradients, each with its factor; with it, they may be written to.
+
+    Args:
+        parts: The outer gradients, in the order in which they are added up.
+        like: A tensor of their shape and on their device.
+    """
+    total, count = torch.zeros_like(like), 0
+    for values, factor in parts:
+        total += values if factor == 1 else values.mul_(factor)
+        count += 1
+    return divide(total, count)
+
+
+def mean_over_senders(parts: Iterable[tuple[Tensor, Tensor, float]], like: Tensor) -> Tensor:
+    """Returns the mean of decoded outer gradients, that of each value over those that have it; 0 where none has.
+
+    Args:
+        parts: The outer gradients, in the order in which they are added up, which may be written to; 1 where one has a
+            value and 0 elsewhere; and its factor.
+        like: A tensor of their shape and on their device.
+    """
+    total, senders = torch.zeros_like(like), torch.zeros_like(like)
+    for values, places, factor in parts:
+        total += values if factor == 1 else values.mul_(factor)
+        senders += places
+    return total.div_(senders.clamp_(min=1))
+
+
 def divide(total: Tensor, groups: int) -> Tensor:
     """Divides a sum by how many groups are in it, if there are any, and returns it."""
     return total.div_(total.new_full((), groups)) if groups else total
+
+
+def chunk_length(device: torch.device) -> int:
+    """Returns how many values to handle at a time: on a CPU so many that what is computed stays in its cache."""
+    return 1 << 17 if device.type == "cpu" else 1 << 23

@@ -1,12 +1,17 @@
 """Compressions with one scale per block of values and a few bits per value.
 
 A payload of ``numel`` values is the scales of ``ceil(numel / block)`` blocks, then the codes, ``bits`` for each value.
-Payloads are not padded to whole blocks, and blocks are independent of each other. Eagerly, a long vector is encoded and
-decoded one chunk of blocks at a time; on CUDA `compression.kernels` compiles each direction into one pass.
+Payloads are not padded to whole blocks, and blocks are independent of each other. A long vector is encoded and decoded
+one chunk of blocks after the other, so that what is computed on the way stays in the cache of a processor.
+
+Bits are compared as whole numbers, and products and quotients are correctly rounded, so that every processor gives the
+same codes. `fp4` has a file of its own, as it is written in C too.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -14,30 +19,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import BlockCodec, Compression
+from lightning_sdiloco.compression.base import Compression, chunk_length
 from lightning_sdiloco.memory import new_vector
 
-
-class Scratch:
-    """Working memory that is reused for each chunk in turn: allocating it anew would cost more than the arithmetic."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._kept: dict[str, Tensor] = {}
-
-    def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised vector in the memory of that name. No later chunk is longer than the first."""
-        if name not in self._kept:
-            self._kept[name] = new_vector(numel, self._device, dtype)
-        return self._kept[name][:numel]
+_EXPONENT = 23  # the position of the exponent in a float32
 
 
 class Blockwise(Compression):
-    """Writes one scale per block, and codes that do not straddle bytes.
-
-    A subclass names its format, and encodes and decodes whole blocks with operations that torch.compile can trace. If
-    torch.compile cannot trace them, or if the compiled form gives other bits than the eager one, the compression runs
-    eagerly and a warning says why.
+    """Writes one scale per block, and codes that do not straddle bytes. A subclass encodes and decodes whole blocks.
 
     Attributes:
         block: Values under one scale, a multiple of 32.
@@ -48,10 +37,10 @@ class Blockwise(Compression):
         >>> class Signs(Blockwise):
         ...     # The signs of 32 values, a byte each, and their largest magnitude.
         ...     block, bits, scale = 32, 8, torch.float32
-        ...     def encode_blocks(self, values, scratch):
-        ...         return values.abs().view(-1, 32).amax(1), (values > 0).to(torch.uint8)
-        ...     def decode_blocks(self, scales, codes, out, scratch):
-        ...         torch.mul(codes.view(-1, 32) * 2.0 - 1, scales[:, None], out=out)
+        ...     def encode_blocks(self, values):
+        ...         return values.abs().amax(1), values > 0
+        ...     def decode_blocks(self, scales, codes):
+        ...         return (codes * 2.0 - 1) * scales[:, None]
         >>> values, decoded = torch.tensor([1.0, -3.0]).repeat(16), torch.empty(32)
         >>> Signs().decode(Signs().encode(values), decoded)
         >>> Signs().wire_bytes(32), decoded[:2].tolist()
@@ -63,140 +52,294 @@ class Blockwise(Compression):
     scale: ClassVar[torch.dtype]
 
     @abstractmethod
-    def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Encodes whole blocks.
 
         Args:
-            values: Contiguous float32 tensor of shape ``(blocks * block,)``, which must not be written to.
-            scratch: Working memory. The results may be views of it.
+            values: float32 tensor of shape ``(blocks, block)``, which must not be written to.
 
         Returns:
-            The scales, of dtype ``scale`` and shape ``(blocks,)``, and the codes as bytes, the first value of a byte in
-            its lowest bits.
+            The scales, of dtype ``scale`` and shape ``(blocks,)``, and a code for each value, below ``2 ** bits``.
         """
 
     @abstractmethod
-    def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
+    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
         """Decodes whole blocks.
 
         Args:
             scales: As `encode_blocks` returns them.
-            codes: As `encode_blocks` returns them. They must not be written to.
-            out: float32 tensor of shape ``(blocks, block)``, which is overwritten.
-            scratch: Working memory.
+            codes: Bytes of shape ``(blocks, block * bits / 8)``, the first code of a byte in its lowest bits.
+
+        Returns:
+            A new float32 tensor of shape ``(blocks, block)``.
         """
+
+    def pad(self, values: Tensor) -> Tensor:
+        """Pads values to whole blocks, with zeros."""
+        return _padded(values, self.block)
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """Returns the exact size in bytes of the payload of ``numel`` values.
-
-        Args:
-            numel: Number of values, at least 1.
-
-        Returns:
-            The bytes of a scale for each block, also for a partial one, and a byte for each ``8 / bits`` values.
-        """
+        """Returns the bytes of a scale for each block, also for a partial one, and a byte for ``8 / bits`` values."""
         return self._scale_bytes(numel) + -(-numel * self.bits // 8)
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        """Encodes values as one scale per block and one code per value.
-
-        Args:
-            values: Contiguous float32 tensor of shape ``(numel,)``. A block with a non-finite value may be encoded as
-                anything; the other blocks are not affected.
-
-        Returns:
-            The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
-        """
-        numel = values.numel()
+        """Encodes values; a block with one that is not finite may become anything, and other blocks are untouched."""
+        numel, head = values.numel(), self._scale_bytes(values.numel())
         payload = new_vector(self.wire_bytes(numel), values.device, torch.uint8)
-        scales, codes = payload[: self._scale_bytes(numel)].view(self.scale), payload[self._scale_bytes(numel) :]
-        length, scratch = chunk_length(values.device), Scratch(values.device)
-        for start in range(0, numel, length):
-            piece = values[start : start + length]
-            piece_scales, piece_codes = self.encode_blocks(self.pad(piece), scratch)
-            scales[start // self.block :][: len(piece_scales)] = piece_scales
-            target = codes[start * self.bits // 8 :][: len(piece_codes)]
-            target.copy_(piece_codes[: len(target)])
+        scales, codes = payload[:head].view(self.scale), payload[head:]
+        for where in chunks(values):
+            own, one_each = self.encode_blocks(self.pad(values[where]).view(-1, self.block))
+            scales[where.start // self.block :][: len(own)] = own
+            target = codes[where.start * self.bits // 8 : -(-where.stop * self.bits // 8)]
+            target.copy_(_packed(one_each.to(torch.uint8).view(-1), self.bits)[: len(target)])
         return payload
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Decodes a payload.
-
-        Args:
-            payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
-            out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
-        """
-        numel = out.numel()
-        scales, codes = self._split(payload, numel)
-        length, scratch = chunk_length(out.device), Scratch(out.device)
-        for start in range(0, numel, length):
-            piece = out[start : start + length]
-            piece_scales = scales[start // self.block :][: -(-len(piece) // self.block)]
-            piece_codes = codes[start * self.bits // 8 :][: -(-len(piece) * self.bits // 8)]
-            whole = piece if len(piece) % self.block == 0 else piece.new_empty(len(piece_scales) * self.block)
-            padded_codes = _pad(piece_codes, self.block * self.bits // 8)
-            self.decode_blocks(piece_scales, padded_codes, whole.view(-1, self.block), scratch)
-            if whole is not piece:
-                piece.copy_(whole[: len(piece)])
+        """Decodes a payload, one chunk after the other."""
+        for where, values in self.stretches(payload, out.numel()):
+            out[where] = values
 
     @override
-    def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yields payloads of as many whole blocks as are handled at a time; see `Compression.parts`."""
-        scales, codes = payload[: self._scale_bytes(numel)], payload[self._scale_bytes(numel) :]
-        length = chunk_length(payload.device)
-        # One for all: the allocator of the host would hold many of those that come and go.
-        part = new_vector(self.wire_bytes(min(length, numel)), payload.device, torch.uint8)
-        for start in range(0, numel, length):
-            stop = min(start + length, numel)
-            of_scales = slice(self._scale_bytes(start), self._scale_bytes(stop))
-            of_codes = slice(start * self.bits // 8, -(-stop * self.bits // 8))
-            joined = (scales[of_scales], codes[of_codes])
-            yield slice(start, stop), torch.cat(joined, out=part[: sum(map(len, joined))])
-
-    @override
-    def blocks(self) -> BlockCodec:
-        """Returns itself: all blockwise compressions are compiled on CUDA."""
-        return self
-
-    def pad(self, values: Tensor) -> Tensor:
-        """Pads values to whole blocks, with zeros."""
-        return _pad(values, self.block)
-
-    def encode_padded(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks and returns their scales and codes, in memory of their own."""
-        return self.encode_blocks(values, Scratch(values.device))
-
-    def split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Splits a payload into the scales and the codes of whole blocks, as `encode_blocks` returned them.
-
-        Args:
-            payload: Contiguous uint8 tensor of shape ``(wire_bytes(numel),)``.
-            numel: Number of values.
-        """
-        scales, codes = self._split(payload, numel)
-        return scales, _pad(codes, self.block * self.bits // 8)
-
-    def decode_padded(self, scales: Tensor, codes: Tensor) -> Tensor:
-        """Decodes whole blocks and returns their values, float32 of shape ``(blocks, block)``."""
-        out = torch.empty(len(scales), self.block, device=scales.device)
-        self.decode_blocks(scales, codes, out, Scratch(scales.device))
-        return out
-
-    def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Decodes one chunk after the other."""
         assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
+        head = self._scale_bytes(numel)
         # A payload may start at an odd address of a gathered buffer, where wider types cannot be viewed.
-        return payload[: self._scale_bytes(numel)].clone().view(self.scale), payload[self._scale_bytes(numel) :]
+        scales, codes = payload[:head].clone().view(self.scale), payload[head:]
+        for start in range(0, numel, chunk_length(payload.device)):
+            stop = min(start + chunk_length(payload.device), numel)
+            own = scales[start // self.block : -(-stop // self.block)]
+            packed = _padded(codes[start * self.bits // 8 : -(-stop * self.bits // 8)], self.block * self.bits // 8)
+            yield slice(start, stop), self.decode_blocks(own, packed.view(len(own), -1)).view(-1)[: stop - start]
 
     def _scale_bytes(self, numel: int) -> int:
         return self.scale.itemsize * -(-numel // self.block)
 
 
-def chunk_length(device: torch.device) -> int:
-    """Returns how many values to handle at a time."""
-    return 1 << 20 if device.type == "cpu" else 1 << 23
+class Leveled(Blockwise):
+    """Has the same levels in all blocks, times what the scale of the block stands for.
+
+    Attributes:
+        levels: What each code stands for under a scale of 1: ``2 ** bits`` numbers.
+    """
+
+    levels: ClassVar[tuple[float, ...]]
+
+    @abstractmethod
+    def steps(self, scales: Tensor) -> Tensor:
+        """Returns, as float32, by what the levels of each block are multiplied."""
+
+    @override
+    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+        """Decodes whole blocks."""
+        return look_up(codes, self.levels).mul_(self.steps(scales)[:, None])
+
+
+class _Integers(Leveled):
+    """Encodes each value as a whole number of steps of ``top / largest``, from ``-largest`` to ``largest``.
+
+    ``top`` is the largest magnitude of the block, rounded to bfloat16. It is so large that a step of a 127th is no
+    subnormal number, and at most the largest finite bfloat16. Values are rounded to nearest, and ties go to even.
+    """
+
+    block: ClassVar[int] = 128
+    scale: ClassVar[torch.dtype] = torch.int16
+    largest: ClassVar[int]
+
+    @override
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes whole blocks, in two's complement."""
+        tops = (magnitude_bits(values).amax(1) + 0x8000 >> 16).clamp_(0x0400, 0x7F7F)
+        # Not largest / tops: torch would take the reciprocal of the tops, which may be a subnormal number.
+        per_unit = torch.full_like(tops, self.largest, dtype=torch.float32).div_(from_bfloat16_bits(tops))
+        numbers = (values * per_unit[:, None]).round_().clamp_(-self.largest, self.largest).to(torch.int8)
+        return tops.to(torch.int16), numbers.bitwise_and_(2**self.bits - 1 if self.bits < 8 else -1)
+
+    @override
+    def steps(self, scales: Tensor) -> Tensor:
+        """Returns the steps; with the divisor on the device, as an accelerator would multiply by its reciprocal."""
+        tops = from_bfloat16_bits(scales)
+        return tops.div_(tops.new_full((), self.largest))
+
+
+@dataclass(frozen=True)
+class Int8(_Integers):
+    """Whole numbers from -127 to 127, and 16 bits for each block of 128 values: 8.125 bits a value.
+
+    Examples:
+        >>> import torch
+        >>> payload, decoded = Int8().encode(torch.tensor([127.0, -3.0, 0.2])), torch.empty(3)
+        >>> Int8().decode(payload, decoded)
+        >>> payload.numel(), decoded.tolist()
+        (5, [127.0, -3.0, 0.0])
+    """
+
+    bits: ClassVar[int] = 8
+    largest: ClassVar[int] = 127
+    levels: ClassVar[tuple[float, ...]] = tuple(map(float, [*range(128), *range(-128, 0)]))
+
+
+@dataclass(frozen=True)
+class Int4(_Integers):
+    """Whole numbers from -7 to 7, and 16 bits for each block of 128 values: 4.125 bits a value.
+
+    Examples:
+        >>> import torch
+        >>> payload, decoded = Int4().encode(torch.tensor([7.0, -3.0, 0.2])), torch.empty(3)
+        >>> Int4().decode(payload, decoded)
+        >>> payload.numel(), decoded.tolist()
+        (4, [7.0, -3.0, 0.0])
+    """
+
+    bits: ClassVar[int] = 4
+    largest: ClassVar[int] = 7
+    levels: ClassVar[tuple[float, ...]] = tuple(map(float, [*range(8), *range(-8, 0)]))
+
+
+class _Microscaling(Leveled):
+    """Small floating-point codes under one power of two per block, as in the OCP Microscaling formats.
+
+    A power of two leaves every product exact. It is stored as E8M0: the exponent of a float32, biased by 127.
+    """
+
+    scale: ClassVar[torch.dtype] = torch.uint8
+
+    @override
+    def steps(self, scales: Tensor) -> Tensor:
+        """Returns the powers of two."""
+        return _power_of_two(scales.to(torch.int32))
+
+
+@dataclass(frozen=True)
+class FP8(_Microscaling):
+    """E4M3 codes, and 8 bits for each block of 128 values: 8.0625 bits a value.
+
+    The power of two brings the largest magnitude of the block, rounded to four significant bits, into ``[128, 256)``.
+    So nothing is cut off, and a value down to ``2**-13`` of the largest keeps four significant bits. Ties go to even.
+
+    Examples:
+        >>> import torch
+        >>> payload, decoded = FP8().encode(torch.tensor([1.0, -0.3, 0.0])), torch.empty(3)
+        >>> FP8().decode(payload, decoded)
+        >>> payload.numel(), decoded.tolist()
+        (4, [1.0, -0.3125, 0.0])
+    """
+
+    block: ClassVar[int] = 128
+    bits: ClassVar[int] = 8
+    levels: ClassVar[tuple[float, ...]] = tuple(
+        torch.arange(256, device="cpu").to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).tolist()
+    )
+
+    @override
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes whole blocks. Products are exact, except for those so small that they become zero."""
+        scales = _exponent_of(magnitude_bits(values).amax(1) + (1 << 19), below=7, lowest=9)
+        # Beyond the largest scale, the largest magnitude could be rounded up to 256, which overflows when decoded.
+        scaled = (values * _power_of_two(254 - scales)[:, None]).clamp_(-240, 240)
+        return scales.to(torch.uint8), scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class MXFP4(_Microscaling):
+    """E2M1 codes, and 8 bits for each block of 32 values: 4.25 bits a value; the OCP MXFP4 format.
+
+    The levels of a block are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, with a sign. The power of two brings
+    the largest magnitude into ``[4, 8)``, as the OCP specification says, so that whatever is above 6 is cut off. A
+    value goes to the nearest level, and ties go to the even code.
+
+    Examples:
+        >>> import torch
+        >>> payload, decoded = MXFP4().encode(torch.tensor([6.0, -0.9, 0.2, 5.0])), torch.empty(4)
+        >>> MXFP4().decode(payload, decoded)
+        >>> payload.numel(), decoded.tolist()
+        (3, [6.0, -1.0, 0.0, 4.0])
+    """
+
+    block: ClassVar[int] = 32
+    bits: ClassVar[int] = 4
+    levels: ClassVar[tuple[float, ...]] = tuple(s * v for s in (1.0, -1.0) for v in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6))
+
+    @override
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes whole blocks. A code is a sign and the number of a level."""
+        magnitude = magnitude_bits(values)
+        scales = _exponent_of(magnitude.amax(1), below=2, lowest=1)
+        share = magnitude.view(torch.float32).mul_(_power_of_two(254 - scales)[:, None])
+        # The levels have steps of 1/2 up to 2, of 1 up to 4 and of 2 beyond. The least of the three roundings is right.
+        numbers = torch.minimum((share * 2).round_(), share.round().add_(2))
+        numbers = torch.minimum(numbers, (share * 0.5).round_().add_(4)).clamp_(0, 7)
+        return scales.to(torch.uint8), numbers.to(torch.int32).bitwise_or_(sign_bits(values, 3))
+
+
+@dataclass(frozen=True)
+class Int2(Blockwise):
+    """A sign and one of two magnitudes, and 32 bits for each block of 128 values: 2.25 bits a value.
+
+    The magnitudes in a block fall into those below their mean and the others; the means of these two sets are the two
+    magnitudes of the block. A value takes the nearer one, and a tie goes up. In a block that holds a zero, the lower
+    magnitude is zero, so that zeros stay zeros.
+
+    Examples:
+        >>> import torch
+        >>> payload, decoded = Int2().encode(torch.tensor([4.0, -1.0, -3.9, 1.0])), torch.empty(4)
+        >>> Int2().decode(payload, decoded)
+        >>> payload.numel(), decoded.tolist()
+        (5, [3.953125, -1.0, -3.953125, 1.0])
+    """
+
+    block: ClassVar[int] = 128
+    bits: ClassVar[int] = 2
+    scale: ClassVar[torch.dtype] = torch.int32
+
+    @override
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes whole blocks. A scale holds the lower and the upper magnitude as bfloat16, in that order."""
+        magnitude = magnitude_bits(values)
+        means = torch.stack(_two_means(magnitude), dim=1)
+        pairs = means.to(torch.bfloat16).clamp_(0, torch.finfo(torch.bfloat16).max)
+        low, high = pairs.to(torch.float32).unbind(1)
+        is_high = magnitude >= (low * 0.5 + high * 0.5).view(torch.int32)[:, None]
+        return pairs.view(torch.int32).view(-1), sign_bits(values, 1).bitwise_or_(is_high)
+
+    @override
+    def pad(self, values: Tensor) -> Tensor:
+        """Pads the last block with a repetition of its own values: zeros would pull the magnitudes down."""
+        missing = -len(values) % self.block
+        last = values[len(values) // self.block * self.block :]
+        return torch.cat((values, last.repeat(self.block)[:missing])) if missing else values
+
+    @override
+    def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
+        """Decodes whole blocks, which is exact, since one of the two terms is zero."""
+        low, high = from_bfloat16_bits(scales & 0xFFFF), from_bfloat16_bits(scales >> 16)
+        lower = look_up(codes, (1.0, 0.0, -1.0, -0.0)).mul_(low[:, None])
+        return lower.add_(look_up(codes, (0.0, 1.0, -0.0, -1.0)).mul_(high[:, None]))
+
+
+def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns, computed in float64, the mean of the magnitudes below their mean, and the mean of the others."""
+    doubles = magnitudes.view(torch.float32).to(torch.float64)
+    mean = doubles.mean(1)
+    least = mean.to(torch.float32)
+    least = torch.where(least < mean, (least.view(torch.int32) + 1).view(torch.float32), least)
+    below = (magnitudes - least.view(torch.int32)[:, None]).bitwise_right_shift_(31)  # -1 for each that is
+    count = below.sum(1, dtype=torch.int32).neg_()
+    # Not as the difference from the sum of all, in which small values beside great ones would be lost.
+    lower = below.bitwise_and_(magnitudes)
+    low = doubles.copy_(lower.view(torch.float32)).sum(1) / count.clamp(min=1)
+    above = doubles.copy_(lower.bitwise_xor_(magnitudes).view(torch.float32)).sum(1)
+    low[magnitudes.amin(1) == 0] = 0
+    return low.to(torch.float32), (above / (magnitudes.size(1) - count).clamp_(min=1)).to(torch.float32)
+
+
+def chunks(values: Tensor) -> Iterator[slice]:
+    """Yields where the chunks of a vector lie."""
+    numel, length = values.numel(), chunk_length(values.device)
+    return (slice(start, min(start + length, numel)) for start in range(0, numel, length))
 
 
 def from_bfloat16_bits(bits: Tensor) -> Tensor:
@@ -204,54 +347,49 @@ def from_bfloat16_bits(bits: Tensor) -> Tensor:
     return (bits.to(torch.int32) << 16).view(torch.float32)
 
 
-def pack_pairs(codes: Tensor, scratch: Scratch) -> Tensor:
-    """Packs four-bit codes, given one to a byte, two to a byte. The input is overwritten."""
-    if torch.compiler.is_compiling():
-        # A view as wider words would break the fusion.
-        low, high = codes.view(torch.uint8).view(-1, 2).unbind(1)
-        return low | high << 4
-    # Whole words are much faster than every other byte.
-    words = codes.view(torch.int16)
-    shifted = torch.bitwise_right_shift(words, 4, out=scratch.take("shifted", len(words), torch.int16))
-    return scratch.take("packed", len(words), torch.uint8).copy_(words.bitwise_or_(shifted))
+def sign_bits(values: Tensor, bit: int) -> Tensor:
+    """Returns an int32 for each value, with the sign of the value at a given bit and zeros elsewhere."""
+    return (values.view(torch.int32) >> 31).bitwise_and_(1 << bit)
 
 
-def pack_quads(codes: Tensor, scratch: Scratch) -> Tensor:
-    """Packs two-bit codes, given one to a byte, four to a byte."""
-    if torch.compiler.is_compiling():
-        first, second, third, fourth = codes.view(torch.uint8).view(-1, 4).unbind(1)
-        return first | second << 2 | third << 4 | fourth << 6
-    words = codes.view(torch.int32)
-    packed, shifted = (scratch.take(name, len(words), torch.int32) for name in ("packed", "shifted"))
-    packed.copy_(words)
-    for bits in (6, 12, 18):
-        packed.bitwise_or_(torch.bitwise_right_shift(words, bits, out=shifted))
-    return scratch.take("bytes", len(words), torch.uint8).copy_(packed)
+def magnitude_bits(values: Tensor) -> Tensor:
+    """Returns the bits of the magnitudes as int32."""
+    return values.view(torch.int32) & 0x7FFFFFFF
 
 
-def sign_bits(values: Tensor, bit: int, scratch: Scratch) -> Tensor:
-    """Returns a byte for each value, with the sign of the value at a given bit and zeros elsewhere."""
-    work = scratch.take("work", len(values), torch.int32)
-    torch.bitwise_right_shift(values.view(torch.int32), 31 - bit, out=work)
-    return scratch.take("signs", len(values), torch.uint8).copy_(work).bitwise_and_(1 << bit)
+def look_up(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
+    """Returns the float32 values for which bytes stand, a row for each row of bytes."""
+    found = table(levels, codes.device).index_select(0, codes.reshape(-1).to(torch.int32))
+    return found.view(torch.float32).view(len(codes), -1)
 
 
-def magnitude_bits(values: Tensor, scratch: Scratch) -> Tensor:
-    """Returns the bits of the magnitudes as int32, in the scratch memory named ``work``."""
-    work = scratch.take("work", len(values), torch.int32)
-    return torch.bitwise_and(values.view(torch.int32), 0x7FFFFFFF, out=work)
+@cache
+def table(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """Returns the values of all codes of every byte, as one word each: a look-up is faster than arithmetic."""
+    bits = len(levels).bit_length() - 1
+    byte = torch.arange(256, device=device)[:, None] >> torch.arange(0, 8, bits, device=device)
+    values = torch.tensor(levels, device=device, dtype=torch.float32)[byte & len(levels) - 1]
+    return values.view({8: torch.float32, 4: torch.int64, 2: torch.complex128}[bits]).view(-1)
 
 
-def look_up(codes: Tensor, make_table: Callable[[torch.device], Tensor], scratch: Scratch) -> Tensor:
-    """Looks up the float32 values that each byte stands for."""
-    if torch.compiler.is_compiling():
-        table = make_table.__wrapped__(codes.device)  # type: ignore[attr-defined]
-        return table.view(torch.float32).view(256, -1)[codes.to(torch.int32)].view(-1)
-    table = make_table(codes.device)
-    numbers = scratch.take("numbers", len(codes), torch.int32).copy_(codes)
-    found = scratch.take(f"found {make_table.__name__}", len(codes), table.dtype)
-    return torch.index_select(table, 0, numbers, out=found).view(torch.float32)
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Packs codes, given one to a byte. Whole words are much faster than every other byte."""
+    if bits == 8:
+        return codes
+    words = codes.view(torch.int16 if bits == 4 else torch.int32)
+    # A code of 2 bits in the next byte is 8 - 2 bits too far up; what lies above the lowest byte is dropped.
+    words = words | words >> 8 - bits
+    return (words if bits == 4 else words | words >> 12).to(torch.uint8)
 
 
-def _pad(values: Tensor, block: int) -> Tensor:
+def _padded(values: Tensor, block: int) -> Tensor:
     return values if len(values) % block == 0 else F.pad(values, (0, -len(values) % block))
+
+
+def _exponent_of(largest: Tensor, below: int, lowest: int) -> Tensor:
+    """Returns the biased exponent of the largest magnitude, less ``below``."""
+    return (largest >> _EXPONENT).sub_(below).clamp_(lowest + 1, 254 - below)
+
+
+def _power_of_two(biased: Tensor) -> Tensor:
+    return (biased << _EXPONENT).view(torch.float32)

@@ -117,7 +117,6 @@ class ByLink(Compression):
 
     @override
     def varies(self) -> bool:
-        """Returns True."""
         return True
 
     @override
@@ -145,13 +144,11 @@ class ByLink(Compression):
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yields what the code of the payload yields."""
         code, rest = self._read(payload, numel)
         return code.stretches(rest, numel)
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
-        """Tells what the code of the payload tells."""
         code, rest = self._read(payload, out.numel())
         code.places(rest, out)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import BlockCodec, Compression
+from lightning_sdiloco.compression.base import Compression
 
 
 @dataclass(frozen=True)
@@ -49,49 +49,36 @@ class ErrorFeedback(Compression):
             )
 
     @override
-    def blocks(self) -> BlockCodec | None:
-        """Returns the blocks of the wrapped compression, which does all encoding."""
-        return self.compression.blocks()
-
-    @override
     def at(self, step: int) -> "ErrorFeedback":
-        """Returns error feedback around the wrapped compression as it is at an inner step."""
         return replace(self, compression=self.compression.at(step))
 
     @override
     def with_names(self, resolve: Callable[[str | Compression], Compression]) -> "ErrorFeedback":
-        """Returns error feedback around the wrapped compression, with others in place of their names."""
         return replace(self, compression=self.compression.with_names(resolve))
 
     @override
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        """Returns what the wrapped compression returns."""
         return self.compression.choice(numel, bytes_per_s, overlap_s)
 
     @override
     def choice_bytes(self, numel: int, choice: int) -> int:
-        """Returns what the wrapped compression returns."""
         return self.compression.choice_bytes(numel, choice)
 
     @override
     def chosen(self, choice: int) -> "ErrorFeedback":
-        """Returns error feedback around the wrapped compression as it is chosen."""
         one = self.compression.chosen(choice)
         return self if one is self.compression else replace(self, compression=one)
 
     @override
     def suits_sums(self) -> bool:
-        """Returns what the wrapped compression returns."""
         return self.compression.suits_sums()
 
     @override
     def chosen_share(self) -> float:
-        """Returns what the wrapped compression returns."""
         return self.compression.chosen_share()
 
     @override
     def counts_senders(self) -> bool:
-        """Returns what the wrapped compression returns."""
         return self.compression.counts_senders()
 
     @override
@@ -101,27 +88,22 @@ class ErrorFeedback(Compression):
 
     @override
     def varies(self) -> bool:
-        """Returns what the wrapped compression returns."""
         return self.compression.varies()
 
     @override
     def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
-        """Returns what the wrapped compression returns."""
         return self.compression.tuning(values, before)
 
     @override
     def tuned(self, tuning: Tensor | None) -> "ErrorFeedback":
-        """Returns error feedback around the wrapped compression as it is tuned."""
         return self if tuning is None else replace(self, compression=self.compression.tuned(tuning))
 
     @override
     def remembers(self) -> bool:
-        """Returns True."""
         return True
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """Returns the size of the payload of the wrapped compression."""
         return self.compression.wire_bytes(numel)
 
     @override
@@ -131,22 +113,14 @@ class ErrorFeedback(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Decodes as the wrapped compression does."""
         self.compression.decode(payload, out)
 
     @override
-    def parts(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yields what the wrapped compression yields."""
-        return self.compression.parts(payload, numel)
-
-    @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yields what the wrapped compression yields."""
         return self.compression.stretches(payload, numel)
 
     @override
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        """Takes the mean as the wrapped compression does."""
         self.compression.mean(sent, out)
 
     @override

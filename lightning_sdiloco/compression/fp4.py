@@ -22,14 +22,12 @@ from typing_extensions import override
 
 from lightning_sdiloco.compression.blockwise import (
     Blockwise,
-    Scratch,
+    Leveled,
     from_bfloat16_bits,
-    look_up,
     magnitude_bits,
-    pack_pairs,
     sign_bits,
+    table,
 )
-from lightning_sdiloco.compression.sample import same_bits, sample
 from lightning_sdiloco.memory import new_vector
 
 _log = logging.getLogger(__name__)
@@ -48,7 +46,7 @@ _GREATEST_TOP = 0x7F7F
 
 
 @dataclass(frozen=True)
-class FP4(Blockwise):
+class FP4(Leveled):
     """Four bits a value, and 16 bits for each block of 128 values: 4.125 bits a value.
 
     The levels of a block are 0 and ``top * 2**(code - 7)`` for codes 1 to 7, with a sign. ``top`` is the largest
@@ -70,6 +68,9 @@ class FP4(Blockwise):
     block: ClassVar[int] = BLOCK
     bits: ClassVar[int] = 4
     scale: ClassVar[torch.dtype] = torch.int16
+    levels: ClassVar[tuple[float, ...]] = tuple(
+        s * v for s in (1.0, -1.0) for v in (0.0, *(2.0**-k for k in range(6, -1, -1)))
+    )
 
     @override
     def encode(self, values: Tensor) -> Tensor:
@@ -96,33 +97,20 @@ class FP4(Blockwise):
             _mean(library, sent, out)
 
     @override
-    def encode_blocks(self, values: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and codes, two to a byte."""
-        codes = sign_bits(values, 3, scratch)
-        magnitude = magnitude_bits(values, scratch).view(-1, BLOCK)
+    def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodes whole blocks: tops as the bits of a bfloat16, always finite, and codes."""
+        magnitude = magnitude_bits(values)
         tops = (magnitude.amax(1) >> 16).clamp_(_LEAST_TOP, _GREATEST_TOP)
         # The threshold between two neighbouring levels is 1.5 times the lower one. So all seven have the mantissa of
         # 0.75 * top, and one subtraction of float32 bits compares with all of them. Both products are exact.
         thresholds = (from_bfloat16_bits(tops) * 0.75).view(torch.int32) - (7 << _EXPONENT)
-        passed = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0).view(-1)
-        codes.bitwise_or_(scratch.take("passed", len(values), torch.uint8).copy_(passed))
-        return tops.to(torch.int16), pack_pairs(codes, scratch)
+        passed = magnitude.sub_(thresholds[:, None]).bitwise_right_shift_(_EXPONENT).clamp_min_(0)
+        return tops.to(torch.int16), passed.bitwise_or_(sign_bits(values, 3))
 
     @override
-    def decode_blocks(self, scales: Tensor, codes: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Decodes whole blocks; the result is always finite."""
-        levels = look_up(codes, _pairs, scratch).view(-1, BLOCK)
-        torch.mul(levels, from_bfloat16_bits(scales)[:, None], out=out)
-
-
-@cache
-def _pairs(device: torch.device) -> Tensor:
-    """Returns the two float32 levels of every byte for a top of 1, as the halves of 256 int64."""
-    byte = torch.arange(256, dtype=torch.int32, device=device)
-    codes = torch.stack((byte & 15, byte >> 4), dim=1)
-    exponent = codes & 7
-    magnitude = ((exponent + 120) << _EXPONENT) * (exponent > 0)
-    return (magnitude | (codes & 8) << 28).view(torch.int64).view(-1)
+    def steps(self, scales: Tensor) -> Tensor:
+        """Returns the tops."""
+        return from_bfloat16_bits(scales)
 
 
 def _native_for(*tensors: Tensor) -> ctypes.CDLL | None:
@@ -156,18 +144,25 @@ def _encode(library: ctypes.CDLL, values: Tensor) -> Tensor:
 
 
 def _decode(library: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
-    assert payload.numel() == FP4().wire_bytes(out.numel()), "the payload belongs to a vector of another size"
-    assert (payload.dtype, out.dtype) == (torch.uint8, torch.float32), "bytes are decoded to float32"
-    library.fp4_decode(payload.data_ptr(), out.numel(), _pairs(out.device).data_ptr(), out.data_ptr())
+    _check(payload, out)
+    library.fp4_decode(payload.data_ptr(), out.numel(), _levels_of_bytes().data_ptr(), out.data_ptr())
 
 
 def _mean(library: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
     for payload, _ in sent:
-        assert payload.numel() == FP4().wire_bytes(out.numel()), "the payload belongs to a vector of another size"
-        assert (payload.dtype, out.dtype) == (torch.uint8, torch.float32), "bytes are decoded to float32"
+        _check(payload, out)
     payloads = (ctypes.c_void_p * len(sent))(*(payload.data_ptr() for payload, _ in sent))
     factors = (ctypes.c_float * len(sent))(*(factor for _, factor in sent))
-    library.fp4_mean(payloads, factors, len(sent), out.numel(), _pairs(out.device).data_ptr(), out.data_ptr())
+    library.fp4_mean(payloads, factors, len(sent), out.numel(), _levels_of_bytes().data_ptr(), out.data_ptr())
+
+
+def _check(payload: Tensor, out: Tensor) -> None:
+    assert payload.numel() == FP4().wire_bytes(out.numel()), "the payload belongs to a vector of another size"
+    assert (payload.dtype, out.dtype) == (torch.uint8, torch.float32), "bytes are decoded to float32"
+
+
+def _levels_of_bytes() -> Tensor:
+    return table(FP4.levels, torch.device("cpu"))
 
 
 class _Eager(FP4):
@@ -178,12 +173,20 @@ class _Eager(FP4):
 
 def _is_proven(library: ctypes.CDLL) -> bool:
     """Tells whether a library gives the bits of the operations of torch, a block that is not whole included."""
-    eager, values = _Eager(), sample(torch.empty(20_001, device="cpu", dtype=torch.float32))
-    payload, other = _encode(library, values), eager.encode(values.flip(0))
-    sent = [(payload, 1.0), (other, 0.3), (payload, 1.7)]
-    found, expected = ([torch.empty_like(values) for _ in range(2)] for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 20_001, generator=generator, device="cpu", dtype=torch.float32)
+    values = (one * other.mul(8).exp()).nan_to_num(0.0)
+    values[::17], values[5::19] = 0.0, -0.0
+    # Whole blocks of zeros, and of values at both ends of the range.
+    values[1024:1536], values[2048:2560] = 0.0, values[2048:2560] * 1e-38
+    values[3072:3584] = one[3072:3584].clamp(-3, 3) * 1e38
+    eager, payload = _Eager(), _encode(library, values)
+    sent = [(payload, 1.0), (eager.encode(values.flip(0)), 0.3), (payload, 1.7)]
+    found, expected = torch.empty(2, 2, len(values), device="cpu", dtype=torch.float32)
     _decode(library, payload, found[0])
     eager.decode(payload, expected[0])
     _mean(library, sent, found[1])
     eager.mean(sent, expected[1])
-    return same_bits((payload, *found), (eager.encode(values), *expected))
+    return torch.equal(payload, eager.encode(values)) and torch.equal(
+        found.view(torch.int32), expected.view(torch.int32)
+    )

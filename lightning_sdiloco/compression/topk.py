@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import Compression
-from lightning_sdiloco.compression.blockwise import chunk_length
+from lightning_sdiloco.compression.base import Compression, chunk_length
 from lightning_sdiloco.memory import new_vector
 
 BLOCK = 4096

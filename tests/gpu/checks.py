@@ -26,7 +26,6 @@ from lightning_sdiloco.comm import GroupLayout, Topology, nccl_on
 from lightning_sdiloco.comm.exchange import DeviceBackend
 from lightning_sdiloco.compression import COMPRESSIONS, Compression, ErrorFeedback, RandomBlock, RandomK, TopK
 from lightning_sdiloco.compression.fp4 import FP4
-from lightning_sdiloco.compression.kernels import _PROGRAMS, EAGER, CompiledKernels, Kernels, kernels_for
 from lightning_sdiloco.engine.background import ThreadBackground
 from tests.gpu.task import Found, NotHere, Place, Task
 from tests.known_training import (
@@ -95,9 +94,9 @@ def hard_values(numel: int) -> Tensor:
 
 
 def codecs(place: Place, rank: int, world_size: int) -> Found:
-    """Payloads, means and digests have the bits of the CPU, compiled or operation by operation."""
+    """Payloads, means and digests have the bits of the CPU."""
     values = hard_values(20_000 if place.quick else 20_000_000 + 5)
-    there, kernels, slower = values.to(place.device), kernels_for(torch.device(place.device)), list[str]()
+    there = values.to(place.device)
     assert digest(there, start=3) == digest(values, start=3), "the digest differs from that of the CPU"
     for name, codec in CODECS.items():
         payload = codec.encode(values)
@@ -106,24 +105,12 @@ def codecs(place: Place, rank: int, world_size: int) -> Found:
         codec.decode(payload.to(place.device), out)
         codec.decode(payload, expected)
         assert_same(out, expected, f"{name}: what the device decodes differs")
-        if codec.blocks() is not None:
-            slower += compiled(name, codec, kernels, there, payload, values)
-    assert "fp4" not in slower, "the compiled passes of fp4 were not used: see the log"
-    return {"values": values.numel(), "kernels": kernels.name, "not compiled": slower}
-
-
-def compiled(
-    name: str, codec: Compression, kernels: Kernels, there: Tensor, payload: Tensor, values: Tensor
-) -> list[str]:
-    """Compares the kernels that the device has with the CPU; returns the name if they were not what they should be."""
-    assert_same(kernels.encode(there, codec), payload, f"{name}: the payload of the kernels differs")
-    payloads = [payload, codec.encode(values.flip(0)), codec.encode(-3 * values)]
-    for factors in ({0: 1.0, 1: 1.0, 2: 1.0}, {0: 0.7, 2: 1.3}):
-        mean = kernels.mean([each.to(there.device) for each in payloads], factors, codec, there)
-        assert_same(mean, EAGER.mean(payloads, factors, codec, values), f"{name}: the mean of the kernels differs")
-    if not isinstance(kernels, CompiledKernels):
-        return []
-    return [name] if any(made is None for key, made in _PROGRAMS.made.items() if key[0] is type(codec)) else []
+        payloads = [payload, codec.encode(values.flip(0)), codec.encode(-3 * values)]
+        for factors in ((1.0, 1.0, 1.0), (0.7, 1.3, 1.0)):
+            codec.mean(list(zip(payloads, factors, strict=True)), expected)
+            codec.mean([(each.to(place.device), factor) for each, factor in zip(payloads, factors, strict=True)], out)
+            assert_same(out, expected, f"{name}: the mean of the device differs")
+    return {"values": values.numel()}
 
 
 def assert_same(one: Tensor, other: Tensor, message: str) -> None:
@@ -205,7 +192,7 @@ def sanitized(place: Place, rank: int, world_size: int) -> Found:
 
             return run
 
-    with mode, patch("lightning_sdiloco.engine.engine.kernels_for", lambda device: EAGER):
+    with mode:
         for offloaded in (False, True):
             shown_run(Training(place.device, 0, lane=Watched, offload=offloaded))
     return {"sanitizer": "torch.cuda._sanitizer"}
