@@ -172,6 +172,7 @@ class StreamingDiLoCo:
         background = (self.topology.background or ThreadBackground)(device)
         storage, kernels = storage_for(device, given.offload), kernels_for(device)
         self.rounds = Rounds(self.model, self.topology, storage, kernels, background, inner_optimizers)
+        self.link = self.rounds.link
         self._cut(parts)
         align_ranks(self.model, self.rounds.fragments, self.topology)
         require_same_settings({**self.rounds.described(), "kernels": kernels.name}, self.topology.world)

@@ -39,7 +39,7 @@ RATES = [1e9, 11.0, 1.0]
 def with_links(engines: Sequence[StreamingDiLoCo], rates: Sequence[float] = RATES) -> None:
     """Tells every group how fast its link is, and that an inner step takes a second."""
     for engine, rate in zip(engines, rates, strict=True):
-        engine.rounds.link.fixed, engine.step_clock = rate, StepClock(1.0)
+        engine.link.fixed, engine.step_clock = rate, StepClock(1.0)
 
 
 def numels() -> list[int]:
@@ -132,7 +132,7 @@ def test_processes_get_the_bits_of_the_simulator_and_tell_each_other_what_their_
         model = mlp()
         engine = StreamingDiLoCo(model, compression=ByLink(MENU), **CHOICES)
         with_links([engine], [RATES[rank]])
-        return trained(engine, model, rank, 24), engine.report()["bytes_sent"], engine.rounds.link.last
+        return trained(engine, model, rank, 24), engine.report()["bytes_sent"], engine.link.last
 
     here, seen = in_simulation(3, 24, RATES, compression=ByLink(MENU))
     ranks = run_ranks(run, 3)
@@ -145,7 +145,7 @@ def test_a_run_resumes_bit_for_bit_with_the_choice_of_what_is_in_flight() -> Non
         models = [mlp() for _ in range(2)]
         run = SimulatedGroups(models, compression=ByLink(MENU), **CHOICES)
         with_links(run.engines, [0.0, 0.0])
-        run.engines[1].rounds.link.note(1.0)
+        run.engines[1].link.note(1.0)
         return run, models, [inner_optimizer("sgd", model) for model in models]
 
     def go(run: SimulatedGroups, models: Any, optimizers: Any, steps: range) -> None:
@@ -162,7 +162,7 @@ def test_a_run_resumes_bit_for_bit_with_the_choice_of_what_is_in_flight() -> Non
     assert [flight["choice"] for flight in saved[1]["flights"]] == [2] * len(saved[1]["flights"])
     go(whole, models, optimizers, range(19, 30))
     again, models, optimizers = begun()
-    again.engines[1].rounds.link.last = []
+    again.engines[1].link.last = []
     for engine, model, state, own in zip(again.engines, models, saved, local, strict=True):
         model.load_state_dict(own)
         engine.load_state_dict(state)
