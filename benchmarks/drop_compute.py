@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks import report
 from lightning_sdiloco import DropCompute, StreamingDiLoCo
 from lightning_sdiloco import WorkerGroups as Groups
-from lightning_sdiloco.algorithm import Drop, best_drop
+from lightning_sdiloco.engine.drop_compute import Drop, best_drop
 from tests.ranks import run_ranks
 
 
