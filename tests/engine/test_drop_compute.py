@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks.drop_compute import Case, closed_form
 from lightning_sdiloco import DropCompute, StreamingDiLoCo
-from lightning_sdiloco.algorithm import best_drop
 from lightning_sdiloco.engine import DroppingLoader
+from lightning_sdiloco.engine.drop_compute import best_drop
 from tests.methods import Paced
 
 
