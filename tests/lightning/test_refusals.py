@@ -255,11 +255,6 @@ def test_an_outer_optimizer_together_with_values_for_the_built_in_one_is_refused
     )
 
 
-@EVERYWHERE
-def test_an_outer_optimizer_together_with_the_default_values_is_allowed(make: Make) -> None:
-    make(outer_optimizer=partial(torch.optim.SGD, lr=0.1), outer_lr=0.4, outer_momentum=0.9)
-
-
 @STRATEGIES
 @pytest.mark.parametrize("name", ["process_group", "device_mesh"])
 def test_a_process_group_for_ddp_is_refused(make: Make, name: str) -> None:
