@@ -257,8 +257,8 @@ class HubClient:
     def _fetched(self, key: str, size: int | None, timeout: float | None) -> bytearray:
         attempts = _Attempts(self, timeout or PATIENCE + (self.max_blob if size is None else size) / LEAST_RATE)
         header = self._header() | {"key": key}
-        sizes, blob = [size] if size is not None else [], bytearray(size or 0)
-        missing: _Parts = [[0, size or 0]]
+        sizes = [] if size is None else [checked_size(size, self.max_blob, "blob")]
+        blob, missing = bytearray(size or 0), [[0, size or 0]]
         while True:
             parts, progress = self._parts(missing) or [[0, 0]], [0]
             with self._cancelled_at_the_end() as take:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.hub import Altered, BlobStore, Event, HubUnreachable, Missing, NoSpace, key_of
 from lightning_sdiloco.hub.server import MAX_EVENTS
 from lightning_sdiloco.hub.wire import CHUNK, CLIENT_OPTIONS
@@ -157,6 +158,16 @@ def test_a_download_goes_on_where_it_was_cut(hub: Served, line: Line) -> None:
     line.passed["down"], line.cut_after["down"] = 0, 20 * CHUNK
     assert site.get(key) == blob
     assert len(blob) <= line.passed["down"] < 2 * len(blob)
+
+
+def test_a_size_that_a_record_says_is_checked_before_memory_is_taken(hub: Served) -> None:
+    site = hub.mailbox("site-a", max_blob=4 * CHUNK)
+    key = put(site, bytes(CHUNK))
+    with pytest.raises(Refused, match="too large"):
+        site.get(key, 1 << 60)
+    with pytest.raises(Malformed, match=r"has 262,143 bytes, and the hub says 262,144"):
+        site.get(key, CHUNK - 1)
+    assert site.get(key, CHUNK) == bytes(CHUNK)
 
 
 def test_several_blobs_travel_at_the_same_time(hub: Served) -> None:
