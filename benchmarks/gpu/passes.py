@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm import Mix, digest
-from lightning_sdiloco.compression import COMPRESSIONS, kernels_for
+from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.synchronizer import norm_squared, outer_step
 from tests.gpu.task import Found, Place
 
@@ -49,33 +49,26 @@ def seconds_of(place: Place, work: Callable[[], object], repeats: int) -> float:
 def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], object]]]:
     """Returns the passes by name: the bytes a value that each must read and write, and what does it."""
     device = torch.device(place.device)
-    model, fp4, kernels = Net(numel, place.device), COMPRESSIONS["fp4"], kernels_for(device)
+    model, fp4 = Net(numel, place.device), COMPRESSIONS["fp4"]
     engine = StreamingDiLoCo(model, fragments=[["*"]], offload=False)
     (fragment,) = engine.rounds.fragments
     outer = fragment.outer.values
     gradient = (torch.randn(numel, device="cpu") / 100).to(device)
-    payloads = [kernels.encode(gradient, fp4)] * GROUPS
+    payloads = [(fp4.encode(gradient), 1.0)] * GROUPS
     coded, into = fp4.wire_bytes(numel) / numel, torch.empty_like(gradient)
     step = partial(outer_step, fragment, values=outer, gradient=gradient, counts=True, final=False)
     # With the momentum of an earlier step, as in every round but the first.
     before = fragment.outer._replace(state=step(before=fragment.outer).state)
 
-    def encoded_and_decoded() -> None:
-        fp4.decode(fp4.encode(gradient), into)
-
     return {
         "launch: outer minus local": (12, no_grad(lambda: fragment.layout.outer_gradient(outer))),
-        "encode fp4": (4 + coded, no_grad(lambda: kernels.encode(gradient, fp4))),
-        "mean of two fp4": (4 + GROUPS * coded, no_grad(lambda: kernels.mean(payloads, COUNTS, fp4, gradient))),
+        "encode fp4": (4 + coded, no_grad(lambda: fp4.encode(gradient))),
+        "mean of two fp4": (4 + GROUPS * coded, no_grad(lambda: fp4.mean(payloads, into))),
         "outer step": (20, no_grad(lambda: step(before=before))),
         "digest": (4, no_grad(lambda: digest(outer))),
         "norm": (4, no_grad(lambda: norm_squared(gradient))),
         "landing: merge": (12, no_grad(lambda: fragment.layout.land(Mix(0.5), [gradient], 5))),
-        "encode and decode, operation by operation": (8 + 2 * coded, no_grad(encoded_and_decoded)),
     }
-
-
-COUNTS = dict.fromkeys(range(GROUPS), 1.0)
 
 
 def no_grad(work: Callable[[], object]) -> Callable[[], object]:
@@ -102,7 +95,6 @@ def shares(place: Place, rank: int, world_size: int) -> Found:
         "values": numel,
         "copy_gb_s": bandwidth / 1e9,
         "passes": rows,
-        "kernels": kernels_for(torch.device(place.device)).name,
         "goal": GOAL,
         "below the goal": [name for name, row in rows.items() if row["share_of_copy"] < GOAL],
         "headline": {

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm.weighting import Count
-from lightning_sdiloco.compression import EAGER, Compression, Kernels
+from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.memory import new_vector
 
 
@@ -38,11 +38,10 @@ class SecondHop(NamedTuple):
 class AllReduce:
     """Turns the outer gradients of all groups into their mean, in one shot: all send their whole shard to all."""
 
-    def __init__(self, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER) -> None:
+    def __init__(self, groups: int, compression: Compression, mixing: float) -> None:
         self.groups = groups
         self.compression = compression
         self._mixing = mixing
-        self._kernels = kernels
 
     def at(self, step: int, choice: int = 0) -> "AllReduce":
         """Returns the all-reduce for the launch after an inner step: itself, unless chance or its sender decides."""
@@ -76,9 +75,9 @@ class AllReduce:
         numel = self.part_numel(like.numel(), group)
         if not numel:
             return like.new_empty(0)
-        # It gives its shape and its device alone.
-        part = like[:numel] if numel <= like.numel() else like.new_empty(numel)
-        return self._kernels.mean(payloads, count.factors, self.compression, like=part)
+        mean = new_vector(numel, like.device)
+        self.compression.mean([(payloads[sender], factor) for sender, factor in count.factors.items()], mean)
+        return mean
 
     def decode_own(self, payloads: Sequence[Tensor], like: Tensor) -> Tensor:
         """Decodes what this group sends, just as the other groups will."""
@@ -132,7 +131,7 @@ class AllReduce:
             return Encoded([_nothing(gradient)], None)
         values = _sum(gradient, memory)
         tuning = self.compression.tuning(values, tuning)
-        payload = self._kernels.encode(values, self.compression.tuned(tuning))
+        payload = self.compression.tuned(tuning).encode(values)
         # It goes before there is what is remembered, which is as long.
         del values
         return Encoded([payload], self.compression.remembered(gradient, memory, payload, self._mixing), tuning)
@@ -146,10 +145,9 @@ class TwoShotAllReduce(AllReduce):
         groups: int,
         compression: Compression,
         mixing: float,
-        kernels: Kernels = EAGER,
         shares: Sequence[float] | None = None,
     ) -> None:
-        super().__init__(groups, compression, mixing, kernels)
+        super().__init__(groups, compression, mixing)
         self._shares = shares
 
     @override
@@ -183,7 +181,7 @@ class TwoShotAllReduce(AllReduce):
     def second_hop(self, mean: Tensor, residual: Tensor | None) -> SecondHop:
         if not mean.numel():
             return SecondHop(_nothing(mean), mean)
-        payload = self._kernels.encode(_sum(mean, residual), self.compression)
+        payload = self.compression.encode(_sum(mean, residual))
         return SecondHop(payload, self.compression.residual(mean, residual, payload, self._mixing))
 
     @override
@@ -361,11 +359,9 @@ def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) 
     return exchange == "two_shot" or isinstance(exchange, TwoShot)
 
 
-def all_reduce_for(
-    exchange: str | TwoShot, groups: int, compression: Compression, mixing: float, kernels: Kernels = EAGER
-) -> AllReduce:
+def all_reduce_for(exchange: str | TwoShot, groups: int, compression: Compression, mixing: float) -> AllReduce:
     """Makes the all-reduce that an exchange stands for. `AllReduce.at` returns the one for a single launch."""
     if not is_two_shot(exchange, groups, compression):
-        return AllReduce(groups, compression, mixing, kernels)
+        return AllReduce(groups, compression, mixing)
     shares = exchange.shares(groups) if isinstance(exchange, TwoShot) else None
-    return TwoShotAllReduce(groups, compression, mixing, kernels, shares)
+    return TwoShotAllReduce(groups, compression, mixing, shares)

@@ -12,12 +12,6 @@ from lightning_sdiloco.compression.by_link import ByLink
 from lightning_sdiloco.compression.casts import BFloat16, Float32
 from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
-from lightning_sdiloco.compression.kernels import (
-    EAGER,
-    Kernels,
-    kernels_for,
-    missing_for,
-)
 from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
 from lightning_sdiloco.compression.topk import Threshold, TopK
 
@@ -26,7 +20,6 @@ __all__ = [
     "ByLink",
     "COMPRESSIONS",
     "Compression",
-    "EAGER",
     "ErrorFeedback",
     "FP4",
     "FP8",
@@ -34,15 +27,12 @@ __all__ = [
     "Int2",
     "Int4",
     "Int8",
-    "Kernels",
     "MXFP4",
     "RandomBlock",
     "RandomK",
     "Threshold",
     "TopK",
-    "kernels_for",
     "mean_over_senders",
-    "missing_for",
     "resolve",
     "weighted_mean",
 ]

@@ -28,7 +28,7 @@ from lightning_sdiloco.algorithm import (
     Weighing,
 )
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.compression import Compression, kernels_for
+from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.checkpoint import (
@@ -170,12 +170,12 @@ class StreamingDiLoCo:
         parts, device = agreed_fragments(self.model, self.settings, self.topology, is_site=federation is not None)
         say_what_averages_twice(inner_optimizers, self.settings, self.topology)
         background = (self.topology.background or ThreadBackground)(device)
-        storage, kernels = storage_for(device, given.offload), kernels_for(device)
-        self.rounds = Rounds(self.model, self.topology, storage, kernels, background, inner_optimizers)
+        storage = storage_for(device, given.offload)
+        self.rounds = Rounds(self.model, self.topology, storage, background, inner_optimizers)
         self.link = self.rounds.link
         self._cut(parts)
         align_ranks(self.model, self.rounds.fragments, self.topology)
-        require_same_settings({**self.rounds.described(), "kernels": kernels.name}, self.topology.world)
+        require_same_settings(self.rounds.described(), self.topology.world)
         self.site = federation.site if federation else None
         self.loop: Loop = self.rounds
         if federation is not None:
@@ -284,8 +284,8 @@ class StreamingDiLoCo:
     def finish(self) -> list[Landing]:
         """Ends training: lands what is in flight, takes the mean of all local progress, and leaves the outer model.
 
-        With ``final_sync`` every fragment then takes the plain mean over the groups of their local parameters, through
-        the same compression, without outer learning rate and momentum. The model is left with the outer parameters,
+        With ``final_sync`` every fragment then takes the plain mean over the groups of their local parameters,
+        in float32, without outer learning rate and momentum. The model is left with the outer parameters,
         the same bits in every group. Within the warm-up that mean is taken in any case, in float32. Gradients are let
         go. Returns what landed, without the final exchange. A second call does nothing.
         """

@@ -30,7 +30,6 @@ from torch.profiler import record_function
 
 from lightning_sdiloco.algorithm import Fragment, Heard, Schedule, Settings
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.compression import Kernels
 from lightning_sdiloco.engine.background import Background
 from lightning_sdiloco.engine.flight import Flight, Landing, Launch, Purpose, completed
 from lightning_sdiloco.engine.fragments import fragments_of
@@ -111,11 +110,10 @@ class Rounds:
         model: nn.Module,
         topology: Topology,
         storage: OuterStorage,
-        kernels: Kernels,
         background: Background,
         inner_optimizers: Sequence[Optimizer],
     ) -> None:
-        self.model, self.storage, self.kernels, self.background = model, storage, kernels, background
+        self.model, self.storage, self.background = model, storage, background
         self.inner_optimizers, self.link = inner_optimizers, LinkRate()
         # What this rank tells all groups with the next launch. Signal handlers may request something at any moment.
         self.requests, self.step_time = 0, 0.0
@@ -139,7 +137,7 @@ class Rounds:
     def diagnose(self, diagnoses: bool) -> None:
         """Measures at every landing how far the groups agree, or no longer does."""
         self._diagnoses = diagnoses
-        self._synchronizer = Synchronizer(self.fragments, self._topology, self.settings, self.kernels, diagnoses)
+        self._synchronizer = Synchronizer(self.fragments, self._topology, self.settings, diagnoses)
 
     def begin(self, outer: NamedOuter, began_at: int) -> None:
         """Begins the rounds from other outer state, by name. In-group collective."""
@@ -157,11 +155,11 @@ class Rounds:
         self._paced = self._pace.start(replace(self.schedule, warmup_steps=0))
 
     def reshard(self) -> None:
-        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see `sharding.reshard`."""
+        """Makes FSDP2 drop what it has gathered, before parameters are read or written; see `shards.reshard`."""
         reshard_modules(self._sharded)
 
     def require_coverage(self) -> None:
-        """Refuses to go on with a parameter that is trained and in no fragment; see `naming.require_coverage`."""
+        """Refuses to go on with a parameter that is trained and in no fragment; see `shards.require_coverage`."""
         self.reshard()
         require_coverage(self.model, self._parameters)
 

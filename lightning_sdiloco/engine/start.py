@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Partition, Settings, check_legs, partition
 from lightning_sdiloco.comm import GroupLayout, Topology, checked_worker_groups, is_connected, world
-from lightning_sdiloco.compression import missing_for
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.shards import aliases, clean_name, described, reshard, trainable
@@ -105,7 +104,7 @@ def agreed_fragments(
     require_same_model(model, topology.world)
     partition = cut(model, settings)
     device = next(iter(trainable(model).values())).device
-    _say_what_is_unusual(partition, settings, topology, device, is_site)
+    _say_what_is_unusual(partition, settings, topology, is_site)
     align_model(model, topology)
     return partition.fragments, device
 
@@ -127,9 +126,7 @@ def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: 
         fragment.layout.align_ranks(fragment.load_outer(), topology.in_group)
 
 
-def _say_what_is_unusual(
-    partition: Partition, settings: Settings, topology: Topology, device: torch.device, is_site: bool
-) -> None:
+def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, is_site: bool) -> None:
     """Warns once, on one rank, of what a user may not expect."""
     if topology.group_index or topology.group_rank:
         return
@@ -146,12 +143,6 @@ def _say_what_is_unusual(
             len(partition.fragments),
         )
     _say_what_does_not_suit(settings, topology.num_groups)
-    if missing := missing_for(device):
-        _log.warning(
-            "Outer gradients are encoded and averaged operation by operation, which gives the same values and takes"
-            " longer: %s. For compiled kernels install torch 2.13 or newer, with Triton, on all ranks.",
-            missing,
-        )
 
 
 def _say_what_does_not_suit(settings: Settings, num_groups: int) -> None:

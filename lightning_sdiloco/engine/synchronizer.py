@@ -33,7 +33,7 @@ from lightning_sdiloco.algorithm import (
     trained,
 )
 from lightning_sdiloco.comm import Communicator, Exchange, Topology, Unanswered, VaryingExchange
-from lightning_sdiloco.compression import Kernels, resolve
+from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.engine.background import Work
 from lightning_sdiloco.engine.flight import Arrival, Landing, Launch, Purpose
 from lightning_sdiloco.engine.fragments import FragmentState
@@ -60,13 +60,12 @@ class Synchronizer:
         fragments: Sequence[FragmentState],
         topology: Topology,
         settings: Settings,
-        kernels: Kernels,
         diagnoses: bool,
     ) -> None:
         self._fragments, self._topology, self._diagnoses = fragments, topology, diagnoses
         groups, codec, self._merge = topology.num_groups, settings.codec, settings.landing
-        self._rounded = all_reduce_for(settings.exchange_in_rounds, groups, codec, self._merge.kept, kernels)
-        self._exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), self._merge.kept, kernels)
+        self._rounded = all_reduce_for(settings.exchange_in_rounds, groups, codec, self._merge.kept)
+        self._exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), self._merge.kept)
         self._weighing, self._momentum = settings.aggregation, settings.routing.momentum(groups)
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():

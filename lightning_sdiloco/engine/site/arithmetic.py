@@ -28,7 +28,7 @@ from lightning_sdiloco.algorithm import (
     plain,
 )
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.compression import Kernels, mean_over_senders, resolve, weighted_mean
+from lightning_sdiloco.compression import mean_over_senders, resolve, weighted_mean
 from lightning_sdiloco.engine.flight import Arrival, Launch
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
@@ -91,14 +91,13 @@ class SiteArithmetic:
         topology: Topology,
         settings: Settings,
         schedule: Schedule,
-        kernels: Kernels,
     ) -> None:
         self._fragments = fragments
         # All is done in the first stage of the background, whose communicator this is.
         self._site, self._rank, self._ranks = topology.stages[0], topology.group_rank, topology.group_size
         self._schedule = schedule
         self._all_reduce, self._exact_all_reduce = (
-            all_reduce_for(settings.exchange, topology.num_groups, codec, settings.landing.kept, kernels)
+            all_reduce_for(settings.exchange, topology.num_groups, codec, settings.landing.kept)
             for codec in (settings.codec, resolve("fp32"))
         )
         self._aggregation, self._landing = Aggregation(settings.outer_clip_norm), settings.landing
@@ -277,10 +276,10 @@ def to_tensor(data: Bytes) -> Tensor:
 _TESTED = 4099
 
 
-def self_test(settings: Settings, kernels: Kernels, device: torch.device) -> str:
+def self_test(settings: Settings, device: torch.device) -> str:
     """Returns what the arithmetic of this site makes of known values: compression, weights, mean and outer step."""
     outer, *gradients = (_known(seed, device) for seed in range(4))
-    all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept, kernels).at(1)
+    all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept).at(1)
     payloads = [all_reduce.encode(gradient, None).payloads[0] for gradient in gradients]
     controls = [
         Control(0, 1, 0, weight=3 + group, digest=0, norm_squared=norm_squared(own), changed=0, finite=True)

@@ -73,7 +73,7 @@ def join(federation: Federation, rounds: Rounds, topology: Topology) -> "Federat
         raise
     site, life, late = connection.site, connection.life, MergeAction(federation.late)
     follower = Follower(charter.terms, charter.key, site, life, federation.patience, late=late)
-    arithmetic = SiteArithmetic(rounds.fragments, topology, rounds.settings, rounds.schedule, rounds.kernels)
+    arithmetic = SiteArithmetic(rounds.fragments, topology, rounds.settings, rounds.schedule)
     return FederatedWorld(rounds, topology, connection, follower, arithmetic, federation.grace != "auto")
 
 
@@ -107,7 +107,7 @@ def charter_of(federation: Federation, rounds: Rounds) -> Charter:
             tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else () for own in rounds.fragments
         ),
         versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": version("lightning-sdiloco")},
-        self_test=self_test(settings, rounds.kernels, rounds.fragments[0].storage.device),
+        self_test=self_test(settings, rounds.fragments[0].storage.device),
     )
 
 
