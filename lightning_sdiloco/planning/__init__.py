@@ -20,7 +20,7 @@ from lightning_sdiloco.planning.hub import (
     waits,
     way_through_hub,
 )
-from lightning_sdiloco.planning.link import Line, Link
+from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.links import SharedOut, shared_out
 from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
 from lightning_sdiloco.planning.paper import TARGETS, Entry, PaperModel
@@ -72,6 +72,7 @@ __all__ = [
     "readable_rate",
     "recommend",
     "recommend_for_all",
+    "require",
     "shared_out",
     "short",
     "step_end",

@@ -1,7 +1,9 @@
-"""What several commands print and draw: tables of a fixed width, and pictures."""
+"""What several commands print and draw: tables of a fixed width, and pictures for light and for dark pages."""
 
 import io
 import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,51 +11,168 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-_WIDTH = 80
+# Tables
 
 
-def require_drawable(path: str) -> None:
-    """Refuses a picture that cannot be drawn."""
-    if Path(path).suffix not in (".svg", ".png"):
-        raise ValueError(f"picture={path!r} does not end with .svg or .png. Give a file with one of these suffixes.")
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ValueError(
-            "A picture needs matplotlib, which is not installed. Install it (pip install matplotlib), or leave out"
-            " --picture."
-        ) from error
-    # With a salt of its own the same picture is the same file.
-    mpl.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "sdiloco"})
+def table(columns: Mapping[str, Iterable[object]], left: int = 1, width: int = 80, section: int = 0) -> str:
+    """Formats columns as plain text: the same in a terminal, a file and a test.
 
+    Args:
+        columns: The cells of each column, by its header.
+        left: So many columns, the first ones, are justified to the left.
+        width: Characters of a line.
+        section: After so many rows there is a space; 0 for none.
 
-def save(figure: Any, path: str) -> None:
-    """Writes a figure of matplotlib to a file, without a date, so that the same picture is the same file."""
-    try:
-        figure.savefig(path, dpi=190, metadata={"Date": None} if path.endswith(".svg") else {"Software": None})
-    except OSError as error:
-        raise ValueError(f"picture={path!r} cannot be written ({error}). Give another file.") from error
-
-
-def new_table(columns: list[str], left: int) -> Table:
-    """Returns an empty table."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", vertical="bottom", no_wrap=True)
-    return table
-
-
-def rendered(table: Table, width: int = _WIDTH) -> str:
-    """Formats a table as text."""
-    # As plain text of a fixed width: the same in a terminal, a file and a test.
+    Examples:
+        >>> print(table({"site": ["a", "b"], "bytes": [5, 14]}))
+         site  bytes
+         ───────────
+         a         5
+         b        14
+    """
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for index, header in enumerate(columns):
+        made.add_column(header, justify="left" if index < left else "right", vertical="bottom", no_wrap=True)
+    for number, row in enumerate(zip(*columns.values(), strict=True), start=1):
+        made.add_row(*map(str, row), end_section=section > 0 and number % section == 0)
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as capture:
-        console.print(table)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
-    return "\n".join(lines).strip("\n")
+        console.print(made)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
 
 
 def percent(share: float) -> str:
     """Formats a share in percent, to a tenth."""
     # Cut rather than rounded: 100 % is said only where nothing waits.
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
+
+
+def plain(value: Any) -> Any:
+    """Returns dataclasses and named tuples, and what they hold, as values of JSON.
+
+    Examples:
+        >>> plain({"theme": Theme("a", "b", "c", "d", lines=("e",))})["theme"]["lines"]
+        ['e']
+    """
+    if is_dataclass(value):
+        return plain(vars(value))
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {name: plain(own) for name, own in value.items()}
+    return [plain(own) for own in value] if isinstance(value, (list, tuple)) else value
+
+
+# Pictures
+
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of a picture."""
+
+    ink: str
+    quiet: str
+    grid: str
+    paper: str
+    lines: tuple[str, ...]
+
+    def line(self, number: int) -> str:
+        return self.lines[number % len(self.lines)]
+
+    @property
+    def style(self) -> dict[Any, Any]:
+        """The parameters of matplotlib."""
+        ticks = {f"{axis}tick.{name}": value for axis in "xy" for name, value in self._ticks.items()}
+        spines = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
+        papers = {f"{part}.facecolor": self.paper for part in ("figure", "axes", "savefig")}
+        inks = dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor"), self.ink)
+        return {
+            "font.family": "DejaVu Sans",
+            "svg.hashsalt": "sdiloco",  # the same picture is the same file
+            "figure.constrained_layout.w_pad": 0.15,
+            "figure.constrained_layout.h_pad": 0.1,
+            "axes.grid": True,
+            "axes.axisbelow": True,
+            "axes.titlesize": 11,
+            "grid.color": self.grid,
+            "grid.linewidth": 0.7,
+            "lines.linewidth": 2,
+            "legend.frameon": False,
+            "legend.fontsize": 9,
+            **ticks,
+            **spines,
+            **papers,
+            **inks,
+        }
+
+    @property
+    def _ticks(self) -> dict[str, Any]:
+        return {"color": self.ink, "major.size": 0, "minor.size": 0, "major.pad": 6, "minor.pad": 6}
+
+
+LIGHT = Theme(
+    ink="#263238",
+    quiet="#607d8b",
+    grid="#cfd8dc",
+    paper="#ffffff",
+    lines=(
+        *("#1e88e5", "#e53935", "#2e9e50", "#8e24aa", "#fb8c00"),
+        *("#00897b", "#6d4c41", "#d81b60", "#3949ab", "#757575"),
+    ),
+)
+DARK = Theme(
+    ink="#e6ebf0",
+    quiet="#9fb0c0",
+    grid="#34404c",
+    paper="#171c22",
+    lines=(
+        *("#6fb1ff", "#ff8a80", "#7ddc97", "#d69be8", "#ffb866"),
+        *("#5fd0c3", "#bcaaa4", "#ff8ab5", "#9fa8da", "#b0bec5"),
+    ),
+)
+
+
+def require_drawable(path: str) -> None:
+    """Refuses a picture that cannot be drawn."""
+    if Path(path).suffix not in (".svg", ".png"):
+        raise ValueError(f"picture={path!r} does not end with .svg or .png. Give a file with one of these suffixes.")
+    require_matplotlib("A picture", ", or leave out --picture")
+
+
+def require_matplotlib(what: str, instead: str = "") -> None:
+    """Refuses what needs matplotlib where it is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"{what} needs matplotlib, which is not installed. Install it (pip install matplotlib){instead}."
+        ) from error
+
+
+def drawn(
+    draw: Callable[[Any], None],
+    format: str,
+    theme: Theme = LIGHT,
+    size: tuple[float, float] = (8.4, 4.3),
+    dpi: int = 190,
+) -> bytes:
+    """Draws on a figure of matplotlib, and returns the file: without a date, the same bytes for the same picture."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    file = io.BytesIO()
+    with mpl.rc_context(theme.style):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+        metadata = {"Date": None} if format == "svg" else {"Software": None}
+        figure.savefig(file, format=format, dpi=dpi, metadata=metadata)
+    return file.getvalue()
+
+
+def save_picture(path: str, draw: Callable[[Any], None], size: tuple[float, float] = (8.4, 4.3)) -> None:
+    """Writes a picture to a file."""
+    require_drawable(path)
+    try:
+        Path(path).write_bytes(drawn(draw, Path(path).suffix[1:], size=size))
+    except OSError as error:
+        raise ValueError(f"picture={path!r} cannot be written ({error}). Give another file.") from error

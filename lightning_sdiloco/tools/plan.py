@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from lightning_sdiloco.planning import (
     through_hub,
     waits,
 )
-from lightning_sdiloco.tools.output import new_table, percent, rendered, require_drawable, save
+from lightning_sdiloco.tools.output import LIGHT, percent, plain, save_picture, table
 
 MakeModel = Callable[[], nn.Module]
 
@@ -123,15 +123,9 @@ def plan(
     hub = None if hub_bandwidth is None else through_hub(described, settings, workers, link, hub_bandwidth)
     shared = shared_out(described, settings, workers, list(of_links.values())) if of_links else None
     if format == "json":
-        told = _plan_as_json(planned)
-        if hub is not None:
-            told["hub"] = {**hub._asdict(), "enough": hub.enough and hub.enough._asdict()}
-        if waits is not None:
-            rounds = {name: getattr(waits, name)._asdict() for name in ("usual", "longest", "all")}
-            told["waits"] = {"arrives": waits.arrives, **rounds}
-        if shared is not None:
-            told["links"] = shared._asdict()
-        return json.dumps(told, indent=2)
+        more = {"hub": hub, "waits": waits, "links": shared}
+        told = _plan_as_json(planned) | {name: own for name, own in more.items() if own is not None}
+        return json.dumps(plain(told), indent=2)
     parts = [_plan_as_text(planned)]
     parts += [] if hub is None else [_hub_as_text(hub, settings)]
     parts += [] if waits is None else [_waits_as_text(waits, step_time)]
@@ -247,7 +241,7 @@ def _paper(picture: str | None, format: str) -> str:
         }
         _draw(picture, panels, -1, 3)
     if format == "json":
-        return json.dumps([entry._asdict() for entry in entries], indent=2)
+        return json.dumps(plain(entries), indent=2)
     return _table_4_as_text(entries)
 
 
@@ -315,17 +309,17 @@ def _plan_as_json(planned: Plan) -> dict[str, Any]:
         "parameters": planned.model.numel,
         "gradient_bytes": planned.model.nbytes,
         **vars(planned.groups),
-        "link": vars(planned.link),
+        "link": planned.link,
         "steps": planned.steps,
         "settings": _settings(planned.settings, planned.fragments, planned.groups),
-        "methods": {name: one._asdict() for name, one in planned.methods.items()},
-        "compressions": {name: one._asdict() for name, one in planned.compressions.items()},
-        "memory": planned.memory._asdict(),
+        "methods": planned.methods,
+        "compressions": planned.compressions,
+        "memory": planned.memory,
         "recommendation": {
             **_settings(chosen.settings, chosen.fragments, planned.groups),
             **chosen.prediction._asdict(),
             "utilisation_with_margin": chosen.utilisation_with_margin,
-            "memory": chosen.memory._asdict(),
+            "memory": chosen.memory,
         },
     }
 
@@ -361,11 +355,11 @@ def _plan_as_text(plan: Plan) -> str:
             "",
             f"With {asked}, compression={settings.compression!r}:",
             "",
-            _predictions(plan.methods, "method", NAMES),
+            _predictions(plan.methods, "method"),
             "",
             f"Streaming DiLoCo with {overlap}, by compression:",
             "",
-            _predictions(plan.compressions, "compression", {}),
+            _predictions(plan.compressions, "compression"),
             "",
             "Memory in each rank, beside ordinary training:",
             f"  {_memory(plan.memory)}",
@@ -402,9 +396,11 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
         steps = max(1, math.ceil(round.seconds / step_time))
         return f"closes after {round.closes:.3g} s, is there after {round.seconds:.3g} s, {steps} inner steps"
 
-    table = new_table(["site", "at the hub\nafter, s", "counts"], left=1)
-    for site, seconds in waits.arrives.items():
-        table.add_row(site, f"{seconds:.3g}", "yes" if site in waits.usual.counted else "late")
+    sites = {
+        "site": list(waits.arrives),
+        "at the hub\nafter, s": [f"{seconds:.3g}" for seconds in waits.arrives.values()],
+        "counts": ["yes" if site in waits.usual.counted else "late" for site in waits.arrives],
+    }
     more = [f"  at times it {told(waits.longest)}"] if waits.longest != waits.usual else []
     return "\n".join(
         [
@@ -413,21 +409,25 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
             *more,
             f"  if it waited for all: {told(waits.all)}",
             "",
-            rendered(table),
+            table(sites),
         ]
     )
 
 
 def _links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> str:
     """Formats what parts that suit the links bring."""
-    table = new_table(["link", "Gbit/s", "share", "bytes\nin a round", "seconds\nin a round"], left=1)
-    for name, link, share, sent, seconds in zip(names, *shared[:4], strict=True):
-        table.add_row(name, short(link), percent(share), readable(sent), short(seconds))
+    columns = {
+        "link": names,
+        "Gbit/s": map(short, shared.links),
+        "share": map(percent, shared.shares),
+        "bytes\nin a round": map(readable, shared.bytes),
+        "seconds\nin a round": map(short, shared.seconds),
+    }
     given = ", ".join(short(link) for link in shared.links)
     lines = [
         f"Two shots with exchange=TwoShot('by_bandwidth', links=[{given}]), compression={settings.compression!r}:",
         "",
-        rendered(table),
+        table(columns),
         "",
         f"  a round of all fragments keeps the busiest link busy for {short(shared.round_seconds)} s,",
         f"  with equal parts for {short(shared.equal_seconds)} s: {shared.gain:.2f} times as long",
@@ -435,18 +435,15 @@ def _links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> s
     return "\n".join(lines)
 
 
-def _table_4_as_text(entries: Iterable[Entry]) -> str:
+def _table_4_as_text(entries: Sequence[Entry]) -> str:
     """Formats Table 4: what the closed form gives, followed by the paper's own number where it differs."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    for entry in entries:
-        shown = f"{entry.gbit_s}" if entry.gbit_s == entry.paper else f"{entry.gbit_s} ({entry.paper})"
-        rows.setdefault((entry.model, entry.method), []).append(shown)
-    columns = ["model", "method", *(percent(target) for target in TARGETS)]
-    table = new_table(columns, left=2)
-    for (model, method), values in rows.items():
-        table.add_row(model, NAMES[method], *values, end_section=method == "streaming_overlap_fp4")
+    told = [f"{one.gbit_s}" if one.gbit_s == one.paper else f"{one.gbit_s} ({one.paper})" for one in entries]
+    rows = entries[:: len(TARGETS)]
+    columns = {"model": [row.model for row in rows], "method": [NAMES[row.method] for row in rows]} | {
+        percent(target): told[number :: len(TARGETS)] for number, target in enumerate(TARGETS)
+    }
     title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
-    return f"{title}\n\n{rendered(table)}"
+    return f"{title}\n\n{table(columns, left=2, section=len(NAMES))}"
 
 
 def _circumstances(plan: Plan) -> list[str]:
@@ -460,15 +457,18 @@ def _circumstances(plan: Plan) -> list[str]:
     ]
 
 
-def _predictions(rows: Mapping[str, Prediction], kind: str, names: Mapping[str, str]) -> str:
-    columns = [kind, "compute\nutilisation", "bytes\nper step", "bytes\nin all", "peak\nGbit/s"]
-    table = new_table([*columns, *(f"Gbit/s\nfor {percent(float(target))}" for target in _SHOWN)], left=1)
-    for name, row in rows.items():
-        peak = short(row.peak_gbit_s)
-        numbers = [percent(row.utilisation), readable(row.bytes_per_step), readable(row.bytes), peak]
-        needs = [row.gbit_s_for[target] for target in _SHOWN]
-        table.add_row(names.get(name, name), *numbers, *("never" if need is None else short(need) for need in needs))
-    return rendered(table)
+def _predictions(rows: Mapping[str, Prediction], kind: str) -> str:
+    def needed(target: str) -> list[str]:
+        return ["never" if (need := row.gbit_s_for[target]) is None else short(need) for row in rows.values()]
+
+    columns = {
+        kind: [NAMES.get(name, name) for name in rows],
+        "compute\nutilisation": [percent(row.utilisation) for row in rows.values()],
+        "bytes\nper step": [readable(row.bytes_per_step) for row in rows.values()],
+        "bytes\nin all": [readable(row.bytes) for row in rows.values()],
+        "peak\nGbit/s": [short(row.peak_gbit_s) for row in rows.values()],
+    }
+    return table({**columns, **{f"Gbit/s\nfor {percent(float(target))}": needed(target) for target in _SHOWN}})
 
 
 def _recommendation(plan: Plan) -> list[str]:
@@ -504,61 +504,38 @@ def _memory(memory: Memory) -> str:
 # As a picture
 
 
-Curve = Callable[[float], float]
-"""Maps a bandwidth in Gbit/s to the compute utilisation."""
-
-Panels = Mapping[str, Mapping[str, Curve]]
-"""The panels of a picture by title, each with its curves by method."""
+Curves = Mapping[str, Callable[[float], float]]
+"""From a bandwidth in Gbit/s to the compute utilisation, by method."""
 
 # Label, color and line of each method.
 _LINES: Mapping[str, tuple[str, str, str]] = {
-    "ddp": ("DDP", "#757575", "-"),
-    "diloco": ("DiLoCo", "#8e24aa", "-"),
-    "streaming": ("Streaming DiLoCo", "#1e88e5", "--"),
-    "streaming_overlap": ("Streaming with overlap", "#2e9e50", "-"),
-    "streaming_overlap_fp4": ("Streaming with overlap, FP4", "#e53935", "-"),
+    "ddp": ("DDP", LIGHT.line(9), "-"),
+    "diloco": ("DiLoCo", LIGHT.line(3), "-"),
+    "streaming": ("Streaming DiLoCo", LIGHT.line(0), "--"),
+    "streaming_overlap": ("Streaming with overlap", LIGHT.line(2), "-"),
+    "streaming_overlap_fp4": ("Streaming with overlap, FP4", LIGHT.line(1), "-"),
 }
-_INK, _QUIET, _GRID = "#263238", "#607d8b", "#cfd8dc"
 _POINTS_PER_DECADE = 40
 
 
-def _draw(path: str, panels: Panels, first: int, last: int, mark: float | None = None) -> None:
-    require_drawable(path)
-    save(_figure(panels, first, last, mark), path)
-
-
-def _figure(panels: Panels, first: int, last: int, mark: float | None) -> Any:
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure(figsize=(8.4, 4.1), facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1))
-    for number, (title, curves) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(1, len(panels), number)
-        _draw_panel(axes, title, curves, first, last)
-        if number == 1:
-            axes.set_ylabel("compute utilisation", color=_INK)
-        else:
-            axes.tick_params(labelleft=False)
-        if mark is not None:
-            axes.axvline(mark, color=_QUIET, linewidth=2, linestyle=":", label=f"this link: {mark:g} Gbit/s")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, labelcolor=_INK, fontsize=10)
-    return figure
-
-
-def _draw_panel(axes: Any, title: str, curves: Mapping[str, Curve], first: int, last: int) -> None:
+def _draw(path: str, panels: Mapping[str, Curves], first: int, last: int, mark: float | None = None) -> None:
+    """Writes panels by title, each with its curves between two powers of ten, to a file."""
     points = [10 ** (first + i / _POINTS_PER_DECADE) for i in range((last - first) * _POINTS_PER_DECADE + 1)]
-    for name, curve in curves.items():
-        label, color, line = _LINES[name]
-        axes.plot(points, [curve(point) for point in points], color=color, linestyle=line, linewidth=2, label=label)
-    axes.set_xscale("log")
-    axes.set_xlim(points[0], points[-1])
-    axes.set_ylim(0, 1.02)
-    axes.set_title(title, color=_INK, fontsize=11)
-    axes.set_xlabel("Gbit/s between groups", color=_INK)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.grid(color=_GRID, linewidth=0.7)
-    axes.tick_params(colors=_INK, which="both", length=0, pad=6)
-    for side in axes.spines.values():
-        side.set_visible(False)
+
+    def draw(figure: Any) -> None:
+        each = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (title, curves) in zip(each, panels.items(), strict=True):
+            for name, curve in curves.items():
+                label, color, line = _LINES[name]
+                axes.plot(points, [curve(point) for point in points], color=color, linestyle=line, label=label)
+            if mark is not None:
+                axes.axvline(mark, color=LIGHT.quiet, linestyle=":", label=f"this link: {mark:g} Gbit/s")
+            axes.set(title=title, xlabel="Gbit/s between groups", xscale="log", xlim=(points[0], points[-1]))
+            axes.set_ylim(0, 1.02)
+            axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.tick_params(labelleft=axes is each[0])
+        each[0].set_ylabel("compute utilisation")
+        figure.legend(*each[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10)
+
+    save_picture(path, draw, size=(8.4, 4.1))

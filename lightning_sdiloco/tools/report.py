@@ -1,11 +1,11 @@
 """Runs ``sdiloco report``: turns the records of a run into a page with pictures, a verdict and a timeline."""
 
 import base64
-import io
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine import Span
 from lightning_sdiloco.lightning import LandingRecord, Rank, Run, read_run, write_timeline
 from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner, readable, readable_rate
+from lightning_sdiloco.tools.output import DARK, LIGHT, Theme, drawn, require_matplotlib
 
 
 def report(
@@ -29,6 +30,7 @@ def report(
         run: Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it.
         output: Folder for the report. By default a folder named report in that of the run.
     """
+    require_matplotlib("A report")
     read = read_run(run)
     verdict = judge(read)
     folder = Path(output) if output is not None else Path(run) / "report"
@@ -38,9 +40,9 @@ def report(
         folder.mkdir(parents=True, exist_ok=True)
         for name, draw in pictures_of(read).items():
             for theme, colors in THEMES.items():
-                suffix = "" if theme == "light" else f"-{theme}"
-                (folder / f"{name}{suffix}.png").write_bytes(drawn(draw, read, colors, "png"))
-                embedded.setdefault(name, {})[theme] = drawn(draw, read, colors, "svg")
+                suffix, made = "" if theme == "light" else f"-{theme}", partial(draw, read, colors)
+                (folder / f"{name}{suffix}.png").write_bytes(drawn(made, "png", colors, _SIZE, dpi=160))
+                embedded.setdefault(name, {})[theme] = drawn(made, "svg", colors, _SIZE)
         write_timeline(folder / "timeline.json", read)
         (folder / "report.html").write_text(page(run, read, verdict, embedded), encoding="utf-8")
     except OSError as error:
@@ -478,42 +480,7 @@ def rounds(points: list[tuple[float, float]], count: int) -> Curve:
 # Pictures, each for light and for dark pages
 
 
-@dataclass(frozen=True)
-class Theme:
-    """The colors of a picture."""
-
-    ink: str
-    quiet: str
-    grid: str
-    paper: str
-    groups: tuple[str, ...]
-    training: str
-    waiting: str
-
-    def of(self, group: int) -> str:
-        return self.groups[group % len(self.groups)]
-
-
-THEMES: Mapping[str, Theme] = {
-    "light": Theme(
-        ink="#1f2933",
-        quiet="#5f6c7b",
-        grid="#d9dfe6",
-        paper="#ffffff",
-        groups=("#1f6fd6", "#d9541e", "#1d8f5a", "#8e3fbf", "#a67c00", "#00838f", "#c2185b", "#4e5d6c"),
-        training="#c4cfda",
-        waiting="#d32f2f",
-    ),
-    "dark": Theme(
-        ink="#e6ebf0",
-        quiet="#9fb0c0",
-        grid="#34404c",
-        paper="#171c22",
-        groups=("#6fb1ff", "#ff9b63", "#5fd49b", "#cf9bff", "#e8c24a", "#4dd0e1", "#ff8ab5", "#b0bec5"),
-        training="#4a5866",
-        waiting="#ff6b6b",
-    ),
-}
+THEMES: Mapping[str, Theme] = {"light": LIGHT, "dark": DARK}
 """The themes, by name."""
 
 _SIZE = 9.2, 3.1
@@ -527,53 +494,39 @@ _POINTS = 1000
 """The most points of a line; where there are more, means of neighbours are drawn."""
 
 
-def drawn(draw: Callable[[Any, Run, Theme], None], run: Run, theme: Theme, format: str) -> bytes:
-    """Draws a picture, and returns it as a file."""
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "A report needs matplotlib, which is not installed. Install it (pip install matplotlib)."
-        ) from error
-    # Glyphs as paths: the picture looks the same wherever it is opened.
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 10, "svg.hashsalt": "report"}):
-        figure = Figure(figsize=_SIZE, facecolor=theme.paper, layout="constrained")
-        draw(figure, run, theme)
-        file = io.BytesIO()
-        metadata = {"Date": None} if format == "svg" else {"Software": None}
-        figure.savefig(file, format=format, dpi=160, metadata=metadata, facecolor=theme.paper)
-    return file.getvalue()
+def color_of(group: int, theme: Theme) -> str:
+    """Returns the color of a group: not the red of what waits."""
+    return theme.line((0, 4, 2, 3, 5, 6, 7, 8)[group % 8])
 
 
-def draw_losses(figure: Any, run: Run, theme: Theme) -> None:
+def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
     """Draws the training loss of every group, and the losses of validation."""
-    axes = _axes(figure, theme, "inner step", "loss")
+    axes = _axes(figure, "inner step", "loss")
     for rank in run.heads:
-        _line(axes, rank.losses, theme.of(rank.group), 0.35, 1)
-        _line(axes, _smoothed(rank.losses), theme.of(rank.group), 1, 2, rank.name)
+        _line(axes, rank.losses, color_of(rank.group, theme), 0.35, 1)
+        _line(axes, _smoothed(rank.losses), color_of(rank.group, theme), 1, 2, rank.name)
     told = run.heads[0].validations
     for name in sorted({name for validation in told for name in validation.metrics if "loss" in name}):
         points = [(v.step, v.metrics[name]) for v in told if name in v.metrics]
         axes.plot(*zip(*points, strict=True), "o", color=theme.ink, markersize=5, label=f"{name} (outer parameters)")
-    _legend(axes, theme)
+    _legend(axes)
 
 
-def draw_utilisation(figure: Any, run: Run, theme: Theme) -> None:
+def draw_utilisation(run: Run, theme: Theme, figure: Any) -> None:
     """Draws the share of every round in which training did not wait."""
-    axes = _axes(figure, theme, "seconds since the first inner step", "compute utilisation")
+    axes = _axes(figure, "seconds since the first inner step", "compute utilisation")
     for rank in run.heads:
-        _line(axes, utilisation_over_time(rank, run.began), theme.of(rank.group), 1, 2, rank.name)
+        _line(axes, utilisation_over_time(rank, run.began), color_of(rank.group, theme), 1, 2, rank.name)
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    _legend(axes, theme)
+    _legend(axes)
 
 
-def draw_bandwidth(figure: Any, run: Run, theme: Theme) -> None:
+def draw_bandwidth(run: Run, theme: Theme, figure: Any) -> None:
     """Draws what every group sent over time, and what data-parallel training would have needed."""
     needed = ddp_gbit_s(run)
     unit, name = (1.0, "Gbit/s") if needed >= 1 else (1000.0, "Mbit/s")
-    axes = _axes(figure, theme, "seconds since the first inner step", name)
+    axes = _axes(figure, "seconds since the first inner step", name)
     rates = []
     for head in run.heads:
         ranks = [rank for rank in run.ranks if rank.group == head.group]
@@ -581,7 +534,7 @@ def draw_bandwidth(figure: Any, run: Run, theme: Theme) -> None:
         rates += [rate for _, rate in points]
         if points:
             x, y = zip(*points, strict=True)
-            axes.step(x, y, where="post", color=theme.of(head.group), linewidth=1.5, label=head.name)
+            axes.step(x, y, where="post", color=color_of(head.group, theme), linewidth=1.5, label=head.name)
     if any(rates):
         label = f"DDP at this speed: {unit * needed:.3g} {name}"
         if needed:
@@ -591,12 +544,12 @@ def draw_bandwidth(figure: Any, run: Run, theme: Theme) -> None:
         axes.set_ylim(max(max(rates) / 1000, min(rate for rate in rates if rate)) / 2, 3 * max([unit * needed, *rates]))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()
-    _legend(axes, theme)
+    _legend(axes)
 
 
-def draw_flights(figure: Any, run: Run, theme: Theme) -> None:
+def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
     """Draws the last rounds: inner steps and waits of every group, and the flights of its fragments below."""
-    axes = _axes(figure, theme, "seconds since the first inner step", "")
+    axes = _axes(figure, "seconds since the first inner step", "")
     heads = run.heads[:_GROUPS]
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * sum(1 + len(head.fragments) for head in heads))
     window = _last_rounds(run)
@@ -607,11 +560,11 @@ def draw_flights(figure: Any, run: Run, theme: Theme) -> None:
     axes.set_ylim(row - 0.5, -0.8)
     axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
     axes.grid(visible=False, axis="y")
-    for color, label in ((theme.training, "inner step"), (theme.waiting, "waits")):
+    for color, label in ((theme.grid, "inner step"), (theme.line(1), "waits")):
         axes.barh([0], [0], color=color, label=label)
     for name, alpha in _SHADES.items():
         axes.barh([0], [0], color=theme.quiet, alpha=alpha, label=name)
-    figure.legend(loc="outside lower center", ncols=6, frameon=False, labelcolor=theme.ink, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=6)
 
 
 _SHADES = {"in flight": 0.25, "in the background": 0.55, "on the link": 1.0}
@@ -627,18 +580,24 @@ def _draw_group(
     # A hair apart, so that single steps can be told.
     gap = (window[1] - window[0]) / 1500
     ticks.append((row, head.name))
-    bars(row, [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps], theme.training, 1, 0.8)
-    bars(row, [landed.spans["wait"] for landed in head.landings], theme.waiting, 1, 0.8)
+    bars(row, [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps], theme.grid, 1, 0.8)
+    bars(row, [landed.spans["wait"] for landed in head.landings], theme.line(1), 1, 0.8)
     for fragment in range(len(head.fragments)):
         place = row + 1 + fragment
         flights = [landed for landed in head.landings if landed.fragment == fragment]
         ticks.append((place, f"fragment {fragment}"))
-        bars(place, [landed.spans["flight"] for landed in flights], theme.of(head.group), _SHADES["in flight"], 0.7)
+        bars(
+            place,
+            [landed.spans["flight"] for landed in flights],
+            color_of(head.group, theme),
+            _SHADES["in flight"],
+            0.7,
+        )
         for name, spans in (
             ("in the background", [span for landed in flights for span in in_background(landed)]),
             ("on the link", [span for landed in flights for span in on_the_link(landed)]),
         ):
-            bars(place, spans, theme.of(head.group), _SHADES[name], 0.7)
+            bars(place, spans, color_of(head.group, theme), _SHADES[name], 0.7)
     return row + 1 + len(head.fragments)
 
 
@@ -649,49 +608,49 @@ def _last_rounds(run: Run) -> tuple[float, float]:
     return steps[max(0, len(steps) - _ROUNDS * every)].span[0], max(ended, steps[-1].done)
 
 
-def draw_agreement(figure: Any, run: Run, theme: Theme) -> None:
+def draw_agreement(run: Run, theme: Theme, figure: Any) -> None:
     """Draws how far the outer gradients of the groups agree in direction and in length."""
     cosines, norms = cosines_of(run), norms_of(run)
-    axes = _axes(figure, theme, "inner step", "cosine with the mean", 121 if cosines else 122)
+    axes = _axes(figure, "inner step", "cosine with the mean", 121 if cosines else 122)
     for group, curve in cosines.items():
-        _line(axes, curve, theme.of(group), 1, 2, f"group {group}")
+        _line(axes, curve, color_of(group, theme), 1, 2, f"group {group}")
     if cosines:
         axes.set_ylim(min(0.0, *(value for curve in cosines.values() for _, value in curve)), 1.04)
-        axes = _axes(figure, theme, "inner step", "norm of the outer gradient", 122)
+        axes = _axes(figure, "inner step", "norm of the outer gradient", 122)
     else:
-        axes.set_ylabel("norm of the outer gradient", color=theme.ink)
+        axes.set_ylabel("norm of the outer gradient")
     for of, curve in norms.items():
-        color, label = (theme.ink, "mean") if of is None else (theme.of(of), f"group {of}")
+        color, label = (theme.ink, "mean") if of is None else (color_of(of, theme), f"group {of}")
         _line(axes, curve, color, 1, 2, label)
     axes.set_ylim(bottom=0)
-    _legend(axes, theme)
+    _legend(axes)
 
 
-def draw_sites(figure: Any, run: Run, theme: Theme) -> None:
+def draw_sites(run: Run, theme: Theme, figure: Any) -> None:
     """Draws in which rounds each site counted, as one of them saw it, and when that one was started."""
     head = run.heads[0]
     sites = sorted({site for landed in head.landings for site in landed.sites})
-    axes = _axes(figure, theme, "seconds since the first inner step", "")
+    axes = _axes(figure, "seconds since the first inner step", "")
     figure.set_size_inches(_SIZE[0], 1.2 + 0.3 * max(len(sites), 2))
     for row, site in enumerate(sites):
         moments = [landed.spans["land"][1] - run.began for landed in head.landings if site in landed.sites]
-        axes.plot(moments, [row] * len(moments), "|", color=theme.of(row), markersize=12, markeredgewidth=1.6)
+        axes.plot(moments, [row] * len(moments), "|", color=color_of(row, theme), markersize=12, markeredgewidth=1.6)
     for number, (moment, _) in enumerate(head.starts):
         label = None if number else f"{head.name} starts"
         axes.axvline(moment - run.began, color=theme.ink, linewidth=1.4, linestyle="--", label=label)
     axes.set_yticks(range(len(sites)), sites)
     axes.set_ylim(len(sites) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
-    _legend(axes, theme)
+    _legend(axes)
 
 
-def pictures_of(run: Run) -> Mapping[str, Callable[[Any, Run, Theme], None]]:
+def pictures_of(run: Run) -> Mapping[str, Callable[[Run, Theme, Any], None]]:
     """Returns the pictures that tell something of a run; one site knows nothing of how well all of them agree."""
     own = "sites" if run.heads[0].about.get("site") is not None else "agreement"
     return {name: draw for name, draw in PICTURES.items() if name not in {"sites", "agreement"} - {own}}
 
 
-PICTURES: Mapping[str, Callable[[Any, Run, Theme], None]] = {
+PICTURES: Mapping[str, Callable[[Run, Theme, Any], None]] = {
     "losses": draw_losses,
     "utilisation": draw_utilisation,
     "bandwidth": draw_bandwidth,
@@ -702,16 +661,8 @@ PICTURES: Mapping[str, Callable[[Any, Run, Theme], None]] = {
 """The functions that draw, by the names of the files."""
 
 
-def _axes(figure: Any, theme: Theme, x: str, y: str, place: int = 111) -> Any:
-    axes = figure.add_subplot(place, facecolor=theme.paper)
-    axes.set_xlabel(x, color=theme.ink)
-    axes.set_ylabel(y, color=theme.ink)
-    axes.grid(color=theme.grid, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=theme.ink, which="both", length=0, pad=5)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    return axes
+def _axes(figure: Any, x: str, y: str, place: int = 111) -> Any:
+    return figure.add_subplot(place, xlabel=x, ylabel=y)
 
 
 def _line(axes: Any, points: Curve, color: str, alpha: float, width: float, label: str | None = None) -> None:
@@ -721,9 +672,9 @@ def _line(axes: Any, points: Curve, color: str, alpha: float, width: float, labe
         axes.plot(x, y, color=color, alpha=alpha, linewidth=width, label=label, marker=marker, markersize=4)
 
 
-def _legend(axes: Any, theme: Theme) -> None:
+def _legend(axes: Any) -> None:
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="best", ncols=2)
+        axes.legend(loc="best", ncols=2)
 
 
 def _smoothed(points: Curve) -> Curve:

@@ -1,10 +1,8 @@
 """Runs ``sdiloco simulate``: turns options into simulated runs, and these into text, JSON and a picture."""
 
-import importlib
 import json as json_format
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_sdiloco.planning import Absence, Link
-from lightning_sdiloco.tools.output import require_drawable
-from lightning_sdiloco.tools.simulate.groups import Configuration, check, run
+from lightning_sdiloco.tools.output import plain, require_drawable
+from lightning_sdiloco.tools.simulate.groups import Configuration, check, class_at, run
 from lightning_sdiloco.tools.simulate.output import (
     compared_as_text,
     draw,
@@ -135,7 +133,7 @@ def _worker_groups(
             done = run(own, planned.groups, planned.choices, stepped, where.speeds if where else None)
             outcomes.append(Outcome(planned, done, predict(done, where) if where else None))
     if json is not None:
-        told = {"circumstances": None if where is None else asdict(where)}
+        told = {"circumstances": where}
         _write(json, {**told, "runs": [_as_json(outcome) for outcome in outcomes]})
     seeds = len({planned.seed for planned in runs})
     if seeds > 1:
@@ -155,22 +153,17 @@ def _federation(configuration: Configuration, places: Places, picture: str | Non
     if picture is not None:
         draw_sites(picture, played)
     if json is not None:
-        _write(json, {"places": asdict(places), "sites": [_site_as_json(site) for site in played.sites]})
+        _write(json, {"places": places, "sites": [_site_as_json(site) for site in played.sites]})
     return sites_as_text(played, places)
 
 
 def _site_as_json(site: Site) -> dict[str, Any]:
-    assert site.group is not None, "the site has lived"
     return {
         "losses": site.group.losses,
         "outer_loss": site.group.outer_loss,
         "bytes_sent": site.group.bytes_sent,
         "steps_done_at": site.times,
-        "ended": site.ended,
-        "counted": site.counted,
-        "late": site.late,
-        "missed": site.missed,
-        "weights": site.weights,
+        **{name: getattr(site, name) for name in ("ended", "counted", "late", "missed", "weights")},
     }
 
 
@@ -193,18 +186,12 @@ def _number(text: str, name: str, example: str) -> float:
 
 
 def _class_at(name: str, path: str | None) -> type | None:
-    if path is None:
-        return None
-    module, _, attribute = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        return None if path is None else class_at(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{name}={path!r} cannot be imported: {error}. Give the path of a class: module.Class"
         ) from error
-    if not isinstance(found, type):
-        raise ValueError(f"{name}={path!r} is not a class. Give the path of a class: module.Class")
-    return found
 
 
 @contextmanager
@@ -228,7 +215,7 @@ def _progress(runs: int) -> Iterator[Callable[[int, dict[str, Any]], Callable[[]
 
 def _write(path: str, told: dict[str, Any]) -> None:
     try:
-        Path(path).write_text(json_format.dumps(told, indent=1) + "\n")
+        Path(path).write_text(json_format.dumps(plain(told), indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"json={path!r} cannot be written ({error}). Give another file.") from error
 
@@ -245,7 +232,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         "losses": [group.losses for group in run.groups],
         "outer_losses": [group.outer_loss for group in run.groups],
         "outer_loss": run.outer_loss,
-        "validations": [{"step": validation.step, **validation.metrics} for validation in run.validations],
+        "validations": [{"step": one.step, **one.metrics} for one in run.validations],
         "bytes_sent": [group.bytes_sent for group in run.groups],
         "inner_steps": [group.inner_steps for group in run.groups],
         "prediction": None

@@ -3,7 +3,6 @@
 import inspect
 import logging
 import os
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,6 @@ from typing_extensions import override
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import Federation, StepClock, StreamingDiLoCo, random_state, set_random_state, trainable
-from lightning_sdiloco.hub import Connection
 from lightning_sdiloco.lightning import ConnectedGroups, WorkerGroupStrategy, check_class, in_batch
 from lightning_sdiloco.lightning import replace as replace_in
 from lightning_sdiloco.planning import Model
@@ -32,26 +31,15 @@ from lightning_sdiloco.registration import variants
 from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 
-class _Here(threading.local):
-    connection: Connection | None = None
-
-
-_here = _Here()
-
-
 @dataclass(frozen=True)
 class SimulatedFederation(Federation):
-    """The federation of the site that this thread plays."""
+    """The federation of a simulated site, which has its connection already."""
 
-    def connect(self, ranks: int = 1) -> Connection:
-        """Returns the connection that `use` was given."""
-        assert _here.connection is not None, "a simulated site is given its connection first"
-        return _here.connection
+    connection: Any = field(default=None, repr=False, compare=False)
 
-
-def use(connection: Connection) -> None:
-    """Gives the site that this thread plays its connection."""
-    _here.connection = connection
+    def connect(self, ranks: int = 1) -> Any:
+        """Returns the connection of the site."""
+        return self.connection
 
 
 def site_name(number: int) -> str:
@@ -64,19 +52,16 @@ else:
     _Base = object
 
 
-def _nothing() -> None:
-    pass
-
-
 class SimulatedRank(NamedTuple):
     """The rank that a thread plays. It is a worker group of its own."""
 
     topology: Topology
-    clock: Callable[[], float]
+    clock: Callable[[], float]  # stands still while other groups run
     site: int | None = None
     sites: int = 1
-    begins: Callable[[], None] = _nothing
-    step_time: float = 0.0
+    begins: Callable[[], None] = lambda: None  # called before every inner step
+    step_time: float = 0.0  # seconds that the group says an inner step takes; 0 for those that it takes here
+    connection: Any = None  # of a site
 
     @property
     def rank(self) -> int:
@@ -101,7 +86,8 @@ class SimulatedProcessesMixin(_Base):
         federation = self._options.federation
         if federation is not None:
             # Only now: jsonargparse makes no subclass of a dataclass.
-            self._options = replace(self._options, federation=SimulatedFederation(**vars(federation)))
+            simulated = SimulatedFederation(**vars(federation), connection=rank.connection)
+            self._options = replace(self._options, federation=simulated)
 
     @property
     @override
@@ -146,11 +132,17 @@ class SimulatedProcessesMixin(_Base):
     def setup_environment(self) -> None:
         self.reset_seed()
         self._groups.use(self.simulated_rank.topology)
-        assert self.lightning_module is not None
-        for metric in (part for part in self.lightning_module.modules() if isinstance(part, Metric)):
+        module, world = self.lightning_module, self.simulated_rank.topology.world
+        assert module is not None
+
+        # A function, which a copy of the module does not copy: it holds the strategy.
+        def gather(value: Tensor, group: Any = None) -> list[Tensor]:
+            # As objects: the shapes may differ.
+            return [value] if in_batch(module) else list(world.all_gather_object(value))
+
+        for metric in (part for part in module.modules() if isinstance(part, Metric)):
             if metric.dist_sync_fn is None and metric.process_group is None:
-                metric.distributed_available_fn = _always
-                metric.dist_sync_fn = _GatherSimulatedMetric(self)
+                metric.distributed_available_fn, metric.dist_sync_fn = (lambda: True), gather
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -173,7 +165,10 @@ class SimulatedProcessesMixin(_Base):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        return _reduced(torch.stack(self.simulated_rank.topology.world.all_gather(tensor)), reduce_op).to(tensor.dtype)
+        reduced = _REDUCTIONS.get(str(reduce_op).rpartition(".")[2].lower())
+        if reduced is None:
+            raise ValueError(f"reduce_op={reduce_op!r} cannot be simulated. Use mean, sum, max or min.")
+        return reduced(torch.stack(self.simulated_rank.topology.world.all_gather(tensor))).to(tensor.dtype)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -182,40 +177,18 @@ class SimulatedProcessesMixin(_Base):
         )
 
 
-def _reduced(ranks: Tensor, reduce_op: Any) -> Tensor:
-    name = str(reduce_op).rpartition(".")[2].lower()
-    if name in ("mean", "avg"):
-        return ranks.sum(dim=0) / len(ranks)
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "sum": lambda ranks: ranks.sum(dim=0),
-        "max": lambda ranks: ranks.amax(dim=0),
-        "min": lambda ranks: ranks.amin(dim=0),
-        "product": lambda ranks: ranks.prod(dim=0),
-    }
-    if name not in functions:
-        raise ValueError(f"reduce_op={reduce_op!r} cannot be simulated. Use mean, sum, max or min.")
-    return functions[name](ranks)
+def _mean_of(ranks: Tensor) -> Tensor:
+    return ranks.sum(dim=0) / len(ranks)
 
 
-class _GatherSimulatedMetric:
-    """Gathers a state of a torchmetrics metric among threads: of this group inside a batch, of all groups otherwise."""
-
-    def __init__(self, strategy: SimulatedProcessesMixin) -> None:
-        self._strategy = strategy
-
-    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
-        if in_batch(self._strategy.lightning_module):
-            return [value]
-        # As objects: the shapes may differ.
-        return list(self._strategy.simulated_rank.topology.world.all_gather_object(value))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_GatherSimulatedMetric":
-        # A copy of the module must not copy the strategy.
-        return self
-
-
-def _always() -> bool:
-    return True
+_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": _mean_of,
+    "avg": _mean_of,
+    "sum": lambda ranks: ranks.sum(dim=0),
+    "max": lambda ranks: ranks.amax(dim=0),
+    "min": lambda ranks: ranks.amin(dim=0),
+    "product": lambda ranks: ranks.prod(dim=0),
+}
 
 
 # What happens in a group
@@ -241,29 +214,13 @@ class Validation(NamedTuple):
 
 
 class RecorderMixin(_Callback):
-    """Records what happens in a simulated group.
+    """Records what happens in a simulated group; ``stepped`` is called after every inner step."""
 
-    Args:
-        clock: A clock that stands still while other groups run.
-        stepped: Called after every inner step.
-        begins: Called before every inner step.
-        step_time: Seconds that the group says an inner step takes; 0 for those that it takes here.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        stepped: Callable[[], None],
-        begins: Callable[[], None],
-        step_time: float = 0.0,
-    ) -> None:
-        self._clock, self._step_time = clock, step_time
-        self._stepped = stepped
-        self._begins = begins
-        self._begun = 0
+    def __init__(self, rank: SimulatedRank, stepped: Callable[[], None]) -> None:
+        self._rank, self._stepped = rank, stepped
         self._batches: deque[tuple[Any, int]] = deque(maxlen=LAST)
         self._times: list[float] = []
-        self._steps = 0
+        self._begun = self._steps = 0
         self.idle: list[int] = []
         self.launches: dict[int, tuple[int, ...]] = {}
         self.losses: list[float] = []
@@ -278,14 +235,14 @@ class RecorderMixin(_Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the group as fast as it is where the run would take place."""
-        if self._step_time:
-            trainer.strategy.engine.step_clock = StepClock(self._step_time)
+        if self._rank.step_time:
+            trainer.strategy.engine.step_clock = StepClock(self._rank.step_time)
         self._note_launches(trainer.strategy.engine)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._begun <= self._steps:
             self._begun = self._steps + 1
-            self._begins()
+            self._rank.begins()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -296,7 +253,7 @@ class RecorderMixin(_Callback):
             self._steps = trainer.strategy.engine.inner_steps
             if batch is None:
                 self.idle.append(self._steps)
-            self._times.append(self._clock())
+            self._times.append(self._rank.clock())
             self._note_launches(trainer.strategy.engine)
             self._stepped()
 
@@ -314,25 +271,13 @@ class RecorderMixin(_Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Evaluates the outer model, which the module holds by now, on the last batches of the group."""
-        if pl_module.automatic_optimization and self._batches and _takes_batches(pl_module):
-            self.outer_loss = self._evaluated(trainer, pl_module)
+        parameters = inspect.signature(pl_module.training_step).parameters
+        if pl_module.automatic_optimization and self._batches and "dataloader_iter" not in parameters:
+            with _quietly(pl_module), trainer.precision_plugin.train_step_context():
+                outputs = [pl_module.training_step(*given[: len(parameters)]) for given in self._batches]
+            losses = [float(output["loss"] if isinstance(output, dict) else output) for output in outputs]
+            self.outer_loss = _mean(losses)
         self._batches.clear()
-
-    def _evaluated(self, trainer: Any, module: Any) -> float:
-        losses = []
-        with _quietly(module), trainer.precision_plugin.train_step_context():
-            for batch, index in self._batches:
-                outputs = module.training_step(*(batch, index)[: len(_parameters(module))])
-                losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
-        return sum(losses) / len(losses)
-
-
-def _parameters(module: Any) -> list[str]:
-    return list(inspect.signature(module.training_step).parameters)
-
-
-def _takes_batches(module: Any) -> bool:
-    return "dataloader_iter" not in _parameters(module)
 
 
 @contextmanager
@@ -531,20 +476,25 @@ def _on_one_device(trainer: Any, rank: SimulatedRank, callback: Any) -> dict[str
     }
 
 
+def class_at(path: str) -> type:
+    """Imports a class; what cannot be imported or is no class is an ImportError, AttributeError or ValueError."""
+    found = resolve_name(path)
+    if not isinstance(found, type):
+        raise ValueError("it is not a class")
+    return found
+
+
 def _class_named(path: Any) -> type | None:
-    module, _, name = str(path or "").rpartition(".")
     try:
-        found = getattr(import_module(module), name, None) if module else None
-    except ImportError:
+        return class_at(path) if path else None
+    except (ImportError, AttributeError, ValueError):
         return None
-    return found if isinstance(found, type) else None
 
 
 # Runs
 
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
-_SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
 @dataclass(frozen=True)
@@ -577,8 +527,12 @@ class Run:
     @property
     def outer_loss(self) -> float | None:
         """Returns the mean loss of the outer model on the last batches of all groups."""
-        losses = [group.outer_loss for group in self.groups if group.outer_loss is not None]
-        return _mean(losses)
+        return _mean([group.outer_loss for group in self.groups if group.outer_loss is not None])
+
+    @property
+    def last_loss(self) -> float | None:
+        """Returns the mean loss of the groups on their last batches."""
+        return _mean([group.last_loss for group in self.groups if group.last_loss is not None])
 
     @property
     def step_seconds(self) -> float | None:
@@ -638,7 +592,7 @@ def live(
     configuration: Configuration, rank: SimulatedRank, choices: Mapping[str, Any], stepped: Callable[[], None]
 ) -> tuple[Group, Run | None]:
     """Runs one group to its end, in its thread. Only the first returns what is the same in all."""
-    recorder = configuration.classes.recorder(rank.clock, stepped, rank.begins, rank.step_time)
+    recorder = configuration.classes.recorder(rank, stepped)
     trainer = configuration.fit(rank, choices, recorder)
     strategy = trainer.strategy
     if strategy.engine is None:
@@ -663,7 +617,7 @@ def live(
 def quiet() -> Iterator[None]:
     """Silences what every Trainer says about itself, and restores the environment."""
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
-    seeds = {name: os.environ.get(name) for name in _SEEDS}
+    environment = dict(os.environ)
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
@@ -673,11 +627,8 @@ def quiet() -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
-        for name, seed in seeds.items():
-            if seed is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = seed
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def _mean(numbers: list[float]) -> float | None:

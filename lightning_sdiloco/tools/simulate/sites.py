@@ -1,13 +1,13 @@
 """Plays a configuration as the sites of a federation, in virtual time: the real rules, engine, hub and Trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_sdiloco.federation import Follower, Record
 from lightning_sdiloco.hub import VirtualHub, VirtualLink, VirtualTime
-from lightning_sdiloco.planning import Absence, Link, step_end
+from lightning_sdiloco.planning import Absence, Link, require, step_end
 from lightning_sdiloco.tools.simulate.groups import (
     Configuration,
     Group,
@@ -16,7 +16,6 @@ from lightning_sdiloco.tools.simulate.groups import (
     live,
     quiet,
     site_name,
-    use,
 )
 from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
@@ -36,17 +35,19 @@ class Places:
     absences: tuple[Absence, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.sites >= 1, "sites", self.sites, "at least 1")
-        _require(self.step_time > 0, "step_time", self.step_time, "a positive number of seconds")
-        for name, each, least in (("speeds", self.speeds, "positive"), ("delays", self.delays, "at least 0")):
+        require(self.sites >= 1, "sites", self.sites, "at least 1")
+        require(self.step_time > 0, "step_time", self.step_time, "a positive number of seconds")
+        for name, each in (("speeds", self.speeds), ("delays", self.delays)):
             if each is not None and len(each) != self.sites:
                 raise ValueError(f"There are {len(each)} {name} for {self.sites} sites. Give one for each site.")
-            for value in each or ():
-                _require(value > 0 or (value == 0 and name == "delays"), name, value, least)
+        for speed in self.speeds or ():
+            require(speed > 0, "speeds", speed, "positive")
+        for delay in self.delays or ():
+            require(delay >= 0, "delays", delay, "at least 0")
         for absence in self.absences:
-            _require(0 <= absence.group < self.sites, "site", absence.group, "the number of a site, from 0")
-            _require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
-        _require(self.founders >= 1, "absence", 0.0, "above 0 for one site at least, or nobody founds the run")
+            require(0 <= absence.group < self.sites, "site", absence.group, "the number of a site, from 0")
+            require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
+        require(self.founders >= 1, "absence", 0.0, "above 0 for one site at least, or nobody founds the run")
 
     def absences_of(self, site: int) -> list[Absence]:
         return sorted((absence for absence in self.absences if absence.group == site), key=lambda one: one.start)
@@ -76,20 +77,17 @@ class Places:
         )
 
 
-def _require(holds: bool, name: str, value: float, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}.")
-
-
-@dataclass
+@dataclass(frozen=True)
 class Site:
-    times: list[float] = field(default_factory=list)
-    ended: float = 0.0
-    counted: int = 0
-    late: int = 0
-    missed: int = 0
-    weights: dict[int, list[int]] = field(default_factory=dict)
-    group: Group | None = None
+    """What became of a site, and in which rounds it counted, with which weights by fragment."""
+
+    group: Group
+    times: list[float]
+    ended: float
+    counted: int
+    late: int
+    missed: int
+    weights: dict[int, list[int]]
 
 
 @dataclass(frozen=True)
@@ -104,70 +102,68 @@ def play_sites(
     configuration: Configuration, places: Places, choices: Mapping[str, Any], stepped: Callable[[], None]
 ) -> FederatedRun:
     """Runs a configuration as the sites of a federation, in threads that take turns."""
-    turns: Turns[tuple[Site, Run | None]] = Turns(places.sites)
+    turns: Turns[tuple[Group, Run | None]] = Turns(places.sites)
     hub = VirtualHub("simulated", places.founders, VirtualTime(places.sites, turns.until))
-    lives = [_Life(configuration, places, hub, turns, site) for site in range(places.sites)]
+    lives = [_Life(places, hub, turns, site) for site in range(places.sites)]
     with quiet():
-        lived = turns.run([partial(life.live, choices, stepped) for life in lives])
+        lived = turns.run([partial(life.live, configuration, choices, stepped) for life in lives])
     first = lived[0][1]
     assert first is not None
     records = [Record.from_bytes(data) for _, data in hub.journal.read()]
     terms = hub.coordinator.ledger.terms
     told = f"grace={terms.grace:g} s, lease={terms.lease:g} s, quorum={terms.quorum}"
-    return FederatedRun([_counted(life, records, hub) for life in lives], first, records, told)
+    sites = [life.told(group, records) for life, (group, _) in zip(lives, lived, strict=True)]
+    return FederatedRun(sites, first, records, told)
 
 
 class _Life:
     """Lives the life of a site, in its thread."""
 
-    def __init__(
-        self, configuration: Configuration, places: Places, hub: VirtualHub, turns: Turns[Any], number: int
-    ) -> None:
-        self.name, self.site, self.joined = site_name(number), Site(), list[int]()
-        self._configuration, self._places, self._hub, self._number = configuration, places, hub, number
+    def __init__(self, places: Places, hub: VirtualHub, turns: Turns[Any], number: int) -> None:
+        self._name, self._places, self._hub, self._number = site_name(number), places, hub, number
+        self._times, self._ended, self._joined = list[float](), 0.0, list[int]()
         topology = simulated_topologies(1, turns.until)[0]
-        self._rank = SimulatedRank(topology, turns.seconds, number, places.sites, self._begins)
-        self._connection = hub.connect_over(self.name, number, places.link_of(number), places.step_time / 10)
+        connection = hub.connect_over(self._name, number, places.link_of(number), places.step_time / 10)
+        self._rank = SimulatedRank(
+            topology, turns.seconds, number, places.sites, begins=self._begins, connection=connection
+        )
 
-    def live(self, choices: Mapping[str, Any], stepped: Callable[[], None]) -> tuple[Site, Run | None]:
+    def live(
+        self, configuration: Configuration, choices: Mapping[str, Any], stepped: Callable[[], None]
+    ) -> tuple[Group, Run | None]:
         time = self._hub.time
 
         def done() -> None:
-            self.site.times.append(time.now)
+            self._times.append(time.now)
             stepped()
 
         time.passes(self._number, self._places.joins_at(self._number))
-        use(self._connection)
         try:
-            self.site.group, run = live(self._configuration, self._rank, choices, done)
+            return live(configuration, self._rank, choices, done)
         finally:
-            self.site.ended = time.now
+            self._ended = time.now
             time.ends(self._number)
-        return self.site, run
 
     def _begins(self) -> None:
         """Lets the time of an inner step pass, after which it launches and lands."""
-        if not self.joined:
-            self.joined = self.applied
+        self._joined = self._joined or self._applied()
         time = self._hub.time
         time.passes(self._number, self._places.seconds(self._number, time.now))
 
-    @property
-    def applied(self) -> list[int]:
-        """The rounds that have landed, by fragment."""
-        follower = self._connection.follower
+    def _applied(self) -> list[int]:
+        """Returns the rounds that have landed, by fragment."""
+        follower = self._rank.connection.follower
         assert isinstance(follower, Follower), "who trains has said hello"
         return [own.applied.round for own in follower.fragments]
 
-
-def _counted(life: _Life, records: Sequence[Record], hub: VirtualHub) -> Site:
-    site, joined, applied = life.site, life.joined, life.applied
-    for record in records:
-        own = record.of(life.name)
-        if own is not None:
-            site.counted += 1
-            site.weights.setdefault(record.fragment, []).append(own.weight)
-        elif joined[record.fragment] < record.round <= applied[record.fragment]:
-            site.missed += 1
-    site.late = hub.coordinator.statistics.of(life.name).late
-    return site
+    def told(self, group: Group, records: Sequence[Record]) -> Site:
+        applied, counted, missed, weights = self._applied(), 0, 0, dict[int, list[int]]()
+        for record in records:
+            own = record.of(self._name)
+            if own is not None:
+                counted += 1
+                weights.setdefault(record.fragment, []).append(own.weight)
+            elif self._joined[record.fragment] < record.round <= applied[record.fragment]:
+                missed += 1
+        late = self._hub.coordinator.statistics.of(self._name).late
+        return Site(group, self._times, self._ended, counted, late, missed, weights)

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -153,16 +153,19 @@ class Outcome(NamedTuple):
     run: Run
     prediction: Prediction | None
 
-    def varied(self, names: Sequence[str]) -> Iterator[Any]:
-        """Yields the values of what a sweep varied, in the order of the names."""
-        for name in names:
-            own = self.planned
-            yield own.name if name == METHOD else own.groups if name == _GROUPS else own.choices[name]
+    def varied(self, name: str) -> Any:
+        """Returns the value of something that a sweep varied."""
+        own = {METHOD: self.planned.name, _GROUPS: self.planned.groups}
+        return own[name] if name in own else self.planned.choices[name]
+
+    def told(self, names: Sequence[str]) -> str:
+        """Tells what a sweep varied; a name alone, where runs have names."""
+        return ", ".join(str(self.varied(name)) if name == METHOD else f"{name}={self.varied(name)}" for name in names)
 
     @property
     def loss(self) -> float | None:
         """The loss of the outer model: that which the last validation logged, else that on the last batches."""
-        logged = [loss for validation in self.run.validations if (loss := validation.loss) is not None]
+        logged = [one.loss for one in self.run.validations if one.loss is not None]
         return logged[-1] if logged else self.run.outer_loss
 
     @property
@@ -218,40 +221,15 @@ def each_with(planned: Sequence[Planned], seeds: Sequence[int]) -> list[Planned]
     return [one._replace(seed=seed) for one in planned for seed in seeds] if seeds else list(planned)
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A run that was made with several seeds, and the first of the comparison with the same ones."""
+class Compared(NamedTuple):
+    """A run that was made with several seeds: means over these, and how it differs from the first of the comparison."""
 
     outcomes: Sequence[Outcome]
-    first: Sequence[Outcome]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is what all others are compared with."""
-        return self.outcomes is self.first
-
-    @property
-    def loss(self) -> float | None:
-        """The loss of the outer model, the mean over the seeds; see `Outcome.loss`."""
-        losses = [loss for one in self.outcomes if (loss := one.loss) is not None]
-        return mean(losses) if losses else None
-
-    @property
-    def percent(self) -> list[float]:
-        """By how much the loss is higher than that of the first, in percent, by seed."""
-        pairs = [(one.loss, first.loss) for one, first in zip(self.outcomes, self.first, strict=True)]
-        return [100 * (own / other - 1) for own, other in pairs if own is not None and other]
-
-    @property
-    def bytes_sent(self) -> float:
-        """Bytes that a group sent, the mean over the seeds."""
-        return mean(one.run.groups[0].bytes_sent for one in self.outcomes)
-
-    @property
-    def seconds(self) -> float | None:
-        """The predicted time, the mean over the seeds, if there is a link."""
-        known = [one.prediction.seconds for one in self.outcomes if one.prediction is not None]
-        return mean(known) if known else None
+    is_first: bool
+    loss: float | None
+    percent: list[float]  # by how much the loss is higher than that of the first, by seed
+    bytes_sent: float
+    seconds: float | None
 
     def difference(self) -> str:
         """Formats the mean difference from the first in percent, with half its 95 % interval."""
@@ -264,4 +242,19 @@ class Compared:
 def compared(outcomes: Sequence[Outcome], seeds: int) -> list[Compared]:
     """Joins the runs of a sweep that differ in the seed alone."""
     each = [outcomes[start : start + seeds] for start in range(0, len(outcomes), seeds)]
-    return [Compared(own, each[0]) for own in each]
+    rows = []
+    for number, own in enumerate(each):
+        losses = [one.loss for one in own if one.loss is not None]
+        seconds = [one.prediction.seconds for one in own if one.prediction is not None]
+        pairs = [(one.loss, first.loss) for one, first in zip(own, each[0], strict=True)]
+        rows.append(
+            Compared(
+                outcomes=own,
+                is_first=number == 0,
+                loss=mean(losses) if losses else None,
+                percent=[100 * (loss / first - 1) for loss, first in pairs if loss is not None and first],
+                bytes_sent=mean(one.run.groups[0].bytes_sent for one in own),
+                seconds=mean(seconds) if seconds else None,
+            )
+        )
+    return rows

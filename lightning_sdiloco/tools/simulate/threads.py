@@ -24,6 +24,19 @@ class Stopped(BaseException):
     """Ends a thread because another one has failed, or Ctrl-C was pressed."""
 
 
+_State = tuple[dict[str, Any], int | None]
+"""What there is once in a process: random numbers, and the rank."""
+
+
+def _taken(rank: int | None) -> _State:
+    return random_state(), rank
+
+
+def _restore(state: _State) -> None:
+    set_random_state(state[0])
+    rank_zero_only.rank = state[1]  # type: ignore[attr-defined]
+
+
 class Turns(Generic[Result]):
     """Runs functions in threads, of which only one runs at any time; see [Note: one thread at a time].
 
@@ -46,7 +59,7 @@ class Turns(Generic[Result]):
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
         # What each thread waits for; None if it has ended.
-        self._waits: list[Callable[[], bool] | None] = [_nothing] * count
+        self._waits: list[Callable[[], bool] | None] = [lambda: True] * count
         self._turn: int | None = None
         self._seats = threading.local()
         self._away = [0.0] * count
@@ -55,7 +68,7 @@ class Turns(Generic[Result]):
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
         """Runs one function in each thread, all from the caller's random numbers, which it restores."""
-        state = _State.taken(0)
+        state = _taken(0)
         threads = [
             threading.Thread(target=self._live, args=(seat, function, state), name=f"group {seat}", daemon=True)
             for seat, function in enumerate(functions)
@@ -73,7 +86,7 @@ class Turns(Generic[Result]):
                 thread.join()
             raise
         finally:
-            state.restore()
+            _restore(state)
         if self._failure is not None:
             raise self._failure
         return [self._results[seat] for seat in range(len(functions))]
@@ -84,24 +97,24 @@ class Turns(Generic[Result]):
         if ready():
             return
         seat, left = self._seats.own, time.perf_counter()
-        state = _State.taken(seat)
+        state = _taken(seat)
         self._waits[seat] = ready
         self._pass_on(seat)
         self._wait_for(seat)
-        state.restore()
+        _restore(state)
         self._away[seat] += time.perf_counter() - left
 
     def seconds(self) -> float:
         """Reads a clock of this thread that stands still while others have their turns."""
         return time.perf_counter() - self._away[self._seats.own]
 
-    def _live(self, seat: int, function: Callable[[], Result], state: "_State") -> None:
+    def _live(self, seat: int, function: Callable[[], Result], state: _State) -> None:
         self._seats.own = seat
         started = time.perf_counter()
         try:
             self._wait_for(seat)
             self._away[seat] = time.perf_counter() - started
-            state.for_seat(seat).restore()
+            _restore((state[0], seat))
             self._results[seat] = function()
         except BaseException as error:
             self._fail(error)
@@ -115,23 +128,20 @@ class Turns(Generic[Result]):
 
     def _pass_on(self, seat: int) -> None:
         """Gives the turn to the next thread that can go on, and fails if all of them wait."""
-        order = [*range(seat + 1, len(self._waits)), *range(seat)]
-        chosen = next(filter(self._can_go_on, order), None)
-        waiting = [str(other) for other, ready in enumerate(self._waits) if ready is not None]
+        waiting = {other: ready for other, ready in enumerate(self._waits) if ready is not None}
+        order = sorted(waiting, key=lambda other: (other <= seat, other))
+        chosen = next((other for other in order if waiting[other]()), None)
         if chosen is None and waiting:
             self._fail(
                 RuntimeError(
-                    f"Worker groups wait for others that wait for something else or have ended: {', '.join(waiting)}."
-                    " The groups do not make the same steps. Real processes would wait until the timeout."
+                    "Worker groups wait for others that wait for something else or have ended:"
+                    f" {', '.join(map(str, waiting))}. The groups do not make the same steps. Real processes would wait"
+                    " until the timeout."
                 )
             )
         with self._changed:
             self._turn = chosen
             self._changed.notify_all()
-
-    def _can_go_on(self, seat: int) -> bool:
-        ready = self._waits[seat]
-        return ready is not None and ready()
 
     def _go_on(self) -> None:
         if self._failure is not None:
@@ -141,29 +151,6 @@ class Turns(Generic[Result]):
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
-
-
-class _State:
-    """What there is once in a process: random numbers, and the rank."""
-
-    def __init__(self, random: dict[str, Any], rank: int | None) -> None:
-        self._random = random
-        self._rank = rank
-
-    @staticmethod
-    def taken(rank: int | None) -> "_State":
-        return _State(random_state(), rank)
-
-    def for_seat(self, seat: int) -> "_State":
-        return _State(self._random, seat)
-
-    def restore(self) -> None:
-        set_random_state(self._random)
-        rank_zero_only.rank = self._rank  # type: ignore[attr-defined]
-
-
-def _nothing() -> bool:
-    return True
 
 
 Until = Callable[[Callable[[], bool]], None]
