@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import lightning_sdiloco
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from tests.engine.test_engine_reference import assert_same, grouped
 from tests.engine.test_policies import trained
+from tests.engine.test_reference import assert_same, grouped
 from tests.methods import FOLDER, DelayedNesterov, EagerGroups, EagerUpdates, Paced, Stay
 from tests.ranks import run_ranks
 from tests.training import batch, inner_optimizer, mlp, train_step

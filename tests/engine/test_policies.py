@@ -23,13 +23,14 @@ from lightning_sdiloco import (
     Pace,
     Schedule,
     Selective,
-    SimulatedGroups,
     StreamingDiLoCo,
     StreamingDiLoCoStrategy,
     TwoShot,
     Weighing,
 )
-from tests.engine.test_engine_reference import assert_same, grouped, reference, simulate
+from lightning_sdiloco.algorithm import Settings
+from tests.engine.groups import Groups, outer_state
+from tests.engine.test_reference import assert_follows, by_engine, by_loops, grouped
 from tests.methods import ByMedian, ByNorm, ZScore
 from tests.ranks import run_ranks
 from tests.training import inner_optimizer, mlp, train_step
@@ -52,7 +53,7 @@ def fewer(group: int, step: int) -> bool:
 class SelectiveLoop:
     """SelSync for worker groups in plain loops, with lists in place of a state."""
 
-    def __init__(self, fragments: int, every: int, threshold: float, most: int) -> None:
+    def __init__(self, fragments: int, every: int, threshold: float = 0.4, most: int = 4) -> None:
         self.every, self.threshold, self.most = every, threshold, most
         self.at = [every + p * every // fragments for p in range(fragments)]
         self.times, self.before = [1] * fragments, [[0.0]] * fragments
@@ -69,27 +70,6 @@ class SelectiveLoop:
         self.at[p], self.before[p] = launched_at + self.every * self.times[p], now
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_selective_follows_plain_loops(warmup_steps: int) -> None:
-    loop = SelectiveLoop(2, every=4, threshold=0.4, most=4)
-    options = {**CHOICES, "warmup_steps": warmup_steps}
-    expected = reference(
-        "adamw",
-        3,
-        60,
-        idle=fewer,
-        due=lambda step: loop.due(step - warmup_steps),
-        landed=lambda p, at, *told: loop.landed(p, at - warmup_steps, *told),
-        **options,
-    )
-    assert 8 < len(expected.launches) < 25, "strides differ"
-    trajectory, models = simulate("adamw", 3, 60, fewer, schedule=Selective(threshold=0.4), **options)
-    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
-        assert_same(actual, outer, 20)
-    for model in models:
-        assert_same(dict(model.named_parameters()), expected.outer, 20)
-
-
 def shares_by_norm(p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
     raw = [steps * exp(-norm / 0.05) for norm, steps in zip(norms, trained, strict=True)]
     return [share / sum(raw) for share in raw]
@@ -100,20 +80,6 @@ def shares_by_median(p: int, norms: Sequence[float], trained: Sequence[int]) -> 
     return [
         steps / sum(trained) * min(1, middle / norm if norm else 1) for norm, steps in zip(norms, trained, strict=True)
     ]
-
-
-@pytest.mark.parametrize(
-    ("weighing", "shares"),
-    [(ByNorm(temperature=0.05), shares_by_norm), (ByMedian(), shares_by_median)],
-    ids=["norm", "median"],
-)
-def test_weighings_follow_plain_loops(weighing: Weighing, shares: Any) -> None:
-    expected = reference("sgd", 3, 30, idle=fewer, shares=shares, **CHOICES)
-    plain = reference("sgd", 3, 30, idle=fewer, **CHOICES)
-    trajectory, _ = simulate("sgd", 3, 30, fewer, weighing=weighing, **CHOICES)
-    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
-        assert_same(actual, outer, 10)
-    assert any(not torch.allclose(expected.outer[name], plain.outer[name]) for name in plain.outer)
 
 
 class ZScoreLoop:
@@ -140,23 +106,33 @@ class ZScoreLoop:
         return steps if norm <= longest else 0
 
 
-def test_the_guard_by_standard_deviations_follows_plain_loops() -> None:
-    numbers = {"threshold": 1.2, "alpha": 0.1, "warmup": 2}
-    loop = ZScoreLoop(**numbers)  # type: ignore[arg-type]
-    expected = reference("sgd", 3, 40, idle=fewer, shares=loop, **CHOICES)
-    trajectory, _ = simulate("sgd", 3, 40, fewer, weighing=ZScore(**numbers), **CHOICES)  # type: ignore[arg-type]
-    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
-        assert_same(actual, outer, 10)
-    assert loop.left_out >= 2
+def test_policies_follow_plain_loops() -> None:
+    guard, times = ZScoreLoop(threshold=1.2, alpha=0.1, warmup=2), {0: SelectiveLoop(2, 4), 3: SelectiveLoop(2, 4)}
 
+    def selective(warmup_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        loop = times[warmup_steps]
+        told = {
+            "due": lambda step: loop.due(step - warmup_steps),
+            "landed": lambda p, at, *seen: loop.landed(p, at - warmup_steps, *seen),
+        }
+        number = {"warmup_steps": warmup_steps}
+        return {**number, **told}, {**number, "schedule": Selective(threshold=0.4)}
 
-@pytest.mark.parametrize("overlap_steps", [0, 3])
-def test_carry_follows_plain_loops(overlap_steps: int) -> None:
-    options = {**CHOICES, "overlap_steps": overlap_steps}
-    expected = reference("adamw", 2, 30, carries=True, **options)
-    trajectory, _ = simulate("adamw", 2, 30, **{**options, "mixing": Carry()})
-    for actual, outer in zip(trajectory, [*expected.outers, expected.outer], strict=True):
-        assert_same(actual, outer, 30)
+    for groups, inner, steps, loops, own in (
+        (3, "adamw", 60, *selective(0)),
+        (3, "adamw", 60, *selective(3)),
+        (3, "sgd", 30, {"shares": shares_by_norm}, {"weighing": ByNorm(temperature=0.05)}),
+        (3, "sgd", 30, {"shares": shares_by_median}, {"weighing": ByMedian()}),
+        (3, "sgd", 40, {"shares": guard}, {"weighing": ZScore(threshold=1.2, alpha=0.1, warmup=2)}),
+        (2, "adamw", 30, {"carries": True, "overlap_steps": 3}, {"mixing": Carry(), "overlap_steps": 3}),
+    ):
+        expected = by_loops(inner, groups, steps, idle=fewer, **{**CHOICES, **loops})
+        outers, _, models = by_engine(inner, groups, steps, fewer, **{**CHOICES, **own})
+        assert_follows(outers, models, expected, 20)
+        plain = by_loops(inner, groups, steps, idle=fewer, **CHOICES)
+        assert any(not torch.allclose(values, plain.outer[name]) for name, values in expected.outer.items()), own
+        assert "schedule" not in own or 8 < len(expected.launches) < 25, "strides differ"
+    assert guard.left_out >= 2
 
 
 # Policies of a user
@@ -223,7 +199,7 @@ MANY: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     choices=st.sampled_from(MANY),
     idle=st.lists(st.sets(st.integers(0, 2), max_size=3), min_size=20, max_size=30),
@@ -232,49 +208,35 @@ MANY: list[dict[str, Any]] = [
 def test_whoever_is_idle_groups_agree_after_every_landing_and_are_silent_between_launches(
     choices: dict[str, Any], idle: list[set[int]], overlap_steps: int
 ) -> None:
-    models = [mlp() for _ in range(3)]
-    optimizers = [inner_optimizer("sgd", model) for model in models]
-    groups = SimulatedGroups(models, **{**CHOICES, "overlap_steps": overlap_steps, **choices})
-    landings = 0
-    for step, away in enumerate(idle, 1):
-        for group in {0, 1, 2} - away:
-            train_step(models[group], optimizers[group], group, step)
-        sent = groups.engines[0].report()["bytes_sent"]
-        landed = groups.step(idle=away)[0]
-        landings += len(landed)
-        outers = [[own.outer.values for own in engine.rounds.fragments] for engine in groups.engines]
-        assert all(torch.equal(own, first) for other in outers for own, first in zip(other, outers[0], strict=True))
+    run = Groups(3, "sgd", **{**CHOICES, "overlap_steps": overlap_steps, **choices})
+    for away in idle:
+        sent = run.engines[0].report()["bytes_sent"]
+        landed = run.step(idle=away)
+        first, *others = [[own["outer"] for own in outer_state(engine)] for engine in run.engines]
+        assert all(torch.equal(own, of) for other in others for own, of in zip(other, first, strict=True))
         # Bytes count when they have landed, and nothing else sends any.
-        assert landed or groups.engines[0].report()["bytes_sent"] == sent
-    assert landings <= groups.engines[0].report()["launches"] <= landings + 2
+        assert landed or run.engines[0].report()["bytes_sent"] == sent
+    assert len(run.landings) <= run.engines[0].report()["launches"] <= len(run.landings) + 2
 
 
 def trained(groups: int, steps: int, at: int | None = None, **choices: Any) -> list[list[Tensor]]:
     """What groups hold in the end, stopped once and gone on with in new engines, which have heard nothing."""
-    models = [mlp() for _ in range(groups)]
-    optimizers = [inner_optimizer("sgd", model) for model in models]
-    simulated = SimulatedGroups(models, **choices)
-    for step in range(1, steps + 1):
-        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            train_step(model, optimizer, group, step)
-        simulated.step()
-        if step == at:
-            states = [engine.state_dict() for engine in simulated.engines]
-            locals_ = [{name: values.clone() for name, values in model.state_dict().items()} for model in models]
-            simulated = SimulatedGroups(models, **choices)
-            for engine, state, model, values in zip(simulated.engines, states, models, locals_, strict=True):
-                model.load_state_dict(values)
-                engine.load_state_dict(state)
-    simulated.finish()
-    return [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
+    run = Groups(groups, "sgd", **choices)
+    if at is not None:
+        run.until(at)
+        run = run.resumed()
+    run.until(steps)
+    run.groups.finish()
+    return [[parameter.detach().clone() for parameter in model.parameters()] for model in run.models]
 
 
-@pytest.mark.parametrize("policies", [OWN, BUILT_IN], ids=["own", "built-in"])
-@pytest.mark.parametrize("at", [5, 14, 23])
-def test_a_run_with_policies_resumes_bit_for_bit(policies: dict[str, Any], at: int) -> None:
-    choices = {**CHOICES, "compression": "fp4", **policies}
-    for whole, resumed in zip(trained(2, 40, **choices), trained(2, 40, at, **choices), strict=True):
-        assert all(map(torch.equal, whole, resumed))
+def test_a_run_with_policies_resumes_bit_for_bit() -> None:
+    for policies in (OWN, BUILT_IN):
+        choices = {**CHOICES, "compression": "fp4", **policies}
+        whole = trained(2, 40, **choices)
+        for at in (5, 14, 23):
+            for one, other in zip(whole, trained(2, 40, at, **choices), strict=True):
+                assert all(map(torch.equal, one, other)), (policies, at)
 
 
 def in_process(rank: int, world_size: int, compression: str, folder: str) -> list[Tensor]:
@@ -304,60 +266,37 @@ def test_processes_do_what_the_simulation_does(ranks: int, compression: str, tmp
 
 
 class NoDataclass(Pace):
-    def start(self, schedule: Schedule) -> dict[str, Any]:
-        return {}
-
-    def due(self, state: Any, step: int) -> tuple[int, ...]:
-        return ()
-
-    def heard(self, state: Any, landing: Heard) -> Any:
-        return state
+    start = due = heard = lambda self, *told: ()  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize(
-    ("choices", "told"),
-    [
+def test_what_does_not_go_together_is_refused() -> None:
+    for choices, told in (
         ({"schedule": 3}, "schedule=3 is no Pace"),
         ({"weighing": "by_norm"}, "weighing='by_norm' is no Weighing"),
         ({"schedule": NoDataclass()}, "frozen dataclass"),
         ({"weighing": ByNorm(), "outer_clip_norm": 1.0}, "together with outer_clip_norm"),
         ({"weighing": ZScore(), "outlier_guard": 5.0}, "together with outlier_guard"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(choices: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        StreamingDiLoCo(nn.Linear(2, 2), **choices)
-
-
-def test_the_planner_does_not_choose_beside_a_pace() -> None:
+    ):
+        with pytest.raises(ValueError, match=told):
+            StreamingDiLoCo(nn.Linear(2, 2), **choices)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"schedule=Selective.* does not go with overlap_steps='auto'"):
         StreamingDiLoCoStrategy(schedule=Selective(), overlap_steps="auto")
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"schedule": Selective()},
-        {"schedule": Rarer()},
-        {"weighing": ByNorm()},
-        {"weighing": ZScore()},
-        {"weighing": ByMedian()},
-        {"weighing": Loudest()},
-        {"mixing": Carry()},
-        {"mixing": DelayCompensation()},
-        {"exchange": TwoShot([1.0])},
-    ],
-    ids=repr,
-)
-def test_a_federation_refuses_them_by_name(policy: dict[str, Any]) -> None:
+def test_a_federation_refuses_them_by_name() -> None:
     federation = Federation(hub="localhost:1", run="r", site="a", insecure=True)
-    with pytest.raises(ValueError, match=rf"{next(iter(policy))}=.* does not go with a federation"):
-        StreamingDiLoCo(nn.Linear(2, 2), federation=federation, **policy)
+    policies: list[tuple[str, Any]] = [
+        *(("schedule", one) for one in (Selective(), Rarer())),
+        *(("weighing", one) for one in (ByNorm(), ZScore(), ByMedian(), Loudest())),
+        *(("mixing", one) for one in (Carry(), DelayCompensation())),
+        ("exchange", TwoShot([1.0])),
+    ]
+    for name, policy in policies:
+        with pytest.raises(ValueError, match=rf"{name}=.* does not go with a federation"):
+            StreamingDiLoCo(nn.Linear(2, 2), federation=federation, **{name: policy})
 
 
 def test_a_checkpoint_with_a_policy_is_refused_without_it_and_the_other_way_round() -> None:
-    from lightning_sdiloco.algorithm import Settings
-
     plain, selective = Settings().chosen_for(2), Settings(schedule=Selective(), mixing=Carry()).chosen_for(2)
     saved, now = selective.fixed_by_a_checkpoint(), plain.fixed_by_a_checkpoint()
     assert "schedule was Selective" in " ".join(Settings.differences(saved, now))
