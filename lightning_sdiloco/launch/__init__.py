@@ -18,7 +18,6 @@ from lightning_sdiloco.launch.reachability import (
 from lightning_sdiloco.launch.rendezvous import (
     Rendezvous,
     reason,
-    rendezvous,
     rendezvous_at,
     try_to_connect,
     warn_of_shared_store,
@@ -37,7 +36,6 @@ __all__ = [
     "group_address",
     "has_exchange_interface",
     "reason",
-    "rendezvous",
     "rendezvous_at",
     "require_reachable",
     "try_to_connect",

@@ -40,41 +40,41 @@ class Failures:
         """Leaves word of this rank's failure, and reports which rank failed first if it was another one."""
         if self._store is None:
             return
+        who, lost = f"Rank {self._rank} (worker group {self._group})", _lost_contact(exception)
         error = f"{type(exception).__name__}: {exception}".removesuffix(": ")
-        lost = _lost_contact(exception)
-        word = f"Rank {self._rank} (worker group {self._group}) {'lost contact' if lost else 'failed'} first: {error}"
-        first = _within(_SECONDS, lambda: self._first(word))
-        if isinstance(exception, KeyboardInterrupt):
+        word = f"{who} {'lost contact' if lost else 'failed'} first: {error}"
+        readers = f"{self._key}/readers"
+
+        def first_word() -> str:
+            # The first that any rank left, and this rank's own if there is none.
+            first = self._store.compare_set(self._key, "", word).decode()
+            self._store.add(readers, 1)
+            return str(first)
+
+        def wait_for_readers() -> None:
+            # Until all ranks have looked into the store, which often ends with rank 0.
+            deadline = time.monotonic() + _READING_SECONDS
+            while time.monotonic() < deadline and self._store.add(readers, 0) < self._world_size:
+                time.sleep(0.05)
+
+        first = _within(_SECONDS, first_word)
+        if isinstance(exception, KeyboardInterrupt) or not lost:
             return
-        told = self._told(first, word, lost)
+        if first == word:
+            told = (
+                f"{who} has lost contact with another rank, and none has left word of a failure: a process was killed,"
+                " or a machine or the network failed."
+            )
+        elif first is None and self._rank != 0:
+            told = "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
+        else:
+            told = first or ""
         if told:
             _log.error(told)
             if hasattr(exception, "add_note"):
                 exception.add_note(told)
-        if self._rank == 0 and lost and first not in (None, word):
-            _within(_READING_SECONDS, self._wait_for_readers)
-
-    def _told(self, first: str | None, word: str, lost: bool) -> str:
-        if lost and first is None and self._rank != 0:
-            return "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
-        if lost and first == word:
-            return (
-                f"Rank {self._rank} (worker group {self._group}) has lost contact with another rank, and none has left"
-                " word of a failure: a process was killed, or a machine or the network failed."
-            )
-        return first if lost and first is not None else ""
-
-    def _first(self, word: str) -> str:
-        """Returns the first word that any rank left; leaves this rank's own if there is none."""
-        first = self._store.compare_set(self._key, "", word).decode()
-        self._store.add(f"{self._key}/readers", 1)
-        return str(first)
-
-    def _wait_for_readers(self) -> None:
-        """Waits a moment until all ranks have looked into the store, which often ends with rank 0."""
-        deadline = time.monotonic() + _READING_SECONDS
-        while time.monotonic() < deadline and self._store.add(f"{self._key}/readers", 0) < self._world_size:
-            time.sleep(0.05)
+        if self._rank == 0 and first not in (None, word):
+            _within(_READING_SECONDS, wait_for_readers)
 
 
 def _lost_contact(error: BaseException | None) -> bool:

@@ -20,12 +20,12 @@ _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 def group_address() -> str:
     """Returns the address on which gloo listens for ranks of the same worker group."""
-    return _address(GLOO, os.environ.get(GLOO, ""))
+    return _chosen(GLOO)[1] if os.environ.get(GLOO) else _address_of_host()
 
 
 def exchange_address() -> str:
     """Returns the address on which gloo listens for ranks of other worker groups."""
-    return _address(EXCHANGE, _exchange_interface()) if has_exchange_interface() else group_address()
+    return _chosen(EXCHANGE)[1] if has_exchange_interface() else group_address()
 
 
 def has_exchange_interface() -> bool:
@@ -40,7 +40,7 @@ def for_exchange() -> Iterator[None]:
         yield
         return
     before = os.environ.get(GLOO)
-    os.environ[GLOO] = _exchange_interface()
+    os.environ[GLOO] = _chosen(EXCHANGE)[0]
     try:
         yield
     finally:
@@ -50,40 +50,11 @@ def for_exchange() -> Iterator[None]:
             os.environ[GLOO] = before
 
 
-def _exchange_interface() -> str:
-    """Returns the name of the interface that the variable names, or whose address it gives."""
-    given = os.environ[EXCHANGE]
-    addresses = _interfaces()
-    if given in addresses:
-        return given
-    for name, address in addresses.items():
-        if given == address:
-            return name
-    raise ValueError(_unknown(EXCHANGE, given))
-
-
-def _address(variable: str, interface: str) -> str:
-    if not interface:
-        return _address_of_host()
+def _chosen(variable: str) -> tuple[str, str]:
+    """Returns name and address of the interface that a variable chooses; that of the exchange may give the address."""
+    given = os.environ[variable]
     if sys.platform != "linux":
-        raise ValueError(f"{variable}={interface!r}: interfaces can be chosen on Linux only. Leave {variable} out.")
-    # gloo takes a list of interfaces, and every connection uses one of them.
-    address = _interfaces().get(interface.partition(",")[0])
-    if address is None:
-        raise ValueError(_unknown(variable, interface))
-    return address
-
-
-def _unknown(variable: str, given: str) -> str:
-    known = ", ".join(f"{name} ({address})" for name, address in _interfaces().items())
-    return (
-        f"{variable}={given!r} is no interface with an IPv4 address on {socket.gethostname()}, which has {known}. Set"
-        f" {variable} to one of these on this machine."
-    )
-
-
-def _interfaces() -> dict[str, str]:
-    """Returns the interfaces of this machine that have an IPv4 address, each with that address."""
+        raise ValueError(f"{variable}={given!r}: interfaces can be chosen on Linux only. Leave {variable} out.")
     import fcntl  # it does not exist on every system
 
     found = {}
@@ -91,10 +62,18 @@ def _interfaces() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
+            except OSError:  # it has no IPv4 address
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+    for name, address in found.items():
+        # gloo takes a list of interfaces, and every connection uses one of them.
+        if name == given.partition(",")[0] or (variable == EXCHANGE and address == given):
+            return name, address
+    known = ", ".join(f"{name} ({address})" for name, address in found.items())
+    raise ValueError(
+        f"{variable}={given!r} is no interface with an IPv4 address on {socket.gethostname()}, which has {known}. Set"
+        f" {variable} to one of these on this machine."
+    )
 
 
 def _address_of_host() -> str:

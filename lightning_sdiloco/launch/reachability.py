@@ -49,11 +49,6 @@ class Endpoints(NamedTuple):
     inside: tuple[str, int]
     error: str = ""
 
-    def address_for(self, other: "Endpoints") -> tuple[str, int]:
-        """Returns the address and port at which another rank finds this one."""
-        address, port = self.inside if self.group == other.group else self.exchange
-        return str(address), int(port)
-
 
 class Listener:
     """Listens on an address and answers every connection, in a thread of its own."""
@@ -96,17 +91,34 @@ class Listener:
 def require_reachable(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> None:
-    """Raises an error if ranks cannot reach each other. All ranks must call it."""
+    """Raises an error if ranks cannot reach each other. All ranks must call it.
+
+    Args:
+        rendezvous: Where all ranks meet.
+        group: The worker group of this rank.
+        exchange: Chooses the address on which it listens for ranks of other groups.
+        inside: Chooses that for ranks of its own group.
+    """
     endpoints, broken = find_broken_connections(rendezvous, group, exchange, inside)
-    if broken:
-        raise ValueError(described(broken, endpoints))
+    if not broken:
+        return
+    names = [f"rank {rank} (worker group {own.group}, {own.host})" for rank, own in enumerate(endpoints)]
+    pairs = {(one.source, one.target) for one in broken}
+    lines = [f"{len(broken)} of {len(names) * (len(names) - 1)} connections between ranks cannot be made:"]
+    for one in broken[:_SHOWN]:
+        back = "fails too" if (one.target, one.source) in pairs else "works"
+        way = f"{names[one.source]} -> {names[one.target]} at {one.address}"
+        lines.append(f"  {way}: {one.why}; the other direction {back}")
+    if len(broken) > _SHOWN:
+        lines.append(f"  and {len(broken) - _SHOWN} more")
+    raise ValueError("\n".join([*lines, advice(broken)]))
 
 
 def find_broken_connections(
     rendezvous: Rendezvous, group: int, exchange: Callable[[], str], inside: Callable[[], str]
 ) -> tuple[list[Endpoints], list[BrokenConnection]]:
     """Tries all connections; see `require_reachable`. All ranks must call it."""
-    token = secrets.token_hex(_TOKEN_BYTES)
+    host, token = socket.gethostname(), secrets.token_hex(_TOKEN_BYTES)
     listeners: list[Listener] = []
 
     def listen(address: str) -> tuple[str, int]:
@@ -115,80 +127,46 @@ def find_broken_connections(
 
     try:
         try:
-            own = Endpoints(socket.gethostname(), group, token, listen(exchange()), listen(inside()))
+            own = Endpoints(host, group, token, listen(exchange()), listen(inside()))
         except (ValueError, OSError) as error:
-            own = Endpoints(socket.gethostname(), group, token, ("", 0), ("", 0), str(error))
+            own = Endpoints(host, group, token, ("", 0), ("", 0), str(error))
         endpoints = [Endpoints(*told) for told in rendezvous.all_gather("endpoints", own)]
-        _require_listening(endpoints)
-        broken = _unreached(rendezvous.rank, endpoints)
-        return endpoints, [
-            BrokenConnection(*told) for rank in rendezvous.all_gather("unreached", broken) for told in rank
-        ]
+        errors = [f"rank {rank} on {one.host}: {one.error}" for rank, one in enumerate(endpoints) if one.error]
+        if errors:
+            raise ValueError(f"{len(errors)} ranks cannot listen for others: {'; '.join(errors[:_SHOWN])}")
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            others = [other for other in range(len(endpoints)) if other != rendezvous.rank]
+            tried = pool.map(lambda other: _try(rendezvous.rank, other, endpoints), others)
+            broken = [one for one in tried if one is not None]
+        told = rendezvous.all_gather("unreached", broken)
+        return endpoints, [BrokenConnection(*one) for of_rank in told for one in of_rank]
     finally:
         for listener in listeners:
             listener.close()
 
 
-def _require_listening(endpoints: list[Endpoints]) -> None:
-    errors = [f"rank {rank} on {one.host}: {one.error}" for rank, one in enumerate(endpoints) if one.error]
-    if errors:
-        raise ValueError(f"{len(errors)} ranks cannot listen for others: {'; '.join(errors[:_SHOWN])}")
-
-
-def _unreached(rank: int, endpoints: list[Endpoints]) -> list[BrokenConnection]:
-    """Tries to reach all other ranks and returns the connections that cannot be made."""
-    others = [other for other in range(len(endpoints)) if other != rank]
-    if not others:
-        return []
-    with ThreadPoolExecutor(min(len(others), _CONNECTIONS)) as pool:
-        errors = pool.map(
-            lambda other: _try(endpoints[other].address_for(endpoints[rank]), endpoints[other].token), others
-        )
-        return [
-            BrokenConnection(rank, other, _shown(endpoints[other].address_for(endpoints[rank])), error)
-            for other, error in zip(others, errors, strict=True)
-            if error
-        ]
-
-
-def _try(address: tuple[str, int], token: str) -> str:
-    """Tries to reach an address and returns why it cannot be reached; empty if it can."""
+def _try(source: int, target: int, endpoints: Sequence[Endpoints]) -> BrokenConnection | None:
+    """Connects to another rank, and returns what is broken, if anything."""
+    own, other = endpoints[source], endpoints[target]
+    host, port = other.inside if own.group == other.group else other.exchange
     answer = bytearray()
 
     def read(connection: socket.socket) -> None:
-        while len(answer) < len(token) and (part := connection.recv(len(token))):
+        while len(answer) < len(other.token) and (part := connection.recv(len(other.token))):
             answer.extend(part)
 
-    error = try_to_connect(*address, SECONDS, read)
-    if error is not None:
-        return f"no answer within {SECONDS:g} s" if reason(error) == "no answer" else reason(error)
-    return "" if bytes(answer) == token.encode() else "something else answers there"
-
-
-def _shown(address: tuple[str, int]) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def described(broken: list[BrokenConnection], endpoints: list[Endpoints]) -> str:
-    """Returns a text that lists the connections that cannot be made and says what to do about them."""
-    pairs = {(connection.source, connection.target) for connection in broken}
-    lines = [
-        f"  {_who(one.source, endpoints)} -> {_who(one.target, endpoints)} at {one.address}: {one.why};"
-        f" the other direction {'fails too' if (one.target, one.source) in pairs else 'works'}"
-        for one in broken[:_SHOWN]
-    ]
-    if len(broken) > _SHOWN:
-        lines.append(f"  and {len(broken) - _SHOWN} more")
-    all_pairs = len(endpoints) * (len(endpoints) - 1)
-    return "\n".join(
-        [f"{len(broken)} of {all_pairs} connections between ranks cannot be made:", *lines, advice(broken)]
-    )
+    error = try_to_connect(host, port, SECONDS, read)
+    if error is None and bytes(answer) == other.token.encode():
+        return None
+    why = "something else answers there" if error is None else reason(error)
+    why = f"no answer within {SECONDS:g} s" if why == "no answer" else why
+    return BrokenConnection(source, target, f"[{host}]:{port}" if ":" in host else f"{host}:{port}", why)
 
 
 def advice(broken: Sequence[BrokenConnection]) -> str:
     """Returns what to do about connections that cannot be made."""
-    loopback = [connection for connection in broken if _is_loopback(connection.address.rpartition(":")[0].strip("[]"))]
+    hosts = [one.address.rpartition(":")[0].strip("[]") for one in broken]
+    loopback = [one for one, host in zip(broken, hosts, strict=True) if ipaddress.ip_address(host).is_loopback]
     if loopback:
         return (
             f"Rank {loopback[0].target} listens on a loopback address, where only its own machine reaches it: there the"
@@ -199,11 +177,3 @@ def advice(broken: Sequence[BrokenConnection]) -> str:
         " it. If a machine has several addresses, choose the interface with GLOO_SOCKET_IFNAME, or with"
         " SDILOCO_EXCHANGE_INTERFACE for what goes between worker groups."
     )
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _who(rank: int, endpoints: list[Endpoints]) -> str:
-    return f"rank {rank} (worker group {endpoints[rank].group}, {endpoints[rank].host})"

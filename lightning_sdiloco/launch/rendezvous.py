@@ -20,8 +20,6 @@ from typing import Any
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import DistStoreError, synchronize
 
-from lightning_sdiloco.comm import is_connected
-
 _log = logging.getLogger(__name__)
 
 SECONDS_UNREACHABLE = 30.0
@@ -55,65 +53,60 @@ class Rendezvous:
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all ranks, in the order of the ranks. All ranks must call it."""
         prefix, sent = f"sdiloco/{name}/", json.dumps(value).encode()
+        every = range(self.world_size)
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while (left := deadline - time.monotonic()) > 0:
-            seconds = min(left, _SECONDS_BETWEEN_WARNINGS)
+        while True:
+            left = deadline - time.monotonic()
+            seconds = min(max(left, 0.0), _SECONDS_BETWEEN_WARNINGS)
             try:
-                return _decoded(synchronize(self._store, sent, self.rank, self.world_size, prefix, seconds))
+                told = synchronize(self._store, sent, self.rank, self.world_size, prefix, seconds)
+                break
             except DistStoreError:
-                missing = self._missing(prefix)
-                if not missing:  # one came and went without having read
-                    return _decoded(self._store.multi_get([f"{prefix}{rank}" for rank in range(self.world_size)]))
-            if self.rank == 0 and left > seconds:
+                absent = [str(rank) for rank in every if not self._store.check([f"{prefix}{rank}"])]
+            if not absent:  # one came and went without having read
+                told = self._store.multi_get([f"{prefix}{rank}" for rank in every])
+                break
+            missing = (
+                f"Rank{'s' if len(absent) > 1 else ''} {', '.join(absent[:8])}{', ...' if len(absent) > 8 else ''}"
+            )
+            if left <= seconds:
+                raise ValueError(
+                    f"{missing} did not come to {self.address} within {self._timeout.total_seconds():g} s ({name})."
+                    f" {self.world_size} ranks are expected. Start as many, give all of them the same address and port,"
+                    " and see in their output why they ended."
+                )
+            if self.rank == 0:
                 _log.warning(
                     "Still waiting for %s at %s. A rank that cannot reach this address says so in its own output.",
                     missing,
                     self.address,
                 )
-        raise ValueError(
-            f"{self._missing(prefix)} did not come to {self.address} within {self._timeout.total_seconds():g} s"
-            f" ({name}). {self.world_size} ranks are expected. Start as many, give all of them the same address and"
-            " port, and see in their output why they ended."
-        )
-
-    def _missing(self, prefix: str) -> str:
-        missing = [rank for rank in range(self.world_size) if not self._store.check([f"{prefix}{rank}"])]
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        return f"Rank{'s' if len(missing) > 1 else ''} {shown}" if missing else ""
-
-
-def rendezvous(environment: Any, world_size: int, timeout: timedelta) -> Rendezvous | None:
-    """Meets the other ranks where the default process group will be made; returns None if it exists already."""
-    if is_connected():
-        return None
-    host, port = environment.main_address, environment.main_port
-    return rendezvous_at(host, port, environment.global_rank(), world_size, timeout)
+        return [json.loads(value) for value in told]
 
 
 def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Rendezvous:
-    """Meets the other ranks at an address."""
-    kept = _keep_store(host, port, timeout) if rank == 0 and not agent_keeps_store() else None
+    """Meets the other ranks at an address, where the default process group will be made."""
+    store = None
+    if rank == 0 and not _agent_keeps_store():
+        own = "127.0.0.1"  # The given address may be another machine's, where torch would wait for an answer.
+        try:
+            store = TCPStore(own, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+        except RuntimeError as error:
+            answer = _greet(own, port, _SECONDS_PER_ATTEMPT)
+            if isinstance(answer, OSError):
+                why = f"{error}. {_CHOOSE}"
+            elif answer == _PING:
+                why = f"{host}:{port} is taken by another training, whose torch TCPStore answers there. {_CHOOSE}"
+            else:
+                why = _no_store(host, port, answer)
+            here = socket.gethostname()
+            raise ValueError(f"Rank 0 on {here} cannot keep the store where ranks meet: {why}") from error
     # Rank 0 looks too: if it does not find its own store there soon, the others will not either.
     soon = min(timeout, timedelta(seconds=SECONDS_UNREACHABLE))
-    wait_for_store(host, port, rank, timeout if kept is None else soon)
+    wait_for_store(host, port, rank, timeout if store is None else soon)
     # It waits for no workers, and the default process group, which is made at the same address, shares it.
-    store = kept or TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    store = store or TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return Rendezvous(store, rank, world_size, f"{host}:{port}", timeout)
-
-
-def _keep_store(host: str, port: int, timeout: timedelta) -> TCPStore:
-    own = "127.0.0.1"  # The given address may be another machine's, where torch would wait for an answer.
-    try:
-        return TCPStore(own, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-    except RuntimeError as error:
-        answer = _greet(own, port, _SECONDS_PER_ATTEMPT)
-        if isinstance(answer, OSError):
-            why = f"{error}. {_CHOOSE}"
-        elif answer == _PING:
-            why = f"{host}:{port} is taken by another training, whose torch TCPStore answers there. {_CHOOSE}"
-        else:
-            why = _no_store(host, port, answer)
-        raise ValueError(f"Rank 0 on {socket.gethostname()} cannot keep the store where ranks meet: {why}") from error
 
 
 def wait_for_store(host: str, port: int, rank: int, timeout: timedelta, patience: float = SECONDS_UNREACHABLE) -> None:
@@ -155,7 +148,7 @@ def _greet(host: str, port: int, seconds: float) -> bytes | OSError:
             while len(answer) < len(_PING) and (part := connection.recv(_SHOWN_BYTES)):
                 answer.extend(part)
 
-    return try_to_connect(host, port, talk=talk) or bytes(answer)
+    return try_to_connect(host, port, min(seconds, _SECONDS_PER_ATTEMPT), talk) or bytes(answer)
 
 
 def _no_store(host: str, port: int, answer: bytes) -> str:
@@ -185,19 +178,14 @@ def reason(error: OSError) -> str:
     return (error.strerror or str(error) or type(error).__name__).lower()
 
 
-def _decoded(values: list[bytes]) -> list[Any]:
-    return [json.loads(value) for value in values]
-
-
-def agent_keeps_store() -> bool:
-    """Returns whether torchrun's agent, not rank 0, keeps the store of the rendezvous."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def warn_of_shared_store(rank: int) -> None:
     """Warns, on rank 0, if torchrun is to restart processes and yet lends them its store."""
-    if rank == 0 and agent_keeps_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if rank == 0 and _agent_keeps_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         _log.warning(
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, on every node."
             " Without it, restarted processes try to reach those before them, and fail."
         )
+
+
+def _agent_keeps_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

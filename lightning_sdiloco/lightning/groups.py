@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from lightning_sdiloco.comm import DeviceBackend, GroupLayout, Topology, nccl_on, seldom_woken, store, world
+from lightning_sdiloco.comm import (
+    DeviceBackend,
+    GroupLayout,
+    Topology,
+    is_connected,
+    nccl_on,
+    seldom_woken,
+    store,
+    world,
+)
 from lightning_sdiloco.engine import StreamingDiLoCo, require_same_settings
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.launch import (
@@ -22,7 +31,7 @@ from lightning_sdiloco.launch import (
     for_exchange,
     group_address,
     has_exchange_interface,
-    rendezvous,
+    rendezvous_at,
     require_reachable,
     warn_of_shared_store,
 )
@@ -202,10 +211,12 @@ def _require_all_connected(layout: GroupLayout) -> None:
 def _reached(host: Any, layout: GroupLayout, timeout: timedelta) -> Iterator[None]:
     """Refuses to start if ranks cannot meet or reach each other. Its ``with`` block must connect all processes."""
     host.set_world_ranks()
-    # Kept until they are connected: the default process group takes over the store of the rendezvous.
-    met = rendezvous(host.cluster_environment, layout.world_size, timeout)
-    if met is not None and host.num_nodes > 1:
-        require_reachable(met, layout.group_of(host.global_rank), exchange_address, group_address)
+    if not is_connected():
+        where = host.cluster_environment
+        # Kept until they are connected: the default process group takes over the store of the rendezvous.
+        met = rendezvous_at(where.main_address, where.main_port, where.global_rank(), layout.world_size, timeout)
+        if host.num_nodes > 1:
+            require_reachable(met, layout.group_of(host.global_rank), exchange_address, group_address)
     with for_exchange():
         yield
 

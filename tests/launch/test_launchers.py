@@ -4,8 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ from tests.namespaces import enter, two_sites
 from tests.ranks import LAUNCHERS
 
 ROOT = Path(__file__).parents[2]
-STEPS = 160
-SECONDS = 250.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,14 +28,12 @@ import torch
 
 import train
 
-KILLED = Path("killed")
-
 
 class Watch(L.Callback):
     def on_train_batch_end(self, trainer, module, *args):
         last = trainer.global_rank == trainer.world_size - 1
-        if os.environ.get("KILL") and last and trainer.global_step == 113 and not KILLED.exists():
-            KILLED.touch()
+        if os.environ.get("KILL") and last and trainer.global_step == 113 and not Path("killed").exists():
+            Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -48,113 +43,71 @@ if __name__ == "__main__":
     torch.save(trainer.strategy.outer_state_dict(), f"trained-{trainer.global_rank}.pt")
 """
 
-TORCHRUN = ["-m", "torch.distributed.run"]
-# Otherwise processes that are restarted read in torchrun's store where those before them listened.
-OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-SINGLE = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
 
-
-def fresh(folder: Path) -> Path:
+def launched(folder: Path, nodes: int, arguments: list[list[str]], **environment: str) -> str:
+    """Runs the script of the examples, on each machine with its arguments; returns what all print when all end well."""
     folder.mkdir()
     shutil.copy(ROOT / "examples" / "launching" / "train.py", folder)
     (folder / "watched.py").write_text(SCRIPT)
-    return folder
+    known = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "LOCAL_RANK"))}
+    known |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    # Otherwise processes that are restarted read in torchrun's store where those before them listened.
+    known |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "wire" if nodes > 1 else "lo"}
+    processes, printed = [], folder / "all.log"
+    with two_sites() if nodes > 1 else nullcontext([""]) as sites, printed.open("a") as log:
+        for node, (site, own) in enumerate(zip(sites, arguments, strict=True)):
+            script = ["watched.py", f"--num-nodes={nodes}", "--devices=2", *own[own.index("--") + 1 :]]
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *own[: own.index("--")], *script],
+                    cwd=folder,
+                    env=known | environment | {"NODE_RANK": str(node)},
+                    preexec_fn=(lambda site=site: enter(site)) if site else None,  # type: ignore[misc]
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        try:
+            codes = [process.wait(250) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    assert codes == [0] * nodes, printed.read_text()
+    return printed.read_text()
 
 
-def start(folder: Path, arguments: list[str], site: str | None = None, **environment: str) -> "subprocess.Popen[str]":
-    known = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    known.pop("LOCAL_RANK", None)
-    known |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", **OWN_STORE}
-    inside: Callable[[], None] | None = None
-    if site is not None:
-        # Before Python starts anything else.
-        def inside() -> None:
-            enter(site)
-
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=known | {"GLOO_SOCKET_IFNAME": "lo" if site is None else "wire"} | environment,
-        preexec_fn=inside,
-        stdout=(folder / f"{site}.log").open("w"),
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def assert_alike(count: int, *folders: Path) -> None:
+    """Asserts that so many ranks ended with the same bits."""
+    first, *others = [torch.load(path) for folder in folders for path in folder.glob("trained-*.pt")]
+    assert len(others) == count - 1
+    for model in others:
+        assert all(torch.equal(values, model[name]) for name, values in first.items())
 
 
-def ended(folder: Path, *processes: "subprocess.Popen[str]") -> str:
-    """What all print, when all have ended well."""
-    deadline = time.monotonic() + SECONDS
-    try:
-        for process in processes:
-            process.wait(max(deadline - time.monotonic(), 0))
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(_printed(folder)) from error
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * len(processes), _printed(folder)
-    return _printed(folder)
-
-
-def _printed(folder: Path) -> str:
-    return "".join(log.read_text() for log in sorted(folder.glob("*.log")))
-
-
-def models(*folders: Path) -> list[dict[str, torch.Tensor]]:
-    return [torch.load(path) for folder in folders for path in sorted(folder.glob("trained-*.pt"))]
-
-
-def assert_alike(models: list[dict[str, torch.Tensor]], count: int) -> None:
-    assert len(models) == count
-    for model in models[1:]:
-        assert all(torch.equal(values, model[name]) for name, values in models[0].items())
-
-
-def test_a_run_that_torchrun_restarts_ends_with_the_bits_of_one_in_which_no_rank_was_killed(tmp_path: Path) -> None:
-    through, killed = fresh(tmp_path / "through"), fresh(tmp_path / "killed")
-    script = ["watched.py", "--devices=2", f"--steps={STEPS}", "--resume=last"]
-    ended(through, start(through, [*SINGLE, *script]))
-    text = ended(killed, start(killed, [*SINGLE, *script], KILL="1"))
-    assert "2 worker groups of 1, from step 0" in text
-    assert "2 worker groups of 1, from step 100" in text
-    assert_alike(models(through, killed), 4)
-
-
-@pytest.mark.network
-def test_torchrun_restarts_a_run_on_two_machines(tmp_path: Path) -> None:
-    through, killed = fresh(tmp_path / "through"), fresh(tmp_path / "killed")
-    script = ["watched.py", "--num-nodes=2", "--devices=2", f"--steps={STEPS}", "--resume=last"]
-
-    def node(number: int) -> list[str]:
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.network)])
+def test_a_run_that_torchrun_restarts_ends_with_the_bits_of_one_in_which_no_rank_was_killed(
+    nodes: int, tmp_path: Path
+) -> None:
+    torchrun = ["-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=2", "--max-restarts=3"]
+    if nodes == 1:
+        own = [["--standalone"]]
+    else:
+        meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.79.0.1:29400"]
         # The host names of these machines do not tell their addresses.
-        return [f"--local-addr=10.79.0.{number}", f"--rdzv-conf=is_host={int(number == 1)}"]
-
-    def run(folder: Path, **environment: str) -> str:
-        with two_sites() as sites:
-            common = ["--nnodes=2", "--nproc-per-node=2", "--max-restarts=3"]
-            common += ["--rdzv-backend=c10d", "--rdzv-endpoint=10.79.0.1:29400"]
-            nodes = [
-                start(folder, [*TORCHRUN, *common, *node(n), *script], site, **environment)
-                for n, site in enumerate(sites, start=1)
-            ]
-            return ended(folder, *nodes)
-
-    run(through)
-    text = run(killed, KILL="1")
-    assert "2 worker groups of 2, from step 0" in text
-    assert "2 worker groups of 2, from step 100" in text
-    assert_alike(models(through, killed), 8)
+        own = [[*meet, f"--local-addr=10.79.0.{n}", f"--rdzv-conf=is_host={int(n == 1)}"] for n in (1, 2)]
+    arguments = [[*torchrun, *of_node, "--", "--steps=160", "--resume=last"] for of_node in own]
+    launched(tmp_path / "through", nodes, arguments)
+    text = launched(tmp_path / "killed", nodes, arguments, KILL="1")
+    assert (tmp_path / "killed" / "killed").exists()
+    for step in (0, 100):
+        assert f"2 worker groups of {nodes}, from step {step}" in text
+    assert_alike(4 * nodes, tmp_path / "through", tmp_path / "killed")
 
 
 @pytest.mark.network
 def test_lightning_launches_a_run_on_two_machines(tmp_path: Path) -> None:
-    folder = fresh(tmp_path / "run")
-    script = ["watched.py", "--num-nodes=2", "--devices=2", "--steps=60"]
-    with two_sites() as sites:
-        meeting = {"MASTER_ADDR": "10.79.0.1", "MASTER_PORT": "29500"}
-        nodes = [start(folder, script, site, NODE_RANK=str(n), **meeting) for n, site in enumerate(sites)]
-        text = ended(folder, *nodes)
+    meeting = {"MASTER_ADDR": "10.79.0.1", "MASTER_PORT": "29500"}
+    text = launched(tmp_path / "run", 2, [["--", "--steps=60"]] * 2, **meeting)
     assert "2 worker groups of 2, from step 0" in text
-    assert_alike(models(folder), 4)
+    assert_alike(4, tmp_path / "run")
