@@ -28,7 +28,7 @@ from benchmarks import report
 from benchmarks.links import Links, missing
 from benchmarks.picture import BLUE, ORANGE, QUIET, figure, save
 from lightning_sdiloco import StreamingDiLoCo
-from lightning_sdiloco.comm.connections import Connection
+from lightning_sdiloco.comm.pacing import Connection
 from lightning_sdiloco.compression import resolve
 from tests.ranks import run_processes
 

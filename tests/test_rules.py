@@ -38,7 +38,6 @@ FACE = {"__init__", "lightning_pytorch", "pytorch_lightning"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # Arithmetic on numbers and names.
 WITHOUT_TENSORS = {
-    f"{NAME}.comm.layout",
     *(f"{NAME}.algorithm.{name}" for name in ("partition", "schedule")),
     *(f"{NAME}.planning.{name}" for name in ("link", "paper")),
     f"{NAME}.errors",
@@ -227,16 +226,14 @@ def test_planning_and_federation_are_plain_numbers() -> None:
         assert tops_of(module) <= {NAME, "typing_extensions"} | sys.stdlib_module_names, module
 
 
-@pytest.mark.parametrize(("family", "shared"), [("compression", {"base", "blockwise"}), ("comm.exchange", {"base"})])
-def test_a_member_of_a_family_knows_no_other_member(family: str, shared: set[str]) -> None:
+def test_a_compression_knows_no_other_one() -> None:
     ground = {f"{NAME}.{name}" for name in GROUND}
-    below = {f"{NAME}.comm.staging", f"{NAME}.comm.pacing"} | ground
-    bases = {f"{NAME}.{family}.{name}" for name in shared} | below
-    members = [module for module in MODULES if module.startswith(f"{NAME}.{family}.") and module not in bases]
+    bases = {f"{NAME}.compression.{name}" for name in ("base", "blockwise")} | ground
+    members = [module for module in MODULES if module.startswith(f"{NAME}.compression.") and module not in bases]
     assert len(members) >= 2
     for member in members:
         assert GRAPH[member] <= bases
-    assert GRAPH[f"{NAME}.{family}.base"] <= ground
+    assert GRAPH[f"{NAME}.compression.base"] <= ground
 
 
 CLOCKS_AND_FILES = {"time", "datetime", "random", "secrets", "os", "pathlib", "socket", "threading", "asyncio"}

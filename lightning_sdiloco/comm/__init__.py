@@ -5,13 +5,19 @@ groups. Only this room makes process groups and issues collectives. It knows byt
 fragments, nor the environment in which it was launched.
 """
 
-from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.exchange import DeviceBackend, Exchange, Unanswered, VaryingExchange
-from lightning_sdiloco.comm.exchange.on_device import nccl_on
-from lightning_sdiloco.comm.gloo import seldom_woken
-from lightning_sdiloco.comm.layout import GroupLayout, checked_worker_groups
-from lightning_sdiloco.comm.staging import page_locked, to_device, to_host
-from lightning_sdiloco.comm.topology import STAGES, Topology, is_connected, mesh_of, ranks_in, store, world
+from lightning_sdiloco.comm.communicator import Communicator, page_locked, to_device, to_host
+from lightning_sdiloco.comm.exchange import DeviceBackend, Exchange, Unanswered, VaryingExchange, nccl_on
+from lightning_sdiloco.comm.topology import (
+    STAGES,
+    GroupLayout,
+    Topology,
+    checked_worker_groups,
+    is_connected,
+    mesh_of,
+    ranks_in,
+    store,
+    world,
+)
 
 __all__ = [
     "Communicator",
@@ -28,7 +34,6 @@ __all__ = [
     "nccl_on",
     "page_locked",
     "ranks_in",
-    "seldom_woken",
     "store",
     "to_device",
     "to_host",

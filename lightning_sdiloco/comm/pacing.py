@@ -1,5 +1,8 @@
 """Paces what a rank sends, so that messages which leave together get through together.
 
+What it is worth (``python -m benchmarks.flights``): over links of 30 Mbit/s with round trips of 50 ms, flights of 2, 4
+and 8 sites take 1.05, 1.10 and 1.09 times as long as their bytes take alone; without it 1.31, 1.54 and 1.45 times.
+
 [Note: why pace] A mean waits for the slowest message. TCP shares a link fairly in the long run: of seven connections
 that send for a second, some get half of what others do, and after a pause all begin slowly and then overrun the queue
 of the link. So each connection sends at its share of what the link carries, and no faster, which the kernel sees to.
@@ -7,16 +10,27 @@ of the link. So each connection sends at its share of what the link carries, and
 What the link carries is learned from message to message, as the kernel counts them. Where packets had to queue or got
 lost, the next ones go slower, by what queued and was lost; where not, they go faster, and the more so the longer it
 goes well. So a rate that is too low is soon given up, and links may change at any time.
+
+gloo has opened the connections in this process. They are found on Linux; elsewhere nothing is paced.
 """
 
+import os
+import socket
+import stat
+import struct
 import threading
 from collections import deque
-from collections.abc import Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from lightning_sdiloco.comm.connections import Connection, Counters
+_MAX_PACING_RATE = 47
+_UNLIMITED = 2**64 - 1
+# Bytes of the kernel's `struct tcp_info` up to what is read here (Linux 4.10), and where each number stands.
+_INFO_BYTES = 176
+_FIELDS = struct.Struct("=24x I 40x I 28x I 16x Q 20x I 4x I Q Q")
 
 _SHORTEST_S = 0.05
 """Messages that take less time are not paced, and nothing is learned from them: a queue holds them all."""
@@ -33,6 +47,78 @@ sent."""
 
 _REMEMBERED = 8
 """What queues or gets lost in each of the last so many hops does so however fast messages leave."""
+
+
+class Counters(NamedTuple):
+    """Tells what a connection has sent so far."""
+
+    nbytes: int
+    packets: int
+    sent_again: int
+    busy_s: float
+    round_trip: float
+    shortest_round_trip: float
+    bytes_per_s: float
+    on_the_way: int
+
+    def since(self, before: "Counters") -> "Counters":
+        """Returns what it has sent since then, with the round trips and the speed of now."""
+        waited = 0.0 if before.on_the_way else self.shortest_round_trip
+        return self._replace(
+            nbytes=self.nbytes - before.nbytes,
+            packets=self.packets - before.packets,
+            sent_again=self.sent_again - before.sent_again,
+            busy_s=self.busy_s - before.busy_s - waited,
+        )
+
+
+class Connection(NamedTuple):
+    """A connection of this process, whoever has opened it."""
+
+    descriptor: int
+    inode: int
+
+    @staticmethod
+    def of_process() -> "set[Connection]":
+        """Returns all that this process has, over IPv4 and IPv6."""
+        found, descriptors = set[Connection](), Path("/proc/self/fd")
+        # A default timeout would make the owner's socket one that does not block, as soon as Python looks at it.
+        if socket.getdefaulttimeout() is not None or not descriptors.is_dir():
+            return found
+        for name in os.listdir(descriptors):
+            with suppress(OSError):
+                about = os.fstat(int(name))
+                if stat.S_ISSOCK(about.st_mode):
+                    with socket.socket(fileno=os.dup(int(name))) as opened:
+                        opened.getpeername()
+                        if opened.type == socket.SOCK_STREAM and opened.family in (socket.AF_INET, socket.AF_INET6):
+                            found.add(Connection(int(name), about.st_ino))
+        return found
+
+    def counters(self) -> Counters:
+        """Returns what the kernel has counted."""
+        with self._opened() as opened:
+            told = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        if len(told) < _INFO_BYTES:
+            raise OSError("This Linux is older than 4.10, and does not tell how long a connection was busy.")
+        on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(told)
+        return Counters(acked, packets, again, 1e-6 * busy, 1e-6 * trip, 1e-6 * shortest, float(rate), on_the_way)
+
+    def limit(self, bytes_per_s: float | None) -> None:
+        """Lets it send that fast at most; None: as fast as its congestion control allows."""
+        rate = _UNLIMITED if bytes_per_s is None else max(1, int(bytes_per_s))
+        with self._opened() as opened:
+            opened.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", rate))
+
+    @contextmanager
+    def _opened(self) -> Iterator[socket.socket]:
+        copy = os.dup(self.descriptor)
+        if os.fstat(copy).st_ino != self.inode:
+            os.close(copy)
+            raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
+        # Told what it is, Python does not ask the kernel.
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=copy) as opened:
+            yield opened
 
 
 class Sent(NamedTuple):
@@ -84,7 +170,12 @@ class Pace:
         """Takes in how messages got through that were paced as said here."""
         if sent.seconds < _SHORTEST_S:
             return
-        queued_s, lost = self._own(sent)
+        queued_s, lost = sent.queued_s, sent.lost
+        self._last.append(sent)
+        if len(self._last) == _REMEMBERED:
+            # What queues and gets lost always, does so however fast messages leave.
+            queued_s -= min(one.queued_s for one in self._last)
+            lost -= min(one.lost for one in self._last)
         too_fast = queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or lost > _LOST_SHARE
         if self.bytes_per_s is None:
             # What is too high at first costs less than what is too low: it is as if nothing were paced. After a loss
@@ -101,13 +192,6 @@ class Pace:
             most = max(most, self.bytes_per_s)
         self.bytes_per_s = max(min(factor * self.bytes_per_s, most), least)
 
-    def _own(self, sent: Sent) -> tuple[float, float]:
-        """Returns for how long packets queued, and what share got lost, because of how fast they left."""
-        self._last.append(sent)
-        if len(self._last) < _REMEMBERED:
-            return sent.queued_s, sent.lost
-        return sent.queued_s - min(one.queued_s for one in self._last), sent.lost - min(one.lost for one in self._last)
-
 
 class Pacing:
     """Paces the connections of a rank over which messages leave together. Its methods may be called by any thread."""
@@ -121,29 +205,22 @@ class Pacing:
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Learns from the last messages how fast the next ones may leave; call it before they do."""
-        nbytes = sum(sizes)
-        with self._lock:
-            if not self._connections or not nbytes:
-                return
-            # If a connection is gone, whoever waits for its message says so.
-            with suppress(OSError):
-                self._learn()
-                rate = self._pace.bytes_per_s
-                is_long = rate is not None and nbytes / rate >= _SHORTEST_S
-                # So the largest message is through when all others are.
-                self._limit_to(rate * max(sizes) / nbytes if rate is not None and is_long else None)
-
-    def _learn(self) -> None:
-        counters = [connection.counters() for connection in self._connections]
-        before, self._before = self._before or counters, counters
-        since = [after.since(then) for then, after in zip(before, counters, strict=True)]
-        # Where less went, it was words, or there was no message for the other side.
-        least = max(one.nbytes for one in since) / 4
-        if carried := [one for one in since if one.nbytes > least]:
-            self._pace.learn(Sent.over(carried))
-
-    def _limit_to(self, bytes_per_s: float | None) -> None:
-        if bytes_per_s != self._limit:
-            for connection in self._connections:
-                connection.limit(bytes_per_s)
-            self._limit = bytes_per_s
+        if not self._connections or not (nbytes := sum(sizes)):
+            return
+        # If a connection is gone, whoever waits for its message says so.
+        with self._lock, suppress(OSError):
+            counters = [connection.counters() for connection in self._connections]
+            before, self._before = self._before or counters, counters
+            since = [after.since(then) for then, after in zip(before, counters, strict=True)]
+            # Where less went, it was words, or there was no message for the other side.
+            least = max(one.nbytes for one in since) / 4
+            if carried := [one for one in since if one.nbytes > least]:
+                self._pace.learn(Sent.over(carried))
+            rate = self._pace.bytes_per_s
+            is_long = rate is not None and nbytes / rate >= _SHORTEST_S
+            # So the largest message is through when all others are.
+            limit = rate * max(sizes) / nbytes if rate is not None and is_long else None
+            if limit != self._limit:
+                for connection in self._connections:
+                    connection.limit(limit)
+                self._limit = limit

@@ -1,27 +1,138 @@
-"""The process groups of a rank, as communicators and exchanges: the only door to the network."""
+"""Which rank is in which worker group, and the process groups between them, as communicators and exchanges."""
 
 import atexit
 import functools
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from numbers import Integral
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.connections import Connection
+from lightning_sdiloco.comm.communicator import SHARED, Communicator
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Exchange, InProcessExchange
-from lightning_sdiloco.comm.gloo import SharedGloo
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.pacing import Pacing
+from lightning_sdiloco.comm.pacing import Connection, Pacing
 
 STAGES = 3
 """Stages of a flight. Each has a communicator of its own among the ranks of the group."""
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Assigns the ranks of a world to worker groups: consecutive ranks form a group.
+
+    Args:
+        world_size: Number of ranks.
+        worker_groups: Number of worker groups (M in the paper).
+
+    Raises:
+        ValueError: If the world cannot be split into that many groups of equal size.
+
+    Examples:
+        >>> layout = GroupLayout(world_size=4, worker_groups=2)
+        >>> layout.group_size, layout.group_of(3), layout.group_rank_of(3)
+        (2, 1, 1)
+        >>> layout.worker_group_ranks(), layout.shard_groups()
+        ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    """
+
+    world_size: int
+    worker_groups: int
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.worker_groups:
+            fitting = [m for m in range(1, self.world_size + 1) if self.world_size % m == 0]
+            raise ValueError(
+                f"worker_groups={self.worker_groups} cannot split {self.world_size} processes into groups of equal"
+                f" size. With {self.world_size} processes it can be one of {fitting}. Change worker_groups, or the"
+                " number of devices or nodes."
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks in a group (G), which is also the number of shards of a fragment."""
+        return self.world_size // self.worker_groups
+
+    def group_of(self, rank: int) -> int:
+        """Returns the worker group of a rank."""
+        return rank // self.group_size
+
+    def group_rank_of(self, rank: int) -> int:
+        """Returns the number of a rank in its group, which is also the number of the shard that it exchanges."""
+        return rank % self.group_size
+
+    def worker_group_ranks(self) -> list[list[int]]:
+        """Returns the ranks of every group."""
+        return [list(range(g * self.group_size, (g + 1) * self.group_size)) for g in range(self.worker_groups)]
+
+    def shard_groups(self) -> list[list[int]]:
+        """Returns, for every shard, the ranks that exchange it, in the order of their groups."""
+        return [list(range(shard, self.world_size, self.group_size)) for shard in range(self.group_size)]
+
+
+def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
+    """Returns its argument, if it is a possible number of worker groups or ``"auto"``."""
+    if isinstance(worker_groups, str) and worker_groups == "auto":
+        return "auto"
+    is_whole = isinstance(worker_groups, Integral) and not isinstance(worker_groups, bool)
+    if not is_whole or worker_groups < 1:
+        kind = "a whole number" if isinstance(worker_groups, float) else "a number"
+        fault = "out of range" if is_whole else f"of type {type(worker_groups).__name__}, not {kind}"
+        raise ValueError(
+            f"worker_groups={worker_groups!r} is {fault}: it must be a whole number of at least 1, or 'auto' for"
+            " one group per node (per device on a single node). Choose one of them."
+        )
+    return int(worker_groups)
+
+
+# Process groups of gloo that share one thread
+
+
+class SharedGloo:
+    """Makes process groups that share a device, as gloo calls the thread and the address of its connections.
+
+    gloo gives each process group a thread, which wakes up a hundred times a second whether or not anything travels:
+    with eight of them that is as much processor time as all flights of a large model. So they share that of the default
+    process group, unless they listen on another interface. A connection is still that of one process group, so no
+    message waits behind one of another group.
+    """
+
+    def __init__(self, like: dist.ProcessGroup | None = None) -> None:
+        self._devices: list[Any] = []
+        with suppress(RuntimeError):  # there is no gloo in it
+            self._devices = [] if like is None else devices_of(like._get_backend(torch.device("cpu")))
+        if not hasattr(dist.Backend, SHARED.upper()):
+            # The devices that gloo itself knows.
+            dist.Backend.register_backend(SHARED, SharedGloo._made, extended_api=True, devices=["cpu", "cuda"])
+
+    def process_group(self, ranks: Sequence[int], timeout: timedelta) -> Any:
+        """Makes a process group, as all ranks of the world must at the same time; see ``dist.new_group``."""
+        return dist.new_group(list(ranks), timeout=timeout, backend=SHARED, pg_options=self)
+
+    @staticmethod
+    def _made(about: Any, shared: "SharedGloo") -> Any:
+        """Does what torch asks of a backend that is none of its own."""
+        gloo: Any = dist.ProcessGroupGloo
+        if not shared._devices:
+            made = gloo(about.store, about.group_rank, about.group_size, timeout=about.timeout)
+            shared._devices = devices_of(made)
+            return made
+        options = gloo._Options()
+        options._devices, options._timeout = shared._devices, about.timeout
+        return gloo(about.store, about.group_rank, about.group_size, options)
+
+
+def devices_of(backend: Any) -> list[Any]:
+    """Returns the devices of a process group; none of a torch that does not tell: then each group has its own."""
+    return list(getattr(getattr(backend, "options", None), "_devices", ()))
+
+
+# What a rank knows about the others
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,9 @@ class OnHost(OuterStorage):
     @override
     def store_copy(self, values: Tensor) -> Tensor:
         values = values.detach()
-        return page_locked(values, self.device).copy_(values) if values.device.type == "cpu" else to_host(values)
+        if values.device.type != "cpu":
+            return to_host(values)
+        return page_locked(values.shape, values.dtype, self.device).copy_(values)
 
     @override
     def load(self, stored: Tensor) -> Tensor:

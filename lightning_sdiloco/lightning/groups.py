@@ -7,7 +7,7 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning_sdiloco.comm import (
     Topology,
     is_connected,
     nccl_on,
-    seldom_woken,
     store,
     world,
 )
@@ -103,10 +102,8 @@ class ConnectedGroups:
         """Connects all processes, and makes the connections between the ranks of a group and between groups."""
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
-        # On an accelerator, threads of its driver may start here too.
-        threads = seldom_woken() if host.root_device.type == "cpu" else nullcontext()
         try:
-            with _reached(host, layout, timeout), threads:
+            with _reached(host, layout, timeout):
                 model_format.connect_processes(host, set_up)
         except Exception:
             _end_scripts(host.launcher)

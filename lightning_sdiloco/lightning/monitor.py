@@ -166,7 +166,7 @@ class Deferred:
     def take(self, step: int, value: Tensor) -> None:
         """Starts to copy a scalar to the host."""
         scalar = value.detach().reshape(())
-        copied = page_locked(scalar, value.device).copy_(scalar, non_blocking=True)
+        copied = page_locked(scalar.shape, scalar.dtype, value.device).copy_(scalar, non_blocking=True)
         event = None
         if value.device.type != "cpu":
             event = torch.get_device_module(value.device).Event()

@@ -16,8 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR
 
 from lightning_sdiloco import AgreementError, Landing, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, plain, remembered
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from tests.ranks import run_ranks
 from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
 

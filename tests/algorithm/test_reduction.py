@@ -15,10 +15,8 @@ from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, HOST_BYTES, Count
-from lightning_sdiloco.comm.exchange import DirectExchange
-from lightning_sdiloco.comm.exchange.varying import LENGTH_BYTES
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.comm.exchange import LENGTH_BYTES, DirectExchange
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ import torchmetrics
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sdiloco.comm import GroupLayout, Topology, gloo
-from tests.ranks import run_processes, run_ranks
-from tests.threads import slack, woken_per_s
+from lightning_sdiloco.comm import GroupLayout, Topology
+from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -101,32 +100,5 @@ def test_the_process_group_of_a_single_rank_does_all_that_one_of_gloo_does() -> 
 
 
 def test_where_torch_does_not_tell_its_devices_each_group_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo, "devices_of", lambda backend: [])
+    monkeypatch.setattr("lightning_sdiloco.comm.topology.devices_of", lambda backend: [])
     run_ranks(met, 2, 2)
-
-
-def connected(rank: int, world_size: int, folder: str) -> tuple[float, bool]:
-    before = slack()
-    with gloo.seldom_woken():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-    topology = Topology.of_world(GroupLayout(world_size, world_size), TIMEOUT)
-    for group, message in enumerate(exchanged(topology.exchange, rank, 1000)):
-        assert torch.equal(message, torch.full((1000,), group + 1, dtype=torch.uint8))
-    return woken_per_s("gloo_tcp_loop"), slack() == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a slack on Linux only")
-def test_the_thread_wakes_up_seldom_and_the_training_thread_sleeps_as_before(tmp_path: Path) -> None:
-    for woken, is_as_before in run_processes(connected, 2, str(tmp_path)):
-        # By itself it would a hundred times.
-        assert woken < 60
-        assert is_as_before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a slack on Linux only")
-def test_a_connection_that_fails_leaves_the_slack_as_it_was() -> None:
-    before = slack()
-    with suppress(RuntimeError), gloo.seldom_woken():
-        assert slack() > before
-        raise RuntimeError
-    assert slack() == before

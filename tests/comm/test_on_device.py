@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lightning_sdiloco import FastestPairs, RandomPairs, Ring, StreamingDiLoCoStrategy
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.lightning.options import measure_link
 from lightning_sdiloco.planning.link import Link

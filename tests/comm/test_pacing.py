@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.links import Links, missing
 from lightning_sdiloco.comm import GroupLayout, Topology
-from lightning_sdiloco.comm.connections import Connection, Counters
-from lightning_sdiloco.comm.pacing import Pace, Pacing, Sent
+from lightning_sdiloco.comm.pacing import Connection, Counters, Pace, Pacing, Sent
 from tests.comm.test_gloo import exchanged
 from tests.ranks import run_processes, run_ranks
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sdiloco.comm.plain_values import decode, encode
+from lightning_sdiloco.comm.communicator import decode, encode
 
 
 def test_plain_values_arrive_as_they_were() -> None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import AgreementError, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine import agreement
 from tests.ranks import run_ranks

@@ -27,8 +27,7 @@ from lightning_sdiloco import (
     StreamingDiLoCoStrategy,
     WorkerGroups,
 )
-from lightning_sdiloco.comm.exchange import Unanswered
-from lightning_sdiloco.comm.exchange.direct import DirectExchange, _Transfer
+from lightning_sdiloco.comm.exchange import DirectExchange, Unanswered
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.lightning_pytorch import _Launcher
 from tests import fits
@@ -262,9 +261,10 @@ def test_a_group_that_is_late_by_less_than_a_millisecond_has_not_gone_away() -> 
     def collect_in_vain(rank: int, world_size: int) -> list[str]:
         exchange, never, told = DirectExchange(dist.group.WORLD, dist.group.WORLD), CountsWholeMilliseconds(), []
         posted = exchange.post([torch.zeros(1, dtype=torch.uint8)] * 2)
+        posted.receiving = {1: never}
         for seconds in (0.0199, 0.0109, 0.0):
             with pytest.raises(Unanswered) as late:
-                exchange.collect(posted._replace(transfers=[_Transfer(1, never, never)]), time.monotonic() + seconds)
+                exchange.collect(posted, time.monotonic() + seconds)
             told.append(str(late.value))
         return told
 

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT
-from lightning_sdiloco.comm.layout import GroupLayout
-from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.engine.shards import (
     OuterParameter,
     ShardedLayout,

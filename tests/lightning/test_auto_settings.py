@@ -275,7 +275,7 @@ def test_a_link_is_measured_with_messages_that_tell_enough() -> None:
         import torch.distributed as dist
 
         from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT
-        from lightning_sdiloco.comm.layout import GroupLayout
+        from lightning_sdiloco.comm.topology import GroupLayout
 
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         topology = Topology.of_world(GroupLayout(world_size, world_size), DEFAULT_TIMEOUT)

@@ -24,7 +24,7 @@ from lightning_sdiloco import (
     StreamingDiLoCoStrategy,
 )
 from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.comm.exchange.on_device import nccl_on
+from lightning_sdiloco.comm.exchange import nccl_on
 from lightning_sdiloco.planning import candidates
 from lightning_sdiloco.pytorch_lightning import StreamingDiLoCoStrategy as OtherStrategy
 from tests.ranks import run_processes, run_ranks

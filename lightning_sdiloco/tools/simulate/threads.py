@@ -240,9 +240,9 @@ class TurnTakingExchange(Exchange[tuple[int, Any]]):
         self._sent[self._group] += 1
         return self._sent[self._group], self._exchange.post(messages, sizes)
 
-    def collect(self, posted: tuple[int, Any], deadline: float) -> list[Tensor]:
+    def collect(self, posted: tuple[int, Any], deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
         number, sent = posted
         self._until(lambda: min(self._sent) >= number)
-        messages = self._exchange.collect(sent, deadline)
+        messages = self._exchange.collect(sent, deadline, sizes)
         self.bytes_sent, self.bytes_received = self._exchange.bytes_sent, self._exchange.bytes_received
         return messages

@@ -1,0 +1,431 @@
+"""How messages reach the other worker groups: one goes out to each of them, and one comes in from each."""
+
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_sdiloco.comm.communicator import page_locked, to_device, to_host
+from lightning_sdiloco.comm.pacing import Pacing
+
+Posted = TypeVar("Posted")
+
+
+class Unanswered(Exception):
+    """A worker group did not answer."""
+
+    def __init__(self, group: int | None, reason: str) -> None:
+        super().__init__(f"{'one of the other worker groups' if group is None else f'worker group {group}'} {reason}")
+        self.group = group
+        self.reason = reason
+
+
+class Exchange(ABC, Generic[Posted]):
+    """Carries messages between the worker groups.
+
+    Attributes:
+        device: Where messages are sent from.
+        learns_sizes: Whether messages may be posted before their receivers know how long they are.
+        arrived: When the last message of each group came, where that is seen; 0 of this group.
+        sends_bytes_per_s: What the link carries to each receiver; 0 where that is not known.
+    """
+
+    learns_sizes = True
+
+    def __init__(self, groups: int) -> None:
+        self.num_groups = groups
+        self.device = torch.device("cpu")
+        self.bytes_sent = self.bytes_received = 0
+        self.arrived: Sequence[float] = ()
+        self.sends_bytes_per_s = 0.0
+
+    @abstractmethod
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> Posted:
+        """Starts to send messages, without waiting for anyone.
+
+        Args:
+            messages: Flat bytes, one message for each group.
+            sizes: How long those are that come, by group. None: as long as the own. (): `collect` is told.
+        """
+
+    @abstractmethod
+    def collect(self, posted: Posted, deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Waits for the messages of all groups, which it returns.
+
+        Args:
+            posted: What `post` returned.
+            deadline: Until when, on the clock of ``time.monotonic()``. Then it raises `Unanswered`.
+            sizes: How long they are, where that was not known when they were posted.
+        """
+
+    def _count(self, own: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        self.bytes_sent += sum([message.numel() for group, message in enumerate(sent) if group != own])
+        self.bytes_received += sum([message.numel() for group, message in enumerate(received) if group != own])
+
+
+# Over gloo
+
+
+@dataclass
+class _Travelling:
+    """Messages on their way over gloo: those of this group, what comes, and the work of each other group."""
+
+    messages: Sequence[Tensor]
+    received: list[Tensor]
+    sending: dict[int, Any]
+    receiving: dict[int, Any] = field(default_factory=dict)
+    failure: Unanswered | None = None
+
+
+class DirectExchange(Exchange[_Travelling]):
+    """Sends from each group to each other one, over a process group of gloo for each direction."""
+
+    def __init__(
+        self, up: dist.ProcessGroup, down: dist.ProcessGroup, tag: int = 0, pacing: Pacing | None = None
+    ) -> None:
+        super().__init__(dist.get_world_size(up))
+        self._tag, self._pacing = tag, pacing or Pacing()
+        self._group = dist.get_rank(up)
+        self._ranks = dist.get_process_group_ranks(up)
+        # By the other group: over which process group this one sends to it, and over which it receives.
+        self._ways = {
+            group: (up, down) if group > self._group else (down, up)
+            for group in range(self.num_groups)
+            if group != self._group
+        }
+        self._latest = -1
+
+    @override
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _Travelling:
+        """Starts to send. Messages on another device are copied to the host first: the same one for all groups once."""
+        on_host = {id(message): to_host(message) for message in messages}
+        sent = [on_host[id(message)] for message in messages]
+        self._pacing.prepare([sent[group].numel() for group in self._ways])
+        posted = _Travelling(messages, sent, {})
+        if sizes != ():
+            sizes = [sent[self._group].numel()] * self.num_groups if sizes is None else sizes
+            # First, so that the other sides know early that this one is ready.
+            self._receive(posted, [group for group in self._ways if sizes[group]], sizes)
+        for group, (to, _) in self._ways.items():
+            if sent[group].numel() or sizes == ():
+                try:
+                    posted.sending[group] = to.send([sent[group]], group, self._tag)
+                except RuntimeError as error:
+                    # It is raised when they are collected, so that all ranks of this group learn of it together.
+                    posted.failure = posted.failure or self._gone(group, error)
+        return posted
+
+    def _receive(self, posted: _Travelling, groups: Iterable[int], sizes: Sequence[int]) -> None:
+        """Starts to receive from other groups. gloo holds what comes before."""
+        own, device = posted.received[self._group], posted.messages[self._group].device
+        posted.received = [
+            own if group == self._group else page_locked((size,), own.dtype, device) for group, size in enumerate(sizes)
+        ]
+        for group in groups:
+            try:
+                back = self._ways[group][1]
+                posted.receiving[group] = back.recv([posted.received[group]], group, self._tag)
+            except RuntimeError as error:
+                posted.failure = posted.failure or self._gone(group, error)
+
+    @override
+    def collect(self, posted: _Travelling, deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        if sizes is not None:
+            # When a message came is seen where it is waited for: what came last the time before keeps no other waiting.
+            self._receive(posted, sorted(self._ways, key=lambda group: group == self._latest), sizes)
+        if posted.failure is not None:
+            raise posted.failure
+        arrived, waited, before = [0.0] * self.num_groups, -1.0, time.perf_counter()
+        for group, receiving in posted.receiving.items():
+            self._wait(receiving, group, deadline)
+            arrived[group] = now = time.perf_counter()
+            if now - before > waited:
+                self._latest, waited = group, now - before
+            before = now
+        self.arrived = arrived
+        for group, sending in posted.sending.items():
+            self._wait(sending, group, deadline)
+        self._count(self._group, posted.messages, posted.received)
+        own = posted.messages[self._group]
+        return [own if g == self._group else to_device(part, own.device) for g, part in enumerate(posted.received)]
+
+    def _wait(self, work: Any, group: int, deadline: float) -> None:
+        # gloo counts whole milliseconds and takes zero for no timeout. Rounded down, the wait would end before the
+        # deadline, and a group that is late would look like one that went away.
+        left = math.ceil(max(deadline - time.monotonic(), 0) * 1000) + 1
+        try:
+            work.wait(timedelta(milliseconds=left))
+        except RuntimeError as error:
+            if time.monotonic() >= deadline:
+                raise Unanswered(group, f"did not answer in time (rank {self._ranks[group]})") from error
+            raise self._gone(group, error) from error
+
+    def _gone(self, group: int, error: RuntimeError) -> Unanswered:
+        return Unanswered(group, f"went away (rank {self._ranks[group]}: {str(error).splitlines()[0]})")
+
+
+# Messages of any size
+
+LENGTH_BYTES = 8
+"""Bytes that tell a group how long a message to it is, and how fast its own last message came."""
+
+# Of their bits, those of the length. The others tell the rate, in kB/s.
+_LENGTH_BITS, _RATE_BITS = 40, 23
+_UNIT = 1000.0
+
+
+class VaryingExchange(Exchange[tuple[Any, Any]]):
+    """Carries messages whose sizes differ between groups: another exchange tells how long they are."""
+
+    def __init__(self, lengths: Exchange[Any], messages: Exchange[Any]) -> None:
+        super().__init__(messages.num_groups)
+        if not messages.learns_sizes:
+            raise ValueError(
+                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length, and"
+                " exchange_backend='nccl' can only receive what has a size that all ranks know. Leave exchange_backend"
+                " out for gloo, or choose a compression whose payloads have one size, such as 'sparse'."
+            )
+        self.device = messages.device
+        self.bytes_sent, self.bytes_received = messages.bytes_sent, messages.bytes_received
+        self._lengths, self._messages = lengths, messages
+        # By group, in bytes per second; 0 where that is not known.
+        self._received = [0.0] * messages.num_groups
+
+    @override
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[Any, Any]:
+        heads = [_packed(message.numel(), rate) for message, rate in zip(messages, self._received, strict=True)]
+        return self._lengths.post(heads), self._messages.post(messages, ())
+
+    @override
+    def collect(self, posted: tuple[Any, Any], deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        numels, told = zip(*map(_unpacked, self._lengths.collect(posted[0], deadline)), strict=True)
+        began = time.perf_counter()
+        received = self._messages.collect(posted[1], deadline, numels)
+        self.bytes_sent, self.bytes_received = self._messages.bytes_sent, self._messages.bytes_received
+        self.sends_bytes_per_s = _carried(told)
+        if self._messages.arrived:
+            seconds = [max(at - began, 1e-6) if at else math.inf for at in self._messages.arrived]
+            self._received = [size / own for size, own in zip(numels, seconds, strict=True)]
+        return received
+
+
+def _carried(told: Sequence[float]) -> float:
+    """Returns what a link carries to each receiver, given how fast the same message came to each of them."""
+    rates = sorted((rate for rate in told if rate), reverse=True)
+    return max((number * rate for number, rate in enumerate(rates, 1)), default=0.0) / max(1, len(told) - 1)
+
+
+def _packed(length: int, rate: float) -> Tensor:
+    """Returns length and rate as bytes. A rate that is known is not rounded to 0."""
+    assert length < 1 << _LENGTH_BITS, "a message is shorter than a terabyte"
+    in_units = min(math.ceil(rate / _UNIT), (1 << _RATE_BITS) - 1)
+    return torch.tensor([in_units << _LENGTH_BITS | length], dtype=torch.int64).view(torch.uint8)
+
+
+def _unpacked(head: Tensor) -> tuple[int, float]:
+    """Returns what `_packed` was given, the rate in whole kB/s."""
+    word = int(head.view(torch.int64))
+    return word & (1 << _LENGTH_BITS) - 1, (word >> _LENGTH_BITS) * _UNIT
+
+
+# In one process
+
+
+class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
+    """Carries messages between worker groups that all live in one process; there is one such exchange for each.
+
+    Messages wait in a table until all groups have taken them. Collecting before all groups have posted is an error
+    rather than a wait: there is nobody to wait for.
+
+    Examples:
+        >>> one, other = InProcessExchange.connect(2)
+        >>> posted = [group.post([torch.tensor([i], dtype=torch.uint8)] * 2) for i, group in enumerate((one, other))]
+        >>> [message.tolist() for message in one.collect(posted[0], deadline=0.0)]
+        [[0], [1]]
+    """
+
+    def __init__(self, group: int, groups: int, table: dict[int, dict[int, Sequence[Tensor]]]) -> None:
+        super().__init__(groups)
+        self._group, self._table, self._posted = group, table, 0
+
+    @staticmethod
+    def connect(groups: int) -> list["InProcessExchange"]:
+        """Makes the exchanges of all groups, in their order."""
+        table: dict[int, dict[int, Sequence[Tensor]]] = defaultdict(dict)
+        return [InProcessExchange(group, groups, table) for group in range(groups)]
+
+    @override
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[int, Sequence[Tensor]]:
+        number, self._posted = self._posted, self._posted + 1
+        # By group what it sends, and behind that by which group it has been taken.
+        self._table[number][self._group] = messages
+        return number, messages
+
+    @override
+    def collect(
+        self, posted: tuple[int, Sequence[Tensor]], deadline: float, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        number, messages = posted
+        sent = self._table[number]
+        for group in range(self.num_groups):
+            if group not in sent:
+                raise Unanswered(group, "has not launched yet: all groups must launch before one of them lands")
+        received = [sent[group][self._group] for group in range(self.num_groups)]
+        sent[self.num_groups + self._group] = ()
+        if len(sent) == 2 * self.num_groups:
+            del self._table[number]
+        self._count(self._group, messages, received)
+        return received
+
+
+# From device to device
+
+# In seconds: short beside the time of a message, long beside the time of a look.
+_BETWEEN_LOOKS = 0.001
+
+
+class DeviceBackend(NamedTuple):
+    """A backend of torch.distributed that takes tensors of a device."""
+
+    name: str
+    device: torch.device
+
+
+def nccl_on(device: torch.device) -> DeviceBackend:
+    """Returns NCCL as the backend for a device.
+
+    Raises:
+        ValueError: If NCCL does not take tensors of the device, or this torch has no NCCL.
+
+    Examples:
+        >>> nccl_on(torch.device("cpu"))
+        Traceback (most recent call last):
+        ...
+        ValueError: exchange_backend='nccl' was given, and this rank trains on cpu: NCCL joins CUDA devices only. ...
+    """
+    if device.type != "cuda":
+        raise ValueError(
+            f"exchange_backend='nccl' was given, and this rank trains on {device.type}: NCCL joins CUDA devices only."
+            " Train on CUDA devices, or leave exchange_backend out for gloo, which works on every device."
+        )
+    if not dist.is_nccl_available():
+        raise ValueError(
+            f"exchange_backend='nccl' was given, and torch {torch.__version__} was built without NCCL. Install a torch"
+            " that has it, or leave exchange_backend out for gloo."
+        )
+    return DeviceBackend("nccl", device)
+
+
+class _OnDevice(NamedTuple):
+    messages: Sequence[Tensor]
+    received: list[Tensor]
+    works: list[dist.Work]
+    failure: Unanswered | None
+
+
+class DeviceExchange(Exchange[_OnDevice]):
+    """Sends from the device of each group to that of each other group; the host only looks whether it is done.
+
+    All messages of a flight are one group call of the backend, in which no order of sends and receives can deadlock.
+
+    [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream wait, not the host. So
+    it is called only when everything has arrived. The stream also encodes the next flight and decodes the last one:
+    whoever waits for it would otherwise wait for the slowest group, without a bound.
+
+    Args:
+        process_group: One rank of each worker group, in the order of the groups, over a backend that takes tensors of
+            the device. Nobody else uses it: the backend matches messages by the order in which ranks post them.
+        device: The device of this rank.
+    """
+
+    learns_sizes = False
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(dist.get_world_size(process_group))
+        self.device = device
+        self._process_group, self._backend = process_group, str(dist.get_backend(process_group))
+        self._group = dist.get_rank(process_group)
+        self._ranks = dist.get_process_group_ranks(process_group)
+        self._others = [group for group in range(self.num_groups) if group != self._group]
+        self._given_up: list[_OnDevice] = []
+
+    def meet(self, deadline: float) -> None:
+        """Makes the connections, which a backend does with its first messages. All groups must call it."""
+        posted = self.post([torch.zeros(1, dtype=torch.uint8, device=self.device)] * self.num_groups)
+        try:
+            self._wait(posted, deadline)
+        except Unanswered as error:
+            raise ValueError(
+                f"The ranks {self._ranks} of the worker groups cannot exchange over {self._backend}: {error}."
+                " NCCL_DEBUG=INFO tells how they try, NCCL_SOCKET_IFNAME names the interface. Correct that on every"
+                " machine, or leave exchange_backend out for gloo."
+            ) from error
+
+    @override
+    def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _OnDevice:
+        """Starts to send what the current stream has been given to compute."""
+        sent = [message.contiguous() for message in messages]
+        own = sent[self._group]
+        known = [own.numel()] * self.num_groups if sizes is None else sizes
+        received = [own if group == self._group else own.new_empty(size) for group, size in enumerate(known)]
+        # Empty messages are not posted. All groups agree on that: they know the sizes.
+        calls = [
+            dist.P2POp(call, tensor, group=self._process_group, group_peer=group)
+            for group in self._others
+            for call, tensor in ((dist.irecv, received[group]), (dist.isend, sent[group]))
+            if tensor.numel()
+        ]
+        try:
+            works = dist.batch_isend_irecv(calls) if calls else []
+        except RuntimeError as error:
+            # It is raised when the messages are collected, so that all ranks of this group learn of it together.
+            return _OnDevice(sent, received, [], self._gone(error))
+        return _OnDevice(sent, received, works, None)
+
+    @override
+    def collect(self, posted: _OnDevice, deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """Waits for all groups. The current stream may use the result."""
+        self._wait(posted, deadline)
+        self._count(self._group, posted.messages, posted.received)
+        return posted.received
+
+    def _wait(self, posted: _OnDevice, deadline: float) -> None:
+        if posted.failure is not None:
+            raise posted.failure
+        for work in posted.works:
+            while not work.is_completed():
+                if time.monotonic() >= deadline:
+                    # The device may still read and write these: their memory must not become that of other tensors.
+                    self._given_up.append(posted)
+                    # Otherwise the device is busy with them until torch ends the process. Aborting may take long, so
+                    # nobody waits.
+                    if abort := getattr(self._process_group, "abort", None):
+                        threading.Thread(target=abort, name="sdiloco-abort", daemon=True).start()
+                    raise self._unanswered("did not answer in time")
+                time.sleep(_BETWEEN_LOOKS)
+        for work in posted.works:
+            try:
+                # See [Note: the stream never waits for another rank]. A failed transfer is over too; it raises here.
+                work.wait()
+            except RuntimeError as error:
+                raise self._gone(error) from error
+
+    def _gone(self, error: RuntimeError) -> Unanswered:
+        return self._unanswered(f"went away, or {self._backend} failed: {str(error).splitlines()[0]}")
+
+    def _unanswered(self, reason: str) -> Unanswered:
+        if len(self._others) == 1:
+            group = self._others[0]
+            return Unanswered(group, f"{reason} (rank {self._ranks[group]})")
+        # One call carries the messages of all groups, and it is over only when all of them are.
+        return Unanswered(None, f"{reason} (of ranks {', '.join(str(self._ranks[group]) for group in self._others)})")
