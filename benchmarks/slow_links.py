@@ -27,9 +27,8 @@ from benchmarks.sites import Job, results
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.launch.rendezvous import rendezvous_at
-from lightning_sdiloco.planning.clock import play
 from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.methods import Streaming, play
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools import doctor
 from tests.ranks import run_processes

@@ -7,7 +7,6 @@ cannot contradict a run; only time is a model. Nothing here makes a module, open
 """
 
 from lightning_sdiloco.planning import paper, planner
-from lightning_sdiloco.planning.clock import Absence, Times, play, step_end
 from lightning_sdiloco.planning.hub import (
     Enough,
     HubLoad,
@@ -22,7 +21,7 @@ from lightning_sdiloco.planning.hub import (
 )
 from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.links import SharedOut, shared_out
-from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
+from lightning_sdiloco.planning.methods import Absence, DataParallel, Memory, Method, Streaming, Times, play, step_end
 from lightning_sdiloco.planning.paper import TARGETS, Entry, PaperModel
 from lightning_sdiloco.planning.planner import (
     LARGEST_SYNC_EVERY,

@@ -1,4 +1,4 @@
-"""Predicts what a method sends between groups, how long training waits for it, and what memory it takes.
+"""Predicts what a method sends between groups, how long training waits for it, and what memory it takes; plays a run.
 
 Wire bytes, messages, fragments and schedule are the engine's own; only time is a model. It follows the engine: a
 fragment is read after an inner step, flights pass through the stages of the background and over the link in the order
@@ -7,7 +7,7 @@ of their launch, and a landing waits for its flight.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from lightning_sdiloco.algorithm import (
     all_reduce_for,
 )
 from lightning_sdiloco.compression import resolve
-from lightning_sdiloco.planning.link import Line, Link
+from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
 
 # Bytes of memory that are read and written for each value: reading a fragment, compressing it, decoding the message of
@@ -166,32 +166,12 @@ class Streaming(Method):
 
     @override
     def utilisation(self, link: Link) -> float:
-        trained = (_ROUNDS - _ROUNDS // 2) * self.settings.sync_every * self.groups.step_time
-        rounds = list(self._rounds(link))
-        return trained / (rounds[-1] - rounds[_ROUNDS // 2 - 1])
-
-    def _rounds(self, link: Link) -> Iterator[float]:
-        """Plays training thread and background, and yields the time at which fragment 0 has landed in each round."""
-        clock, encoded, link_free, averaged, stepped, step = 0.0, 0.0, 0.0, 0.0, 0.0, 0
-        landings: list[float] = []
-        costs = [self.costs(p, link) for p in range(len(self.numels))]
-        for at, is_landing, fragment in _timetable(self.schedule):
-            clock, step, cost = clock + (at - step) * self.groups.step_time, at, costs[fragment]
-            if is_landing:
-                clock = max(clock, landings.pop(0)) + cost.land
-                if fragment == 0:
-                    yield clock
-            else:
-                clock += cost.launch
-                encoded = max(clock, encoded) + cost.encode
-                warm = link.is_warm_after(encoded - link_free - link.round_trip)
-                link_free = max(encoded, link_free) + (cost.warm if warm else cost.cold)
-                averaged = max(averaged, link_free + link.round_trip) + cost.average
-                there = averaged + (cost.second_hop + link.round_trip if cost.second_hop else 0.0)
-                # What is launched later has the link while the others average, and not while they send their means.
-                link_free += cost.second_hop
-                stepped = max(stepped, there) + cost.step
-                landings.append(stepped)
+        played, schedule = _Play(self, [Line.of(link)], [1.0]), self.schedule
+        played.follow(
+            _timetable(schedule, schedule.warmup_steps + _ROUNDS * schedule.sync_every + schedule.overlap_steps)
+        )
+        trained = (_ROUNDS - _ROUNDS // 2) * schedule.sync_every * self.groups.step_time
+        return trained / (played.landed[_ROUNDS - 1] - played.landed[_ROUNDS // 2 - 1])
 
     def costs(self, fragment: int, link: Link) -> "Costs":
         per_value, shard, part = 1 / self.groups.memory_rate, self._shards[fragment], self._parts[fragment]
@@ -313,11 +293,286 @@ class Busy(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _timetable(schedule: Schedule) -> list[tuple[int, bool, int]]:
-    """Lists launches and landings of some rounds in the engine's order: inner step, whether it lands, what."""
+def _timetable(schedule: Schedule, steps: int) -> list[tuple[int, bool, int]]:
+    """Lists launches and landings in the engine's order: inner step, whether it lands, what."""
+    every, first = schedule.sync_every, schedule.warmup_steps
+    each = range(schedule.fragments)
+    rounds = range(1, max(0, steps - first) // every + 1)
     launches = [
-        (number * schedule.sync_every + schedule.offset(fragment), False, fragment)
-        for number in range(1, _ROUNDS + 1)
-        for fragment in range(schedule.fragments)
+        (first + number * every + schedule.offset(fragment), fragment) for number in rounds for fragment in each
     ]
-    return sorted(launches + [(at + schedule.overlap_steps, True, fragment) for at, _, fragment in launches])
+    landings = [(at + schedule.overlap_steps, fragment) for at, fragment in launches]
+    # After a warm-up all fragments launch and land at once.
+    at_once = [(first, fragment) for fragment in each if first]
+    both = [(False, at_once + launches), (True, at_once + landings)]
+    return sorted((at, lands, fragment) for lands, own in both for at, fragment in own if at <= steps)
+
+
+# A run in virtual time: when every group has made each inner step, with unequal speeds and absences
+
+
+class Absence(NamedTuple):
+    """A time in which a group does nothing. The others wait for it at their next landing."""
+
+    group: int
+    start: float
+    end: float
+
+
+class Times(NamedTuple):
+    """When a group did what."""
+
+    steps: list[float]
+    end: float
+    waited: float
+    longest_flight: float
+
+
+def play(
+    method: Streaming,
+    link: Link,
+    steps: int,
+    speeds: Sequence[float],
+    absences: Iterable[Absence] = (),
+    idle: Sequence[Collection[int]] = (),
+    links: Sequence[Link | Line] = (),
+    launches: Mapping[int, Sequence[int]] | None = None,
+) -> list[Times]:
+    """Plays training thread and background of every group.
+
+    A flight is over when the message of the last group has come; on a route in pairs, that of the last partner, and the
+    word of the last group that it has launched.
+
+    Args:
+        method: The model, settings and groups.
+        link: The way from a group to the others.
+        steps: Inner steps of the run.
+        speeds: How fast each group trains: 0.5 takes twice the step time of the groups.
+        absences: When which group is away.
+        idle: The inner steps, from 1, in which each group does not train, by group: they take no time.
+        links: The link of each group, in place of one that is the same for all; its connections are at speed. Where the
+            compression chooses by the link of its sender, it knows that link from the third flight on.
+        launches: The fragments that are launched after each inner step, where that is not what the schedule says.
+
+    Returns:
+        The times of each group.
+
+    Raises:
+        ValueError: If there is not one speed for each group, or a number is out of its range.
+
+    Examples:
+        >>> settings = Settings(sync_every=10, overlap_steps=2, compression="fp32")
+        >>> method = Streaming(Model.of_size(10**6, layers=3), settings, Groups(step_time=1.0))
+        >>> fast, slow = play(method, Link(gbit_s=1.0), steps=20, speeds=[1.0, 0.5])
+        >>> round(fast.waited), round(slow.waited), round(fast.end) == round(slow.end)
+        (20, 0, True)
+        >>> fast, slow = play(method, Link(gbit_s=1.0), 20, [1.0, 0.5], idle=[(), range(1, 20, 2)])
+        >>> round(fast.waited), round(fast.end)
+        (0, 20)
+    """
+    each, groups = [Line.of(one) for one in links or [link] * len(speeds)], method.groups.groups
+    for name, own in (("speeds", speeds), ("lists of idle steps", idle or [()] * groups), ("links", each)):
+        if len(own) != groups:
+            raise ValueError(f"There are {len(own)} {name} for {groups} worker groups. Give one for each group.")
+    for speed in speeds:
+        require(speed > 0, "speed", speed, "positive: 0.5 is half as fast as the others")
+    absences = list(absences)
+    for absence in absences:
+        require(0 <= absence.group < groups, "group", absence.group, "the number of a group, from 0")
+        require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
+    played = _Play(method, each, speeds, absences, idle, differ=bool(links) and method.settings.shares)
+    if launches is None:
+        events = _timetable(method.schedule, steps)
+    else:
+        both = [
+            (at + is_landing * method.settings.overlap_steps, is_landing, number, fragment)
+            for at, together in launches.items()
+            for number, fragment in enumerate(together)
+            for is_landing in (False, True)
+        ]
+        events = [(at, is_landing, fragment) for at, is_landing, _, fragment in sorted(both) if at <= steps]
+    played.follow(events)
+    return played.ended(steps)
+
+
+def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
+    """Returns when an inner step is done, which goes on after an absence that interrupts it.
+
+    Args:
+        begins: When it begins, in seconds.
+        step_time: How long it takes.
+        absences: Those of its group, in order.
+
+    Examples:
+        >>> step_end(1.0, 0.5, [Absence(0, 1.25, 3.0)])
+        3.25
+    """
+    left = step_time
+    for absence in absences:
+        if begins + left > absence.start and begins < absence.end:
+            left -= max(0.0, absence.start - begins)
+            begins = absence.end
+    return begins + left
+
+
+class _Group:
+    """The clocks of one group: training thread and background."""
+
+    def __init__(self, step_time: float, absences: list[Absence], idle: Collection[int]) -> None:
+        self._step_time, self._idle = step_time, frozenset(idle)
+        self._absences = sorted(absences, key=lambda absence: absence.start)
+        self.clock = self.waited = self.longest_flight = 0.0
+        # When each stage of the background was done with its last flight.
+        self.encoded = self.averaged = self.stepped = 0.0
+        self.landings: list[float] = []
+        self.steps: list[float] = []  # when each inner step was done, and what launched and landed after it
+
+    def train(self, until: int) -> None:
+        """Makes all inner steps up to this one."""
+        first = len(self.steps) + 1
+        if until >= first > 1:
+            self.steps[-1] = self.clock
+        if not self._idle and not self._absences:
+            begun, self.clock = self.clock, self.clock + max(0, until - first + 1) * self._step_time
+            self.steps += [begun + (number + 1) * self._step_time for number in range(until - first + 1)]
+            return
+        for number in range(first, until + 1):
+            if number not in self._idle:
+                self.clock = step_end(self.clock, self._step_time, self._absences)
+            self.steps.append(self.clock)
+
+
+class _Play:
+    """Plays groups, each with its link and speed; a single one where all are alike."""
+
+    def __init__(
+        self,
+        method: Streaming,
+        lines: Sequence[Line],
+        speeds: Sequence[float],
+        absences: Sequence[Absence] = (),
+        idle: Sequence[Collection[int]] = (),
+        differ: bool = False,
+    ) -> None:
+        self._lines, self._link = lines, _slowest(lines)
+        # Where links differ and all groups wait for all, both directions of each are busy with what it carries.
+        self._differ = differ
+        self._use(method)
+        self._flights, self._rounds = 0, [0] * len(method.numels)
+        # Until when the link of each group is busy, or each of its directions.
+        self._up, self._down = [0.0] * len(lines), [0.0] * len(lines)
+        self._groups = [
+            _Group(
+                method.groups.step_time / speed,
+                [absence for absence in absences if absence.group == group],
+                idle[group] if idle else (),
+            )
+            for group, speed in enumerate(speeds)
+        ]
+        self._in_flight: list[int] = []
+        self.landed: list[float] = []  # when fragment 0 has landed in the first group
+
+    def _use(self, method: Streaming) -> None:
+        """Sets how fragments travel from now on."""
+        self._method, each = method, range(len(method.numels))
+        self._costs = [method.costs(fragment, self._link) for fragment in each]
+        if self._differ:
+            self._busy = [[method.busy(fragment, self._lines, known) for known in (False, True)] for fragment in each]
+
+    def follow(self, events: Iterable[tuple[int, bool, int]]) -> None:
+        """Trains, and launches and lands after the inner steps that are told."""
+        for at, is_landing, fragment in events:
+            for group in self._groups:
+                group.train(at)
+            if is_landing:
+                self._land(self._in_flight.pop(0))
+            else:
+                self._launch(fragment)
+                self._in_flight.append(fragment)
+
+    def ended(self, steps: int) -> list[Times]:
+        """Trains to the end, lands what is in flight, and makes the final exchange."""
+        for group in self._groups:
+            group.train(steps)
+            group.steps[-1:] = [group.clock] * (steps > 0)
+        for fragment in self._in_flight:
+            self._land(fragment)
+        self._use(self._method.final)
+        final = range(len(self._method.numels)) if self._method.settings.final_sync else ()
+        for fragment in final:
+            self._launch(fragment)
+        for fragment in final:
+            self._land(fragment)
+        return [Times(group.steps, group.clock, group.waited, group.longest_flight) for group in self._groups]
+
+    def _launch(self, fragment: int) -> None:
+        cost, launched = self._costs[fragment], list[float]()
+        for group in self._groups:
+            launched.append(group.clock)
+            group.clock += cost.launch
+            group.encoded = max(group.clock, group.encoded) + cost.encode
+        arrived = self._over_lines(fragment, cost) if self._differ else self._over_legs(fragment, cost)
+        for group, at, there in zip(self._groups, launched, arrived, strict=True):
+            group.longest_flight = max(group.longest_flight, there - at)
+            group.stepped = max(group.stepped, group.averaged, there) + cost.step
+            group.landings.append(group.stepped)
+
+    def _land(self, fragment: int) -> None:
+        for group in self._groups:
+            arrived = group.landings.pop(0)
+            group.waited += max(0.0, arrived - group.clock)
+            group.clock = max(group.clock, arrived) + self._costs[fragment].land
+        if fragment == 0:
+            self.landed.append(self._groups[0].clock)
+
+    def _over_legs(self, fragment: int, cost: Costs) -> list[float]:
+        """Returns when the last message of a flight is there, by group, and lets all groups average in between.
+
+        Groups exchange with the partners of their leg, which is all groups but on a route of pairs, at the speed of the
+        slowest link among them.
+        """
+        number, self._rounds[fragment] = self._rounds[fragment], self._rounds[fragment] + 1
+        settings, everyone = self._method.settings, tuple(range(len(self._groups)))
+        legs = [everyone] if settings.shares or len(everyone) == 1 else settings.routing.legs(number, len(everyone))
+        launched, arrived = max(group.encoded for group in self._groups), [0.0] * len(self._groups)
+        for leg in legs:
+            slowest = _slowest([self._lines[group] for group in leg])
+            own = cost if slowest == self._link else self._method.costs(fragment, slowest)
+            round_trip = slowest.round_trip
+            posted = max(self._groups[group].encoded for group in leg)
+            before = max(self._up[group] for group in leg)
+            warm = slowest.is_warm_after(posted - before - round_trip)
+            free = max(posted, before) + (own.warm if warm else own.cold)
+            for group in leg:
+                self._up[group], arrived[group] = free + own.second_hop, max(free, launched) + round_trip
+                clocks = self._groups[group]
+                clocks.averaged = max(clocks.averaged, arrived[group]) + own.average
+        return self._again(arrived, cost.second_hop, self._link.round_trip)
+
+    def _over_lines(self, fragment: int, cost: Costs) -> list[float]:
+        """Returns the same where links differ."""
+        self._flights += 1
+        # What its first message took, a group is told with the second one.
+        busy, round_trip = self._busy[fragment][self._flights > 2], max(line.round_trip for line in self._lines)
+        posted = max(group.encoded for group in self._groups)
+        for index, one in enumerate(busy):
+            self._up[index] = max(posted, self._up[index]) + one.up
+            self._down[index] = max(posted, self._down[index]) + one.down
+        arrived = max(*self._up, *self._down) + round_trip
+        for group, one, index in zip(self._groups, busy, range(len(busy)), strict=True):
+            group.averaged = max(group.averaged, arrived) + cost.average
+            self._up[index] += one.up_again
+            self._down[index] += one.down_again
+        again = max(max(one.up_again, one.down_again) for one in busy)
+        return self._again([arrived] * len(busy), again, round_trip)
+
+    def _again(self, arrived: list[float], second_hop: float, round_trip: float) -> list[float]:
+        """Returns when the means of a second hop are there."""
+        if not second_hop:
+            return arrived
+        return [max(group.averaged for group in self._groups) + second_hop + round_trip] * len(arrived)
+
+
+def _slowest(lines: Sequence[Line]) -> Link:
+    """Returns the direction with the least bandwidth."""
+    return min((line.slower for line in lines), key=lambda link: link.gbit_s)

@@ -43,7 +43,7 @@ from lightning_sdiloco.planning import (
     through_hub,
     waits,
 )
-from lightning_sdiloco.tools.output import LIGHT, percent, plain, save_picture, table
+from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
 
 MakeModel = Callable[[], nn.Module]
 
@@ -112,16 +112,20 @@ def plan(
     """
     if paper_table_4:
         return _paper(picture, format)
+    if picture is not None:
+        require_drawable(picture)
     of_links, bandwidth, groups = _links(links, bandwidth, groups)
     step_time, bandwidth = _required(model, params, layers, step_time, bandwidth, steps)
     described = _described(model, params, layers)
     settings = Settings(sync_every, overlap_steps, layers_per_fragment=layers_per_fragment, compression=compression)
     workers, link = Groups(step_time, groups, group_size, memory_rate * 1e9), Link(bandwidth, round_trip, loss)
-    planned = planner.plan(described, settings, workers, link, steps)
-    _draw_plan(picture, planned)
-    waits = _asked_waits(planned, hub_bandwidth, quorum, grace, delays, of_links)
+    of_sites = of_links or {f"site {number}": bandwidth for number in range(groups)}
+    waits = _asked_waits(described, settings, workers, link, hub_bandwidth, quorum, grace, delays, of_sites)
     hub = None if hub_bandwidth is None else through_hub(described, settings, workers, link, hub_bandwidth)
     shared = shared_out(described, settings, workers, list(of_links.values())) if of_links else None
+    planned = planner.plan(described, settings, workers, link, steps)
+    if picture is not None:
+        _draw_plan(picture, planned)
     if format == "json":
         more = {"hub": hub, "waits": waits, "links": shared}
         told = _plan_as_json(planned) | {name: own for name, own in more.items() if own is not None}
@@ -215,10 +219,7 @@ def _configured(module: nn.Module) -> nn.Module:
     return module
 
 
-def _draw_plan(path: str | None, planned: Plan) -> None:
-    if path is None:
-        return
-
+def _draw_plan(path: str, planned: Plan) -> None:
     def curve(method: Method) -> Callable[[float], float]:
         return lambda gbit_s: method.utilisation(replace(planned.link, gbit_s=gbit_s))
 
@@ -249,12 +250,15 @@ def _paper(picture: str | None, format: str) -> str:
 
 
 def _asked_waits(
-    planned: Plan,
+    model: Model,
+    settings: Settings,
+    groups: Groups,
+    link: Link,
     hub_bandwidth: float | None,
     quorum: int | Quorum | None,
     grace: float | None,
     delays: str | None,
-    links: Mapping[str, float],
+    of_sites: Mapping[str, float],
 ) -> Waits | None:
     """Predicts whom the rounds of a federation wait for; None where nobody asked."""
     if quorum is None:
@@ -271,11 +275,9 @@ def _asked_waits(
         )
     if isinstance(quorum, int) and quorum < 1:
         raise ValueError(f"quorum={quorum} is out of range: it must be at least 1. Give a number of sites.")
-    model, settings, groups = planned.model, planned.settings, planned.groups
-    of_sites = dict(links) or {f"site {number}": planned.link.gbit_s for number in range(groups.groups)}
     late = _seconds(delays, len(of_sites))
     ways = {
-        site: Way(hub_link(replace(planned.link, gbit_s=gbit_s), groups.groups, hub_bandwidth), delay)
+        site: Way(hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub_bandwidth), delay)
         for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True)
     }
     return waits(

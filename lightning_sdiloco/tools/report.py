@@ -560,7 +560,7 @@ def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
     axes.set_ylim(row - 0.5, -0.8)
     axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
     axes.grid(visible=False, axis="y")
-    for color, label in ((theme.grid, "inner step"), (theme.line(1), "waits")):
+    for color, label in ((theme.quiet, "inner step"), (theme.line(1), "waits")):
         axes.barh([0], [0], color=color, label=label)
     for name, alpha in _SHADES.items():
         axes.barh([0], [0], color=theme.quiet, alpha=alpha, label=name)
@@ -580,7 +580,7 @@ def _draw_group(
     # A hair apart, so that single steps can be told.
     gap = (window[1] - window[0]) / 1500
     ticks.append((row, head.name))
-    bars(row, [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps], theme.grid, 1, 0.8)
+    bars(row, [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps], theme.quiet, 0.45, 0.8)
     bars(row, [landed.spans["wait"] for landed in head.landings], theme.line(1), 1, 0.8)
     for fragment in range(len(head.fragments)):
         place = row + 1 + fragment

@@ -6,9 +6,8 @@ import pytest
 
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ByLink
-from lightning_sdiloco.planning.clock import Absence, play
 from lightning_sdiloco.planning.link import Line, Link
-from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.methods import Absence, Streaming, play
 from lightning_sdiloco.planning.workload import Groups, Model
 from tests.methods import Paced
 
@@ -21,24 +20,15 @@ def method(groups: int = 2, **settings: object) -> Streaming:
 SLOW = Link(gbit_s=0.02, round_trip=0.1)
 
 
-@pytest.mark.parametrize("link", [SLOW, Link(gbit_s=10.0), Link(gbit_s=0.05, round_trip=0.2, loss=0.001)])
-@pytest.mark.parametrize(("groups", "overlap_steps"), [(2, 2), (3, 0), (4, 5)])
-def test_groups_that_are_alike_take_as_long_as_the_planner_says(groups: int, overlap_steps: int, link: Link) -> None:
-    own = method(groups, overlap_steps=overlap_steps)
-    first, *others = play(own, link, steps=100, speeds=[1.0] * groups)
-    assert all(other == first for other in others)
-    # The planner measures the second half of eight rounds, from landing to landing of fragment 0.
-    landings = [first.steps[10 * number + overlap_steps - 1] for number in range(1, 9)]
-    assert own.utilisation(link) == pytest.approx(40 * 0.5 / (landings[-1] - landings[3]), rel=1e-2)
-
-
-def test_without_a_wait_a_run_takes_its_steps_and_the_final_exchange() -> None:
-    own = method(final_sync=False)
-    (times, _) = play(own, Link(gbit_s=100.0), steps=25, speeds=[1.0, 1.0])
-    assert times.end == pytest.approx(25 * 0.5, rel=1e-2)
-    assert times.waited < 0.01
-    with_end = play(method(), SLOW, steps=25, speeds=[1.0, 1.0])[0].end - play(own, SLOW, 25, [1.0, 1.0])[0].end
-    assert with_end > 1
+def test_groups_that_are_alike_take_as_long_as_the_planner_says() -> None:
+    for link in (SLOW, Link(gbit_s=10.0), Link(gbit_s=0.05, round_trip=0.2, loss=0.001)):
+        for groups, overlap_steps in ((2, 2), (3, 0), (4, 5)):
+            own = method(groups, overlap_steps=overlap_steps)
+            first, *others = play(own, link, steps=100, speeds=[1.0] * groups)
+            assert all(other == first for other in others)
+            # The planner measures the second half of eight rounds, from landing to landing of fragment 0.
+            landings = [first.steps[10 * number + overlap_steps - 1] for number in range(1, 9)]
+            assert own.utilisation(link) == pytest.approx(40 * 0.5 / (landings[-1] - landings[3]), rel=1e-2)
 
 
 def test_all_wait_for_the_slowest() -> None:
@@ -70,21 +60,21 @@ def test_a_slow_uplink_delays_nobody_where_each_sends_in_the_code_that_its_link_
     ).message_bytes(0, 0.125e9 / 3)
 
 
-@pytest.mark.parametrize("compression", ["fp4", ByLink()])
-def test_a_line_that_of_one_speed_is_its_link_however_many_ranks_share_it(compression: object) -> None:
+def test_a_line_of_one_speed_is_its_link_however_many_ranks_share_it() -> None:
     links = [Link(1.0, round_trip=0.01), Link(0.05), Link(1.0)]
 
-    def ends(links: list[Any], size: int) -> list[float]:
+    def ends(compression: object, links: list[Any], size: int) -> list[float]:
         own = Settings(sync_every=10, overlap_steps=2, compression=compression, exchange="gather")  # type: ignore[arg-type]
         groups = Groups(step_time=0.5, groups=3, group_size=size)
         played = play(Streaming(Model.of_size(2**24, layers=12), own, groups), links[0], 100, [1.0] * 3, links=links)
         return [times.end for times in played]
 
-    assert ends(links, 1) == ends([Line.of(link) for link in links], 1)
     # A rank carries its shard, so that all together carry what one carries; but for the heads of their messages.
     slow_down = [Line(links[0], Link(0.01)), *links[1:]]
-    assert ends(slow_down, 4) == pytest.approx(ends(slow_down, 1), rel=1e-3)
-    assert ends(slow_down, 1)[0] > 1.5 * ends(links, 1)[0]
+    for code in ("fp4", ByLink()):
+        assert ends(code, links, 1) == ends(code, [Line.of(link) for link in links], 1)
+        assert ends(code, slow_down, 4) == pytest.approx(ends(code, slow_down, 1), rel=1e-3)
+        assert ends(code, slow_down, 1)[0] > 1.5 * ends(code, links, 1)[0]
 
 
 def test_what_is_launched_more_seldom_is_waited_for_more_seldom() -> None:
@@ -122,15 +112,12 @@ def test_an_absence_is_waited_for_and_what_overlaps_hides_it() -> None:
     assert short[0].waited < undisturbed.waited + 0.6
 
 
-@pytest.mark.parametrize(
-    ("speeds", "absences", "words"),
-    [
+def test_numbers_out_of_their_range_are_refused() -> None:
+    for speeds, absences, words in (
         ([1.0], [], "1 speeds for 2 worker groups"),
         ([1.0, 0.0], [], "speed=0.0 is out of range"),
         ([1.0, 1.0], [Absence(2, 0, 1)], "group=2 is out of range"),
         ([1.0, 1.0], [Absence(1, 5, 1)], "absence=5 is out of range"),
-    ],
-)
-def test_numbers_out_of_their_range_are_refused(speeds: list[float], absences: list[Absence], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        play(method(), SLOW, 10, speeds, absences)
+    ):
+        with pytest.raises(ValueError, match=words):
+            play(method(), SLOW, 10, speeds, absences)

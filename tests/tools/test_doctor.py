@@ -13,7 +13,7 @@ from lightning_sdiloco.launch import reachability
 from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints
 from lightning_sdiloco.launch.rendezvous import warn_of_shared_store
 from lightning_sdiloco.tools.cli import main
-from lightning_sdiloco.tools.doctor import Examined, Finding, Launch, MeasuredLink, describe, detect_launch, findings
+from lightning_sdiloco.tools.doctor import Examined, Launch, MeasuredLink, describe, detect_launch, findings
 from tests.ranks import LAUNCHERS, run_processes
 from tests.strangers import listening
 
@@ -43,54 +43,40 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, values: Mapping[str, str]) 
 # How it was launched
 
 
-@pytest.mark.parametrize(
-    ("values", "num_nodes", "launch"),
-    [
-        (TORCHRUN, None, Launch(5, 8, 2, "a", 29500)),
-        (SRUN, None, Launch(5, 8, 4, "gpu03", 19711)),
-        ({**SRUN, "MASTER_ADDR": "b", "MASTER_PORT": "1"}, None, Launch(5, 8, 4, "b", 1)),
-        ({**SRUN, "SLURM_NODELIST": "n1"}, None, Launch(5, 8, 4, "n1", 19711)),
-        ({**SRUN, "SLURM_NODELIST": "n[1]"}, None, Launch(5, 8, 4, "n1", 19711)),
-        (BY_HAND, 3, Launch(1, 3, 3, "a", 29500)),
-    ],
-)
-def test_a_process_learns_its_rank_from_its_launcher(
-    values: dict[str, str], num_nodes: int | None, launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_environment(monkeypatch, values)
-    assert detect_launch(num_nodes) == launch
+LAUNCHED = [
+    (TORCHRUN, None, Launch(5, 8, 2, "a", 29500)),
+    (SRUN, None, Launch(5, 8, 4, "gpu03", 19711)),
+    ({**SRUN, "MASTER_ADDR": "b", "MASTER_PORT": "1"}, None, Launch(5, 8, 4, "b", 1)),
+    ({**SRUN, "SLURM_NODELIST": "n1"}, None, Launch(5, 8, 4, "n1", 19711)),
+    ({**SRUN, "SLURM_NODELIST": "n[1]"}, None, Launch(5, 8, 4, "n1", 19711)),
+    (BY_HAND, 3, Launch(1, 3, 3, "a", 29500)),
+    ({}, None, "does not know its rank"),
+    ({**BY_HAND, "NODE_RANK": "one"}, 2, "NODE_RANK='one' is no number"),
+    ({"NODE_RANK": "0", "MASTER_PORT": "1"}, 2, "MASTER_ADDR is not set"),
+    ({**TORCHRUN, "MASTER_PORT": ""}, None, "MASTER_PORT='' is no number"),
+    ({**SRUN, "SLURM_JOB_NAME": "interactive"}, None, "does not know its rank"),
+]
 
 
-@pytest.mark.parametrize(
-    ("values", "num_nodes", "message"),
-    [
-        ({}, None, "does not know its rank"),
-        ({**BY_HAND, "NODE_RANK": "one"}, 2, "NODE_RANK='one' is no number"),
-        ({"NODE_RANK": "0", "MASTER_PORT": "1"}, 2, "MASTER_ADDR is not set"),
-        ({**TORCHRUN, "MASTER_PORT": ""}, None, "MASTER_PORT='' is no number"),
-        ({**SRUN, "SLURM_JOB_NAME": "interactive"}, None, "does not know its rank"),
-    ],
-)
-def test_a_process_that_cannot_know_its_rank_is_told_what_to_do(
-    values: dict[str, str], num_nodes: int | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_environment(monkeypatch, values)
-    with pytest.raises(ValueError, match=message):
-        detect_launch(num_nodes)
+def test_a_process_learns_its_rank_from_its_launcher_or_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for values, num_nodes, launch in LAUNCHED:
+        set_environment(monkeypatch, values)
+        if isinstance(launch, Launch):
+            assert detect_launch(num_nodes) == launch
+        else:
+            with pytest.raises(ValueError, match=launch):
+                detect_launch(num_nodes)
 
 
-@pytest.mark.parametrize(
-    ("lent", "restarts", "warned"), [("True", "3", True), ("True", "0", False), ("False", "3", False)]
-)
 def test_torchrun_is_told_what_it_needs_to_restart_processes(
-    lent: str, restarts: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    values = {"TORCHELASTIC_USE_AGENT_STORE": lent, "TORCHELASTIC_MAX_RESTARTS": restarts}
-    set_environment(monkeypatch, values)
-    warn_of_shared_store(rank=1)
-    assert not caplog.text
-    warn_of_shared_store(rank=0)
-    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text) is warned
+    for lent, restarts, rank in (("True", "0", 0), ("False", "3", 0), ("True", "3", 1), ("True", "3", 0)):
+        assert not caplog.text
+        values = {"TORCHELASTIC_USE_AGENT_STORE": lent, "TORCHELASTIC_MAX_RESTARTS": restarts}
+        set_environment(monkeypatch, values)
+        warn_of_shared_store(rank)
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text
 
 
 # What it finds
@@ -119,10 +105,6 @@ def on_rank_2(**choices: Any) -> list[dict[str, Any]]:
     return machines
 
 
-def unwell(examined: Examined) -> list[Finding]:
-    return [finding for finding in findings(examined) if finding.state != "ok"]
-
-
 def test_where_all_is_well_nothing_is_to_be_done() -> None:
     found = findings(seen())
     assert all(finding.state == "ok" and not finding.fix for finding in found)
@@ -134,63 +116,44 @@ def test_where_all_is_well_nothing_is_to_be_done() -> None:
     assert told["reachability"] == "all 12 connections between ranks can be made"
 
 
-@pytest.mark.parametrize(
-    ("choices", "state", "check", "found", "fix"),
-    [
-        (
-            {"machines": on_rank_2(versions={**describe()["versions"], "torch": "1.0"})},
-            "wrong",
-            "torch",
-            "1.0 on rank 2",
-            "Install the same version of torch",
-        ),
-        ({"machines": on_rank_2(files=256)}, "wrong", "open files", "rank 2 (host1) may open 256", "ulimit -n 288"),
-        ({"machines": on_rank_2(variables={})}, "slow", "threads", "2 ranks on host1 with 4", "OMP_NUM_THREADS=2"),
-        (
-            {"machines": on_rank_2(variables={"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"})},
-            "slow",
-            "debugging",
-            "rank 2",
-            "Leave it out",
-        ),
-        (
-            {"machines": on_rank_2(tcp={**seen().machines[0]["tcp"], "receive_buffer": 1_000_000})},
-            "slow",
-            "buffers 0 -> 1",
-            "below 80 Mbit/s at 50 ms",
-            "net.ipv4.tcp_rmem=",
-        ),
-        (
-            {"machines": on_rank_2(tcp={**seen().machines[0]["tcp"], "slow_start_after_idle": True})},
-            "slow",
-            "idle connections",
-            "starts slowly",
-            "tcp_slow_start_after_idle=0",
-        ),
-        (
-            {"links": [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 3e7)]},
-            "slow",
-            "bandwidth 1 -> 0",
-            "30 Mbit/s, and 100 Mbit/s in the other direction",
-            "worker group 1 to 0",
-        ),
-        (
-            {"broken": [BrokenConnection(0, 2, "10.0.0.3:4", "no answer within 10 s")], "links": []},
-            "wrong",
-            "reachability",
-            "rank 0 (host0) -> rank 2 (host1) at 10.0.0.3:4: no answer within 10 s",
-            "Open all TCP ports",
-        ),
-        ({"links": [MeasuredLink(0, 1, error="no answer")]}, "wrong", "round trip 0 -> 1", "no answer", "again"),
-    ],
-)
-def test_what_is_wrong_or_slow_is_told_with_what_to_do(
-    choices: dict[str, Any], state: str, check: str, found: str, fix: str
-) -> None:
-    (finding,) = unwell(seen(**choices))
-    assert (finding.state, finding.check) == (state, check)
-    assert found in finding.found
-    assert fix in finding.fix
+DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
+SLOW_START = {**seen().machines[0]["tcp"], "slow_start_after_idle": True}
+SMALL_BUFFER = {**seen().machines[0]["tcp"], "receive_buffer": 1_000_000}
+UNWELL: list[tuple[dict[str, Any], str, str, str, str]] = [
+    (
+        {"machines": on_rank_2(versions={**describe()["versions"], "torch": "1.0"})},
+        *("wrong", "torch", "1.0 on rank 2", "Install the same version of torch"),
+    ),
+    ({"machines": on_rank_2(files=256)}, "wrong", "open files", "rank 2 (host1) may open 256", "ulimit -n 288"),
+    ({"machines": on_rank_2(variables={})}, "slow", "threads", "2 ranks on host1 with 4", "OMP_NUM_THREADS=2"),
+    ({"machines": on_rank_2(variables=DETAIL)}, "slow", "debugging", "rank 2", "Leave it out"),
+    (
+        {"machines": on_rank_2(tcp=SMALL_BUFFER)},
+        *("slow", "buffers 0 -> 1", "below 80 Mbit/s at 50 ms", "net.ipv4.tcp_rmem="),
+    ),
+    (
+        {"machines": on_rank_2(tcp=SLOW_START)},
+        *("slow", "idle connections", "starts slowly", "tcp_slow_start_after_idle=0"),
+    ),
+    (
+        {"links": [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 3e7)]},
+        *("slow", "bandwidth 1 -> 0", "30 Mbit/s, and 100 Mbit/s in the other direction", "worker group 1 to 0"),
+    ),
+    (
+        {"broken": [BrokenConnection(0, 2, "10.0.0.3:4", "no answer within 10 s")], "links": []},
+        *("wrong", "reachability", "rank 0 (host0) -> rank 2 (host1) at 10.0.0.3:4: no answer within 10 s"),
+        "Open all TCP ports",
+    ),
+    ({"links": [MeasuredLink(0, 1, error="no answer")]}, "wrong", "round trip 0 -> 1", "no answer", "again"),
+]
+
+
+def test_what_is_wrong_or_slow_is_told_with_what_to_do() -> None:
+    for choices, state, check, found, fix in UNWELL:
+        (finding,) = (one for one in findings(seen(**choices)) if one.state != "ok")
+        assert (finding.state, finding.check) == (state, check)
+        assert found in finding.found
+        assert fix in finding.fix
 
 
 # Running

@@ -114,6 +114,7 @@ def test_a_sweep_runs_every_combination_and_tells_them_in_a_table(
 
 def test_speeds_and_absences_change_the_time_and_no_loss(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (even,) = told(capsys, tmp_path, *LINK)["runs"]
+    assert "redicted" not in told(capsys, tmp_path)["text"], "without a link"
     (uneven,) = told(capsys, tmp_path, *LINK, "--speeds=1,0.5", "--absence=0:1-3")["runs"]
     assert even["losses"] == uneven["losses"]
     # Half as fast; a part of the absence of the other falls into the time that it waits anyway.
@@ -132,19 +133,6 @@ def test_nobody_waits_for_a_group_whose_loader_is_paced(capsys: pytest.CaptureFi
     assert len(first) == 60
     assert 30 < len(second) < 38
     assert run_["prediction"]["seconds"] < 60 * 0.1 + 1.5
-
-
-def test_the_same_run_draws_the_same_picture_and_predicts_no_time_without_a_link(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    files = [tmp_path / f"{name}.svg" for name in ("one", "other")]
-    for file in files:
-        text = run(capsys, f"--config={write(tmp_path)}", f"--picture={file}")
-        assert "Outer model" in text
-        assert "redicted" not in text
-    assert files[0].read_bytes() == files[1].read_bytes()
-    assert len(files[0].read_bytes()) > 10_000
 
 
 REFUSED = [
@@ -171,6 +159,11 @@ REFUSED = [
     (["FILE", "--seeds=1,1", "--sweep=sync_every=2,3"], "not different whole numbers"),
     (["FILE", "--seeds=1,2"], "Say with --sweep or --methods what varies"),
     (["FILE", "--seeds=1,2", "--sites=2", "--step-time=1"], "do not go with --sites"),
+    (["FILE", "--sites=2"], "--sites needs --step-time"),
+    (["FILE", "--sites=2", "--step-time=1", "--sweep=sync_every=5"], "do not go with --sites"),
+    (["FILE", "--sites=2", "--step-time=1", "--delays=1"], "1 delays for 2 sites"),
+    (["FILE", "--sites=1", "--step-time=1", "--absence=0:0-5"], "nobody founds the run"),
+    (["FILE", "--delays=1,2"], "Give --sites too"),
     (["FILE", "--methods=- a"], "no YAML file that maps names"),
     (["FILE", "--methods=a: {rate: 3}"], "'rate', which is unknown"),
     (["FILE", "--methods=a: 3"], "no YAML file"),

@@ -22,8 +22,8 @@ def played(folder: Path, places: Places, **federation: Any) -> FederatedRun:
     return play_sites(Configuration((write(folder),), quiet), places, {"federation": federation}, lambda: None)
 
 
-@pytest.mark.parametrize("speed", [0.5, 0.25])
-def test_a_slow_site_costs_the_others_nothing(tmp_path: Path, speed: float) -> None:
+def test_a_slow_site_costs_the_others_nothing(tmp_path: Path) -> None:
+    speed = 0.25
     even, uneven = (played(tmp_path, Places(2, 1.0, speeds=speeds)) for speeds in ((1.0, 1.0), (1.0, speed)))
     fast, slow = uneven.sites
     # With its last step a site leaves, which may take as long as a round waits.
@@ -41,12 +41,6 @@ def test_what_a_late_site_has_trained_counts_once(tmp_path: Path) -> None:
     assert max(late.weights[0]) > 6 * BATCH, "what was carried counts with what came after it"
     assert {sum(weights) for site in run.sites for weights in site.weights.values()} == {STEPS * BATCH}
     assert on_time.ended < late.ended
-
-
-def test_a_site_that_is_always_late_is_heard_by_default(tmp_path: Path) -> None:
-    _, late = played(tmp_path, Places(2, 1.0, delays=(0.0, 12.0))).sites
-    assert late.missed > 0
-    assert 0 < min(map(sum, late.weights.values())) < STEPS * BATCH, "the first of each fragment is dropped"
 
 
 def test_a_site_that_is_away_and_one_that_joins_count_when_they_are_there(tmp_path: Path) -> None:
@@ -90,24 +84,6 @@ def test_the_command_tells_each_site_the_same_every_time(capsys: pytest.CaptureF
     assert "grace=10 s, lease=10 s, quorum=1" in text
     assert [len(site["losses"]) for site in sites] == [12, 12]
     assert max(map(len, text.splitlines())) <= 120
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--sites=2"], "--sites needs --step-time"),
-        (["--sites=2", "--step-time=1", "--sweep=sync_every=5"], "do not go with --sites"),
-        (["--sites=2", "--step-time=1", "--delays=1"], "1 delays for 2 sites"),
-        (["--sites=1", "--step-time=1", "--absence=0:0-5"], "nobody founds the run"),
-        (["--delays=1,2"], "Give --sites too"),
-    ],
-)
-def test_what_cannot_be_played_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], words: str
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["simulate", f"--config={write(tmp_path)}", *args])
-    assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_picture_has_a_gap_where_a_site_was_away() -> None:
