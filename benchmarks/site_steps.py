@@ -28,8 +28,7 @@ from benchmarks import report
 from benchmarks.fits import fit
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 from lightning_sdiloco.hub import HubService, add_keys, init_keys
-from tests.chaos.net import BATCH, FEATURES, SYNC_EVERY, TARGETS
-from tests.chaos.site import Net
+from tests.chaos.processes import BATCH, FEATURES, SYNC_EVERY, TARGETS, Net
 from tests.ranks import run_processes
 
 RUN, SITES = "steps", ("a", "b")

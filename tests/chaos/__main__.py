@@ -7,7 +7,6 @@ A hub and four sites, 220,000 parameters, H=20; a site that is killed is started
 --json runs are added to those of other seeds. It exits with 1 if there is a problem.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -23,9 +22,9 @@ from typing import Any
 from benchmarks import report
 from benchmarks.links import Links, missing
 from tests.chaos.checks import Found, Told, examined
-from tests.chaos.faults import FORMS, Kind, sequence
-from tests.chaos.net import BATCH
-from tests.chaos.running import Halted, Play
+from tests.chaos.faults import FORMS, sequence
+from tests.chaos.play import Halted, Play
+from tests.chaos.processes import BATCH
 from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 
 SITES = ("a", "b", "c", "d")
@@ -38,34 +37,23 @@ def run(
     namespaces: bool,
     seconds: float,
     folder: Path,
-    only: Sequence[Kind] = (),
+    only: Sequence[str] = (),
 ) -> Found:
-    """Plays a sequence of faults.
-
-    Args:
-        seed: Says which.
-        faults: How many, at most.
-        minutes: For how long, at most.
-        namespaces: Whether over slow links.
-        seconds: That an inner step takes at least.
-        folder: Where processes write.
-        only: Which kinds of faults; all by default.
-
-    Returns:
-        What was found; see `examined`.
-    """
+    """Plays a sequence of at most so many faults, of some kinds or all, and returns what was found; see `examined`."""
     links = Links(1 + len(SITES), MBIT_S, ONE_WAY_DELAY) if namespaces else nullcontext(None)
     began, problems = time.monotonic(), []
-    with links as opened, World.federated(folder, SITES, seconds, links=opened) as world:
+    with links as opened, World(folder, SITES, seconds, links=opened) as world:
         try:
-            Play(world, sequence(seed, SITES, namespaces, only)).run(faults, 60 * minutes)
+            Play(world).run(sequence(seed, SITES, namespaces, only), faults, 60 * minutes)
         except Halted as halted:
             problems = [str(halted)]
     found = examined(Told.of(folder, SITES), BATCH)
     found["problems"] += problems
-    about = {"seed": seed, "namespaces": namespaces, "kinds": list(only), "commit": commit()}
-    about["seconds"] = time.monotonic() - began
-    return rounded({**about, **found})
+    # The commit of this checkout, with a plus if files differ from it.
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    commit = subprocess.run(words, check=False, capture_output=True, text=True).stdout.strip() or "unknown"
+    about = {"seed": seed, "namespaces": namespaces, "kinds": list(only), "commit": commit}
+    return rounded({**about, "seconds": time.monotonic() - began, **found})
 
 
 def rounded(value: Any) -> Any:
@@ -75,12 +63,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [rounded(own) for own in value]
     return round(value, 3) if isinstance(value, float) else value
-
-
-def commit() -> str:
-    """Returns the commit of this checkout, with a plus if files differ from it."""
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
-    return subprocess.run(words, check=False, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def summed(runs: list[Found]) -> dict[str, float]:
@@ -113,26 +95,20 @@ def kinds_of(runs: list[Found]) -> list[str]:
 
 
 def add(path: Path | None, runs: list[Found], quick: bool) -> list[Found]:
-    """Adds runs to those in a file, in place of the same ones, and sums those of this commit.
-
-    Returns:
-        All runs of this commit.
-    """
+    """Adds runs to those in a file, in place of the same ones; sums and returns all of this commit."""
     if path is None:
         return runs
+
+    def which(run: Found) -> tuple[Any, ...]:
+        return run["commit"], run["seed"], run["namespaces"], tuple(run.get("kinds", ()))
+
     before = json.loads(path.read_text())["runs"] if path.exists() else []
     new = [which(one) for one in runs]
-    kept = [one for one in before if which(one) not in new]
-    every = [*kept, *runs]
+    every = [*(one for one in before if which(one) not in new), *runs]
     of_commit = [one for one in every if one["commit"] == runs[-1]["commit"]]
     about = {**report.measured("chaos", quick), "command": "python -m tests.chaos"}
     report.write(path, summed(of_commit), about, runs=every)
     return of_commit
-
-
-def which(run: Found) -> tuple[Any, ...]:
-    """Returns what makes a run the same as another one."""
-    return run["commit"], run["seed"], run["namespaces"], tuple(run.get("kinds", ()))
 
 
 def show(runs: list[Found]) -> None:
@@ -154,8 +130,8 @@ def show(runs: list[Found]) -> None:
             print(f"seed {one['seed']}: {problem}")
 
 
-def options(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the benchmark."""
     parser = report.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="which sequence of faults")
     parser.add_argument("--faults", type=int, default=50, help="how many, at most")
@@ -164,12 +140,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", type=float, default=0.05, help="seconds that an inner step takes at least")
     parser.add_argument("--kinds", nargs="+", choices=FORMS, default=[], help="which faults; all by default")
     parser.add_argument("--keep", type=Path, help="an empty folder for what the processes write")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
-    chosen = options(arguments)
+    chosen = parser.parse_args(arguments)
     if chosen.namespaces and (lacks := missing()) is not None:
         sys.exit(lacks)
     faults = 3 if chosen.quick else chosen.faults

@@ -1,13 +1,21 @@
-"""What became of a run with faults, by what its processes wrote down: who stood still, who came back, who agrees."""
+"""What became of a run with faults, by what its processes wrote down: who stood still, came back, agrees, lost what.
+
+[Note: what may be lost] A site's steps are numbered as it made them, over all its lives, those twice that it trained
+again from a checkpoint. When a launch counts, all counts that the site had trained until then, but for spans of steps
+that may be lost: those between the last launch that counted, or the checkpoint from which the next life went on, and a
+kill; and those that were dropped because a contribution came too late, or values were wrong, which the site has told.
+When a launch was made is not written down: it was after the landing of the round before, and it was as many steps after
+the launch before it as it weighs.
+"""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from tests.chaos.faults import ALL, FORMS, HUB, KILLS, STAGE, Kind
-from tests.chaos.lost import losses
+from tests.chaos.faults import ALL, FORMS, HUB, Fault
 from tests.chaos.notes import Note, read
 
 LONGEST_STALL = 0.1
@@ -19,20 +27,12 @@ LONGEST_HANG = 30.0
 Found = dict[str, Any]
 
 
-class Span(NamedTuple):
-    """A fault, with its times.
+@dataclass(frozen=True)
+class Span(Fault):
+    """A fault, with the times at which it began and was mended."""
 
-    Attributes:
-        kind: What happened.
-        victim: To whom.
-        began: When.
-        ended: When it was mended.
-    """
-
-    kind: Kind
-    victim: str
-    began: float
-    ended: float
+    began: float = 0.0
+    ended: float = 0.0
 
     @property
     def label(self) -> str:
@@ -41,13 +41,7 @@ class Span(NamedTuple):
 
 
 class Told(NamedTuple):
-    """All that was written down in a run.
-
-    Attributes:
-        sites: By the sites.
-        hub: By the hub.
-        faults: By who caused them.
-    """
+    """All that was written down in a run: by the sites, by the hub, and by who caused the faults."""
 
     sites: Mapping[str, Sequence[Note]]
     hub: Sequence[Note]
@@ -61,24 +55,23 @@ class Told(NamedTuple):
 
     def spans(self) -> list[Span]:
         """Returns the faults, in the order in which they ended."""
-        began: dict[tuple[Kind, str], float] = {}
-        spans = []
-        for note in (note for note in self.faults if note["what"] in ("begin", "end")):
+        began, spans = {}, []
+        for note in self.faults:
             key = note["kind"], note["victim"]
             if note["what"] == "begin":
                 began[key] = note["at"]
             else:
-                spans.append(Span(*key, began.pop(key), note["at"]))
+                first = began.pop(key)
+                spans.append(Span(*key, note["at"] - first, began=first, ended=note["at"]))
         return spans
 
     def steps(self, site: str) -> list[Note]:
         """Returns the inner steps of a site."""
         return [note for note in self.sites[site] if note["what"] == "step"]
 
-
-def of(spans: Iterable[Span], name: str) -> list[Span]:
-    """Returns the faults of a site or the hub."""
-    return [span for span in spans if span.victim in (name, ALL)]
+    def records(self) -> list[Note]:
+        """Returns the records, as they closed; one of a hub that died may be there twice."""
+        return [note for note in self.hub if note["what"] == "append"]
 
 
 def returned(told: Told, spans: Sequence[Span], span: Span, site: str) -> Found:
@@ -93,34 +86,29 @@ def returned(told: Told, spans: Sequence[Span], span: Span, site: str) -> Found:
     after = [note for note in told.sites[site] if note["at"] > span.ended]
     hellos = [note["at"] for note in told.hub if note["what"] == "hello" and note["site"] == site]
     lost = any(span.began < note["at"] < span.ended + 10 for note in told.sites[site] if note["what"] == "lose")
-    needs_hello = span.kind in KILLS or span.kind.startswith(STAGE) or lost
+    needs_hello = FORMS[span.kind].kills or lost
     first = min((at for at in hellos if at > span.ended), default=None) if needs_hello else span.ended
     if first is None:
         return {"interrupted": "the end"}
     up = [note["at"] for note in after if note.get("lag") == 0 and note.get("reachable", True) and note["at"] > first]
     back = min(up, default=None)
     end = back if back is not None else max((note["at"] for note in after), default=span.ended)
-    others = [one for one in spans if one != span and one.victim in (site, HUB, ALL)]
-    # Who has another fault while the hub has one comes back from that.
-    since = {one: span.began - 10 if span.victim == HUB and one.victim == site else span.ended for one in others}
-    between = [one for one in others if one.ended > since[one] and one.began < end]
-    if between:
-        return {"interrupted": between[0].kind, "seconds": None if back is None else back - first}
+    for one in spans:
+        # Who has another fault while the hub has one comes back from that.
+        since = span.began - 10 if span.victim == HUB and one.victim == site else span.ended
+        if one != span and one.victim in (site, HUB, ALL) and one.ended > since and one.began < end:
+            return {"interrupted": one.kind, "seconds": None if back is None else back - first}
     if back is None:
         return {"interrupted": "the end"}
     state = any(note["what"] == "adopt" and first <= note["at"] <= back for note in after)
-    return {"seconds": back - first, "hello": first - span.ended, "state": state, "rounds": _missed(told, site, back)}
-
-
-def _missed(told: Told, site: str, since: float) -> int | None:
-    """Returns how many rounds closed until one counted a site, in the fragment where that went best."""
-    rounds: dict[int, int] = defaultdict(int)
-    for note in told.hub:
-        if note["what"] == "append" and note["at"] > since:
+    missed: dict[int, int] = defaultdict(int)
+    rounds = None
+    for note in told.records():
+        if note["at"] > back and rounds is None:
             if site in [own for own, *_ in note["counted"]]:
-                return rounds[note["fragment"]]
-            rounds[note["fragment"]] += 1
-    return None
+                rounds = missed[note["fragment"]]
+            missed[note["fragment"]] += 1
+    return {"seconds": back - first, "hello": first - span.ended, "state": state, "rounds": rounds}
 
 
 def stalls(told: Told, spans: Sequence[Span], site: str) -> Found:
@@ -135,9 +123,14 @@ def stalls(told: Told, spans: Sequence[Span], site: str) -> Found:
     steps = told.steps(site)
     if not steps:
         return {"step": None, "stalls": [], "raw": [], "returning": [], "above": []}
-    stopped = [span for span in of(spans, site) if span.kind == "stop"]
+    stopped = [span for span in spans if span.kind == "stop" and span.hits(site)]
     going = [n for n in steps if not any(s.began < n["at"] and n["at"] - n["took"] < s.ended for s in stopped)]
-    away = [_away(steps, span) for span in (*of(spans, site), *of(spans, HUB))]
+    away = []
+    for span in spans:
+        if span.hits(site) or span.hits(HUB):
+            # Until it has applied all again it makes up for what it missed. A short fault it notices only later.
+            back = (note["at"] for note in steps if note["at"] > span.ended and note["reachable"] and note["lag"] == 0)
+            away.append((span.ended, max(next(back, steps[-1]["at"]), span.ended + 1.0)))
     up = [note for note in going if not any(first < note["at"] <= last for first, last in away)]
     step = median(note["took"] for note in steps)
     return {
@@ -153,31 +146,25 @@ def _stall(note: Note) -> float:
     return float(note["stalled"] - note["delayed"] - note.get("stolen", 0.0))
 
 
-def _away(steps: Sequence[Note], span: Span) -> tuple[float, float]:
-    """Returns from when to when a site makes up for what it missed in a fault: until it has applied all again."""
-    after = (note["at"] for note in steps if note["at"] > span.ended and note["reachable"] and note["lag"] == 0)
-    # A short fault it notices only later.
-    return span.ended, max(next(after, steps[-1]["at"]), span.ended + 1.0)
-
-
 def disagreements(told: Told) -> list[str]:
-    """Returns where two sites hold different outer parameters after the same record, or the hub has two histories."""
+    """Returns where two sites hold different outer parameters after the same record, or there are two histories."""
     keys: dict[tuple[int, int], set[str]] = defaultdict(set)
     digests: dict[tuple[int, int], set[int]] = defaultdict(set)
     for notes in told.sites.values():
-        landed = [(n["fragment"], n["round"], n["key"], n["digest"]) for n in notes if n["what"] == "land"]
+        lands = [note for note in notes if note["what"] == "land"]
         # What was refused was not applied.
-        refused = {(n["fragment"], n["round"]) for n in notes if n["what"] == "land" and n["how"] == "refuse"}
-        landed = [one for one in landed if one[:2] not in refused]
-        for fragment, round, key, digest in landed + [tuple(s) for n in notes for s in n.get("states", ())]:
+        refused = {(n["fragment"], n["round"]) for n in lands if n["how"] == "refuse"}
+        held = [(n["fragment"], n["round"], n["key"], n["digest"]) for n in lands]
+        held = [one for one in held if one[:2] not in refused]
+        for fragment, round, key, digest in held + [tuple(s) for n in notes for s in n.get("states", ())]:
             keys[fragment, round].add(key)
             digests[fragment, round].add(digest)
-    for note in told.hub:
-        if note["what"] == "append":
-            keys[note["fragment"], note["round"]].add(note["key"])
+    for note in told.records():
+        keys[note["fragment"], note["round"]].add(note["key"])
     wrong = [f"fragment {f}, round {r} has {len(own)} records" for (f, r), own in keys.items() if len(own) > 1]
     wrong += [f"fragment {f}, round {r} has {len(own)} digests" for (f, r), own in digests.items() if len(own) > 1]
-    return wrong
+    ends = {note["outer"] for notes in told.sites.values() for note in notes if note["what"] == "ended"}
+    return wrong + ([f"{len(ends)} different models at the end"] if len(ends) > 1 else [])
 
 
 def counted_twice(told: Told, batch: int) -> list[str]:
@@ -187,8 +174,8 @@ def counted_twice(told: Told, batch: int) -> list[str]:
         # The last step of each life may not have been written down.
         lives = sum(note["what"] == "up" for note in told.sites[site])
         trained = batch * (len(told.steps(site)) + lives)
-        for fragment in {note["fragment"] for note in told.hub if note["what"] == "append"}:
-            rounds = {n["round"]: n["counted"] for n in told.hub if n["what"] == "append" and n["fragment"] == fragment}
+        for fragment in {note["fragment"] for note in told.records()}:
+            rounds = {note["round"]: note["counted"] for note in told.records() if note["fragment"] == fragment}
             counted = sum(weight for own in rounds.values() for name, _, weight in own if name == site)
             if counted > trained:
                 wrong.append(f"{site} counts {counted} samples of fragment {fragment}, and has trained {trained}")
@@ -197,30 +184,131 @@ def counted_twice(told: Told, batch: int) -> list[str]:
 
 def pauses(told: Told, spans: Sequence[Span]) -> list[float]:
     """Returns the seconds between two records while the hub and at least one site were up, the longest ones."""
-    times = [note["at"] for note in told.hub if note["what"] == "append"]
-    hub = of(spans, HUB)
-    sites = {site: of(spans, site) for site in told.sites}
 
-    def quiet(first: float, last: float) -> bool:
-        touched = any(span.began < last and first < span.ended + 15 for span in hub)
-        return not touched and any(not any(s.began < last and first < s.ended for s in own) for own in sites.values())
+    def up(name: str, first: float, last: float, after: float = 0.0) -> bool:
+        return not any(span.hits(name) and span.began < last and first < span.ended + after for span in spans)
 
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False) if quiet(a, b)]
-    return sorted(gaps)[-5:]
+    times = [note["at"] for note in told.records()]
+    pairs = zip(times, times[1:], strict=False)
+    return sorted(b - a for a, b in pairs if up(HUB, a, b, 15) and any(up(site, a, b) for site in told.sites))[-5:]
 
 
-def differing_ends(told: Told) -> list[str]:
-    """Returns whether the run ended with more than one model."""
-    outer = {note["outer"] for notes in told.sites.values() for note in notes if note["what"] == "ended"}
-    return [f"{len(outer)} different models at the end"] if len(outer) > 1 else []
+# What is lost
+
+
+class Counted(NamedTuple):
+    """A launch of a site that counts: its round, the number of the life that made it, for how many steps it counts,
+    and a step before which it was not made."""
+
+    round: int
+    life: int
+    steps: int
+    made: int
+
+
+@dataclass
+class Life:
+    """A start of a site that came to train.
+
+    Attributes:
+        began: How many steps the site had made before.
+        ended: How many it has made with it.
+        resumed: The number of the step from which it went on.
+        landed: How many when a round of a fragment landed.
+        dropped: What may have dropped something: the fragment, the round, and how many steps the site had made.
+    """
+
+    began: int
+    ended: int
+    resumed: int = 0
+    landed: dict[tuple[int, int], int] = field(default_factory=dict)
+    dropped: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def lives_of(notes: Sequence[Note]) -> list[Life]:
+    """Returns the lives of a site, by what it has written down."""
+    lives: list[Life] = []
+    for note in notes:
+        match note["what"]:
+            case "up":
+                before = lives[-1].ended if lives else 0
+                lives.append(Life(before, before))
+            case "training":
+                lives[-1].resumed = note["step"]
+            case "step":
+                lives[-1].ended += 1
+            case "land":
+                lives[-1].landed[note["fragment"], note["round"]] = lives[-1].ended
+                # What an earlier life has had counted is taken before the first step; nothing comes after the last.
+                if note["how"] not in ("mix", "carry", "take"):
+                    lives[-1].dropped.append((note["fragment"], note["round"], lives[-1].ended))
+            case "adopt":
+                lives[-1].dropped += [(fragment, round, lives[-1].ended) for fragment, round, *_ in note["states"]]
+    return lives
+
+
+def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
+    """Says what a site has lost of each fragment, until the last launch that counts; see [Note: what may be lost].
+
+    Returns:
+        Steps that it has made by then and that do not count, at least; steps that may be lost; and what was lost
+        besides, empty if nothing was.
+    """
+    lives = lives_of(told.sites[site])
+    starts = [note["at"] for note in told.sites[site] if note["what"] == "up"]
+    hellos = [note for note in told.hub if note["what"] == "hello" and note["site"] == site]
+    numbers = {note["life"]: max(0, sum(start < note["at"] for start in starts) - 1) for note in reversed(hellos)}
+    lost = []
+    for fragment in sorted({note["fragment"] for note in told.records()}):
+        rounds = {note["round"]: note["counted"] for note in told.records() if note["fragment"] == fragment}
+        launches: list[Counted] = []
+        last: dict[int, int] = {}
+        for round, (_, life, weight) in [(r, own) for r in sorted(rounds) for own in rounds[r] if own[0] == site]:
+            number, steps = numbers.get(life, 0), weight // batch
+            made = lives[number].landed.get((fragment, round - 1), lives[number].began)
+            last[number] = made = max(made, last[number] + steps) if number in last else made
+            launches.append(Counted(round, number, steps, made))
+        spans = [*_before_kills(lives, launches), *_dropped(fragment, lives, launches)]
+        counted, missing, most, problem = 0, 0, 0, ""
+        for own in launches:
+            counted += own.steps
+            inside = {step for first, end in spans for step in range(first, min(end, own.made))}
+            missing, most = max(0, own.made - counted), len(inside)
+            if missing > most and not problem:
+                problem = (
+                    f"{site} has lost {missing} steps of fragment {fragment} by round {own.round}, and may lose {most}"
+                )
+        lost.append((missing, most, problem))
+    return lost
+
+
+def _before_kills(lives: Sequence[Life], launches: Sequence[Counted]) -> list[tuple[int, int]]:
+    """Returns the spans before kills: since the last launch that counts, or the checkpoint, whichever was later."""
+    spans = []
+    trained = [own for own in lives if own.ended > own.began]
+    for own, after in zip(trained, trained[1:], strict=False):
+        # A life that began with an earlier checkpoint, or none, lacks all that this one has trained.
+        saved = own.began + after.resumed - own.resumed if after.resumed >= own.resumed else 0
+        launched = max((one.made for one in launches if one.life <= lives.index(own)), default=0)
+        spans.append((min(max(saved, launched), own.ended), own.ended))
+    return spans
+
+
+def _dropped(fragment: int, lives: Sequence[Life], launches: Sequence[Counted]) -> list[tuple[int, int]]:
+    """Returns the spans that a landing or a state dropped."""
+    spans = []
+    for number, own in enumerate(lives):
+        for round, at in [(round, at) for of, round, at in own.dropped if of == fragment]:
+            made = max((one.made for one in launches if one.round < round), default=0)
+            after = [one for one in launches if one.round > round and one.life == number]
+            # What the next launch of this life counts for was not dropped.
+            last = min((own.landed.get((fragment, one.round), at + one.steps) - one.steps for one in after), default=at)
+            spans.append((made, min(at, last)))
+    return spans
 
 
 def examined(told: Told, batch: int) -> Found:
-    """Looks at all of it.
-
-    Returns:
-        Counts, times, ``slow``: who came back late, and ``problems``: what must not be.
-    """
+    """Looks at all of it, and returns counts, times, who came back late, and the problems: what must not be."""
     spans = told.spans()
     sites = {site: stalls(told, spans, site) for site in told.sites}
     returns = [
@@ -228,33 +316,33 @@ def examined(told: Told, batch: int) -> Found:
         for span in spans
         for site in ((span.victim,) if span.victim in told.sites else told.sites)
     ]
-    lost = {site: losses(site, notes, told.hub, batch) for site, notes in told.sites.items()}
-    problems = disagreements(told) + differing_ends(told) + counted_twice(told, batch)
-    problems += [one.problem for own in lost.values() for one in own if one.problem]
+    lost = {site: losses(site, told, batch) for site in told.sites}
+    problems = disagreements(told) + counted_twice(told, batch)
+    problems += [problem for own in lost.values() for *_, problem in own if problem]
     problems += [
         f"{site} stood still for {one['stalled']:.3f} s ({one['stalled'] - _stall(one):.3f} s of it without"
         f" a processor) at step {one['step']}, and a step takes {own['step']:.3f} s"
         for site, own in sites.items()
         for one in own["above"]
     ]
-    slow = [
-        f"{one['site']} needed {one['seconds']:.1f} s from hello to all records applied: {one['kind']}"
-        for one in returns
-        if "interrupted" not in one and not one["state"] and one["seconds"] > LONGEST_RETURN
-    ]
+    back = [one for one in returns if "interrupted" not in one]
     longest = pauses(told, spans)
     if longest and longest[-1] > LONGEST_HANG:
         problems.append(f"no record for {longest[-1]:.1f} s, with the hub and a site up")
     kinds = [span.label for span in spans]
     return {
         "faults": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
-        "records": len({(n["fragment"], n["round"]) for n in told.hub if n["what"] == "append"}),
+        "records": len({(note["fragment"], note["round"]) for note in told.records()}),
         "steps": sum(len(told.steps(site)) for site in told.sites),
-        "lost": {site: own and max(own)._asdict() for site, own in lost.items()},
+        "lost": {site: own and dict(zip(("steps", "most"), max(own), strict=False)) for site, own in lost.items()},
         "stalls": sites,
-        "returns": [one for one in returns if "interrupted" not in one],
-        "interrupted": sum("interrupted" in one for one in returns),
+        "returns": back,
+        "interrupted": len(returns) - len(back),
         "pauses": longest,
-        "slow": slow,
+        "slow": [
+            f"{one['site']} needed {one['seconds']:.1f} s from hello to all records applied: {one['kind']}"
+            for one in back
+            if not one["state"] and one["seconds"] > LONGEST_RETURN
+        ],
         "problems": problems,
     }

@@ -3,34 +3,8 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 HUB, ALL = "hub", "all"
-
-Kind = Literal[
-    "kill",
-    "lose",
-    "blackout",
-    "stop",
-    "cut",
-    "cut_out",
-    "cut_in",
-    "loss",
-    "slow",
-    "nat",
-    "cut_5",
-    "cut_15",
-    "cut_60",
-    "move",
-    "kill_before_send",
-    "kill_in_upload",
-    "kill_before_record",
-    "kill_in_download",
-    "kill_at_landing",
-]
-KILLS = ("kill", "lose", "blackout", "move")
-STAGE = "kill_"
-"""What the names of faults begin with that kill a site as soon as it comes to a stage of a flight."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +18,7 @@ class Form:
         hits_hub: Whether it happens to the hub as well.
         hits_sites: Whether it happens to sites.
         needs_links: Whether it needs network namespaces.
+        kills: Whether who it happens to is started again.
     """
 
     told: str
@@ -52,12 +27,13 @@ class Form:
     hits_hub: bool = False
     hits_sites: bool = True
     needs_links: bool = False
+    kills: bool = False
 
 
-FORMS: dict[Kind, Form] = {
-    "kill": Form("kill -9, and started again", (0.5, 4.0), 3.0, hits_hub=True),
-    "lose": Form("kill -9, its checkpoints lost", (0.5, 4.0), 1.0),
-    "blackout": Form("kill -9 of all, the hub too", (0.5, 4.0), 0.3),
+FORMS = {
+    "kill": Form("kill -9, and started again", (0.5, 4.0), 3.0, hits_hub=True, kills=True),
+    "lose": Form("kill -9, its checkpoints lost", (0.5, 4.0), 1.0, kills=True),
+    "blackout": Form("kill -9 of all, the hub too", (0.5, 4.0), 0.3, kills=True),
     "stop": Form("SIGSTOP, then SIGCONT", (1.0, 20.0), 3.0, hits_hub=True),
     "cut": Form("link cut", (3.0, 30.0), 2.0, needs_links=True),
     "cut_out": Form("link cut, outwards only", (3.0, 20.0), 1.0, needs_links=True),
@@ -68,41 +44,37 @@ FORMS: dict[Kind, Form] = {
     "cut_5": Form("link cut for 5 s", (5.0, 5.0), 0.7, needs_links=True),
     "cut_15": Form("link cut for 15 s", (15.0, 15.0), 0.5, needs_links=True),
     "cut_60": Form("link cut for 60 s", (60.0, 60.0), 0.3, needs_links=True),
-    "move": Form("kill -9, and started again at another address", (0.5, 4.0), 0.4, hits_hub=True, hits_sites=False),
-    "kill_before_send": Form("kill -9 before it sends", (0.5, 4.0), 0.4),
-    "kill_in_upload": Form("kill -9 while it uploads", (0.5, 4.0), 0.4),
-    "kill_before_record": Form("kill -9 between contribution and record", (0.5, 4.0), 0.4),
-    "kill_in_download": Form("kill -9 while it downloads", (0.5, 4.0), 0.4),
-    "kill_at_landing": Form("kill -9 at a landing", (0.5, 4.0), 0.4),
+    "move": Form(
+        "kill -9, and started again at another address", (0.5, 4.0), 0.4, hits_hub=True, hits_sites=False, kills=True
+    ),
 }
+STAGES = {
+    "kill_before_send": "kill -9 before it sends",
+    "kill_in_upload": "kill -9 while it uploads",
+    "kill_before_record": "kill -9 between contribution and record",
+    "kill_in_download": "kill -9 while it downloads",
+    "kill_at_landing": "kill -9 at a landing",
+}
+"""Faults that kill a site as soon as it comes to a stage of a flight."""
+FORMS |= {kind: Form(told, (0.5, 4.0), 0.4, kills=True) for kind, told in STAGES.items()}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault.
+    """A fault: what happens to a site, the hub or all, for how long, and how strong it is between 0 and 1."""
 
-    Attributes:
-        kind: What happens.
-        victim: To whom: a site, the hub, or all.
-        seconds: For how long.
-        strength: A number between 0 and 1, for what has one.
-    """
-
-    kind: Kind
+    kind: str
     victim: str
     seconds: float
     strength: float = 0.0
 
+    def hits(self, name: str) -> bool:
+        """Returns whether it happens to a site or the hub."""
+        return self.victim in (name, ALL)
 
-def sequence(seed: int, sites: Sequence[str], links: bool, only: Sequence[Kind] = ()) -> Iterator[tuple[float, Fault]]:
-    """Yields faults without end, each with the seconds to wait before it.
 
-    Args:
-        seed: Says which.
-        sites: The names of the sites.
-        links: Whether there are links to be cut.
-        only: Which kinds of faults; all by default.
-    """
+def sequence(seed: int, sites: Sequence[str], links: bool, only: Sequence[str] = ()) -> Iterator[tuple[float, Fault]]:
+    """Yields faults without end, each with the seconds to wait before it; of all kinds, or only some."""
     chance = random.Random(seed)
     kinds = [kind for kind, form in FORMS.items() if (links or not form.needs_links) and (not only or kind in only)]
     weights = [FORMS[kind].often for kind in kinds]

@@ -10,11 +10,7 @@ Note = dict[str, Any]
 
 
 class Notebook:
-    """Writes notes to a file. Times are of the machine's monotonic clock, which all processes share.
-
-    Args:
-        path: The file; what it holds stays.
-    """
+    """Writes notes to a file. Times are of the machine's monotonic clock, which all processes share."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
@@ -24,18 +20,8 @@ class Notebook:
         os.write(self._file, (json.dumps({"what": what, "at": time.monotonic(), **about}) + "\n").encode())
 
 
-def read(path: Path) -> list[Note]:
-    """Reads the notes in a file; one that a process was killed over is left out."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
 class Reader:
-    """Reads the notes in a file as they come.
-
-    Args:
-        path: The file, which may not be there yet.
-    """
+    """Reads the notes in a file, which may not be there yet, as they come."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._position = path, 0
@@ -52,12 +38,6 @@ class Reader:
         return [json.loads(line) for line in whole.splitlines()]
 
 
-def waited_for_processor() -> float:
-    """Returns the seconds that the calling thread has been ready to run, and was not let to."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-
-
-def stolen() -> list[float]:
-    """Returns the seconds that the host has given each processor of this virtual machine to others, as they wanted."""
-    lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
-    return [int(fields[8]) / os.sysconf("SC_CLK_TCK") for fields in lines[1:]]
+def read(path: Path) -> list[Note]:
+    """Reads the notes in a file."""
+    return Reader(path).new()

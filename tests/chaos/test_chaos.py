@@ -11,7 +11,7 @@ import pytest
 from benchmarks.links import Links, missing
 from tests.chaos.__main__ import run
 from tests.chaos.checks import Found
-from tests.chaos.faults import ALL, HUB, Fault, Kind
+from tests.chaos.faults import ALL, HUB, STAGES, Fault
 from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 from tests.hub.hubs import require_extra
 from tests.lightning.test_federation import played
@@ -28,10 +28,8 @@ def require_good(found: Found) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "stage", ["kill_before_send", "kill_in_upload", "kill_before_record", "kill_in_download", "kill_at_landing"]
-)
-def test_sites_are_killed_twenty_times_at_a_stage_of_a_flight(tmp_path: Path, stage: Kind) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_sites_are_killed_twenty_times_at_a_stage_of_a_flight(tmp_path: Path, stage: str) -> None:
     require_extra()
     found = run(1, faults=20, minutes=15.0, namespaces=False, seconds=0.05, folder=tmp_path, only=[stage])
     assert sum(found["faults"].values()) == 20
@@ -44,7 +42,7 @@ def test_processes_stop_for_long_the_hub_dies_and_moves_and_everything_dies(tmp_
     require_extra()
     stops = [Fault("stop", "b", seconds) for seconds in (1.0, 5.0, 20.0)]
     of_the_hub = [Fault("kill", HUB, 2.0), Fault("stop", HUB, 7.0), Fault("move", HUB, 2.0)]
-    with World.federated(tmp_path, "abc", seconds=0.05) as world:
+    with World(tmp_path, "abc", 0.05) as world:
         _, found = played(world, *stops, *of_the_hub, Fault("lose", "c", 1.0), Fault("blackout", ALL, 2.0))
     require_good(found)
 
@@ -60,7 +58,7 @@ def test_links_are_cut_for_up_to_a_minute_lose_packets_and_become_slow(tmp_path:
     worse = [Fault("loss", "b", 20.0, strength) for strength in (0.0, 1.0)]
     with (
         Links(4, MBIT_S, ONE_WAY_DELAY) as links,
-        World.federated(tmp_path, "abc", seconds=0.05, links=links) as world,
+        World(tmp_path, "abc", 0.05, links=links) as world,
     ):
         _, found = played(world, *cuts, *one_way, *worse, Fault("slow", "c", 20.0), Fault("move", HUB, 2.0))
     assert found["problems"] == []

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 from tests.chaos.__main__ import add
 from tests.chaos.checks import Told, examined
 from tests.chaos.faults import ALL, HUB, Fault, sequence
-from tests.chaos.running import Play, Seen
+from tests.chaos.play import Play, Seen
 
 Note = dict[str, Any]
 
@@ -108,10 +108,10 @@ def test_nothing_else_happens_to_those_who_are_all_down() -> None:
     play = Play(Mock(sites=("a",)))
     play.seen = {"a": Seen(0.0, back=True)}
     blackout, stop = Fault("blackout", ALL, 1.0), Fault("stop", HUB, 1.0)
-    assert play._may(blackout)
-    assert play._may(stop)
+    assert play.may(blackout)
+    assert play.may(stop)
     play.going_on = [(1.0, blackout)]
-    assert not play._may(stop)
+    assert not play.may(stop)
 
 
 def test_runs_of_one_commit_are_summed_and_the_same_run_counts_once(tmp_path: Path) -> None:

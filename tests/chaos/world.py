@@ -1,51 +1,87 @@
 """A hub and sites as processes on this machine, some of which are stopped, killed, started again or cut off."""
 
+import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.links import Links
-from tests.chaos.cast import Federated, Process
-from tests.chaos.faults import ALL, HUB, KILLS, STAGE, Fault
+from lightning_sdiloco.hub import add_keys, init_keys
+from tests.chaos.faults import ALL, FORMS, HUB, STAGES, Fault
 from tests.chaos.notes import Note, Notebook, Reader, read
+from tests.chaos.processes import RUN, Place, serve, train
 
 MBIT_S, ONE_WAY_DELAY = 100e6, 0.025
 _FLIGHT = 25.0  # seconds within which a site comes to every stage of a flight
 
 
+class Process(Protocol):
+    """A process, with the names that `multiprocessing` has for what can be done to it."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+
 class World:
-    """Processes, for the time of a ``with`` block.
+    """The processes of a federation, for the time of a ``with`` block.
 
     Args:
         folder: Where they write.
         sites: The names of the sites.
-        cast: Starts them.
+        seconds: That an inner step takes at least.
+        steps: After which sites end; -1: when the run does.
         links: The slow links, open, with the hub as number 0 and the sites behind a NAT each; None: the loopback.
+        **choices: More arguments of the federation.
 
     Attributes:
-        sites: The names of the sites.
         processes: Those that are up, by name.
+        places: Where each runs, and what it is told.
         faults: Writes down what is done to them.
     """
 
-    def __init__(self, folder: Path, sites: Sequence[str], cast: Federated, links: Links | None = None) -> None:
-        self.folder, self.sites, self._cast, self._links = folder, tuple(sites), cast, links
+    def __init__(
+        self,
+        folder: Path,
+        sites: Sequence[str],
+        seconds: float,
+        steps: int = -1,
+        links: Links | None = None,
+        **choices: Any,
+    ) -> None:
+        self.folder, self.sites, self._links = folder, tuple(sites), links
         names = (HUB, *sites)
         self._number = {name: number for number, name in enumerate(names)}
         self.processes: dict[str, Process] = {}
         self.faults = Notebook(folder / "faults.jsonl")
         self._readers = {name: Reader(folder / f"{name}.jsonl") for name in names}
-
-    @staticmethod
-    def federated(
-        folder: Path, sites: Sequence[str], seconds: float, steps: int = -1, links: Links | None = None
-    ) -> "World":
-        """Makes one of a federation; the arguments are those of `Federated`."""
-        return World(folder, sites, Federated(folder, sites, seconds, steps, links), links)
+        init_keys(folder / "keys", RUN)
+        for site in sites:
+            add_keys(folder / "keys", site)
+        *ports, other = free_ports(1 + len(names))
+        # Where the hub is, and where it may be moved to, with the same ledger and store.
+        address, own = ("127.0.0.1", (ports[0], other)) if links is None else (links.address(0), (29400, 29401))
+        self.hubs = [f"{address}:{port}" for port in own]
+        of_all = Place(folder, ",".join(self.hubs), 0, seconds, steps, choices={"lease": 2.0, **choices})
+        self.places = {
+            name: replace(of_all, port=port, namespace=links and links.names[number])
+            for number, (name, port) in enumerate(zip(names, ports, strict=True))
+        }
+        # They begin with what they import, and with no thread of gRPC.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.chaos.processes"])
 
     def __enter__(self) -> "World":
         if self._links is not None:
@@ -60,27 +96,38 @@ class World:
             process.kill()
             process.join()
 
+    def told(self, name: str) -> tuple[Any, ...]:
+        """Returns the arguments of `train`, or of `serve` for the hub."""
+        place = self.places[name]
+        return (len(self.sites), replace(place, hub=self.hubs[0])) if name == HUB else (name, place)
+
+    def started(self, name: str) -> Process:
+        """Starts the hub or a site."""
+        process = self._context.Process(target=serve if name == HUB else train, args=self.told(name))
+        process.start()
+        return process
+
     def start(self, *names: str) -> None:
         """Starts the hub or sites."""
-        for name in names:
-            self.processes[name] = self._cast.start(name)
+        self.processes |= {name: self.started(name) for name in names}
 
     def begin(self, fault: Fault) -> None:
         """Lets a fault happen. One at a stage of a flight does when the site comes to it."""
-        if fault.kind.startswith(STAGE):
-            self._kill_at_stage(fault)
-            return
+        victims = (HUB, *self.sites) if fault.victim == ALL else (fault.victim,)
+        if fault.kind in STAGES:
+            armed = self.folder / f"{fault.victim}.{fault.kind}"
+            armed.touch()
+            # Where there is no flight, as after the end of a run, it is killed all the same.
+            self.processes[fault.victim].join(_FLIGHT)
+            self._kill(fault.victim)
+            armed.unlink(missing_ok=True)
         self.faults.write("begin", kind=fault.kind, victim=fault.victim)
         match fault.kind:
             case "kill" | "lose" | "blackout" | "move":
-                for name in self._victims(fault):
-                    process = self.processes.pop(name)
-                    process.kill()
-                    process.join()
-                if fault.kind == "lose":
-                    checkpoints = self.folder / fault.victim
-                    if checkpoints.exists():
-                        checkpoints.rename(self.folder / f"{fault.victim}.lost.{time.monotonic_ns()}")
+                for name in victims:
+                    self._kill(name)
+                if fault.kind == "lose" and (checkpoints := self.folder / fault.victim).exists():
+                    checkpoints.rename(self.folder / f"{fault.victim}.lost.{time.monotonic_ns()}")
             case "stop":
                 self.signal(fault.victim, signal.SIGSTOP)
             case "cut" | "cut_5" | "cut_15" | "cut_60":
@@ -98,31 +145,18 @@ class World:
         """Mends what a fault has done."""
         self.faults.write("end", kind=fault.kind, victim=fault.victim)
         if fault.kind == "move":
-            self._cast.move()
-        match fault.kind:
-            case kind if kind in KILLS or kind.startswith(STAGE):
-                self.start(*self._victims(fault))
-            case "stop":
-                self.signal(fault.victim, signal.SIGCONT)
-            case "nat":
-                pass
-            case _:
-                self._change(fault.victim, cut_out=False, cut_in=False, loss=0.0, rate=MBIT_S / 8)
+            self.hubs.reverse()
+        if FORMS[fault.kind].kills:
+            self.start(*((HUB, *self.sites) if fault.victim == ALL else (fault.victim,)))
+        elif fault.kind == "stop":
+            self.signal(fault.victim, signal.SIGCONT)
+        elif fault.kind != "nat":
+            self._change(fault.victim, cut_out=False, cut_in=False, loss=0.0, rate=MBIT_S / 8)
 
-    def _kill_at_stage(self, fault: Fault) -> None:
-        armed = self.folder / f"{fault.victim}.{fault.kind}"
-        armed.touch()
-        process = self.processes.pop(fault.victim)
-        process.join(_FLIGHT)
-        # Where there is no flight, as after the end of a run.
-        reached = process.exitcode is not None
+    def _kill(self, name: str) -> None:
+        process = self.processes.pop(name)
         process.kill()
         process.join()
-        armed.unlink(missing_ok=True)
-        self.faults.write("begin", kind=fault.kind, victim=fault.victim, reached=reached)
-
-    def _victims(self, fault: Fault) -> tuple[str, ...]:
-        return (HUB, *self.sites) if fault.victim == ALL else (fault.victim,)
 
     def signal(self, name: str, number: int) -> None:
         """Sends a signal to a process."""
@@ -150,3 +184,12 @@ class World:
     def news(self, name: str) -> list[Note]:
         """Returns what it has written down since the last time."""
         return self._readers[name].new()
+
+
+def free_ports(number: int) -> list[int]:
+    """Those who look for a port at the same time may find the same one."""
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [int(one.getsockname()[1]) for one in listening]
+    for one in listening:
+        one.close()
+    return ports

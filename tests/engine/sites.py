@@ -1,25 +1,29 @@
-"""Sites of a federation in one process: real engines and followers and a real hub, in virtual time."""
+"""Sites of a federation in one process: real engines and followers and a real hub, in virtual time.
 
-from collections.abc import Sequence
+A site of several ranks has a thread for each, whose collectives are barriers.
+"""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_sdiloco import Federation, StreamingDiLoCo
-from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine import InlineBackground
 from lightning_sdiloco.engine.site.world import FederatedWorld
 from lightning_sdiloco.federation import Record
-from lightning_sdiloco.hub import Connection, InProcessConnection, InProcessHub
+from lightning_sdiloco.hub import InProcessHub, payloads_of
 from tests.training import inner_optimizer, mlp, train_step
 
 STEP = 0.1
-
-
-Held = dict[str, torch.Tensor]
-"""The outer parameters of fragments, by the key of the last record that made them."""
+PATIENCE = 60.0
 
 
 class VirtualHub(InProcessHub):
@@ -32,90 +36,93 @@ class VirtualHub(InProcessHub):
     def passes(self, seconds: float) -> None:
         self.now += seconds
 
-    def records(self) -> list[Record]:
-        return [Record.from_bytes(data) for _, data in self.journal.read()]
+    def records(self, fragment: int | None = None) -> list[Record]:
+        records = [Record.from_bytes(data) for _, data in self.journal.read()]
+        return [record for record in records if fragment in (None, record.fragment)]
 
     def counted(self, fragment: int = 0) -> list[list[str]]:
-        return [[own.site for own in record.counted] for record in self.records() if record.fragment == fragment]
-
-
-def here(
-    connection: InProcessConnection,
-    late: Literal["drop", "carry"] = "carry",
-    grace: float = 1.0,
-    rounds: int | None = None,
-) -> Federation:
-    """The federation of a hub in this process."""
-
-    class Here(Federation):
-        def connect(self, ranks: int = 1) -> Connection:
-            return connection
-
-    return Here("hub:1", "run", connection.site, insecure=True, lease=2.0, grace=grace, late=late, rounds=rounds)
+        """The names of the sites that count in each round."""
+        return [[own.site for own in record.counted] for record in self.records(fragment)]
 
 
 class Site:
-    """An engine that is a site, with the model that it trains. Its number chooses its data."""
+    """A rank of a site with an engine and the model that it trains. Its number chooses its data."""
 
     def __init__(
         self,
         hub: VirtualHub,
         index: int,
-        seed: int = 0,
-        inner: str = "adamw",
-        connection: Any = None,
-        late: Literal["drop", "carry"] = "carry",
-        grace: float = 1.0,
-        rounds: int | None = None,
+        model: nn.Module | None = None,
+        topology: Topology | None = None,
         **choices: Any,
     ) -> None:
-        self.hub, self.index = hub, index
-        self.model: nn.Sequential = mlp(seed)
-        self.optimizer = inner_optimizer(inner, self.model)
-        self.connection = connection or hub.connect(f"s{index}")
-        self.step = 0
-        self.engine = StreamingDiLoCo(
-            self.model,
-            topology=replace(Topology(), background=InlineBackground.connect(1)[0]),
-            inner_optimizers=[self.optimizer],
-            layers_per_fragment=1,
-            federation=here(self.connection, late, grace, rounds),
-            **choices,
+        self.hub, self.index, self.step = hub, index, 0
+        self.model: Any = mlp() if model is None else model
+        self.optimizer = inner_optimizer("adamw", self.model)
+        self.topology = topology or replace(Topology(), background=InlineBackground.connect(1)[0])
+        made: list[Any] = []
+
+        class Here(Federation):
+            def connect(self, ranks: int = 1) -> Any:
+                made.append(hub.connect(f"s{index}", payloads_of(0, ranks)))
+                return made[0]
+
+            def connect_shards(self, rank: int, ranks: int, life: str) -> Any:
+                made.append(hub.connect_shards(f"s{index}", payloads_of(rank, ranks)))
+                return made[0]
+
+        of_charter = {name: choices.pop(name) for name in ("late", "rounds", "grace") if name in choices}
+        federation = Here(
+            "hub:1", "run", f"s{index}", insecure=True, lease=2.0, **{"grace": 1.0, "late": "carry", **of_charter}
         )
+        choices = {"layers_per_fragment": 1, "inner_optimizers": [self.optimizer]} | choices
+        self.engine = StreamingDiLoCo(self.model, topology=self.topology, federation=federation, **choices)
+        self.connection: Any = made[0]
 
     @property
     def world(self) -> FederatedWorld:
         assert isinstance(self.engine.loop, FederatedWorld)
         return self.engine.loop
 
+    @property
+    def fragments(self) -> Sequence[Any]:
+        """What the follower knows of each fragment."""
+        return self.world.follower.fragments
+
     def train(self) -> None:
         self.step += 1
         train_step(self.model, self.optimizer, self.index, self.step)
         self.engine.launch_due()
 
-    def outer(self) -> list[torch.Tensor]:
+    def outer(self) -> list[Tensor]:
         return [own.outer.values for own in self.engine.rounds.fragments]
 
-    def held(self) -> list[torch.Tensor]:
+    def held(self) -> list[Tensor]:
         return [*self.outer(), *(parameter.detach().clone() for parameter in self.model.parameters())]
 
-    @property
-    def lag(self) -> int:
-        return self.world.follower.lag
-
-    def cut_off(self) -> None:
+    def die(self) -> None:
         self.connection.lose("the link is cut")
 
     def mended(self) -> None:
         self.connection.hello(self.world.follower)
 
-    die = cut_off
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        state = {"engine": self.engine.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        return copy.deepcopy(state)
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.engine.load_state_dict(state["engine"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
 
 
-def train(sites: Sequence[Site], steps: int) -> None:
-    """All sites make inner steps, side by side."""
+def train(sites: Sequence[Site], steps: int, beat: Sequence[Site] = ()) -> None:
+    """Sites make inner steps, side by side; others only give signs of life."""
     for _ in range(steps):
         sites[0].hub.passes(STEP)
+        for other in beat:
+            other.connection.beat(other.world.follower)
         for site in sites:
             site.train()
         for site in sites:
@@ -126,24 +133,144 @@ def founded(count: int, **choices: Any) -> list[Site]:
     """Sites that have founded a run, and know it."""
     hub = VirtualHub(count)
     sites = [Site(hub, index, **choices) for index in range(count)]
-    for site in sites:
-        site.world.hear()
-    for site in sites:
+    for site in (*sites, *sites):
         site.world.hear()
     return sites
 
 
-def equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     """Whether all tensors are equal, bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def agree(sites: Sequence[Site]) -> bool:
     """Whether all who have applied the same records hold the same outer parameters, bit for bit."""
-    known: dict[str, torch.Tensor] = {}
+    known: dict[str, Tensor] = {}
     for site in sites:
-        for own, outer in zip(site.world.follower.fragments, site.outer(), strict=True):
+        for own, outer in zip(site.fragments, site.outer(), strict=True):
             if not torch.equal(known.setdefault(f"{own.fragment} {own.applied.key}", outer), outer):
                 return False
     # Somebody has to agree with somebody.
     return len(known) < sum(len(site.outer()) for site in sites)
+
+
+# Sites of several ranks
+
+
+class Threads(Communicator):
+    """Gathers among threads."""
+
+    def __init__(self, slots: list[Any], barrier: threading.Barrier, rank: int) -> None:
+        super().__init__()
+        self.size, self.rank, self.is_on_host = len(slots), rank, True
+        self._slots, self._barrier = slots, barrier
+        self.gathered = 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.gathered += 1
+        self._slots[self.rank] = pickle.dumps(value)
+        self._barrier.wait()
+        values = list(map(pickle.loads, self._slots))
+        self._barrier.wait()
+        return values
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        every: list[Tensor] = self.all_gather_object(tensor.clone())
+        assert len({(one.shape, one.dtype) for one in every}) == 1
+        return every
+
+    def broadcast(self, tensor: Tensor) -> None:
+        tensor.copy_(self.all_gather(tensor)[0])
+
+
+def topologies(ranks: int) -> list[Topology]:
+    """The ranks of a site."""
+    made = []
+    for _ in range(6):
+        slots, barrier = [None] * ranks, threading.Barrier(ranks, timeout=PATIENCE)
+        made.append([Threads(slots, barrier, rank) for rank in range(ranks)])
+    of_rank = list(zip(*made, strict=True))
+    return [
+        Topology(
+            group_size=ranks,
+            group_rank=rank,
+            world=world,
+            in_group=in_group,
+            in_site=in_site,
+            stages=tuple(stages),
+            background=InlineBackground.connect(1)[0],
+        )
+        for rank, (world, in_group, in_site, *stages) in enumerate(of_rank)
+    ]
+
+
+def at_once(act: Callable[[Any], Any], sites: Sequence[Any]) -> list[Any]:
+    """Calls something for all ranks, each in its thread."""
+    with ThreadPoolExecutor(len(sites)) as pool:
+        return list(pool.map(act, sites))
+
+
+def whole(site: Sequence[Site]) -> dict[str, Tensor]:
+    """The outer parameters of the fragments of a site, by their records."""
+    held = {}
+    for index, own in enumerate(site[0].fragments):
+        size = sum(parameter.numel() for parameter in site[0].engine.rounds.fragments[index].layout.parameters)
+        held[f"{index} {own.applied}"] = torch.cat([rank.outer()[index] for rank in site])[:size]
+    return held
+
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, int, int], None]
+
+
+def train_ranked(
+    ranks: Sequence[int],
+    steps: int,
+    make: Callable[[], nn.Module],
+    samples: Sequence[int | Sequence[int]],
+    at: Callable[[Site, int], None] = lambda rank, step: None,
+    step: Step = train_step,
+    **choices: Any,
+) -> list[list[Site]]:
+    """Founds a run and trains sites of so many ranks each, side by side.
+
+    Args:
+        ranks: The ranks of each site.
+        steps: The inner steps.
+        make: Makes the model.
+        samples: On how many samples a rank of each site trains in a step, or each of its ranks.
+        at: Called on every rank after each inner step.
+        step: Makes an inner step of a model, given the number of the site and that of the step.
+        **choices: Of the engine.
+    """
+    hub = VirtualHub(len(ranks))
+    every = threading.Barrier(sum(ranks), timeout=PATIENCE)
+    places = [(index, topology, make()) for index, of in enumerate(ranks) for topology in topologies(of)]
+
+    def live(index: int, topology: Topology, model: nn.Module) -> Site:
+        own = Site(hub, index, model, topology, **choices)
+        every.wait()
+        for _ in range(3):
+            own.world.hear()
+            every.wait()
+        of_site = samples[index]
+        own_samples = of_site if isinstance(of_site, int) else of_site[topology.group_rank]
+        for number in range(1, steps + 1):
+            if every.wait() == 0:
+                hub.passes(STEP)
+            every.wait()
+            step(model, own.optimizer, index, number)
+            own.engine.launch_due(samples=own_samples)
+            every.wait()
+            own.engine.land_due()
+            at(own, number)
+        return own
+
+    def run(place: tuple[int, Topology, nn.Module]) -> Site:
+        try:
+            return live(*place)
+        except BaseException:
+            every.abort()
+            raise
+
+    done = at_once(run, places)
+    return [[own for own in done if own.index == index] for index in range(len(ranks))]

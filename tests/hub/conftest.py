@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.hubs import Served, make_keys, require_extra, serving
+from tests.hub.hubs import Served, World, make_keys, require_extra, serving
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +18,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(tmp_path_factory.mktemp("hub"), keys) as served:
         yield served
+
+
+@pytest.fixture
+def world(keys: Path, tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path, keys)
+    yield world
+    world.close()

@@ -1,17 +1,46 @@
-"""A hub in the threads of this process, its sites, and a line to it that can be cut."""
+"""A hub in the threads of this process, with rules and without; its sites; and a line to it that can be cut."""
 
+import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.hub import BlobStore, Event, Hub, HubClient, add_keys, init_keys, key_of
+from lightning_sdiloco.federation import (
+    Charter,
+    Follower,
+    MergeAction,
+    Payload,
+    Position,
+    Record,
+    StateHeader,
+    Terms,
+)
+from lightning_sdiloco.hub import (
+    BlobStore,
+    Called,
+    Event,
+    Hub,
+    HubClient,
+    HubConnection,
+    HubService,
+    Lost,
+    Recorded,
+    StateArrived,
+    StateWanted,
+    Waiting,
+    Welcomed,
+    add_keys,
+    init_keys,
+    key_of,
+)
 
 RUN = "run-1"
 SITES = ("site-a", "site-b", "a", "b", "c")
@@ -175,9 +204,213 @@ def put(site: HubClient, blob: bytes) -> str:
     return key_of(blob)
 
 
-def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
+def until(true: Callable[[], Any], seconds: float = 30.0) -> None:
     """Waits for something to be true."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.02)
+        time.sleep(0.01)
+
+
+# Scripted sites
+
+LENGTH = 1000
+TERMS = Terms(fragments=2, sync_every=8, overlap_steps=2, grace=1.0, lease=2.0)
+
+
+def charter(terms: Terms = TERMS, **other: str) -> Charter:
+    fragments = tuple(((f"weight{p}", f"({LENGTH},)"),) for p in range(terms.fragments))
+    return Charter(RUN, terms, {"compression": "'none'", **other}, fragments, ((),) * terms.fragments, {}, "5f")
+
+
+def digest(row: np.ndarray) -> int:
+    return int(key_of(row.tobytes())[:15], 16)
+
+
+class ScriptedSite:
+    """The real follower and a real connection, with arithmetic on a few float32 values, and no model.
+
+    One `step` is one inner step, unless training waits.
+    """
+
+    def __init__(self, connection: Any, own: Charter, seed: int = 0, now: Callable[[], float] = time.monotonic) -> None:
+        self.connection, self.site, self.now = connection, connection.site, now
+        self.charter = connection.agree(own)
+        self.charter.require_same(own)
+        terms = self.charter.terms
+        self.follower = Follower(terms, self.charter.key, self.site, connection.life)
+        self.outer = list(np.random.default_rng(seed).standard_normal((terms.fragments, LENGTH)).astype(np.float32))
+        self.local = [row.copy() for row in self.outer]
+        self.noise = np.random.default_rng([ord(letter) for letter in self.site])
+        self.at = self.counted = self.welcomes = 0
+        self.blobs: dict[str, dict[str, Any]] = {}
+        self.landed: list[MergeAction] = []
+        self.told: list[str] = []
+        self.states: list[str] = []
+        connection.hello(self.follower)
+
+    def digests(self) -> list[int]:
+        return list(map(digest, self.outer))
+
+    @property
+    def rounds(self) -> list[int]:
+        return [own.applied.round for own in self.follower.fragments]
+
+    def hear(self) -> None:
+        follower = self.follower
+        for event in self.connection.events():
+            match event:
+                case Welcomed():
+                    self.welcomes += 1
+                    for p in follower.welcome(event.welcome):
+                        self.local[p] = self.outer[p].copy()
+                    anchor = event.anchor
+                    fresh = follower.wants_state and anchor and not any(at.round for at in anchor.applied)
+                    if fresh and tuple(self.digests()) == anchor.digests:
+                        follower.adopt(anchor, self.digests())
+                case Called():
+                    follower.hear(event.call)
+                case Recorded():
+                    follower.learn(event.record)
+                    if event.blobs is not None:
+                        self.blobs[event.record.key] = dict(event.blobs)
+                case StateWanted() if event.founding or follower.follows:
+                    applied = tuple(Position(0, self.charter.key) for _ in self.outer)
+                    header = StateHeader(applied, tuple(self.digests())) if event.founding else follower.header()
+                    self.connection.give(event.request, header, [row.tobytes() for row in self.outer])
+                case StateArrived() if follower.wants_state:
+                    came = [np.frombuffer(part, np.float32).copy() for part in event.parts]
+                    for p, landing in follower.adopt(event.header, list(map(digest, came))).items():
+                        self.place(p, came[p], landing)
+                    self.states.append(event.source)
+                    self.connection.hello(follower)
+                case Waiting() | Lost():
+                    self.told.append(event.why)
+
+    def heard(self) -> bool:
+        """Whether it is up to date, when it has heard all that there is, and made no step."""
+        self.hear()
+        self.turn()
+        return self.follower.reachable and self.follower.follows and self.follower.lag == 0
+
+    def step(self) -> bool:
+        """Makes an inner step, unless training waits; tells whether it did."""
+        self.hear()
+        waits = self.follower.waits(self.at, self.now()) > 0.0
+        if not waits and self.follower.follows and not self.follower.finished:
+            self.at += 1
+            for row in self.local:
+                row += self.noise.standard_normal(LENGTH).astype(np.float32) / 16
+            self.follower.trained(4)
+        self.turn()
+        return not waits
+
+    def turn(self) -> None:
+        """Says and does what is due, without an inner step."""
+        for call in self.follower.skips():
+            self.connection.skip(call)
+        for p in self.follower.launches(self.at):
+            payload = (self.outer[p] - self.local[p]).tobytes()
+            named = (Payload(key_of(payload), len(payload)),)
+            if sent := self.follower.launch(p, self.at, digest(self.outer[p]), named):
+                self.connection.contribute(sent, {named[0].key: payload})
+        while due := [record for record in self.follower.due(self.at) if record.key in self.blobs]:
+            for record in due:
+                self.land(record)
+        if self.follower.wants_state:
+            self.connection.ask()
+        self.connection.beat(self.follower)
+
+    def land(self, record: Record) -> None:
+        p, blobs = record.fragment, self.blobs.pop(record.key)
+        total = sum(own.weight for own in record.counted)
+        mean = np.zeros(LENGTH, np.float32)
+        for own in record.counted:
+            mean += np.float32(own.weight / total) * np.frombuffer(blobs[own.payloads[0].key], np.float32)
+        new = self.outer[p] - np.float32(0.7) * mean
+        landing = self.follower.land(record, digest(self.outer[p]), digest(new))
+        self.landed.append(landing)
+        self.counted += record.of(self.site) is not None
+        if landing is not MergeAction.REFUSE:
+            self.place(p, new, landing)
+
+    def place(self, p: int, new: np.ndarray, landing: MergeAction) -> None:
+        if landing is MergeAction.MIX:
+            self.local[p] = np.float32(0.5) * (self.local[p] + new)
+        elif landing is MergeAction.CARRY:
+            self.local[p] = self.local[p] + (new - self.outer[p])
+        else:
+            self.local[p] = new.copy()
+        self.outer[p] = new
+
+
+class World:
+    """A hub on disk, over gRPC, and scripted sites in this thread."""
+
+    def __init__(self, folder: Path, keys: Path, terms: Terms = TERMS) -> None:
+        self.folder, self.keys, self.terms = folder, keys, terms
+        self.sites: dict[str, ScriptedSite] = {}
+        self.port = 0
+        self.gaps: dict[str, float] = {}
+        self.open: list[Any] = []
+
+    def start(self, sites: int | None = None) -> HubService:
+        listen = f"127.0.0.1:{self.port}"
+        self.service = HubService(RUN, self.folder / "hub.sqlite", sites, listen, keys=self.keys, beat=0.2)
+        self.port = self.service.port
+        self.service.start()
+        return self.service
+
+    def connect(self, name: str, **options: Any) -> HubConnection:
+        options = {"keys": self.keys, "beat": 0.2, "channels": 2} | options
+        self.open.append(HubConnection(f"127.0.0.1:{self.port}", RUN, name, **options))
+        return self.open[-1]
+
+    def join(self, *names: str, seed: int = 0) -> ScriptedSite:
+        for name in names:
+            self.sites[name] = ScriptedSite(self.connect(name), charter(self.terms), seed)
+        return self.sites[names[-1]]
+
+    def client(self, name: str) -> HubClient:
+        self.open.append(HubClient(f"127.0.0.1:{self.port}", RUN, name, keys=self.keys))
+        return self.open[-1]
+
+    def ask(self, name: str, call: str, **about: object) -> dict[str, Any]:
+        header, body = self.client(name).call(call, about)
+        return json.loads(body) if body else header
+
+    def run(self, true: Callable[[], object], *names: str, seconds: float = 60.0) -> None:
+        """Trains these sites, or all, until something is true, and notes the longest time that a step took."""
+        end = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < end, f"it did not come true: {self.service.status()}"
+            for name in names or self.sites:
+                began = time.monotonic()
+                self.sites[name].step()
+                self.gaps[name] = max(self.gaps.get(name, 0.0), time.monotonic() - began)
+            time.sleep(0.005)
+
+    def rounds(self, least: int, *names: str) -> None:
+        """Trains until these sites, or all, have landed so many rounds."""
+        self.run(lambda: all(min(self.sites[name].rounds) >= least for name in names or self.sites), *names)
+
+    def more(self, rounds: int) -> None:
+        """Trains until all have landed so many rounds more."""
+        self.rounds(max(max(site.rounds) for site in self.sites.values()) + rounds)
+
+    def kill(self, name: str) -> ScriptedSite:
+        """Ends a site without a word, as the end of its process does."""
+        site = self.sites.pop(name)
+        site.connection.close(0)
+        return site
+
+    def close(self) -> None:
+        for connection in self.open:
+            connection.close()
+        self.service.close()
+
+
+def require_agreement(sites: Iterable[ScriptedSite]) -> None:
+    """Asserts that all sites with the same records have the same outer parameters."""
+    held = {(p, own.rounds[p], row) for own in sites for p, row in enumerate(own.digests())}
+    assert len({entry[:2] for entry in held}) == len(held)

@@ -15,9 +15,7 @@ from lightning_sdiloco.hub import Coordinator, Event, HubService, LedgerError, S
 from lightning_sdiloco.hub.ledger import History
 from lightning_sdiloco.hub.memory import InMemoryStore
 from lightning_sdiloco.hub.wire import CHUNK
-from tests.hub.hubs import put, serving
-from tests.hub.scripted import RUN, TERMS, charter
-from tests.hub.test_service import World
+from tests.hub.hubs import RUN, TERMS, World, charter, put, require_agreement, serving
 from tests.small_disk import fill, small_disk
 from tests.test_rules import MODULES, nodes_of, of_rooms
 
@@ -37,17 +35,17 @@ def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
     world = World(disk, keys)
     world.start(sites=2)
     world.join("a", "b")
-    world.run(world.rounds(2))
+    world.rounds(2)
     filler = fill(disk)
     said = lambda: any("no space left" in told for site in world.sites.values() for told in site.told)  # noqa: E731
-    world.run(said, 60)
+    world.run(said)
     assert "no space left" in caplog.text
     # It answers, and what it told before is there.
     records = world.ask("viewer", "status")["records"]
     assert records >= 4
     filler.unlink()
-    world.run(world.more(2), 60)
-    world.agree()
+    world.more(2)
+    require_agreement(world.sites.values())
     world.service.close()
     status = world.start().status()
     assert status["records"] > records
@@ -71,7 +69,7 @@ def test_a_hub_does_not_start_with_half_a_ledger(tmp_path: Path, keys: Path) -> 
     world = World(tmp_path, keys)
     world.start(sites=1)
     world.join("a")
-    world.run(world.rounds(2))
+    world.rounds(2)
     world.close()
     path = tmp_path / "hub.sqlite"
     whole = path.read_bytes()

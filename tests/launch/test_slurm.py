@@ -1,28 +1,24 @@
 """Under a real SLURM: worker groups by node and by number, the doctor, requeued jobs, and one that is a site."""
 
-import json
+import math
+import pickle
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_sdiloco.federation import Record
-from lightning_sdiloco.hub import SQLiteLedger, add_keys, init_keys
-from lightning_sdiloco.tools.cli import main
-from tests.chaos.cast import free_ports
-from tests.chaos.notes import read
+from tests.chaos.checks import Told, examined
+from tests.chaos.faults import Fault
+from tests.chaos.play import Play
+from tests.chaos.processes import BATCH
+from tests.chaos.world import Process, World
 from tests.hub.hubs import require_extra
-from tests.hub.scripted import RUN
-from tests.hub.test_commands import HubProcess
 from tests.slurm import Slurm, slurm
 
 ROOT = Path(__file__).parents[2]
@@ -51,46 +47,6 @@ class Watch(L.Callback):
 if __name__ == "__main__":
     trainer = train.main([Watch()])
     torch.save(trainer.strategy.outer_state_dict(), f"trained-{trainer.global_rank}.pt")
-"""
-
-# ``resume`` is "last", or "signal" for a job that resumes by itself from what it saved on a signal.
-SITE = """
-import hashlib
-import sys
-
-import lightning.pytorch as pl
-import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, TensorDataset
-
-from tests.chaos.net import samples
-from tests.chaos.notes import Notebook
-from tests.chaos.site import Net, Notes
-from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
-
-if __name__ == "__main__":
-    hub, run, site, resume = sys.argv[1:]
-    torch.set_num_threads(1)
-    pl.seed_everything(0)
-    notebook = Notebook(f"{site}.jsonl")
-    federation = Federation(hub=hub, run=run, site=site, keys="keys")
-    strategy = StreamingDiLoCoStrategy(sync_every=20, overlap_steps=2, layers_per_fragment=2, federation=federation)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=-1,
-        logger=False,
-        enable_progress_bar=False,
-        default_root_dir=site,
-        callbacks=[Notes(notebook), ModelCheckpoint(site, save_last=True, every_n_train_steps=25, save_top_k=0)],
-    )
-    loader = DataLoader(TensorDataset(*samples(site)), batch_size=8)
-    trainer.fit(Net(0.05), loader, ckpt_path="last" if resume == "last" else None)
-    outer = hashlib.sha256()
-    for values in strategy.outer_state_dict().values():
-        outer.update(values.numpy().tobytes())
-    notebook.write("ended", outer=outer.hexdigest())
 """
 
 
@@ -165,66 +121,65 @@ def test_a_requeued_job_ends_with_the_bits_of_one_that_was_never_stopped(cluster
         assert all(torch.equal(values, model[name]) for name, values in first.items())
 
 
+class Job:
+    """A job, with the names that `multiprocessing` has."""
+
+    pid = exitcode = None
+
+    def __init__(self, cluster: Slurm, folder: Path, script: Path) -> None:
+        choices = ["--nodes=1", "--ntasks-per-node=1", "--requeue", "--signal=USR1@120", "--output=/dev/null"]
+        self.cluster = cluster
+        self.number = submitted(cluster, folder, *choices, f"--wrap=srun python -m tests.chaos.processes {script}")
+
+    def kill(self) -> None:
+        self.cluster.run("scancel", "--signal=KILL", "--full", self.number)
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+
+class Jobs(World):
+    """A hub and a site as processes, and site a as a job."""
+
+    cluster: Slurm
+
+    def started(self, name: str) -> Process:
+        if name != "a":
+            return super().started(name)
+        (self.folder / "a.pickle").write_bytes(pickle.dumps(self.told(name)))
+        return Job(self.cluster, self.folder, self.folder / "a.pickle")
+
+
 @pytest.mark.parametrize("resume", ["last", "signal"])
 def test_a_job_that_is_a_site_returns_from_its_checkpoint_and_the_other_site_does_not_wait(
-    resume: str, cluster: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    resume: str, cluster: Slurm, tmp_path: Path
 ) -> None:
     require_extra()
-    init_keys(tmp_path / "keys", RUN)
-    add_keys(tmp_path / "keys", "a")
-    add_keys(tmp_path / "keys", "b")
-    add_keys(tmp_path / "keys", "boss", "operator")
-    (tmp_path / "site.py").write_text(SITE)
-    hub = HubProcess(tmp_path, tmp_path / "keys")
-    hub.start("--sites", "2")
-    address = f"127.0.0.1:{hub.port}"
-    choices = ["--nodes=1", "--ntasks-per-node=1", "--requeue", "--open-mode=append", "--signal=USR1@120"]
-    command = f"--wrap=srun python site.py {address} {RUN} a {resume}"
-    job = submitted(cluster, tmp_path, *choices, "--output=job.log", command)
-    logs = [tmp_path / "job.log", tmp_path / "b.log"]
-    with logs[1].open("w") as log:
-        environment = {**cluster.environment, "MASTER_PORT": str(free_ports(1)[0])}
-        words = [sys.executable, "site.py", address, RUN, "b", "last"]
-        process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=log, stderr=log)
-
-    def notes(site: str, what: str = "step") -> list[dict[str, Any]]:
-        return [note for note in read(tmp_path / f"{site}.jsonl") if note["what"] == what]
-
-    def round(site: str) -> int:
-        """The last round that has landed in every fragment."""
-        return min(steps[-1]["rounds"]) if (steps := notes(site)) else 0
-
-    try:
-        until(lambda: min(round("a"), round("b")) >= 2, *logs)
-        requeued, there = time.monotonic(), round("b")
+    with Jobs(tmp_path, "ab", 0.05, lease=10.0) as world:
+        world.cluster = cluster
+        play = Play(world)
+        play.begin()
+        job, there = world.processes["a"], play.seen["b"].round
+        assert isinstance(job, Job)
         # As SLURM does after a failed node or a preemption; or before the time is up.
-        cluster.run(*(["scontrol", "requeue"] if resume == "last" else ["scancel", "--signal=USR1"]), job)
-        until(lambda: len(notes("a", "training")) == 2, *logs)
-        joined = round("b")
+        cluster.run(*(["scontrol", "requeue"] if resume == "last" else ["scancel", "--signal=USR1"]), job.number)
+        # As one that is killed: it may take its time.
+        requeued = Fault("kill", "a", 0.0)
+        play.going_on.append((math.inf, requeued))
+        world.faults.write("begin", kind="kill", victim="a")
+        training = lambda: [note for note in world.notes("a") if note["what"] == "training"]  # noqa: E731
+        play.until("the job to begin again", lambda: len(training()) == 2, 240.0)
+        play.going_on.clear()
+        world.faults.write("end", kind="kill", victim="a")
+        joined = play.seen["b"].round
         assert joined >= there + 2
-        until(lambda: round("a") >= joined + 3, *logs)
-        operator = ["--hub", address, "--keys", str(tmp_path / "keys" / "boss.bundle")]
-        main(["status", "--json", *operator])
-        status = json.loads(capsys.readouterr().out)
-        main(["hub", "end", *operator])
-        until(lambda: all(notes(site, "ended") for site in "ab"), *logs)
-    finally:
-        cluster.run("scancel", "--signal=KILL", "--full", job)
-        process.kill()
-        process.wait()
-        hub.end(signal.SIGKILL)
-    assert {site: own["lives"] for site, own in status["sites"].items()} == {"a": 2, "b": 1}
-    ledger = SQLiteLedger(tmp_path / "hub.sqlite")
-    records = [Record.from_bytes(text) for _, text in ledger.read()]
-    ledger.close()
-    assert len({own.life for record in records if (own := record.of("a"))}) == 2
+        play.until("it to count again", lambda: play.seen["a"].round >= joined + 3, 60.0)
+        play.finish()
+    told = Told.of(tmp_path, "ab")
+    assert examined(told, BATCH)["problems"] == []
+    assert [note["site"] for note in told.hub if note["what"] == "hello"].count("a") == 2
+    assert len({life for note in told.records() for site, life, _ in note["counted"] if site == "a"}) == 2
     # It went on from what it had saved.
-    (_, again), steps = notes("a", "training"), notes("a")
+    (_, again), steps = training(), told.steps("a")
     before = max(note["step"] for note in steps if note["at"] < again["at"])
     assert again["step"] == (before // 25 * 25 if resume == "last" else before)
-    (first,), (second,) = notes("a", "ended"), notes("b", "ended")
-    assert first["outer"] == second["outer"]
-    # Without the time for which the machine did not let it run.
-    own = notes("b")
-    stalls = [note["stalled"] - note["delayed"] - note["stolen"] for note in own if note["at"] > requeued]
-    assert max(stalls) < 0.1 + median(note["took"] for note in own)

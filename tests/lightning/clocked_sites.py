@@ -8,16 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.cast import Federated, Process
 from tests.chaos.faults import HUB
-from tests.chaos.hub import serve
 from tests.chaos.notes import Notebook, read
-from tests.chaos.site import train
+from tests.chaos.processes import serve, train
+from tests.chaos.world import Process, World
 
 _SHIM = Path(__file__).with_name("wrong_clock.c")
 
@@ -53,34 +51,32 @@ class Started:
         self._process.wait(timeout)
 
 
-class Clocked(Federated):
-    """Starts a hub and sites, some of which have a clock that can be set. What others measure by stays."""
+class Clocked(World):
+    """A hub and sites, some of which have a clock that can be set. What others measure by stays."""
 
     def __init__(self, folder: Path, sites: Sequence[str], seconds: float, wrong: Sequence[str]) -> None:
         super().__init__(folder, sites, seconds)
-        self._folder, self._wrong, self._library = folder, wrong, library(folder)
+        self._wrong, self._library = wrong, library(folder)
 
     def set_clocks(self, seconds: int) -> None:
         """Makes the wrong clocks show so many seconds more than it is."""
         for name in self._wrong:
-            path = self._folder / f"{name}.clock"
+            path = self.folder / f"{name}.clock"
             # In place: the process has it in its memory.
             with path.open("r+b" if path.exists() else "wb") as file:
                 file.write(seconds.to_bytes(8, sys.byteorder, signed=True))
 
     def off(self, name: str) -> float:
         """By how many seconds the clock of a process was off when it last told."""
-        note = read(self._folder / f"{name}.clocks")[-1]
+        note = read(self.folder / f"{name}.clocks")[-1]
         return float(note["shows"] - (time.time() - (time.monotonic() - note["at"])))
 
-    def start(self, name: str) -> Process:
+    def started(self, name: str) -> Process:
         own = dict(os.environ)
         if name in self._wrong:
-            own |= {"LD_PRELOAD": str(self._library), "WRONG_CLOCK": str(self._folder / f"{name}.clock")}
-        place = self._places[name]
-        arguments = (self._sites, replace(place, hub=self._hubs[0])) if name == HUB else (name, place)
-        file = self._folder / f"{name}.arguments"
-        file.write_bytes(pickle.dumps(arguments))
+            own |= {"LD_PRELOAD": str(self._library), "WRONG_CLOCK": str(self.folder / f"{name}.clock")}
+        file = self.folder / f"{name}.arguments"
+        file.write_bytes(pickle.dumps(self.told(name)))
         return Started(subprocess.Popen([sys.executable, "-m", __name__, name, str(file)], env=own))
 
 

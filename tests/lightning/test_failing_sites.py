@@ -13,23 +13,17 @@ import torch
 
 from tests.chaos.checks import Told, examined
 from tests.chaos.faults import HUB, Fault
-from tests.chaos.net import BATCH, OVERLAP_STEPS, SYNC_EVERY
 from tests.chaos.notes import Note
-from tests.chaos.running import Play
+from tests.chaos.play import Play
+from tests.chaos.processes import BATCH, OVERLAP_STEPS, SYNC_EVERY
 from tests.chaos.world import World
 from tests.hub.hubs import require_extra
-from tests.lightning.chosen_sites import Chosen
 from tests.lightning.clocked_sites import Clocked
 from tests.small_disk import fill, small_disk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 FILE_OF_RANK = "rank_00000.pt"
-
-
-def appended(told: Told) -> list[Note]:
-    """The records, as they closed."""
-    return [note for note in told.hub if note["what"] == "append"]
 
 
 def counted(record: Note) -> str:
@@ -42,9 +36,9 @@ def test_two_of_three_sites_are_killed_for_good_and_the_last_one_goes_on_alone_t
     steps = 500
 
     def count_alone(left: str) -> bool:
-        return [counted(note) for note in appended(Told.of(tmp_path, "abc"))[-2:]] == [left, left]
+        return [counted(note) for note in Told.of(tmp_path, "abc").records()[-2:]] == [left, left]
 
-    with World.federated(tmp_path, "abc", seconds=0.03, steps=steps) as world:
+    with World(tmp_path, "abc", 0.03, steps) as world:
         play = Play(world)
         play.begin()
         for victim, left in (("c", "ab"), ("b", "a")):
@@ -59,8 +53,8 @@ def test_two_of_three_sites_are_killed_for_good_and_the_last_one_goes_on_alone_t
     killed = [note["at"] for note in told.faults if note["what"] == "begin"]
     there = max(note["step"] for note in told.steps("a") if note["at"] < killed[-1])
     assert told.steps("a")[-1]["step"] == steps
-    for fragment in {note["fragment"] for note in appended(told)}:
-        own = [note for note in appended(told) if note["fragment"] == fragment]
+    for fragment in {note["fragment"] for note in told.records()}:
+        own = [note for note in told.records() if note["fragment"] == fragment]
         assert [note["round"] for note in own] == list(range(1, len(own) + 1))
         alone = list(takewhile(lambda note: counted(note) == "a", reversed(own)))
         # All that it has trained counts, but for the rounds that were open when it was left alone.
@@ -72,8 +66,7 @@ def test_a_grace_of_ones_own_may_hold_training_up_for_as_long_and_a_second(tmp_p
     require_extra()
     grace = 2.0
     # An inner step is longer than the slice in which a site that waits listens.
-    cast = Chosen(tmp_path, "ab", seconds=0.07, lease=10.0, grace=grace)
-    with World(tmp_path, "ab", cast) as world:
+    with World(tmp_path, "ab", 0.07, lease=10.0, grace=grace) as world:
         play = Play(world)
         play.begin()
         play.suffer(Fault("stop", victim, 7.0))
@@ -97,8 +90,7 @@ def test_a_grace_of_ones_own_may_hold_training_up_for_as_long_and_a_second(tmp_p
 def test_what_a_site_trains_while_a_launch_of_its_earlier_start_stands_in_an_open_round_counts(tmp_path: Path) -> None:
     require_extra()
     # The round waits for the site that is stopped.
-    cast = Chosen(tmp_path, "ab", seconds=0.05, lease=60.0, grace=60.0)
-    with World(tmp_path, "ab", cast) as world:
+    with World(tmp_path, "ab", 0.05, lease=60.0, grace=60.0) as world:
         play = Play(world)
         play.begin()
         stopped, killed = Fault("stop", "a", math.inf), Fault("kill_before_record", "b", math.inf)
@@ -128,7 +120,7 @@ def test_what_a_site_trains_while_a_launch_of_its_earlier_start_stands_in_an_ope
     # What its first start has launched, and its next one had no flight of.
     earlier = [
         landed.get((n["fragment"], n["round"]))
-        for n in appended(told)
+        for n in told.records()
         if ["b", lives[0]] in [c[:2] for c in n["counted"]]
     ]
     assert "carry" in earlier
@@ -143,8 +135,7 @@ def test_a_site_on_a_full_disk_says_so_and_goes_on_from_its_last_checkpoint_when
     require_extra()
     last = tmp_path / "b" / "last.ckpt"
     # A machine that is busy with other things breaks no lease of these.
-    cast = Chosen(tmp_path, "ab", seconds=0.03, lease=20.0)
-    with small_disk(last.parent, 40) as disk, World(tmp_path, "ab", cast) as world:
+    with small_disk(last.parent, 40) as disk, World(tmp_path, "ab", 0.03, lease=20.0) as world:
         play = Play(world)
         play.begin()
         play.until("a checkpoint", partial(stops_with_one_save, world, "b", disk), 60)
@@ -175,29 +166,28 @@ def test_a_site_on_a_full_disk_says_so_and_goes_on_from_its_last_checkpoint_when
     # Meanwhile the other one closed rounds alone, and was not held up. A thread of it may wait for another one that the
     # machine does not let run, for some moments.
     gone = max(note["at"] for note in told.sites["b"] if note["at"] < told.spans()[0].began)
-    assert "a" in [counted(note) for note in appended(told) if gone < note["at"] < after["at"]]
+    assert "a" in [counted(note) for note in told.records() if gone < note["at"] < after["at"]]
     alone = [note for note in told.steps("a") if gone < note["at"] < after["at"]]
     stalled = sum(note["stalled"] - note["delayed"] - note["stolen"] for note in alone)
     assert stalled < 0.25 * (after["at"] - gone)
-    assert counted(appended(told)[-1]) == "ab"
+    assert counted(told.records()[-1]) == "ab"
 
 
 def test_clocks_of_hub_and_site_that_are_off_by_an_hour_and_jump_back_are_no_fault(tmp_path: Path) -> None:
     require_extra()
     wrong = (HUB, "a")
-    cast = Clocked(tmp_path, "ab", 0.03, wrong)
-    cast.set_clocks(3600)
-    with World(tmp_path, "ab", cast) as world:
+    with Clocked(tmp_path, "ab", 0.03, wrong) as world:
+        world.set_clocks(3600)
         play = Play(world)
         play.begin()
-        assert [cast.off(name) for name in wrong] == pytest.approx([3600] * 2, abs=60)
+        assert [world.off(name) for name in wrong] == pytest.approx([3600] * 2, abs=60)
         # To the right time, and then to an hour too early.
         for seconds in (0, -3600):
-            cast.set_clocks(seconds)
+            world.set_clocks(seconds)
             # For longer than a lease.
             play.wait(3.0)
             play.until_back()
-            assert [cast.off(name) for name in (*wrong, "b")] == pytest.approx([seconds, seconds, 0], abs=60)
+            assert [world.off(name) for name in (*wrong, "b")] == pytest.approx([seconds, seconds, 0], abs=60)
         # Its certificate was made an hour later than its clock shows.
         play.suffer(Fault("kill", "a", 1.0))
         play.finish()
@@ -206,7 +196,7 @@ def test_clocks_of_hub_and_site_that_are_off_by_an_hour_and_jump_back_are_no_fau
     # Nobody lost its connection, and both counted all the time.
     assert [note for site in "ab" for note in told.sites[site] if note["what"] == "lose"] == []
     (killed,) = told.spans()
-    both = [counted(note) == "ab" for note in appended(told) if note["at"] < killed.began]
+    both = [counted(note) == "ab" for note in told.records() if note["at"] < killed.began]
     assert sum(both) >= 0.8 * len(both)
 
 

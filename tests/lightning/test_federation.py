@@ -13,8 +13,8 @@ from lightning_sdiloco import DynamicBackup, StreamingDiLoCoStrategy
 from lightning_sdiloco.hub import add_keys, init_keys
 from tests.chaos.checks import Found, Span, Told, examined, returned
 from tests.chaos.faults import Fault
-from tests.chaos.net import BATCH
-from tests.chaos.running import Play
+from tests.chaos.play import Play
+from tests.chaos.processes import BATCH
 from tests.chaos.world import World
 from tests.hub.hubs import require_extra
 from tests.own_quorum import Core
@@ -43,7 +43,7 @@ def counted_without(told: Told, span: Span) -> set[str]:
 @pytest.mark.timeout(400)
 def test_sites_and_the_hub_fail_the_others_go_on_at_their_pace_and_all_return(tmp_path: Path) -> None:
     require_extra()
-    with World.federated(tmp_path, "abc", seconds=0.02) as world:
+    with World(tmp_path, "abc", 0.02) as world:
         told, found = played(world, Fault("stop", "c", 4.0), Fault("stop", "hub", 7.0), Fault("kill", "b", 1.0))
     # No stall, other digest, or sample that counts twice, and one model at the end.
     assert found["problems"] == []
@@ -57,11 +57,8 @@ def test_sites_and_the_hub_fail_the_others_go_on_at_their_pace_and_all_return(tm
         assert not any(note["reachable"] for note in during)
     # It was not started again.
     assert len([note for note in told.sites["c"] if note["what"] == "up"]) == 1
-    steps = [note["step"] for note in told.steps("b")]
     # It went on from its own checkpoint.
-    began = [after for before, after in zip(steps, steps[1:], strict=False) if after <= before]
-    assert len(began) == 1
-    assert began[0] > 1
+    assert [note["step"] > 0 for note in told.sites["b"] if note["what"] == "training"] == [False, True]
 
 
 @pytest.mark.slow
@@ -71,7 +68,7 @@ def test_sites_and_the_hub_fail_the_others_go_on_at_their_pace_and_all_return(tm
 def test_sites_behind_a_nat_are_cut_off_and_return_by_themselves(tmp_path: Path) -> None:
     require_extra()
     faults = [Fault("cut", "b", 15.0), Fault("cut_in", "b", 6.0), Fault("cut_out", "b", 6.0), Fault("nat", "b", 0.0)]
-    with Links(3, 100e6, 0.025) as links, World.federated(tmp_path, "ab", seconds=0.05, links=links) as world:
+    with Links(3, 100e6, 0.025) as links, World(tmp_path, "ab", 0.05, links=links) as world:
         told, found = played(world, *faults)
     assert found["problems"] == []
     cut, *_ = spans = told.spans()

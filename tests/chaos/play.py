@@ -1,4 +1,4 @@
-"""Plays a sequence of faults, and watches that those who are up go on."""
+"""Plays faults in a world, and watches that those who are up go on."""
 
 import signal
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tests.chaos.checks import LONGEST_HANG
-from tests.chaos.faults import ALL, HUB, KILLS, STAGE, Fault
+from tests.chaos.faults import ALL, FORMS, HUB, Fault
 from tests.chaos.notes import Note
 from tests.chaos.world import World
 
@@ -20,7 +20,7 @@ class Halted(Exception):
 
 @dataclass
 class Seen:
-    """Holds what a site was last seen to do.
+    """What a site was last seen to do.
 
     Attributes:
         at: When it made a step, or was started.
@@ -39,25 +39,16 @@ class Seen:
 
 @dataclass
 class Play:
-    """Plays faults in a world.
-
-    Args:
-        world: The processes.
-        faults: What happens, each with the seconds to wait before it.
-    """
+    """Plays faults in a world: one after the other, or of a sequence by chance, some at the same time."""
 
     world: World
-    faults: Iterator[tuple[float, Fault]] = field(default_factory=lambda: iter(()))
     seen: dict[str, Seen] = field(default_factory=dict)
     records: int = 0
     record_at: float = field(default_factory=time.monotonic)
     going_on: list[tuple[float, Fault]] = field(default_factory=list)
 
-    def run(self, count: int, seconds: float) -> int:
-        """Starts all, lets so many faults happen, some at the same time, and ends the run.
-
-        Returns:
-            How many have.
+    def run(self, faults: Iterator[tuple[float, Fault]], count: int, seconds: float) -> None:
+        """Starts all, lets so many faults happen within so many seconds, and ends the run.
 
         Raises:
             Halted: If a process died by itself, or did not go on.
@@ -65,14 +56,13 @@ class Play:
         self.begin()
         deadline, done = time.monotonic() + seconds, 0
         while done < count and time.monotonic() < deadline:
-            pause, fault = next(self.faults)
+            pause, fault = next(faults)
             self.wait(pause)
-            if self._may(fault):
-                self._begin(fault)
+            if self.may(fault):
+                self.let(fault)
                 done += 1
         self.until_back()
         self.finish()
-        return done
 
     def begin(self) -> None:
         """Starts all, and waits until they have landed two rounds."""
@@ -80,9 +70,17 @@ class Play:
         self.world.start(HUB, *self.world.sites)
         self.until("two rounds", lambda: min(own.round for own in self.seen.values()) >= 2, _START)
 
+    def let(self, fault: Fault) -> None:
+        """Lets a fault happen, from which who it hits has to come back."""
+        for site in self.world.sites:
+            if fault.hits(site) or fault.victim == HUB:
+                self.seen[site].back = False
+        self.world.begin(fault)
+        self.going_on.append((time.monotonic() + fault.seconds, fault))
+
     def suffer(self, fault: Fault) -> None:
         """Lets a fault happen, and waits until all are back."""
-        self._begin(fault)
+        self.let(fault)
         self.until_back()
 
     def until_back(self) -> None:
@@ -105,18 +103,15 @@ class Play:
             self.look()
 
     def until(self, what: str, holds: Callable[[], bool], seconds: float) -> None:
-        """Waits for something.
-
-        Raises:
-            Halted: If it takes longer.
-        """
+        """Waits for something, for so many seconds."""
         deadline = time.monotonic() + seconds
         while not holds():
             self.look()
             if time.monotonic() > deadline:
                 raise Halted(f"{what}: not within {seconds:.0f} s: {self.seen}, {self.records} records")
 
-    def _may(self, fault: Fault) -> bool:
+    def may(self, fault: Fault) -> bool:
+        """Returns whether a fault may happen beside those that there are."""
         victims = [one.victim for _, one in self.going_on]
         if ALL in (fault.victim, *victims):
             return not victims
@@ -124,20 +119,18 @@ class Play:
         is_back = fault.victim == HUB or self.seen[fault.victim].back or fault.strength < 0.25
         return len(victims) < _MOST and fault.victim not in victims and is_back
 
-    def _begin(self, fault: Fault) -> None:
-        for site in self.world.sites:
-            if fault.victim in (site, HUB, ALL):
-                self.seen[site].back = False
-        self.world.begin(fault)
-        self.going_on.append((time.monotonic() + fault.seconds, fault))
-
     def look(self) -> None:
         """Mends what is due, and sees what has been written down."""
         time.sleep(0.05)
         now = time.monotonic()
-        for at, fault in list(self.going_on):
-            if at <= now:
-                self._end(at, fault, now)
+        for at, fault in [one for one in self.going_on if one[0] <= now]:
+            self.going_on.remove((at, fault))
+            self.world.end(fault)
+            for site in filter(fault.hits, self.world.sites):
+                own = self.seen[site]
+                own.at, own.training = now, own.training and not FORMS[fault.kind].kills
+            if fault.hits(HUB):
+                self.record_at = now + (_START if fault.kind == "blackout" else LONGEST_HANG)
         for site in self.world.sites:
             for note in self.world.news(site):
                 self._see(self.seen[site], site, note)
@@ -145,16 +138,6 @@ class Play:
             if note["what"] == "append":
                 self.records, self.record_at = self.records + 1, note["at"]
         self._require_going_on(now)
-
-    def _end(self, at: float, fault: Fault, now: float) -> None:
-        self.going_on.remove((at, fault))
-        self.world.end(fault)
-        for site in self.world.sites:
-            if fault.victim in (site, ALL):
-                started = fault.kind in KILLS or fault.kind.startswith(STAGE)
-                self.seen[site].at, self.seen[site].training = now, not started and self.seen[site].training
-        if fault.victim in (HUB, ALL):
-            self.record_at = now + (_START if fault.kind == "blackout" else LONGEST_HANG)
 
     def _see(self, own: Seen, site: str, note: Note) -> None:
         own.at = max(own.at, note["at"])
