@@ -167,7 +167,6 @@ def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
             sync_every=case.sync_every,
             overlap_steps=case.overlap_steps,
             compression=case.compression,
-            final_sync=False,
         )
     landings, began = [], 0.0
     # The flights before are over when the steps begin that count.

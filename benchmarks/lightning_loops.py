@@ -24,7 +24,6 @@ def streaming(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, step
         mixing=case.mixing,
         fragments=case.patterns("net."),
         compression=case.compression,
-        final_sync=False,
         timeout=TIMEOUT,
     )
     _fit(case, net, batches, stamps, steps + 1, strategy)

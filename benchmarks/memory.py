@@ -91,9 +91,7 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
     """What the flights of one rank cost, each the median, in seconds of processor time."""
     net = flights.size.make()
     patterns = Case(flights.size, flights.fragments).patterns("")
-    engine = StreamingDiLoCo(
-        net, sync_every=2 * flights.fragments, overlap_steps=1, fragments=patterns, final_sync=False
-    )
+    engine = StreamingDiLoCo(net, sync_every=2 * flights.fragments, overlap_steps=1, fragments=patterns)
     gc.disable()
     launches, landings, everything = [], [], []
     for _ in range(flights.rounds * 2 * flights.fragments):

@@ -40,7 +40,7 @@ class Case:
 
     size: Size
     batch: int
-    layers_per_fragment: int
+    fragments: str
     repeats: int
     runs: int
     sync_every: int = 20
@@ -63,10 +63,10 @@ class Case:
 
 
 CASES = {
-    "0.87M": Case(DEMO, batch=8, layers_per_fragment=1, repeats=8, runs=8),
-    "10.9M": Case(TEN_MILLION, batch=4, layers_per_fragment=2, repeats=6, runs=4),
+    "0.87M": Case(DEMO, batch=8, fragments="strided:1", repeats=8, runs=8),
+    "10.9M": Case(TEN_MILLION, batch=4, fragments="strided:2", repeats=6, runs=4),
 }
-QUICK = {"tiny": Case(TINY, batch=2, layers_per_fragment=1, repeats=2, runs=2)}
+QUICK = {"tiny": Case(TINY, batch=2, fragments="strided:1", repeats=2, runs=2)}
 
 
 class Seconds(NamedTuple):
@@ -132,9 +132,8 @@ def trained(case: Case, barrier: Barrier, rank: int, world_size: int) -> Told:
     strategy = StreamingDiLoCoStrategy(
         sync_every=case.sync_every,
         overlap_steps=case.overlap_steps,
-        layers_per_fragment=case.layers_per_fragment,
+        fragments=case.fragments,
         compression=case.compression,
-        final_sync=False,
     )
     fit(module, batches, case.steps, strategy=strategy, devices=2)
     return turns.found, {**strategy.report(), "fragments": [fragment.nbytes // 4 for fragment in strategy.fragments]}

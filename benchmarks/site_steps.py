@@ -58,7 +58,7 @@ def trained(seconds: float, steps: int, group: int, federation: Federation | Non
     pl.seed_everything(0)
     times = Times()
     strategy = StreamingDiLoCoStrategy(
-        sync_every=SYNC_EVERY, overlap_steps=5, layers_per_fragment=2, final_sync=False, federation=federation
+        sync_every=SYNC_EVERY, overlap_steps=5, fragments="strided:2", federation=federation
     )
     generator = torch.Generator().manual_seed(group)
     x, y = torch.randn(512, FEATURES, generator=generator), torch.randn(512, TARGETS, generator=generator)

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from benchmarks.models import Size, adamw, lr_factor, next_byte_loss
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 
 from gpa import GPA  # isort: skip  (on the path since benchmarks.models)
 from muon import muon_and_adamw  # isort: skip
@@ -99,7 +99,7 @@ class Training:
 
     def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> "Simulated":
         """Makes what joins the worker groups. There is room for everything, so nothing is offloaded."""
-        return SimulatedGroups(models, optimizers, offload=False, **(self.choices or {}))
+        return SimulatedGroups(models, optimizers, **all_on_device(self.choices or {}))
 
     def group(self) -> "Group":
         """Makes a group of the training."""
@@ -119,6 +119,13 @@ class Training:
         return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))
 
 
+def all_on_device(choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns choices with outer state on the device."""
+    given = choices.get("outer_optimizer")
+    outer = given if isinstance(given, OuterOptimizer) else OuterOptimizer(given)
+    return {**choices, "outer_optimizer": replace(outer, offload=False)}
+
+
 @dataclass(frozen=True)
 class NamedTraining(Training):
     """A training with a method that has a name, under which its runs are kept.
@@ -135,7 +142,7 @@ class NamedTraining(Training):
 
     @override
     def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> "Simulated":
-        return SimulatedGroups(models, optimizers, offload=False, **{**(self.choices or {}), **self.given()})
+        return SimulatedGroups(models, optimizers, **all_on_device({**(self.choices or {}), **self.given()}))
 
 
 class Simulated(Protocol):

@@ -57,7 +57,6 @@ def planned(case: Case) -> Streaming:
         overlap_steps=case.overlap_steps,
         fragments=case.patterns(""),
         compression=case.compression,
-        final_sync=False,
     )
     return Streaming(Model.of_parameters(trainable(case.net())), settings, Groups(step_time=case.step_seconds))
 

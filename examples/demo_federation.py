@@ -92,7 +92,7 @@ class Site:
                     "class_path": "lightning_sdiloco.StreamingDiLoCoStrategy",
                     "init_args": {
                         "sync_every": 20,
-                        "layers_per_fragment": 1,
+                        "fragments": "strided:1",
                         "federation": {"class_path": "lightning_sdiloco.Federation", "init_args": federation},
                     },
                 },

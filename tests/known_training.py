@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from lightning_sdiloco import Landing, StreamingDiLoCo
+from lightning_sdiloco import Landing, OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import ErrorFeedback, Int2, RandomK, TopK
 from lightning_sdiloco.engine.background import Pending, ThreadBackground, Work
@@ -19,7 +19,7 @@ from lightning_sdiloco.engine.start import default_topology
 
 STEPS = 17
 GROUPS = 2
-SHORT: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "layers_per_fragment": 1, "mixing": 0.5}
+SHORT: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "fragments": "strided:1", "mixing": 0.5}
 
 
 class LateFlight(Pending[Any]):
@@ -128,10 +128,24 @@ CHOICES: dict[str, dict[str, Any]] = {
     "fp4": {},
     "fp32, two shots": {"compression": "fp32", "exchange": "two_shot", "mixing": 0.0},
     "error feedback": {"compression": ErrorFeedback(TopK(1 / 16, Int2()))},
-    "random, two shots": {"compression": RandomK(2, Int2()), "exchange": "two_shot", "outer_clip_norm": 0.1},
-    "outer AdamW": {"compression": "int8", "outer_optimizer": partial(AdamW, lr=0.1), "outlier_guard": 2.0},
+    "random, two shots": {
+        "compression": RandomK(2, Int2()),
+        "exchange": "two_shot",
+        "outer_optimizer": OuterOptimizer(clip_norm=0.1),
+    },
+    "outer AdamW": {
+        "compression": "int8",
+        "outer_optimizer": OuterOptimizer(partial(AdamW, lr=0.1), outlier_guard=2.0),
+    },
 }
-CHOICES |= {f"{name}, offloaded": {**choices, "offload": True} for name, choices in CHOICES.items()}
+
+
+def offloaded(choices: dict[str, Any], offload: bool = True) -> dict[str, Any]:
+    """Choices with outer state in memory of the host, or not."""
+    return {**choices, "outer_optimizer": replace(choices.get("outer_optimizer", OuterOptimizer()), offload=offload)}
+
+
+CHOICES |= {f"{name}, offloaded": offloaded(choices) for name, choices in CHOICES.items()}
 
 
 def extra_memory(layers: int, offload: bool, device: str) -> int:
@@ -145,7 +159,7 @@ def extra_memory(layers: int, offload: bool, device: str) -> int:
         overlap_steps=2,
         fragments=[[f"{layer}.*"] for layer in range(layers)],
         compression="fp32",
-        offload=offload,
+        outer_optimizer=OuterOptimizer(offload=offload),
     )
     most = []
     for _ in range(16 * layers):

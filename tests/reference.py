@@ -74,7 +74,6 @@ def run(
     outer_lr: float | Callable[[int], float],
     outer_momentum: float,
     warmup_steps: int = 0,
-    final_sync: bool = True,
     idle: Callable[[int, int], bool] = lambda group, step: False,
     micro_batches: Callable[[int, int], int] = lambda group, step: 1,
     due: Callable[[int], Sequence[int]] | None = None,
@@ -98,7 +97,6 @@ def run(
         outer_momentum: its Nesterov momentum; 0 is plain SGD.
         warmup_steps: inner steps at the beginning, in which all groups step on the mean of the gradients of those that
             train; after the last one they take the mean of their parameters.
-        final_sync: whether the run ends with the plain mean of the local parameters.
         idle: `(group, step)` to whether the group does not train in that step.
         micro_batches: `(group, step)` to how many of them the group trained in that step: by these it weighs.
         due: the fragments that launch after a step, in place of those of line 6.
@@ -185,8 +183,7 @@ def run(
     with torch.no_grad():
         for p in list(in_flight):  # in launch order
             land(steps, p)
-        if final_sync:
-            take_mean(list(outer))
+        take_mean(list(outer))
         for name in outer:
             for group in local:
                 group[name].copy_(outer[name])

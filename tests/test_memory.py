@@ -134,7 +134,7 @@ def test_flights_take_what_those_before_left_and_nothing_that_anybody_still_read
     new_pages = memory._new_pages
     monkeypatch.setattr(memory, "_new_pages", lambda size: made.append(size) or new_pages(size))  # type: ignore[func-returns-value]
     model = nn.Sequential(nn.Linear(550, 550), nn.Linear(550, 550))
-    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, fragments=[["0.*"], ["1.*"]], final_sync=False)
+    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, fragments=[["0.*"], ["1.*"]])
 
     def train(steps: int) -> None:
         for _ in range(steps):

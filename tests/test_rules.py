@@ -362,7 +362,7 @@ for name in BLOCKED:
 
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-engine = StreamingDiLoCo(model, sync_every=3, overlap_steps=1, layers_per_fragment=1)
+engine = StreamingDiLoCo(model, sync_every=3, overlap_steps=1, fragments="strided:1")
 before = engine.outer_state_dict()
 for _ in range(9):
     optimizer.zero_grad()

@@ -62,7 +62,7 @@ def options_of(command: str) -> list[str]:
 def keys_of_checkpoint() -> dict[str, list[str]]:
     """The keys of what a rank saves of its engine, with a fragment in flight."""
     models = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)) for _ in range(3)]
-    groups = SimulatedGroups(models, sync_every=4, overlap_steps=2, layers_per_fragment=1)
+    groups = SimulatedGroups(models, sync_every=4, overlap_steps=2, fragments="strided:1")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for _ in range(9):
         for model, optimizer in zip(models, optimizers, strict=True):

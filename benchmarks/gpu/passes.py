@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm import Mix, digest
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.synchronizer import norm_squared, outer_step
@@ -50,7 +50,7 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     """Returns the passes by name: the bytes a value that each must read and write, and what does it."""
     device = torch.device(place.device)
     model, fp4 = Net(numel, place.device), COMPRESSIONS["fp4"]
-    engine = StreamingDiLoCo(model, fragments=[["*"]], offload=False)
+    engine = StreamingDiLoCo(model, fragments=[["*"]], outer_optimizer=OuterOptimizer(offload=False))
     (fragment,) = engine.rounds.fragments
     outer = fragment.outer.values
     gradient = (torch.randn(numel, device="cpu") / 100).to(device)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.fits import Timed, fit
 from benchmarks.models import TINY, Size, next_byte_loss, random_batches
 from benchmarks.stamps import Stamps
-from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy
+from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo, StreamingDiLoCoStrategy
 from tests.gpu.task import Found, NotHere, Place
 
 GOAL = 1.01
@@ -130,7 +130,7 @@ def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, 
     """Takes turns of a round without and with an engine."""
     engine = StreamingDiLoCo(
         loop.model, sync_every=every, overlap_steps=min(OVERLAP_STEPS, every - 1), fragments=cut(loop.size),
-        final_sync=False, offload=offload,
+        outer_optimizer=OuterOptimizer(offload=offload),
     )  # fmt: skip
     loop.engine = engine
     loop.seconds(2 * every)  # every launch and landing has been there, and all that is compiled

@@ -13,7 +13,7 @@ from typing_extensions import override
 from benchmarks.drop_compute import Case, times
 from benchmarks.models import next_byte_loss
 from benchmarks.quality import DILOCO
-from benchmarks.training import Group, NamedTraining, Run, Simulated
+from benchmarks.training import Group, NamedTraining, Run, Simulated, all_on_device
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.engine import StepClock
 from lightning_sdiloco.engine.drop_compute import best_drop
@@ -51,7 +51,7 @@ class Eager(NamedTraining):
 
     @override
     def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> Simulated:
-        return EagerGroups(models, optimizers, offload=False, **{**(self.choices or {}), **self.given()})
+        return EagerGroups(models, optimizers, **all_on_device({**(self.choices or {}), **self.given()}))
 
 
 RANKS, MICRO_BATCHES, SIGMA, MOST_DROPPED = 2, 4, 0.5, 0.1

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", default="runs/fabric.ckpt")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
-    strategy = StreamingDiLoCoFabricStrategy(args.groups, sync_every=20, overlap_steps=4, layers_per_fragment=1)
+    strategy = StreamingDiLoCoFabricStrategy(args.groups, sync_every=20, overlap_steps=4, fragments="strided:1")
     fabric = L.Fabric(accelerator="cpu", devices=args.devices, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(0)

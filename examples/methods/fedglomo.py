@@ -27,7 +27,7 @@ Batch = Callable[[int, int], tuple[Tensor, Tensor]]
 def train(models: Sequence[nn.Module], batch: Batch, rounds: int, steps: int, lr: float, beta: float) -> None:
     """Trains groups in rounds of so many steps."""
     outer = partial(torch.optim.SGD, lr=1.0, momentum=1 - beta)
-    groups = SimulatedGroups(models, **SETTINGS, sync_every=steps, outer_optimizer=outer, final_sync=False)
+    groups = SimulatedGroups(models, **SETTINGS, sync_every=steps, outer_optimizer=outer)
     previous: Sequence[nn.Module | None] = [None] * len(models)
     for first in range(1, rounds * steps + 1, steps):
         starts = [deepcopy(model) for model in models]

@@ -3,9 +3,9 @@
 In come settings, sizes and tensors; out come schedules, partitions, payloads and means. What ranks must agree on is
 decided here. This room sends nothing, owns no state of a training, and knows neither models nor Lightning.
 
-A user may decide about a round by an object of their own: a `Pace` says when fragments launch, a `Weighing` how much
-each group counts in a mean, a `LandingRule` how a group takes the outer parameters in, and a `Route` with whom it
-exchanges. All are frozen dataclasses with pure functions. What changes from round to round is their *state*, plain
+A user may decide about a round by an object of their own: a `LaunchSchedule` says when fragments launch, a `Weighing`
+how much each group counts in a mean, a `LandingRule` how a group takes the outer parameters in, and a `Route` with whom
+it exchanges. All are frozen dataclasses with pure functions. What changes from round to round is their *state*, plain
 JSON, which the engine holds, saves, and changes only when a flight lands. They decide only from numbers that travelled,
 which are the same in all groups.
 """
@@ -13,9 +13,9 @@ which are the same in all groups.
 from lightning_sdiloco.algorithm.config import (
     AUTO,
     DEFAULT_TIMEOUT,
+    OTHER_NAMES,
     OVERLAP_STEPS,
     SPARSE_GAINS,
-    OuterLRSchedule,
     OuterOptimizer,
     OuterStep,
     Settings,
@@ -23,6 +23,7 @@ from lightning_sdiloco.algorithm.config import (
     is_real,
     is_whole,
     recommended,
+    refuse_unknown,
 )
 from lightning_sdiloco.algorithm.digest import combined, digest
 from lightning_sdiloco.algorithm.gossip import (
@@ -40,8 +41,15 @@ from lightning_sdiloco.algorithm.gossip import (
 )
 from lightning_sdiloco.algorithm.merge import Carry, LandingRule, Mix, mix
 from lightning_sdiloco.algorithm.partition import Fragment, Parameter, Partition, partition
-from lightning_sdiloco.algorithm.reduce import AllReduce, SecondHop, TwoShot, all_reduce_for, is_two_shot
-from lightning_sdiloco.algorithm.schedule import Every, Heard, Pace, Schedule, Selective
+from lightning_sdiloco.algorithm.reduce import (
+    AllReduce,
+    SecondHop,
+    TwoShot,
+    all_reduce_for,
+    is_two_shot,
+    kind_and_backend,
+)
+from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, Schedule, Selective
 from lightning_sdiloco.algorithm.weighting import (
     CONTROL_BYTES,
     HOST_BYTES,
@@ -73,13 +81,13 @@ __all__ = [
     "HOST_BYTES",
     "Heard",
     "LandingRule",
+    "LaunchSchedule",
     "Leg",
     "Mix",
+    "OTHER_NAMES",
     "OVERLAP_STEPS",
-    "OuterLRSchedule",
     "OuterOptimizer",
     "OuterStep",
-    "Pace",
     "Parameter",
     "Partition",
     "RandomPairs",
@@ -102,10 +110,12 @@ __all__ = [
     "is_real",
     "is_whole",
     "is_two_shot",
+    "kind_and_backend",
     "mix",
     "partition",
     "plain",
     "recommended",
+    "refuse_unknown",
     "remembered",
     "take",
     "trained",

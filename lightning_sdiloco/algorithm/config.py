@@ -5,28 +5,23 @@
 
 import ast
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
+from difflib import get_close_matches
 from numbers import Number
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compression
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
-from lightning_sdiloco.algorithm.partition import check_fragments
-from lightning_sdiloco.algorithm.reduce import TwoShot, check_exchange
-from lightning_sdiloco.algorithm.schedule import Every, Pace
+from lightning_sdiloco.algorithm.partition import checked_fragments
+from lightning_sdiloco.algorithm.reduce import TwoShot, check_exchange, kind_and_backend
+from lightning_sdiloco.algorithm.schedule import Every, LaunchSchedule
 from lightning_sdiloco.algorithm.weighting import Aggregation, Weighing
 from lightning_sdiloco.compression import Compression, resolve
-
-OuterOptimizer = Callable[[Iterable[Any]], Optimizer]
-"""Takes the flat float32 shards, one per fragment, and returns a torch optimizer."""
-
-OuterLRSchedule = Callable[[Optimizer], LRScheduler]
-"""Takes the outer optimizer and returns a torch scheduler that is stepped once a round."""
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -79,24 +74,90 @@ def recommended(is_sparse: bool = False, over_senders: bool = False) -> OuterSte
 
 
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
-_MAY_CHANGE = ("final_sync", "offload", "timeout", "warmup_steps")
+_MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout", "warmup_steps")
 
-# The settings of the Nesterov SGD that outer_optimizer replaces.
+# The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
-
-# What says how much a group counts, if no weighing does.
-_OF_AGGREGATION = ("outer_clip_norm", "outlier_guard")
 
 # What does not go with a route on which each group holds outer parameters of its own, and why.
 _NOT_WITH_GOSSIP = {
-    "schedule": "a pace hears of all groups, and here partners alone know of each other",
+    "schedule": "it hears of all groups, and here partners alone know of each other",
     "weighing": "a leg takes the plain mean of where its groups are, not of what they trained",
-    "outer_clip_norm": "where a group is cannot be clipped",
+    "clip_norm": "where a group is cannot be clipped",
     "outlier_guard": "partners alone know of each other's norms",
-    "final_sync": "without a last mean, every group would end with a model of its own",
 }
 
-_POLICIES = {"schedule": Pace, "weighing": Weighing, "route": Route, "mixing": LandingRule}
+_POLICIES = {"schedule": LaunchSchedule, "weighing": Weighing, "route": Route, "mixing": LandingRule}
+
+
+@dataclass(frozen=True)
+class OuterOptimizer:
+    """The outer step: its optimizer, and what happens to outer gradients before it and to outer state after it.
+
+    Args:
+        make: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise. None:
+            Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
+        lr_schedule: From the optimizer to a torch scheduler, which counts the rounds of each fragment: its own outer
+            steps. None keeps the rate.
+        clip_norm: The outer gradient of a group that is longer is scaled down to this norm. None clips nothing.
+        outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
+            is left out of the mean. None leaves out none.
+        offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
+            the device is CUDA.
+
+    Raises:
+        ValueError: If an argument is out of its range. The message names the argument.
+
+    Examples:
+        >>> from torch.optim.lr_scheduler import CosineAnnealingLR
+        >>> outer = OuterOptimizer(lr_schedule=partial(CosineAnnealingLR, T_max=200), clip_norm=1.0)
+    """
+
+    make: Callable[[Iterable[Any]], Optimizer] | None = None
+    lr_schedule: Callable[[Optimizer], LRScheduler] | None = None
+    clip_norm: float | None = None
+    outlier_guard: float | None = None
+    offload: bool | Literal["auto"] = AUTO
+
+    def __post_init__(self) -> None:
+        _make_plain(self)
+        if self.make is not None and not callable(self.make):
+            is_made = isinstance(self.make, Optimizer)
+            raise ValueError(
+                f"outer_optimizer of type {type(self.make).__name__} is"
+                f" {'already an optimizer' if is_made else 'nothing that can be called'}: it must be a callable from"
+                " the flat float32 shards, which are known only when a fit starts, to a torch optimizer, or an"
+                " OuterOptimizer. Choose one such as functools.partial(torch.optim.SGD, lr=0.7)."
+            )
+        norm, times, rests = self.clip_norm, self.outlier_guard, self.offload
+        cosine = "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one"
+        says = "it must be a callable from an optimizer to a torch scheduler, or None"
+        _require(self, "lr_schedule", self.lr_schedule is None or callable(self.lr_schedule), says, cosine, Callable)
+        # As for torch, inf measures norms and clips none.
+        is_norm = norm in (None, math.inf) or (is_number(norm) and norm > 0)
+        usual = "the norms that are logged as sdiloco/outer_grad_norm tell what is usual"
+        _require(self, "clip_norm", is_norm, "it must be a number above 0, or None", usual)
+        is_guard = times is None or (is_number(times) and times > 1)
+        usual = "5.0 leaves out what is five times as long as usual"
+        _require(self, "outlier_guard", is_guard, "it must be a number above 1, or None", usual)
+        says = "it must be True, False or 'auto'"
+        _require(self, "offload", rests == AUTO or isinstance(rests, bool), says, kind=bool | str)
+
+    def described(self) -> dict[str, str]:
+        """Returns what was chosen as text; what a callable makes is compared once the shards are known."""
+        texts = {
+            "": None if self.make is None else _name(self.make),
+            ".lr_schedule": None if self.lr_schedule is None else _name(self.lr_schedule),
+            ".clip_norm": self.clip_norm,
+            ".outlier_guard": self.outlier_guard,
+            ".offload": self.offload,
+        }
+        return {f"outer_optimizer{part}": str(value) for part, value in texts.items()}
+
+
+def _name(made_by: Any) -> str:
+    """Returns the name of a callable, whose repr may hold an address."""
+    return str(getattr(made_by, "__qualname__", type(made_by).__name__))
 
 
 @dataclass(frozen=True)
@@ -116,30 +177,22 @@ class Settings:
     sync_every: int = 100
     overlap_steps: int = 5
     mixing: float | Literal["auto"] | LandingRule = AUTO
-    fragments: str | Sequence[Sequence[str]] = "strided"
-    layers_per_fragment: int = 3
+    fragments: int | str | Sequence[Sequence[str]] = "strided"
     compression: str | Compression = "fp4"
-    exchange: str | TwoShot = "auto"
     outer_lr: float | Literal["auto"] = AUTO
     outer_momentum: float | Literal["auto"] = AUTO
-    outer_optimizer: OuterOptimizer | None = None
-    outer_lr_schedule: OuterLRSchedule | None = None
-    outer_clip_norm: float | None = None
-    outlier_guard: float | None = None
+    outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None
+    exchange: str | TwoShot = "auto"
     warmup_steps: int = 0
-    final_sync: bool = True
-    offload: bool | str = "auto"
-    timeout: timedelta = DEFAULT_TIMEOUT
-    schedule: Pace | None = None
+    schedule: LaunchSchedule | None = None
     weighing: Weighing | None = None
     route: Route | None = None
+    timeout: timedelta = DEFAULT_TIMEOUT
 
     def __post_init__(self) -> None:
-        for name in _NUMBERS:
-            # A scalar of numpy is compared between ranks, and saved, as the number that it is.
-            object.__setattr__(self, name, _plain(getattr(self, name)))
+        _make_plain(self)
+        object.__setattr__(self, "fragments", checked_fragments(self.fragments))
         check_exchange(self.exchange, self.codec)
-        check_fragments(self.fragments)
         self._check_ranges()
         self._check_outer_optimizer()
         self._check_policies()
@@ -147,77 +200,26 @@ class Settings:
             self._check_gossip()
 
     def _check_ranges(self) -> None:
-        def require(name: str, rule: Callable[[Any], bool], says: str, advice: str = "'auto' is the default") -> None:
-            value = getattr(self, name)
-            if not rule(value):
-                raise ValueError(f"{name}={value!r} is {_fault(name, value)}: {says}. Choose another {name}; {advice}.")
-
-        def whole(name: str, least: int, advice: str) -> None:
-            says = f"it must be a whole number of at least {least}"
-            require(name, lambda value: is_whole(value) and value >= least, says, advice)
-
-        whole("sync_every", 1, "100 is the paper's choice")
-        whole("warmup_steps", 0, "0 is the default")
-        whole("layers_per_fragment", 1, "3 is the paper's choice")
-        require(
-            "overlap_steps",
-            lambda steps: is_whole(steps) and 0 <= steps < self.sync_every,
-            f"it must be at least 0 and below sync_every, which is {self.sync_every}",
-            f"the paper saw next to no loss from up to {OVERLAP_STEPS[-1]}",
-        )
-        require("outer_lr", lambda lr: lr == AUTO or (is_number(lr) and lr >= 0), "it must be at least 0, or 'auto'")
-        require(
-            "outer_momentum",
-            lambda momentum: momentum == AUTO or (is_number(momentum) and 0 <= momentum < 1),
-            "it must be at least 0 and below 1, or 'auto'",
-        )
-        require(
-            "mixing",
-            lambda kept: kept == AUTO or isinstance(kept, LandingRule) or (is_number(kept) and 0 <= kept <= 1),
-            "it must be between 0 and 1, 'auto', or a LandingRule",
-        )
-        require(
-            "outer_lr_schedule",
-            lambda make: make is None or callable(make),
-            "it must be a callable from an optimizer to a torch scheduler, or None",
-            "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one",
-        )
-        require(
-            "outer_clip_norm",
-            # As for torch, inf measures norms and clips none.
-            lambda norm: norm in (None, math.inf) or (is_number(norm) and norm > 0),
-            "it must be a number above 0, or None",
-            "the norms that are logged as sdiloco/outer_grad_norm tell what is usual",
-        )
-        require(
-            "outlier_guard",
-            lambda times: times is None or (is_number(times) and times > 1),
-            "it must be a number above 1, or None",
-            "5.0 leaves out what is five times as long as usual",
-        )
-        require("final_sync", lambda on: isinstance(on, bool), "it must be True or False", "True is the default")
-        require("offload", lambda on: on == AUTO or isinstance(on, bool), "it must be True, False or 'auto'")
-        require(
-            "timeout",
-            lambda timeout: isinstance(timeout, timedelta) and timeout > timedelta(0),
-            "it must be a positive timedelta",
-            f"datetime.timedelta(seconds={self.timeout}) is so many seconds"
-            if is_number(self.timeout)
-            else "datetime.timedelta(minutes=30) is the default",
-        )
+        every, overlap, warmup = self.sync_every, self.overlap_steps, self.warmup_steps
+        lr, momentum, kept, timeout = self.outer_lr, self.outer_momentum, self.mixing, self.timeout
+        whole = "it must be a whole number of at least"
+        _require(self, "sync_every", is_whole(every) and every >= 1, f"{whole} 1", "100 is the paper's choice", int)
+        _require(self, "warmup_steps", is_whole(warmup) and warmup >= 0, f"{whole} 0", "0 is the default", int)
+        says = f"it must be at least 0 and below sync_every, which is {every}"
+        most = f"the paper saw next to no loss from up to {OVERLAP_STEPS[-1]}"
+        _require(self, "overlap_steps", is_whole(overlap) and 0 <= overlap < every, says, most, int)
+        _require(self, "outer_lr", lr == AUTO or (is_number(lr) and lr >= 0), "it must be at least 0, or 'auto'")
+        is_momentum = momentum == AUTO or (is_number(momentum) and 0 <= momentum < 1)
+        _require(self, "outer_momentum", is_momentum, "it must be at least 0 and below 1, or 'auto'")
+        is_mixing = kept == AUTO or isinstance(kept, LandingRule) or (is_number(kept) and 0 <= kept <= 1)
+        _require(self, "mixing", is_mixing, "it must be between 0 and 1, 'auto', or a LandingRule")
+        is_time = isinstance(timeout, timedelta) and timeout > timedelta(0)
+        given = f"seconds={timeout}) is so many seconds" if is_number(timeout) else "minutes=30) is the default"
+        _require(self, "timeout", is_time, "it must be a positive timedelta", f"datetime.timedelta({given}", timedelta)
 
     def _check_outer_optimizer(self) -> None:
-        if self.outer_optimizer is None:
-            return
-        if not callable(self.outer_optimizer):
-            kind = type(self.outer_optimizer).__name__
-            made = isinstance(self.outer_optimizer, Optimizer)
-            raise ValueError(
-                f"outer_optimizer of type {kind} is {'already an optimizer' if made else 'nothing that can be called'}:"
-                " it must be a callable from the flat float32 shards, which are known only when a fit starts, to a"
-                " torch optimizer. Choose one such as functools.partial(torch.optim.SGD, lr=0.7)."
-            )
-        if both := [name for name in _OF_SGD if getattr(self, name) != AUTO]:
+        both = [name for name in _OF_SGD if getattr(self, name) != AUTO]
+        if self.outer.make is not None and both:
             given = " and ".join(f"{name}={getattr(self, name)}" for name in both)
             raise ValueError(
                 f"outer_optimizer was given together with {given}. They configure the built-in Nesterov SGD, which"
@@ -234,22 +236,22 @@ class Settings:
                     f"{name}={policy!r} is no dataclass, so ranks cannot tell whether all have the same one. Make"
                     f" {type(policy).__name__} a frozen dataclass."
                 )
-        both = [name for name in _OF_AGGREGATION if getattr(self, name) is not None]
+        both = [name for name in ("clip_norm", "outlier_guard") if getattr(self.outer, name) is not None]
         if self.weighing is not None and both:
             raise ValueError(
-                f"weighing={self.weighing!r} was given together with {' and '.join(both)}, which say how much a group"
-                f" counts too. Leave out {' and '.join(both)}, or weighing."
+                f"weighing={self.weighing!r} was given together with {' and '.join(both)} of outer_optimizer, which say"
+                f" how much a group counts too. Leave out {' and '.join(both)}, or weighing."
             )
 
     def _check_gossip(self) -> None:
         """Refuses what does not go with outer parameters of their own in every group."""
         for name, why in _NOT_WITH_GOSSIP.items():
-            if (given := getattr(self, name)) is not None and given is not True and given != AUTO:
+            if (given := getattr(self if hasattr(self, name) else self.outer, name)) is not None:
                 raise ValueError(
                     f"{name}={given!r} does not go with route={self.route!r}, on which each group holds outer"
                     f" parameters of its own: {why}. Leave {name} out, or route."
                 )
-        if self.exchange == "two_shot" or isinstance(self.exchange, TwoShot):
+        if kind_and_backend(self.exchange)[0] not in ("auto", "gather"):
             raise ValueError(
                 f"exchange={self.exchange!r} does not go with route={self.route!r}: in a leg each group sends its"
                 " partners whole fragments, once. Leave exchange out."
@@ -272,14 +274,20 @@ class Settings:
         return self.exchange if self.shares else "gather"
 
     @property
-    def pace(self) -> Pace:
+    def outer(self) -> OuterOptimizer:
+        """The outer optimizer, with what belongs to it."""
+        given = self.outer_optimizer
+        return given if isinstance(given, OuterOptimizer) else OuterOptimizer(given)
+
+    @property
+    def launch_schedule(self) -> LaunchSchedule:
         """What decides when fragments launch."""
         return self.schedule or Every()
 
     @property
     def aggregation(self) -> Weighing:
         """What decides how much each group counts."""
-        return self.weighing or Aggregation(self.outer_clip_norm, self.outlier_guard)
+        return self.weighing or Aggregation(self.outer.clip_norm, self.outer.outlier_guard)
 
     @property
     def landing(self) -> LandingRule:
@@ -319,9 +327,9 @@ class Settings:
             0.9
         """
         if self.routing.momentum(num_groups) is not None:
-            wanted = {"outer_lr": 1, "outer_momentum": 0, "outer_optimizer": None, "outer_lr_schedule": None}
+            wanted = {"outer_lr": 1, "outer_momentum": 0, "make": None, "lr_schedule": None}
             for name, own in wanted.items():
-                if (value := getattr(self, name)) not in (AUTO, own):
+                if (value := getattr(self if hasattr(self, name) else self.outer, name)) not in (AUTO, own):
                     raise ValueError(
                         f"{name}={value!r} does not go with route={self.route!r}, whose momentum takes the place of an"
                         f" outer step: outer_lr is 1 and outer_momentum 0. Leave {name} out."
@@ -344,7 +352,7 @@ class Settings:
 
     @property
     def _left_open(self) -> list[str]:
-        names = ("mixing",) if self.outer_optimizer is not None else OuterStep._fields
+        names = ("mixing",) if self.outer.make is not None else OuterStep._fields
         return [name for name in names if getattr(self, name) == AUTO]
 
     @property
@@ -353,7 +361,7 @@ class Settings:
 
     def better_for_sparse(self, num_groups: int) -> dict[str, float]:
         """Returns what to choose in place of numbers that are known not to suit a sparse compression."""
-        if not self._is_sparse or self.outer_optimizer is not None:
+        if not self._is_sparse or self.outer.make is not None:
             return {}
         chosen, (least, most) = self.chosen_for(num_groups).numbers, self.gains_for_sparse
         if least <= chosen["outer_lr"] / (1 - chosen["outer_momentum"]) <= most:
@@ -368,7 +376,7 @@ class Settings:
 
     def fixed_by_a_checkpoint(self) -> dict[str, str]:
         """Returns, as text, the settings without which a checkpoint cannot be resumed exactly."""
-        free = _MAY_CHANGE if self.outer_optimizer is None else (*_MAY_CHANGE, *_OF_SGD)
+        free = _MAY_CHANGE if self.outer.make is None else (*_MAY_CHANGE, *_OF_SGD)
         return {name: text for name, text in self.described().items() if name not in free}
 
     @staticmethod
@@ -380,29 +388,109 @@ class Settings:
     def described(self) -> dict[str, str]:
         """Returns every setting as text that is the same on all ranks if and only if the setting is."""
         texts = {item.name: repr(getattr(self, item.name)) for item in fields(self)}
-        for name in ("outer_optimizer", "outer_lr_schedule"):
-            made_by = getattr(self, name)
-            if made_by is not None:
-                # The repr of a callable holds an address. What it makes is compared once the shards are known.
-                texts[name] = getattr(made_by, "__qualname__", type(made_by).__name__)
-        return texts
+        kind, backend = kind_and_backend(self.exchange)
+        return {**texts, **self.outer.described(), "exchange": repr(kind), "exchange.backend": backend}
 
 
-# Numbers, and what else has a type that a message names.
+# The names of arguments
 
-_WHOLE = ("sync_every", "overlap_steps", "layers_per_fragment", "warmup_steps")
-_NUMBERS = (*_WHOLE, "mixing", "outer_lr", "outer_momentum", "outer_clip_norm", "outlier_guard")
-_TYPES: dict[str, tuple[type, ...]] = {
-    "timeout": (timedelta,),
-    "final_sync": (bool,),
-    "offload": (bool, str),
-    "outer_lr_schedule": (Callable,),  # type: ignore[dict-item]
+_TOGETHER = (
+    "does not go with worker groups that are launched together: every launch waits for all of them, since a collective"
+    " ends with all or not at all. Launch each group as a site of a federation, which closes rounds without those who"
+    " are late: federation=Federation({name}=..., ...)"
+)
+_INSTEAD = {
+    "layers_per_fragment": (
+        "fragments",
+        "is part of fragments: give fragments='strided:{value}' or 'sequential:{value}', or a number of fragments,"
+        " which are balanced then",
+    ),
+    "outer_lr_schedule": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(lr_schedule=...)"),
+    "outer_clip_norm": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(clip_norm={value})"),
+    "outlier_guard": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(outlier_guard={value})"),
+    "offload": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(offload={value})"),
+    "final_sync": ("timeout", "is no choice: training always ends with the plain mean of the groups. Leave it out"),
+    "exchange_backend": (
+        "exchange",
+        "is part of exchange: give exchange='auto:{value}', 'gather:{value}' or 'two_shot:{value}'",
+    ),
+    "on_resume": ("resume", "is called resume: give resume='{value}'"),
+    "resumable_checkpoints": (
+        "resume",
+        "is part of resume: for 'newest' give resume='exact:newest' or 'restart:newest', for 'all' leave it out",
+    ),
+    "quorum": ("federation", _TOGETHER),
+    "grace": ("federation", _TOGETHER),
 }
+"""For arguments that were, and for those that belong elsewhere: the one to take, and what to write."""
+
+_SAME = {
+    **dict.fromkeys(("H", "inner_steps"), "sync_every"),
+    **dict.fromkeys(("tau", "fragment_sync_delay"), "overlap_steps"),
+    **dict.fromkeys(("alpha", "fragment_update_alpha"), "mixing"),
+    **dict.fromkeys(("M", "num_groups", "num_replicas", "num_workers"), "worker_groups"),
+    **dict.fromkeys(("P", "num_fragments"), "fragments"),
+    "outer_learning_rate": "outer_lr",
+}
+"""What the paper, and others who implement it, call an argument."""
+
+OTHER_NAMES = (*_INSTEAD, *_SAME)
 
 
-def _plain(value: Any) -> Any:
-    """Returns a scalar of numpy as the number of Python that it is, and anything else as it is."""
-    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+def refuse_unknown(owner: str, known: Collection[str], given: Mapping[str, Any]) -> None:
+    """Refuses arguments that a class does not have, and says what to write.
+
+    Args:
+        owner: The name of the class.
+        known: The names of its arguments.
+        given: What it was given, by name.
+
+    Raises:
+        ValueError: If an argument has another name, or belongs elsewhere.
+        TypeError: If there is no such argument.
+    """
+    unknown = {name: value for name, value in given.items() if name not in known}
+    instead = []
+    for name, value in unknown.items():
+        taken, says = _INSTEAD.get(name, (_SAME.get(name), "is called {taken} here"))
+        if taken in known:
+            shown = value if value is None or isinstance(value, str | int | float) else "..."
+            says = "is no argument: leave it out" if value is None else says
+            instead.append(f"{name}={value!r} {says.format(name=name, value=shown, taken=taken)}.")
+    if instead:
+        raise ValueError(" ".join(instead))
+    for name in unknown:
+        close = get_close_matches(name, known, 1)
+        advice = f"Did you mean {close[0]}?" if close else f"help({owner}) lists those that it has."
+        raise TypeError(f"{owner} has no argument {name!r}. {advice}")
+
+
+# Values
+
+
+def _make_plain(chosen: Any) -> None:
+    """Makes scalars of numpy the numbers that they are: they are compared between ranks, and saved."""
+    for item in fields(chosen):
+        value = getattr(chosen, item.name)
+        if isinstance(value, Number) and hasattr(value, "item"):
+            object.__setattr__(chosen, item.name, value.item())
+
+
+def _require(
+    chosen: Any, name: str, holds: bool, says: str, advice: str = "'auto' is the default", kind: Any = float
+) -> None:
+    """Refuses a value for which a rule does not hold; of its kind, int and float stand for all numbers."""
+    if holds:
+        return
+    value = getattr(chosen, name)
+    if kind in (int, float):
+        fault = fault_of(value, kind is int)
+    elif isinstance(value, kind):
+        fault = "out of range"
+    else:
+        names = " or ".join(one.__name__ for one in get_args(kind) or (kind,))
+        fault = f"of type {type(value).__name__}, not {names}"
+    raise ValueError(f"{name}={value!r} is {fault}: {says}. Choose another {name}; {advice}.")
 
 
 def is_real(value: Any) -> bool:
@@ -418,12 +506,6 @@ def is_number(value: Any) -> bool:
 def is_whole(value: Any) -> bool:
     """Tells whether a value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _fault(name: str, value: Any) -> str:
-    if name in _TYPES and not isinstance(value, _TYPES[name]):
-        return f"of type {type(value).__name__}, not {' or '.join(one.__name__ for one in _TYPES[name])}"
-    return fault_of(value, name in _WHOLE) if name in _NUMBERS else "out of range"
 
 
 def fault_of(value: Any, must_be_whole: bool) -> str:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+# Repeated blocks in a fragment: the paper's choice.
+_LAYERS = 3
+
 # The most fragments of a model in which no repeated blocks are found: as many as the paper's 1B model has.
 _MOST_FRAGMENTS_WITHOUT_BLOCKS = 8
 
@@ -49,23 +52,22 @@ class Partition(NamedTuple):
 
 def partition(
     parameters: Sequence[Parameter],
-    fragments: str | Sequence[Sequence[str]] = "strided",
-    layers_per_fragment: int = 3,
+    fragments: int | str | Sequence[Sequence[str]] = "strided",
     aliases: Mapping[str, str] | None = None,
     frozen: Sequence[str] = (),
 ) -> Partition:
     """Cuts a model into fragments.
 
-    ``"strided"`` and ``"sequential"`` look for repeated blocks and put ``layers_per_fragment`` of them into a fragment:
+    ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them into a fragment:
     interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. What stands outside the blocks
     (embeddings, head, last norm) forms fragments of its own. None of these is larger than the largest fragment of
-    blocks, unless a single tensor is. ``"balanced"`` distributes the tensors over fragments of equal size.
+    blocks, unless a single tensor is. A number distributes the tensors over so many fragments of equal size, and
+    ``"balanced"`` over as many as ``"strided:3"`` makes.
 
     Args:
         parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
-        fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns, one list
-            for each fragment.
-        layers_per_fragment: Most repeated blocks in a fragment; has no effect on patterns.
+        fragments: ``"strided"`` or ``"sequential"``, each with a number of blocks behind it or for 3; ``"balanced"``, a
+            number of fragments, or a list of lists of shell-style patterns, one list for each fragment.
         aliases: Further names of tied parameters, each with the name under which the parameter is in ``parameters``.
         frozen: Names of the parameters that are not trainable. A pattern may match nothing but these, because they may
             become trainable later; a list that matches no trainable parameter makes no fragment.
@@ -74,12 +76,12 @@ def partition(
         The fragments. Every parameter is in exactly one of them.
 
     Raises:
-        ValueError: If there are no parameters, the name is unknown, a pattern matches nothing, two patterns claim one
-            parameter, or a parameter is left out.
+        ValueError: If there are no parameters, or fewer than fragments, the name is unknown, a pattern matches nothing,
+            two patterns claim one parameter, or a parameter is left out.
 
     Examples:
         >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]
-        >>> cut = partition([Parameter("embedding.weight", 24), *layers], layers_per_fragment=2)
+        >>> cut = partition([Parameter("embedding.weight", 24), *layers], "strided:2")
         >>> for fragment in cut.fragments:
         ...     print(fragment.names, fragment.nbytes)
         ('blocks.0.weight', 'blocks.2.weight') 32
@@ -91,7 +93,14 @@ def partition(
             "The model has no trainable parameters, so there is nothing to synchronise between worker groups. Give it"
             " at least one parameter with requires_grad=True, or train it without this strategy."
         )
-    check_fragments(fragments)
+    fragments = checked_fragments(fragments)
+    if isinstance(fragments, int):
+        if fragments > len(parameters):
+            raise ValueError(
+                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of the model, none of"
+                " which is divided. Give at most so many."
+            )
+        return Partition(_balanced(parameters, fragments))
     if not isinstance(fragments, str):
         return Partition(_by_patterns(parameters, fragments, aliases or {}, frozen))
     blocks = find_blocks(parameters)
@@ -100,35 +109,41 @@ def partition(
         useful = _nbytes(parameters) // max(1, max(parameter.nbytes for parameter in parameters))
         count = max(1, min(useful, _MOST_FRAGMENTS_WITHOUT_BLOCKS))
         return Partition(_balanced(parameters, count), fell_back=fragments != "balanced")
-    cut = _by_blocks(parameters, blocks, layers_per_fragment, strided=fragments != "sequential")
-    return Partition(_balanced(parameters, len(cut)) if fragments == "balanced" else cut)
+    order, _, layers = fragments.partition(":")
+    cut = _by_blocks(parameters, blocks, int(layers or _LAYERS), strided=order != "sequential")
+    return Partition(_balanced(parameters, len(cut)) if order == "balanced" else cut)
 
 
-def check_fragments(fragments: Any) -> None:
-    """Raises an error for what cannot be a choice of fragments, whatever the model."""
-    if isinstance(fragments, str) and fragments not in ("strided", "sequential", "balanced"):
+def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
+    """Returns a choice of fragments as it is compared and saved, with the number of blocks; refuses what is none."""
+    if isinstance(fragments, str):
+        if fragments == "balanced":
+            return fragments
+        if fragments in ("strided", "sequential"):
+            return f"{fragments}:{_LAYERS}"
+        if re.fullmatch(r"(strided|sequential):[1-9]\d*", fragments):
+            return fragments
+    elif type(fragments) is int:
+        if fragments > 0:
+            return fragments
+    elif _is_list(fragments) and all(
+        _is_list(patterns) and all(isinstance(pattern, str) for pattern in patterns) for patterns in fragments
+    ):
+        return fragments
+    else:
         raise ValueError(
-            f"fragments={fragments!r} is unknown. It is 'strided', 'sequential', 'balanced', or a list of lists of"
-            " shell-style patterns such as [['net.0.*'], ['net.1.*']]. Choose one of them."
+            f"fragments={fragments!r} is not a list of non-empty lists of patterns. Give one list of shell-style"
+            " patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a number of fragments."
         )
-
-    def is_list(value: Any) -> bool:
-        return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-
-    are_patterns = is_list(fragments) and all(
-        is_list(patterns) and all(isinstance(pattern, str) for pattern in patterns) for patterns in fragments
+    raise ValueError(
+        f"fragments={fragments!r} is unknown. It is 'strided:{_LAYERS}' or 'sequential:{_LAYERS}', with a number of"
+        " repeated blocks in a fragment, 'balanced', a number of fragments, or a list of lists of shell-style patterns"
+        " such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1. Choose one of them."
     )
-    if not isinstance(fragments, str) and not are_patterns:
-        number = ""
-        if type(fragments) is int and fragments > 0:
-            number = (
-                f" How many there are follows from layers_per_fragment: for {fragments} of repeated blocks set it to"
-                f" the number of blocks divided by {fragments}; what is outside the blocks makes some more."
-            )
-        raise ValueError(
-            f"fragments={fragments!r} is not a list of non-empty lists of patterns.{number} Give one list of"
-            " shell-style patterns for each fragment, such as [['net.0.*'], ['net.1.*']]."
-        )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
 
 
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
@@ -184,9 +199,9 @@ def _repeated(prefix: str, numbered: dict[str, list[str]]) -> set[str]:
 
 
 def _by_blocks(
-    parameters: Sequence[Parameter], blocks: list[list[str]], layers_per_fragment: int, strided: bool
+    parameters: Sequence[Parameter], blocks: list[list[str]], most: int, strided: bool
 ) -> tuple[Fragment, ...]:
-    count = -(-len(blocks) // layers_per_fragment)
+    count = -(-len(blocks) // most)
     fragment_of = {
         name: block % count if strided else block * count // len(blocks)
         for block, names in enumerate(blocks)

@@ -7,7 +7,7 @@ its whole shard to every other one. In two hops, each group sums one part of the
 import ast
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import fsum, isfinite
 from typing import Any, Literal, NamedTuple
 
@@ -243,6 +243,8 @@ class TwoShot:
             ``"equal"``, which is ``exchange="two_shot"``.
         links: Gbit/s of the link of each group, in their order, for ``"by_bandwidth"``. Where it is left out, a Trainer
             measures the links before the first launch.
+        backend: What carries outer gradients between worker groups: ``"gloo"``, or ``"nccl"`` from CUDA device to CUDA
+            device. It changes no bit.
 
     Raises:
         ValueError: If there are neither shares nor links that could be meant, or both.
@@ -256,8 +258,11 @@ class TwoShot:
 
     parts: Literal["equal", "by_bandwidth"] | Sequence[float] = "by_bandwidth"
     links: Sequence[float] | None = None
+    backend: Literal["gloo", "nccl"] = field(default="gloo", repr=False)
 
     def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend={self.backend!r} is not known. It is 'gloo', which is the default, or 'nccl'.")
         if isinstance(self.parts, str):
             if self.parts not in ("equal", "by_bandwidth"):
                 raise ValueError(
@@ -316,13 +321,13 @@ class TwoShot:
         return None if len(set(shares)) == 1 else shares
 
     @staticmethod
-    def read(text: str) -> "TwoShot | str":
+    def read(text: str, backend: str) -> "TwoShot | str":
         """Returns the exchange with this ``repr``, as checkpoints hold it: a name, or one like this."""
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call):
-            return str(ast.literal_eval(call))
+            return f"{ast.literal_eval(call)}:{backend}"
         given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return TwoShot(given["parts"], given["links"])
+        return TwoShot(given["parts"], given["links"], backend)  # type: ignore[arg-type]
 
 
 def _numbers(name: str, given: Sequence[float], may_be_zero: bool) -> tuple[float, ...]:
@@ -336,27 +341,41 @@ def _numbers(name: str, given: Sequence[float], may_be_zero: bool) -> tuple[floa
     return tuple(given)
 
 
+BACKENDS = ("gloo", "nccl")
+
+
+def kind_and_backend(exchange: Any) -> tuple[Any, str]:
+    """Returns an exchange without its backend, and that: ``"two_shot:nccl"`` is ``"two_shot"`` over ``"nccl"``."""
+    if isinstance(exchange, str):
+        kind, _, backend = exchange.partition(":")
+        return kind, backend or BACKENDS[0]
+    return exchange, getattr(exchange, "backend", BACKENDS[0])
+
+
 def check_exchange(exchange: Any, compression: Compression) -> None:
     """Raises an error for what is no exchange, or does not suit a compression."""
-    is_two_shot = exchange == "two_shot" or isinstance(exchange, TwoShot)
+    kind, backend = kind_and_backend(exchange)
+    is_two_shot = kind == "two_shot" or isinstance(kind, TwoShot)
+    if not (is_two_shot or kind in ("auto", "gather")) or backend not in BACKENDS:
+        raise ValueError(
+            f"exchange={exchange!r} is not known. It is one of 'auto', 'gather', 'two_shot', or a TwoShot, each over"
+            " 'gloo', on every device, or over 'nccl' between CUDA devices: 'auto:nccl'. Choose one of them; 'auto' is"
+            " the default."
+        )
     if is_two_shot and (compression.varies() or compression.counts_senders()):
         why = "its payloads differ in length" if compression.varies() else "over='senders' asks who sent a value"
         raise ValueError(
             f"exchange={exchange!r} was given with compression={compression!r}: {why}, and a mean that is sent on in"
             " the second shot tells neither, nor fits into such a payload. Leave exchange out, or choose 'gather'."
         )
-    if not (is_two_shot or exchange in ("auto", "gather")):
-        raise ValueError(
-            f"exchange={exchange!r} is not known. It is one of 'auto', 'gather', 'two_shot', or a TwoShot."
-            " Choose one of them; 'auto' is the default."
-        )
 
 
 def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) -> bool:
     """Tells whether an exchange has two hops."""
-    if exchange == "auto":
+    kind, _ = kind_and_backend(exchange)
+    if kind == "auto":
         return groups > 2 and compression.suits_sums()
-    return exchange == "two_shot" or isinstance(exchange, TwoShot)
+    return kind == "two_shot" or isinstance(kind, TwoShot)
 
 
 def all_reduce_for(exchange: str | TwoShot, groups: int, compression: Compression, mixing: float) -> AllReduce:

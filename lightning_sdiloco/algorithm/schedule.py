@@ -139,7 +139,7 @@ class Heard(NamedTuple):
 
     Attributes:
         fragment: The fragment.
-        launched_at: The inner step of the launch, as `Pace.due` counts them.
+        launched_at: The inner step of the launch, as `LaunchSchedule.due` counts them.
         present: The groups that counted in the mean, rising.
         norms: Norm of the outer gradient of each group, before any compression, by group.
         trained: Micro-batches that each group trained since its own last launch of the fragment, by group.
@@ -152,7 +152,7 @@ class Heard(NamedTuple):
     trained: tuple[float, ...]
 
 
-class Pace(ABC):
+class LaunchSchedule(ABC):
     """Decides after which inner steps fragments launch. They land ``overlap_steps`` later.
 
     Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint. A fragment in
@@ -165,7 +165,7 @@ class Pace(ABC):
         """Returns the state before the first inner step, as JSON.
 
         Args:
-            schedule: What the run has without a pace: ``sync_every``, ``overlap_steps``, and the number of fragments.
+            schedule: The arithmetic of the run: ``sync_every``, ``overlap_steps``, and the number of fragments.
         """
 
     @abstractmethod
@@ -192,12 +192,12 @@ class Pace(ABC):
 
 
 @dataclass(frozen=True)
-class Every(Pace):
+class Every(LaunchSchedule):
     """Launches every fragment every ``sync_every`` inner steps: the schedule itself, whatever is heard.
 
     Examples:
-        >>> pace = Every()
-        >>> pace.due(pace.start(Schedule(sync_every=100, overlap_steps=5, fragments=2)), 150)
+        >>> schedule = Every()
+        >>> schedule.due(schedule.start(Schedule(sync_every=100, overlap_steps=5, fragments=2)), 150)
         (1,)
     """
 
@@ -212,7 +212,7 @@ class Every(Pace):
 
 
 @dataclass(frozen=True)
-class Selective(Pace):
+class Selective(LaunchSchedule):
     """Launches less often while outer gradients hardly change: SelSync (arXiv 2307.07950) for worker groups.
 
     The rate of a group is the norm of its outer gradient over the inner steps that it trained. As long as no group's
@@ -228,15 +228,15 @@ class Selective(Pace):
         ValueError: If one is out of its range.
 
     Examples:
-        >>> pace = Selective(threshold=0.3, most=4)
-        >>> state = pace.start(Schedule(sync_every=10, overlap_steps=0, fragments=1))
+        >>> schedule = Selective(threshold=0.3, most=4)
+        >>> state = schedule.start(Schedule(sync_every=10, overlap_steps=0, fragments=1))
         >>> launches = []
         >>> for step in range(1, 101):
-        ...     if pace.due(state, step):
+        ...     if schedule.due(state, step):
         ...         launches.append(step)
         ...         rate = 3.0 if step >= 70 else 1.0  # training changes
         ...         trained = step - (launches[-2] if launches[1:] else 0)
-        ...         state = pace.heard(state, Heard(0, step, (0, 1), (rate * trained,) * 2, (trained,) * 2))
+        ...         state = schedule.heard(state, Heard(0, step, (0, 1), (rate * trained,) * 2, (trained,) * 2))
         >>> launches
         [10, 20, 40, 80, 90]
     """

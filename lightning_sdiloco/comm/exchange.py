@@ -192,7 +192,7 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
         if not messages.learns_sizes:
             raise ValueError(
                 "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length, and"
-                " exchange_backend='nccl' can only receive what has a size that all ranks know. Leave exchange_backend"
+                " exchange='...:nccl' can only receive what has a size that all ranks know. Leave ':nccl'"
                 " out for gloo, or choose a compression whose payloads have one size, such as 'sparse'."
             )
         self.device = messages.device
@@ -311,17 +311,17 @@ def nccl_on(device: torch.device) -> DeviceBackend:
         >>> nccl_on(torch.device("cpu"))
         Traceback (most recent call last):
         ...
-        ValueError: exchange_backend='nccl' was given, and this rank trains on cpu: NCCL joins CUDA devices only. ...
+        ValueError: exchange='...:nccl' was given, and this rank trains on cpu: NCCL joins CUDA devices only. ...
     """
     if device.type != "cuda":
         raise ValueError(
-            f"exchange_backend='nccl' was given, and this rank trains on {device.type}: NCCL joins CUDA devices only."
-            " Train on CUDA devices, or leave exchange_backend out for gloo, which works on every device."
+            f"exchange='...:nccl' was given, and this rank trains on {device.type}: NCCL joins CUDA devices only."
+            " Train on CUDA devices, or leave ':nccl' out for gloo, which works on every device."
         )
     if not dist.is_nccl_available():
         raise ValueError(
-            f"exchange_backend='nccl' was given, and torch {torch.__version__} was built without NCCL. Install a torch"
-            " that has it, or leave exchange_backend out for gloo."
+            f"exchange='...:nccl' was given, and torch {torch.__version__} was built without NCCL. Install a torch"
+            " that has it, or leave ':nccl' out for gloo."
         )
     return DeviceBackend("nccl", device)
 
@@ -368,7 +368,7 @@ class DeviceExchange(Exchange[_OnDevice]):
             raise ValueError(
                 f"The ranks {self._ranks} of the worker groups cannot exchange over {self._backend}: {error}."
                 " NCCL_DEBUG=INFO tells how they try, NCCL_SOCKET_IFNAME names the interface. Correct that on every"
-                " machine, or leave exchange_backend out for gloo."
+                " machine, or leave ':nccl' out for gloo."
             ) from error
 
     @override

@@ -39,7 +39,7 @@ from lightning_sdiloco.engine.shards import (
     unwrapped,
 )
 from lightning_sdiloco.engine.simulation import SimulatedGroups
-from lightning_sdiloco.engine.site.federation import Federation, refuse_quorum
+from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups, cut
 
 __all__ = [
@@ -70,7 +70,6 @@ __all__ = [
     "random_state",
     "ranks_of",
     "read_own",
-    "refuse_quorum",
     "require_same_model",
     "require_same_settings",
     "reshard",

@@ -296,7 +296,7 @@ def _read(path: str, save: str, name: str) -> bytes:
     except FileNotFoundError as error:
         raise ValueError(
             f"The checkpoint {path} needs {folder}/{save}/{name}, which is not there. The folder {folder} belongs to"
-            " the checkpoint file: move or copy both. With resumable_checkpoints='newest' only the newest checkpoint of"
+            " the checkpoint file: move or copy both. With resume='exact:newest' only the newest checkpoint of"
             " a run has one. Without it, start a new fit from the weights of the file."
         ) from error
 
@@ -473,7 +473,7 @@ def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
         )
 
     own, saved = place_of(topology), state.get("rank")
-    if saved is None or not state.keys() >= {"settings", "warmup_steps", "pace"}:
+    if saved is None or not state.keys() >= {"settings", "warmup_steps", "schedule"}:
         raise ValueError(
             "This is the state of an engine of an earlier version, which this one does not read. Load it with the"
             " version that made it, or start anew from the outer parameters."
@@ -587,7 +587,7 @@ def _land(
 ) -> int:
     """Lands the flights of complete groups as these would have landed them; returns how many could."""
     # The parts of two shots are those of then, and so is what the second rounding lost.
-    exchange = TwoShot.read(groups[0][0]["settings"]["exchange"])
+    exchange = TwoShot.read(groups[0][0]["settings"]["exchange"], "gloo")
     reduction = all_reduce_for(exchange, len(groups), settings.codec, settings.landing.kept)
     optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]
     landed = 0

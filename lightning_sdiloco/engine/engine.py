@@ -1,13 +1,15 @@
 """The engine of Streaming DiLoCo for any training loop: the public class, which counts steps and what landed."""
 
+import inspect
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import wraps
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +20,14 @@ from lightning_sdiloco.algorithm import (
     Absences,
     Fragment,
     LandingRule,
-    OuterLRSchedule,
+    LaunchSchedule,
     OuterOptimizer,
-    Pace,
     Route,
     Schedule,
     Settings,
     TwoShot,
     Weighing,
+    refuse_unknown,
 )
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression
@@ -54,8 +56,8 @@ from lightning_sdiloco.engine.start import (
     align_ranks,
     checked_micro_batches,
     cut,
-    default_topology,
     say_what_averages_twice,
+    topology_for,
 )
 
 _log = logging.getLogger(__name__)
@@ -75,6 +77,21 @@ class Counts:
     in_flight_s: float = 0.0
 
 
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def _names_checked(init: Init) -> Init:
+    """Makes a constructor say what to write in place of an argument that it does not have."""
+    known = [*inspect.signature(init).parameters][1:]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        refuse_unknown(type(self).__name__, known, given)
+        init(self, *args, **given)
+
+    return cast(Init, checked)
+
+
 class StreamingDiLoCo:
     """Streaming DiLoCo for any PyTorch training loop (https://arxiv.org/abs/2501.18512).
 
@@ -91,38 +108,36 @@ class StreamingDiLoCo:
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), or ``"auto"``; or a
             `LandingRule`, such as `Carry`.
-        fragments: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of shell-style patterns of names.
-        layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
+        fragments: ``"strided:3"`` or ``"sequential:3"``, with the repeated blocks in a fragment; ``"balanced"``; a
+            number of fragments of equal size; or a list of lists of shell-style patterns of names.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
-        exchange: How they become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``, or a ``TwoShot``.
-        outer_lr: Learning rate of the outer Nesterov SGD. Like the other three, ``"auto"`` chooses what suits the
-            number of groups, ``sync_every`` and the compression.
+        outer_lr: Learning rate of the outer Nesterov SGD. Like ``mixing`` and the next, ``"auto"`` chooses what suits
+            the number of groups, ``sync_every`` and the compression.
         outer_momentum: Momentum of the outer Nesterov SGD, or ``"auto"``.
-        outer_optimizer: From the flat float32 shards, one per fragment, to an elementwise optimizer; replaces the SGD.
-        outer_lr_schedule: From the outer optimizer to a torch scheduler that counts each fragment's rounds; None: none.
-        outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm; None clips nothing.
-        outlier_guard: A group whose outer gradient is so many times as long as the median of its last is left out.
+        outer_optimizer: From the flat float32 shards, one per fragment, to an elementwise optimizer, which replaces the
+            SGD; or an `OuterOptimizer`, with schedule, clipping, guard and offload.
+        exchange: How outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``, each
+            also with ``":nccl"`` behind it, or a `TwoShot`.
         warmup_steps: In so many inner steps, the first of the run, all groups take the mean of their gradients, as data
             parallelism does. Then call `average_gradients` after every ``backward()``.
-        final_sync: Whether `finish` ends with a plain mean of the groups' local parameters.
-        offload: Whether outer parameters and momentum rest in page-locked memory of the host; ``"auto"``: with CUDA.
-        timeout: How long a fragment may be in flight.
         schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner steps.
         weighing: How much each group counts in a mean, as a `Weighing`; None: by the inner steps that it trained.
         route: With whom each group exchanges in a round, such as `RandomPairs`; None: with all. Then groups hold outer
             parameters of their own, and what shows the outer model needs `group_mean`.
+        timeout: How long a fragment may be in flight.
+        federation: What these ranks, launched on their own, are a site of; None: all groups are launched together.
         inner_optimizers: Those of the training loop. `save` keeps their state; what is not finite of it is dropped.
         topology: Worker groups and process groups made by the caller, in place of ``worker_groups``.
-        federation: What these ranks, launched on their own, are a site of; None: all groups are launched together.
 
     Raises:
         ValueError: If an argument is out of range, the model cannot be cut as asked, or ranks differ in either.
+        TypeError: If there is no such argument.
 
     Examples:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        >>> engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, layers_per_fragment=1)
+        >>> engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, fragments="strided:1")
         >>> for _ in range(10):
         ...     optimizer.zero_grad()
         ...     model(torch.randn(2, 4)).square().mean().backward()
@@ -133,6 +148,7 @@ class StreamingDiLoCo:
         (4, 2)
     """
 
+    @_names_checked
     def __init__(
         self,
         model: nn.Module,
@@ -141,36 +157,30 @@ class StreamingDiLoCo:
         sync_every: int = 100,
         overlap_steps: int = 5,
         mixing: float | Literal["auto"] | LandingRule = "auto",
-        fragments: str | Sequence[Sequence[str]] = "strided",
-        layers_per_fragment: int = 3,
+        fragments: int | str | Sequence[Sequence[str]] = "strided",
         compression: str | Compression = "fp4",
-        exchange: str | TwoShot = "auto",
         outer_lr: float | Literal["auto"] = "auto",
         outer_momentum: float | Literal["auto"] = "auto",
-        outer_optimizer: OuterOptimizer | None = None,
-        outer_lr_schedule: OuterLRSchedule | None = None,
-        outer_clip_norm: float | None = None,
-        outlier_guard: float | None = None,
+        federation: Federation | None = None,
+        outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None,
+        exchange: str | TwoShot = "auto",
         warmup_steps: int = 0,
-        final_sync: bool = True,
-        offload: bool | str = "auto",
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        schedule: Pace | None = None,
+        schedule: LaunchSchedule | None = None,
         weighing: Weighing | None = None,
         route: Route | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
-        federation: Federation | None = None,
     ) -> None:
         given = Settings.among(locals())
-        self.topology = default_topology(1 if federation else worker_groups, timeout) if topology is None else topology
+        self.topology = topology_for(model, given, 1 if federation else worker_groups, topology)
         self.given, self.settings = given, given.chosen_for(self.topology.num_groups)
         require_own_group(model, self.topology)
         self.model = unwrapped(model)
         parts, device = agreed_fragments(self.model, self.settings, self.topology, is_site=federation is not None)
         say_what_averages_twice(inner_optimizers, self.settings, self.topology)
         background = (self.topology.background or ThreadBackground)(device)
-        storage = storage_for(device, given.offload)
+        storage = storage_for(device, given.outer.offload)
         self.rounds = Rounds(self.model, self.topology, storage, background, inner_optimizers)
         self.link = self.rounds.link
         self._cut(parts)
@@ -284,10 +294,9 @@ class StreamingDiLoCo:
     def finish(self) -> list[Landing]:
         """Ends training: lands what is in flight, takes the mean of all local progress, and leaves the outer model.
 
-        With ``final_sync`` every fragment then takes the plain mean over the groups of their local parameters,
-        in float32, without outer learning rate and momentum. The model is left with the outer parameters,
-        the same bits in every group. Within the warm-up that mean is taken in any case, in float32. Gradients are let
-        go. Returns what landed, without the final exchange. A second call does nothing.
+        Every fragment then takes the plain mean over the groups of their local parameters, in float32, without outer
+        learning rate and momentum. The model is left with the outer parameters, the same bits in every group. Gradients
+        are let go. Returns what landed, without the final exchange. A second call does nothing.
         """
         if self.is_finished:
             return []
@@ -306,16 +315,9 @@ class StreamingDiLoCo:
 
     def final_exchange(self) -> Iterator[None]:
         """Does the second part of `finish`. Yields again and again, so that groups in one process can take turns."""
-        if self.settings.final_sync or self.is_warming_up:
-            for landing in self.loop.final_exchange(self.inner_steps):
-                self.final_landings += [] if landing is None else [self._noted(landing)]
-                yield
-        elif not self.has_landed and not self.topology.rank:
-            _log.warning(
-                "Training ends after inner step %d, before every fragment has landed once, and final_sync=False leaves"
-                " out the mean of the groups: the model is left with values that nobody has trained.",
-                self.inner_steps,
-            )
+        for landing in self.loop.final_exchange(self.inner_steps):
+            self.final_landings += [] if landing is None else [self._noted(landing)]
+            yield
         self.view.end()
         self.close()
 
@@ -360,7 +362,7 @@ class StreamingDiLoCo:
 
     @property
     def schedule(self) -> Schedule:
-        """When fragments launch and land, by `steps_in_rounds`, where no pace says otherwise."""
+        """When fragments launch and land, by `steps_in_rounds`, where none was given."""
         return self.rounds.schedule
 
     @property

@@ -2,7 +2,7 @@
 
 [Note: fragment tensors] A rank holds these tensors of every fragment. ``length`` is the number of values in its shard,
 ``part`` that of the stretch of the shard which its group averages (with one hop the whole shard), and *storage* is the
-device of the model or, with ``offload``, page-locked memory of the host. All are flat and float32 unless it says so.
+device of the model or, offloaded, page-locked memory of the host. All are flat and float32 unless it says so.
 
 =================  ===========  ==========  ============================================================================
 tensor             shape        where       what it holds, and who writes it

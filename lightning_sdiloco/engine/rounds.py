@@ -122,7 +122,7 @@ class Rounds:
 
     def cut(self, fragments: Sequence[Fragment], settings: Settings) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
-        self.partition, self.settings, self._pace = tuple(fragments), settings, settings.pace
+        self.partition, self.settings, self._launches = tuple(fragments), settings, settings.launch_schedule
         self._begin_at(0)
         self.fragments = fragments_of(self.model, fragments, settings, self._topology, self.storage)
         # The outer gradient of a flight and the state that it replaces serve the next one.
@@ -152,7 +152,7 @@ class Rounds:
         left = max(0, self.settings.warmup_steps - step)
         settings = self.settings
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)
-        self._paced = self._pace.start(replace(self.schedule, warmup_steps=0))
+        self._heard = self._launches.start(replace(self.schedule, warmup_steps=0))
 
     def reshard(self) -> None:
         """Makes FSDP2 drop what it has gathered, before parameters are read or written; see `shards.reshard`."""
@@ -211,17 +211,17 @@ class Rounds:
         """Returns the fragments that launch after an inner step, in order."""
         if self.is_warmup(step):
             return self.schedule.launches(step - self.began_at)
-        return self._pace.due(self._paced, self._counted_in_rounds(step))
+        return self._launches.due(self._heard, self._counted_in_rounds(step))
 
     def _lands_at(self, launch: Launch) -> int:
         return launch.step + (self.schedule.overlap_steps if launch.purpose is Purpose.ROUND else 0)
 
     def longest_wait(self, step: int) -> int:
         """Returns how many inner steps it takes at most, from now on, until a request has landed with a launch."""
-        return self._pace.longest_wait(self.schedule, step - self.began_at)
+        return self._launches.longest_wait(self.schedule, step - self.began_at)
 
     def _counted_in_rounds(self, step: int) -> int:
-        """Counts an inner step as a pace does."""
+        """Counts an inner step as a schedule of launches does."""
         return step - self.began_at - self.schedule.warmup_steps
 
     def start(self, launch: Launch, began: float) -> None:
@@ -273,10 +273,11 @@ class Rounds:
             return completed(arrival.landing, flight.launched, (began, arrived), flight.pending.seconds, step)
 
     def _hear(self, launch: Launch, landing: Landing, trained: Sequence[int], sends_bytes_per_s: float) -> None:
-        """Tells the pace what travelled with a launch."""
+        """Tells the schedule of launches what travelled with a launch."""
         self.link.note(sends_bytes_per_s)
         at, norms = self._counted_in_rounds(launch.step), landing.group_norms
-        self._paced = self._pace.heard(self._paced, Heard(launch.fragment, at, landing.counted, norms, tuple(trained)))
+        heard = Heard(launch.fragment, at, landing.counted, norms, tuple(trained))
+        self._heard = self._launches.heard(self._heard, heard)
 
     def recover(self, landed: int) -> None:
         """Takes the outer values wherever those of this group are not finite, after a landing. In-group collective."""
@@ -420,7 +421,7 @@ class Rounds:
         return {
             "rounds_began_at": self.began_at,
             "described": self.described(),
-            "pace": dict(self._paced),
+            "schedule": dict(self._heard),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             **({"link": self.link.last} if self.link.last else {}),
         }
@@ -438,7 +439,7 @@ class Rounds:
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
         self._begin_at(state["rounds_began_at"])
-        self._paced = state["pace"]
+        self._heard = state["schedule"]
         self.link.last = list(state.get("link", ()))
 
 

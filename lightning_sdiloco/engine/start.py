@@ -11,8 +11,24 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm import DEFAULT_TIMEOUT, Fragment, Partition, Settings, check_legs, partition
-from lightning_sdiloco.comm import GroupLayout, Topology, checked_worker_groups, is_connected, world
+from lightning_sdiloco.algorithm import (
+    DEFAULT_TIMEOUT,
+    Fragment,
+    Partition,
+    Settings,
+    check_legs,
+    kind_and_backend,
+    partition,
+)
+from lightning_sdiloco.comm import (
+    DeviceBackend,
+    GroupLayout,
+    Topology,
+    checked_worker_groups,
+    is_connected,
+    nccl_on,
+    world,
+)
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.shards import aliases, clean_name, described, reshard, trainable
@@ -71,17 +87,32 @@ class WorkerGroups:
         return self.topology.group_rank
 
 
-def default_topology(worker_groups: int | str | WorkerGroups, timeout: timedelta) -> Topology:
+def topology_for(
+    model: nn.Module, settings: Settings, worker_groups: int | str | WorkerGroups, topology: Topology | None
+) -> Topology:
+    """Returns the worker groups of an engine: those that were given, or those that it makes."""
+    over_nccl = kind_and_backend(settings.exchange)[1] == "nccl"
+    if topology is None and not isinstance(worker_groups, WorkerGroups):
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        return default_topology(worker_groups, settings.timeout, nccl_on(device) if over_nccl else None)
+    made = topology or worker_groups.topology  # type: ignore[union-attr]
+    if over_nccl and made.num_groups > 1 and made.exchange.device.type == "cpu":
+        raise ValueError(
+            f"exchange={settings.exchange!r} was given with worker groups that were made before, and exchange over"
+            " gloo. Leave ':nccl' out, or give their number as worker_groups."
+        )
+    return made
+
+
+def default_topology(worker_groups: int | str, timeout: timedelta, on_device: DeviceBackend | None = None) -> Topology:
     """Divides the default process group into worker groups; one group where there is none. All ranks must call it."""
-    if isinstance(worker_groups, WorkerGroups):
-        return worker_groups.topology
     groups = checked_worker_groups(worker_groups)
     if is_connected():
         # Before the process groups are made: ranks that make different ones would wait for each other.
         require_same_settings({"worker_groups": str(groups)}, world())
     world_size = world().size if is_connected() else 1
     layout = GroupLayout(world_size, world_size if isinstance(groups, str) else groups)
-    return Topology.of_world(layout, timeout) if is_connected() else Topology()
+    return Topology.of_world(layout, timeout, on_device=on_device) if is_connected() else Topology()
 
 
 def checked_micro_batches(trained: int) -> int:
@@ -115,7 +146,7 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
     parameters = trainable(model)
     _require_real(parameters)
     frozen = [clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    return partition(described(parameters), settings.fragments, settings.layers_per_fragment, aliases(model), frozen)
+    return partition(described(parameters), settings.fragments, aliases(model), frozen)
 
 
 @torch.no_grad()
@@ -163,7 +194,7 @@ def say_what_averages_twice(optimizers: Sequence[Optimizer], settings: Settings,
     """Warns once, on one rank, of an inner optimizer that averages its steps under an outer momentum."""
     averaging = [type(one).__name__ for one in optimizers if hasattr(one, "train") and hasattr(one, "eval")]
     momentum = settings.numbers.get("outer_momentum", 0.0)
-    if averaging and momentum > 0 and settings.outer_optimizer is None and not topology.rank:
+    if averaging and momentum > 0 and settings.outer.make is None and not topology.rank:
         _log.warning(
             "%s averages the steps that it makes, as schedule-free optimizers and GPA do, and outer_momentum=%g"
             " averages them once more. outer_lr=1 and outer_momentum=0 leave it to the inner optimizer.",

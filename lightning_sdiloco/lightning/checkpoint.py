@@ -83,7 +83,7 @@ class Checkpointer:
         header = checkpoint.get(files.KEY)
         if header is None or self._trainer.state.fn != "fit":
             return checkpoint
-        if self._options.on_resume == "restart" or header["layout"] != self._layout():
+        if self._options.restarts or header["layout"] != self._layout():
             self._load_for_restart(checkpoint, str(path), header)
         else:
             self._require_the_settings_of(header)
@@ -115,7 +115,7 @@ class Checkpointer:
         """Makes those parameters trainable that were when the checkpoint was saved; callbacks do not do so."""
         if self._resumed is not None:
             trainable = {name for fragment in self._resumed["engine"]["fragments"] for name in fragment["names"]}
-        elif self._restart is not None and self._options.on_resume == "exact":
+        elif self._restart is not None and not self._options.restarts:
             trainable = set(self._restart.parameters)
         else:
             return
@@ -137,7 +137,7 @@ class Checkpointer:
         if other := self._other_settings(header):
             raise ValueError(
                 f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"
-                " it was saved with, or start the rounds anew from its outer parameters with on_resume='restart'."
+                " it was saved with, or start the rounds anew from its outer parameters with resume='restart'."
             )
 
     def _other_settings(self, header: dict[str, Any]) -> list[str]:
@@ -145,7 +145,7 @@ class Checkpointer:
 
     def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any]) -> None:
         """Restores the outer state of all groups, and inner optimizer and random state of those that have a file."""
-        if self._options.on_resume == "exact":
+        if not self._options.restarts:
             self._require_the_settings_of(header)
         self._restart = self._as_rank_zero_reads(path, header)
         rank = self._rank_before(header)
@@ -234,14 +234,13 @@ class Checkpointer:
 
     def _replaced_by(self, path: str) -> list[str]:
         """Returns the checkpoints of this run that lose their folders to the one that is about to be saved."""
-        newest_only = self._options.resumable_checkpoints == "newest"
-        return [other for other in self._saved if other != path] if newest_only else []
+        return [other for other in self._saved if other != path] if self._options.keeps_newest else []
 
     @property
     def _advice(self) -> str:
         return (
             f"Resume from {self._last_standing}. Make room on the disk, or keep fewer checkpoints: save_top_k of"
-            " ModelCheckpoint, and resumable_checkpoints='newest' of the strategy."
+            " ModelCheckpoint, and resume='exact:newest' of the strategy."
         )
 
     def _save_alone(self, state: dict[str, Any], path: str) -> None:

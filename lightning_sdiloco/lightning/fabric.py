@@ -37,7 +37,7 @@ from lightning_sdiloco.lightning.inner_steps import samples_in
 from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import ReadableStrategy, Results
-from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy, document, refuse_unknown
+from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy, document, refuse_others
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -52,7 +52,7 @@ _ADVICE = (
 )
 
 # Arguments of a Trainer's strategy that say what a Trainer does.
-_OF_TRAINER = ("evaluate", "on_resume", "resumable_checkpoints")
+_OF_TRAINER = ("evaluate", "resume")
 
 
 class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
@@ -79,7 +79,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         }
         own = {name: value for name, value in given.items() if name not in shared or name in _OF_TRAINER}
-        refuse_unknown(type(self), own)
+        refuse_others(type(self), own)
         options = Options.of({**shared, **given, "worker_groups": worker_groups})
         if options.auto.names:
             raise ValueError(
@@ -112,8 +112,8 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
     def finish(self) -> list[Landing]:
         """Ends training, after the last step and in all processes: the model is left with the outer parameters.
 
-        Fragments in flight land, and with ``final_sync`` each then takes the plain mean of the groups' local
-        parameters. Returns what landed.
+        Fragments in flight land, and each then takes the plain mean of the groups' local parameters. Returns
+        what landed.
         """
         if self.engine is None:
             _log.warning(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_sdiloco.algorithm import kind_and_backend
 from lightning_sdiloco.comm import (
     DeviceBackend,
     GroupLayout,
@@ -220,7 +221,7 @@ def _reached(host: Any, layout: GroupLayout, timeout: timedelta) -> Iterator[Non
 
 def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
     """Returns what carries outer gradients from device to device, if anything does."""
-    return nccl_on(host.root_device) if options.exchange_backend == "nccl" else None
+    return nccl_on(host.root_device) if kind_and_backend(options.settings.exchange)[1] == "nccl" else None
 
 
 # Collectives

@@ -340,7 +340,6 @@ class StreamingDiLoCoMonitorMixin(_Base):
             settings={
                 "sync_every": settings.sync_every,
                 "overlap_steps": settings.overlap_steps,
-                "layers_per_fragment": settings.layers_per_fragment,
                 **settings.numbers_and_policies,
                 "fragments": settings.fragments,
                 "compression": settings.compression if isinstance(settings.compression, str) else None,

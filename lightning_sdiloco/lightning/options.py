@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import AUTO, Settings, TwoShot
+from lightning_sdiloco.algorithm import AUTO, Settings, TwoShot, kind_and_backend
 from lightning_sdiloco.comm import Exchange, Topology, checked_worker_groups
 from lightning_sdiloco.engine import Federation, trainable
 from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, readable_rate, recommend
@@ -114,11 +114,6 @@ class AutoSettings:
                 f"route={settings.route!r} does not go with {names[0]}='auto': the planner plans rounds in which all"
                 f" groups exchange with all others. Choose {names[0]} yourself, or leave out route."
             )
-        if "fragments" in names and settings.layers_per_fragment != Settings.layers_per_fragment:
-            raise ValueError(
-                f"fragments='auto' was given together with layers_per_fragment={settings.layers_per_fragment}, which it"
-                " chooses too. Leave one of them out."
-            )
         if "sync_every" in names and settings.overlap_steps >= LARGEST_SYNC_EVERY:
             raise ValueError(
                 f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto', which chooses at most"
@@ -134,7 +129,7 @@ class AutoSettings:
         """Takes the choice from a checkpoint that was saved after it."""
         if not self.names or any(saved.get(name) in (None, repr(AUTO)) for name in self.names):
             return settings
-        chosen = {name: _read(name, saved[name]) for name in _taken(self.names)}
+        chosen = {name: _read(name, saved[name], settings) for name in self.names}
         self.names = ()
         return replace(settings, **chosen)
 
@@ -153,7 +148,8 @@ class AutoSettings:
         step_time, timeout = max(topology.world.all_gather_object(self.step_time())), settings.timeout.total_seconds()
         names = tuple(name for name in self.names if name != "exchange")
         if "exchange" in self.names:
-            settings = replace(settings, exchange=TwoShot().over(measure_links(topology, timeout)))
+            links = [measure_link(topology, timeout, to=group).gbit_s for group in range(topology.num_groups)]
+            settings = replace(settings, exchange=TwoShot(backend=_backend(settings)).over(links))
             if topology.rank == 0:
                 _log.warning("Chosen: exchange=%r, for these links in Gbit/s were measured.", settings.exchange)
         self.planned = bool(names)
@@ -182,7 +178,7 @@ def choice(
     else:
         groups = Groups(measured.step_time, topology.num_groups, topology.group_size, memory_rate(model))
         own = recommend(Model.of_parameters(trainable(model)), groups, measured.link, among).settings
-    return {name: getattr(own, name) for name in _taken(names)}
+    return {name: getattr(own, name) for name in names}
 
 
 def memory_rate(model: nn.Module) -> float:
@@ -190,54 +186,37 @@ def memory_rate(model: nn.Module) -> float:
     return _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
 
 
-def _taken(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the names of the settings that are chosen if these arguments are left to the planner."""
-    return (*names, *(("layers_per_fragment",) if "fragments" in names else ()))
-
-
 def candidates_among(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
     """Yields the given settings with what each of the planner's candidates would choose, in order, each once."""
-    taken, seen = _taken(names), set()
+    seen = set()
     for candidate in candidates():
-        chosen = tuple(getattr(candidate, name) for name in taken)
+        chosen = tuple(getattr(candidate, name) for name in names)
         sync_every = candidate.sync_every if "sync_every" in names else settings.sync_every
         overlap_steps = candidate.overlap_steps if "overlap_steps" in names else settings.overlap_steps
         if chosen not in seen and overlap_steps < sync_every:
             seen.add(chosen)
-            yield replace(settings, **dict(zip(taken, chosen, strict=True)))
+            yield replace(settings, **dict(zip(names, chosen, strict=True)))
 
 
-def measure_link(topology: Topology, timeout: float) -> Link:
-    """Measures the link between groups, with ever larger messages until one is slow enough. All ranks must call it."""
+def measure_link(topology: Topology, timeout: float, to: int | None = None) -> Link:
+    """Measures the link between groups, with ever larger messages until one is slow enough. All ranks must call it.
+
+    Args:
+        topology: The worker groups.
+        timeout: How long an exchange may take, in seconds.
+        to: The group whose own link is measured: all others send to it at once. None: all send to all.
+    """
 
     def seconds(nbytes: int) -> float:
-        own = _exchange_seconds(topology.exchange, nbytes, timeout)
-        return float(max(topology.world.all_gather_object(own)))
+        took = topology.world.all_gather_object(_exchange_seconds(topology.exchange, nbytes, timeout, to))
+        return float(max(took if to is None else took[topology.group_size * to :][: topology.group_size]))
 
-    round_trip = min(seconds(1) for _ in range(3))
-    nbytes = _LEAST_BYTES
+    round_trip, nbytes = min(seconds(1) for _ in range(3)), _LEAST_BYTES
     while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
         nbytes *= 4
     # All ranks of a group send at once, each to all other groups.
     sent = nbytes * (topology.num_groups - 1) * topology.group_size
     return Link(gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9))
-
-
-def measure_links(topology: Topology, timeout: float) -> list[float]:
-    """Measures what each group's link carries in Gbit/s, one after the other: all others send to it at once."""
-    found = []
-    for group in range(topology.num_groups):
-
-        def seconds(nbytes: int, to: int = group) -> float:
-            own = _exchange_seconds(topology.exchange, nbytes, timeout, to)
-            return float(max(topology.world.all_gather_object(own)[topology.group_size * to :][: topology.group_size]))
-
-        round_trip, nbytes = min(seconds(1) for _ in range(3)), _LEAST_BYTES
-        while (took := seconds(nbytes)) < _ENOUGH_SECONDS and nbytes < _MOST_BYTES:
-            nbytes *= 4
-        sent = nbytes * (topology.num_groups - 1) * topology.group_size
-        found.append(sent * 8 / max(took - round_trip, 1e-6) / 1e9)
-    return found
 
 
 def _exchange_seconds(exchange: Exchange[Any], nbytes: int, timeout: float, to: int | None = None) -> float:
@@ -255,14 +234,19 @@ def _is_auto(name: str, value: Any) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
+def _backend(settings: Settings) -> Any:
+    return kind_and_backend(settings.exchange)[1]
+
+
 def _asked(name: str) -> str:
     """Returns what was given, for an error."""
     return f"exchange={TwoShot()!r}" if name == "exchange" else f"{name}='auto'"
 
 
-def _read(name: str, text: str) -> Any:
+def _read(name: str, text: str, settings: Settings) -> Any:
+    """Returns a setting that was chosen from its text in a checkpoint."""
     if name == "exchange":
-        return TwoShot.read(text)
+        return TwoShot.read(text, _backend(settings))
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -286,12 +270,11 @@ def tell(settings: Settings, fragments: int, auto: AutoSettings, loggers: Iterab
             "sdiloco/link_round_trip": auto.measured.link.round_trip,
         }
     _log.warning(
-        "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r, layers_per_fragment=%d (number of fragments: %d),"
-        " compression=%r, because %s. A resumed fit takes these settings from its checkpoint.",
+        "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r (number of fragments: %d), compression=%r, because %s. A"
+        " resumed fit takes these settings from its checkpoint.",
         settings.sync_every,
         settings.overlap_steps,
         settings.fragments,
-        settings.layers_per_fragment,
         fragments,
         settings.compression,
         auto.why,
@@ -307,10 +290,8 @@ class Options:
     settings: Settings
     auto: AutoSettings
     worker_groups: int | Literal["auto"]
-    exchange_backend: str | None
-    on_resume: str
     evaluate: str
-    resumable_checkpoints: str = "all"
+    resume: str
     federation: Federation | None = None
 
     @staticmethod
@@ -322,28 +303,17 @@ class Options:
 
     def __post_init__(self) -> None:
         self.worker_groups = checked_worker_groups(self.worker_groups)
-        if self.exchange_backend not in (None, "gloo", "nccl"):
-            raise ValueError(
-                f"exchange_backend={self.exchange_backend!r} is not available: worker groups exchange over 'gloo', on"
-                " every device, or over 'nccl' between CUDA devices. Leave exchange_backend out for gloo."
-            )
-        if self.on_resume not in ("exact", "restart"):
-            raise ValueError(
-                f"on_resume={self.on_resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other"
-                " settings, or 'restart', which starts the rounds anew from its outer parameters. Choose one of them."
-            )
         if self.evaluate not in ("outer", "mean", "local"):
             raise ValueError(
                 f"evaluate={self.evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the"
                 " default, the 'mean' of the worker groups, or the 'local' model of each. Choose one of them."
             )
-        if self.resumable_checkpoints not in ("all", "newest"):
+        if self.resume not in ("exact", "restart", "exact:newest", "restart:newest"):
             raise ValueError(
-                f"resumable_checkpoints={self.resumable_checkpoints!r} is unknown: it must be 'all', which keeps the"
-                " folder of every checkpoint that stands, or 'newest', which keeps that of the newest. Choose one of"
-                " them."
+                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other settings,"
+                " or 'restart', which starts the rounds anew from its outer parameters; with ':newest' behind it the"
+                " newest checkpoint alone keeps the folder from which a fit resumes. Choose one of them."
             )
-
         if self.federation is not None:
             self._check_federation(self.federation)
             # The ranks of a site are one group.
@@ -368,8 +338,7 @@ class Options:
                 " that of the site that founded the run (sdiloco doctor --hub shows it)."
             )
         for name, is_refused, instead in (
-            ("exchange_backend", self.exchange_backend == "nccl", "a site reaches its hub over gRPC: leave it out"),
-            ("on_resume", self.on_resume == "restart", "a site takes up its own checkpoint, or a state: leave it out"),
+            ("resume", self.restarts, "a site takes up its own checkpoint, or a state: leave it out"),
             (
                 "evaluate",
                 self.evaluate == "mean",
@@ -378,6 +347,16 @@ class Options:
         ):
             if is_refused:
                 raise ValueError(f"{name}={getattr(self, name)!r} does not go with a federation: {instead}.")
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a fit that is resumed starts the rounds anew, whatever the settings of its checkpoint."""
+        return self.resume.startswith("restart")
+
+    @property
+    def keeps_newest(self) -> bool:
+        """Whether only the newest checkpoint keeps the folder from which a fit resumes."""
+        return self.resume.endswith(":newest")
 
     def after(self, fit: "Options") -> "Options":
         """Returns the options for another fit: what the planner chose in the last one stays."""
@@ -389,7 +368,5 @@ class Options:
             **self.auto.described(self.settings.described()),
             "worker_groups": str(self.worker_groups),
             "evaluate": self.evaluate,
-            "on_resume": self.on_resume,
-            "resumable_checkpoints": self.resumable_checkpoints,
-            "exchange_backend": self.exchange_backend or "gloo",
+            "resume": self.resume,
         }

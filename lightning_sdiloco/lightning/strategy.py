@@ -9,11 +9,12 @@ how ranks hold the model. `Results` are what users read, also afterwards.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -21,19 +22,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from typing_extensions import override
+from typing_extensions import TypedDict, Unpack, override
 
 from lightning_sdiloco.algorithm import (
     DEFAULT_TIMEOUT,
+    OTHER_NAMES,
     LandingRule,
-    Pace,
+    LaunchSchedule,
+    OuterOptimizer,
     Route,
     TwoShot,
     Weighing,
+    refuse_unknown,
 )
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine import Federation, refuse_quorum
+from lightning_sdiloco.engine import Federation
 from lightning_sdiloco.lightning.fit import Distribution, Fit, put_first
 from lightning_sdiloco.lightning.groups import ConnectedGroups, only_device, stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.host.ddp import release_gradients
@@ -65,49 +68,41 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
             ``LandingRule``, as ``Carry()``. Here, in ``outer_lr`` and in ``outer_momentum``, ``"auto"``
             is what suits the number of groups, ``sync_every`` and the compression; a fit that is resumed takes the
             numbers of its checkpoint.
-        fragments: How the model is cut: ``"strided"``, ``"sequential"``, ``"balanced"``, or a list of lists of
-            shell-style patterns matched against parameter names, one list for each fragment; or ``"auto"``, which
-            chooses ``layers_per_fragment`` too.
-        layers_per_fragment: Repeated blocks in a fragment, for strided and sequential fragments.
+        fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of repeated blocks in a
+            fragment, which is 3 if it is left out; ``"balanced"``, into as many fragments of equal size as
+            ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style patterns matched
+            against parameter names, one list for each fragment; or ``"auto"``, strided with as many blocks as suit.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
             as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, which
             chooses the most exact of ``"fp32"``, ``"bf16"`` and ``"fp4"`` for which the link suffices.
-        exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``
-            for what suits the number of groups and the compression, or a ``lightning_sdiloco.TwoShot``, whose groups
-            average parts that suit their links.
         outer_lr: Learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
+        evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
+            has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
+            that of each group. Checkpoints hold the outer one; until every fragment has landed once, or right after a
+            validation that saw the mean, they hold the mean.
+        federation: The `Federation` of which these ranks, launched on their own, are a site. None: all worker groups
+            are launched together.
         outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
-            replaces the Nesterov SGD.
-        outer_lr_schedule: From the outer optimizer to a torch scheduler, which counts the rounds of each fragment:
-            its own outer steps. None keeps the rate.
-        outer_clip_norm: The outer gradient of a group that is longer is scaled down to this norm. None clips nothing.
-        outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
-            is left out of the mean. None leaves out none.
+            replaces the Nesterov SGD. Or a ``lightning_sdiloco.OuterOptimizer``, which also has a schedule of the rate,
+            clipping, a guard against outliers, and where outer state rests.
+        exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``
+            for what suits the number of groups and the compression, or a ``lightning_sdiloco.TwoShot``, whose groups
+            average parts that suit their links. With ``":nccl"`` behind it, as ``"auto:nccl"``, outer gradients go from
+            CUDA device to CUDA device; otherwise gloo carries them.
+        resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the outer
+            parameters and outer momentum of any checkpoint. With ``":newest"`` behind it only the newest checkpoint
+            keeps the folder from which a fit resumes, not all.
         warmup_steps: In so many inner steps, the first of the run, all groups take the mean of their gradients, as DDP
             does. Helps where there are four groups or more.
-        final_sync: Whether a finished fit ends with a plain mean of the groups' local parameters.
-        offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
-            the device is CUDA.
-        exchange_backend: What carries outer gradients between worker groups: ``"gloo"``, the default, or ``"nccl"``
-            from CUDA device to CUDA device.
-        schedule: When fragments launch: a ``Pace`` such as ``Selective()``, which launches less often while outer
-            gradients hardly change. None: every ``sync_every`` inner steps.
+        schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which launches less often while
+            outer gradients hardly change. None: every ``sync_every`` inner steps.
         weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps that it
             trained.
         route: With whom each group exchanges in a round: a ``Route`` such as ``RandomPairs()``, ``FastestPairs()`` or
             ``Ring()``, on which groups hold outer parameters of their own; validation and checkpoints have their mean.
             None: with all.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
-        federation: The `Federation` of which these ranks, launched on their own, are a site. None: all worker groups
-            are launched together.
-        evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
-            has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
-            that of each group. Checkpoints hold the outer one; until every fragment has landed once, or right after a
-            validation that saw the mean, they hold the mean.
-        on_resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the
-            outer parameters and outer momentum of any checkpoint.
-        resumable_checkpoints: Which checkpoints keep the folder from which a fit resumes: ``"all"`` or ``"newest"``.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -132,31 +127,23 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
         sync_every: int | Literal["auto"] = 100,
         overlap_steps: int | Literal["auto"] = 5,
         mixing: float | Literal["auto"] | LandingRule = "auto",
-        fragments: str | list[list[str]] = "strided",
-        layers_per_fragment: int = 3,
+        fragments: int | str | list[list[str]] = "strided",
         compression: str | Compression = "fp4",
-        exchange: Literal["auto", "gather", "two_shot"] | TwoShot = "auto",
         outer_lr: float | Literal["auto"] = "auto",
         outer_momentum: float | Literal["auto"] = "auto",
-        outer_optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
-        outer_lr_schedule: Callable[[Optimizer], LRScheduler] | None = None,
-        outer_clip_norm: float | None = None,
-        outlier_guard: float | None = None,
-        warmup_steps: int = 0,
-        final_sync: bool = True,
-        offload: bool | str = "auto",
         evaluate: Literal["outer", "mean", "local"] = "outer",
-        exchange_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        schedule: Pace | None = None,
+        federation: Federation | None = None,
+        outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None,
+        exchange: str | TwoShot = "auto",
+        resume: Literal["exact", "restart", "exact:newest", "restart:newest"] = "exact",
+        warmup_steps: int = 0,
+        schedule: LaunchSchedule | None = None,
         weighing: Weighing | None = None,
         route: Route | None = None,
-        on_resume: Literal["exact", "restart"] = "exact",
-        resumable_checkpoints: Literal["all", "newest"] = "all",
-        federation: Federation | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
         **of_format: Any,
     ) -> None:
-        refuse_unknown(type(self), of_format)
+        refuse_others(type(self), of_format)
         # Nothing is started here: strategies are pickled.
         self._options = Options.of(locals())
         arguments = self.base_arguments(**of_format)
@@ -448,13 +435,13 @@ def document(
         strategy: The strategy.
         summary: What it does.
         base_arguments: Its own arguments, which are described there.
-        without: The last of those that are described at `WorkerGroupStrategy`, which it does not have.
+        without: Those that are described at `WorkerGroupStrategy`, and that it does not have.
         renamed: How it calls some of its own.
     """
     described, _, raises = inspect.cleandoc(WorkerGroupStrategy.__doc__ or "").partition("\n\nRaises:")
     shared = described.partition("Args:\n")[2]
     for name in without:
-        shared = shared.partition(f"    {name}: ")[0]
+        shared = re.sub(rf"    {name}: .*\n(?:     .*\n)*", "", shared)
     own = inspect.cleandoc(base_arguments.__doc__ or "").partition("Args:\n")[2]
     for name, shorter in renamed.items():
         own = own.replace(f"    {name}: ", f"    {shorter}: ")
@@ -464,17 +451,35 @@ def document(
     for parameter in inspect.signature(base_arguments).parameters.values():
         parameters.append(parameter.replace(name=renamed.get(parameter.name, parameter.name)))
     strategy.__signature__ = inspect.Signature(parameters)
+    _take_other_names(strategy, parameters)
 
 
-def refuse_unknown(strategy: type[Any], of_format: Mapping[str, Any]) -> None:
+def _take_other_names(strategy: type[Any], parameters: Sequence[inspect.Parameter]) -> None:
+    """Lets a command line hand over names that are no arguments, for the strategy to say what to write instead."""
+    init = strategy.__init__
+
+    @wraps(init)
+    def taking(self: Any, *args: Any, **given: Any) -> None:
+        init(self, *args, **given)
+
+    names = TypedDict("names", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
+    names.__doc__ = "\n".join(
+        ["Other names.", "", "Args:", *(f"    {name}: Refused, with what to write instead." for name in OTHER_NAMES)]
+    )
+    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD, annotation=Unpack[names])
+    own = next(iter(inspect.signature(init).parameters.values()))
+    taking.__signature__ = inspect.Signature([own, *parameters, others])  # type: ignore[attr-defined]
+    strategy.__init__ = taking
+
+
+def refuse_others(strategy: type[Any], of_format: Mapping[str, Any]) -> None:
     """Refuses arguments that a strategy does not have."""
-    refuse_quorum(of_format)
     known = inspect.signature(strategy).parameters
+    of_ddp = inspect.signature(DistributedDataParallel).parameters
     for name in of_format.keys() - known.keys():
-        of_ddp = name in inspect.signature(DistributedDataParallel).parameters or name.startswith("ddp_comm_")
-        advice = (
-            f"It belongs to DistributedDataParallel: give ddp_kwargs={{{name!r}: ...}}"
-            if of_ddp and "ddp_kwargs" in known
-            else f"help({strategy.__name__}) lists those that it has"
-        )
-        raise TypeError(f"{strategy.__name__} has no argument {name!r}. {advice}.")
+        if "ddp_kwargs" in known and (name in of_ddp or name.startswith("ddp_comm_")):
+            raise TypeError(
+                f"{strategy.__name__} has no argument {name!r}. It belongs to DistributedDataParallel: give"
+                f" ddp_kwargs={{{name!r}: ...}}."
+            )
+    refuse_unknown(strategy.__name__, known, of_format)

@@ -140,7 +140,7 @@ class Streaming(Method):
         # In a warm-up there are the gradients of each step, and after the last one the parameters; a run that ends in
         # it has no other mean at its end.
         ends_in_it = 0 < steps < self.settings.warmup_steps
-        exact = warmup_steps + (warmup_steps > 0) + (self.settings.final_sync and not ends_in_it)
+        exact = warmup_steps + (warmup_steps > 0) + (not ends_in_it)
         return launched + exact * self._exact
 
     @cached_property
@@ -262,7 +262,7 @@ class Streaming(Method):
     @property
     def offloads(self) -> bool:
         """Tells whether outer state rests on the host; ``"auto"`` means what it means on CUDA."""
-        return self.settings.offload is not False
+        return self.settings.outer.offload is not False
 
 
 class Costs(NamedTuple):
@@ -498,7 +498,7 @@ class _Play:
         for fragment in self._in_flight:
             self._land(fragment)
         self._use(self._method.final)
-        final = range(len(self._method.numels)) if self._method.settings.final_sync else ()
+        final = range(len(self._method.numels))
         for fragment in final:
             self._launch(fragment)
         for fragment in final:

@@ -81,9 +81,7 @@ def candidates() -> Iterator[Settings]:
     for sync_every, layers, overlap_steps, compression in product(
         SYNC_EVERY, (3, 6, 12, 1), OVERLAP_STEPS, ("fp32", "bf16", "fp4")
     ):
-        yield Settings(
-            sync_every=sync_every, overlap_steps=overlap_steps, layers_per_fragment=layers, compression=compression
-        )
+        yield Settings(sync_every, overlap_steps, fragments=f"strided:{layers}", compression=compression)
 
 
 def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings] | None = None) -> Streaming:

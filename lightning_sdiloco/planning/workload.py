@@ -38,7 +38,7 @@ class Model:
             ValueError: If there are no layers, or fewer values than layers.
 
         Examples:
-            >>> Model.of_size(24_000, layers=24).fragments(Settings(layers_per_fragment=12))
+            >>> Model.of_size(24_000, layers=24).fragments(Settings(fragments="strided:12"))
             (12000, 12000)
         """
         require(layers >= 1, "layers", layers, "at least 1")
@@ -60,14 +60,13 @@ class Model:
     def fragments(self, settings: Settings) -> tuple[int, ...]:
         """Returns the number of values in each fragment, as the engine would cut the model."""
         chosen = settings.fragments
-        patterns = chosen if isinstance(chosen, str) else tuple(map(tuple, chosen))
-        return _cut(self, patterns, settings.layers_per_fragment)
+        return _cut(self, chosen if isinstance(chosen, int | str) else tuple(map(tuple, chosen)))
 
 
 @lru_cache
-def _cut(model: Model, fragments: str | tuple[tuple[str, ...], ...], layers_per_fragment: int) -> tuple[int, ...]:
+def _cut(model: Model, fragments: int | str | tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
     numels = {parameter.name: numel for parameter, numel in zip(model.parameters, model.numels, strict=True)}
-    cut = partition(model.parameters, fragments, layers_per_fragment)
+    cut = partition(model.parameters, fragments)
     return tuple(sum(numels[name] for name in fragment.names) for fragment in cut.fragments)
 
 

@@ -65,7 +65,7 @@ def plan(
     loss: float = 0.0,
     sync_every: int = 100,
     overlap_steps: int = 5,
-    layers_per_fragment: int = 3,
+    fragments: int | str = "strided:3",
     compression: str = "fp4",
     steps: int = 10_000,
     memory_rate: float = 1000.0,
@@ -94,7 +94,8 @@ def plan(
         loss: Share of the packets that get lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
         overlap_steps: Inner steps between the launch of a fragment and its landing.
-        layers_per_fragment: Repeated blocks in a fragment.
+        fragments: How the model is cut: strided:3 or sequential:3, with the repeated blocks in a fragment, balanced, or
+            a number of fragments.
         compression: How outer gradients are encoded: fp32, bf16 or fp4.
         steps: Inner steps of the whole run, for the bytes in all.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
@@ -117,7 +118,7 @@ def plan(
     of_links, bandwidth, groups = _links(links, bandwidth, groups)
     step_time, bandwidth = _required(model, params, layers, step_time, bandwidth, steps)
     described = _described(model, params, layers)
-    settings = Settings(sync_every, overlap_steps, layers_per_fragment=layers_per_fragment, compression=compression)
+    settings = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
     workers, link = Groups(step_time, groups, group_size, memory_rate * 1e9), Link(bandwidth, round_trip, loss)
     of_sites = of_links or {f"site {number}": bandwidth for number in range(groups)}
     waits = _asked_waits(described, settings, workers, link, hub_bandwidth, quorum, grace, delays, of_sites)
@@ -327,9 +328,9 @@ def _plan_as_json(planned: Plan) -> dict[str, Any]:
 
 
 def _settings(settings: Settings, fragments: tuple[int, ...], groups: Groups) -> dict[str, Any]:
-    names = ("sync_every", "overlap_steps", "layers_per_fragment", "compression")
+    names = ("sync_every", "overlap_steps", "fragments", "compression")
     told = {name: getattr(settings, name) for name in names}
-    return {**told, **settings.chosen_for(groups.groups).numbers, "fragments": len(fragments)}
+    return {**told, **settings.chosen_for(groups.groups).numbers, "number_of_fragments": len(fragments)}
 
 
 # As text
@@ -350,7 +351,7 @@ _SHOWN = ("0.8", "0.95")
 def _plan_as_text(plan: Plan) -> str:
     settings = plan.settings
     overlap = f"overlap_steps={settings.overlap_steps}"
-    asked = f"sync_every={settings.sync_every}, {overlap}, layers_per_fragment={settings.layers_per_fragment}"
+    asked = f"sync_every={settings.sync_every}, {overlap}, fragments={settings.fragments!r}"
     return "\n".join(
         [
             *_circumstances(plan),
@@ -483,7 +484,7 @@ def _recommendation(plan: Plan) -> list[str]:
         f"{verdict}:",
         "",
         f"  sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
-        f" layers_per_fragment={settings.layers_per_fragment}, compression={settings.compression!r}",
+        f" fragments={settings.fragments!r}, compression={settings.compression!r}",
         f"  for which 'auto' means {', '.join(f'{name}={value:g}' for name, value in numbers.items())}",
         "",
         f"  {_fragments(chosen.fragments)}, compute utilisation {percent(prediction.utilisation)}"

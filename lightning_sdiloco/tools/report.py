@@ -171,7 +171,7 @@ def advise(run: Run, link: Link) -> Advice | None:
             best, reached = candidate, utilisation
         if reached >= planner.TARGET:
             break
-    names = ("overlap_steps", "exchange", "compression", "sync_every", "layers_per_fragment")
+    names = ("overlap_steps", "exchange", "compression", "sync_every", "fragments")
     changes = {name: getattr(best, name) for name in names if getattr(best, name) != getattr(settings, name)}
     return Advice(changes, now, reached)
 
@@ -195,7 +195,7 @@ def _settings(run: Run) -> Settings | None:
     told = about["settings"]
     if told["compression"] is None:
         return None
-    names = ("sync_every", "overlap_steps", "layers_per_fragment", "fragments", "compression")
+    names = ("sync_every", "overlap_steps", "fragments", "compression")
     automatic = Settings(**{name: told[name] for name in names})
     exchange = exchange_of(run)
     ran = automatic if exchange is None else replace(automatic, exchange=exchange)

@@ -1,6 +1,7 @@
 """How much each group counts in a mean: by the steps it trained, clipped, and guarded against outliers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import partial
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR
 
-from lightning_sdiloco import AgreementError, Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import AgreementError, Landing, OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, plain, remembered
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from tests.ranks import run_ranks
@@ -151,7 +152,7 @@ def test_only_norms_of_training_are_remembered() -> None:
 
 def test_the_norms_of_every_fragment_are_remembered_apart() -> None:
     models = [nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)) for _ in range(2)]
-    choices = {**PLAIN, "fragments": [["0.*"], ["1.*"]], "outlier_guard": 5.0}
+    choices = {**PLAIN, "fragments": [["0.*"], ["1.*"]], "outer_optimizer": OuterOptimizer(outlier_guard=5.0)}
     groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, **choices)
 
     @torch.no_grad()
@@ -326,7 +327,7 @@ def test_buffers_take_the_mean_over_the_groups_that_count() -> None:
 
 
 def test_the_outer_gradient_of_every_group_is_scaled_down_to_the_norm() -> None:
-    run = Pushed(3, outer_clip_norm=3.0)
+    run = Pushed(3, outer_optimizer=OuterOptimizer(clip_norm=3.0))
     landing = run.push(2.0, 3.0, -30.0)
     assert run.outer == pytest.approx((1.0 + 1.5 - 1.5) / 3)
     assert landing.outer_grad_norm == pytest.approx(2 / 3)
@@ -334,7 +335,7 @@ def test_the_outer_gradient_of_every_group_is_scaled_down_to_the_norm() -> None:
 
 
 def test_an_outlier_is_left_out_by_all_takes_the_outer_values_and_is_no_error() -> None:
-    run = Pushed(3, outlier_guard=5.0, mixing=0.5)
+    run = Pushed(3, outer_optimizer=OuterOptimizer(outlier_guard=5.0), mixing=0.5)
     for _ in range(4):
         assert run.push(1.0, 1.0, 1.4).outlying == ()
     for _ in range(4):
@@ -354,7 +355,7 @@ def test_an_outlier_is_left_out_by_all_takes_the_outer_values_and_is_no_error() 
 def test_the_guard_compares_with_the_mean_of_the_two_in_the_middle_where_the_norms_are_even_in_number(
     length: float, outlying: tuple[int, ...]
 ) -> None:
-    run = Pushed(2, outlier_guard=2.0)
+    run = Pushed(2, outer_optimizer=OuterOptimizer(outlier_guard=2.0))
     for before in (3.0, 1.0, 3.0, 1.0):
         assert run.push(1.0, before).outlying == ()
     assert run.push(1.0, length).outlying == outlying, "twice the median is 4"
@@ -367,13 +368,13 @@ def test_without_a_guard_nobody_is_left_out() -> None:
 
 
 def test_a_single_group_is_never_left_out() -> None:
-    run = Pushed(1, outlier_guard=2.0)
+    run = Pushed(1, outer_optimizer=OuterOptimizer(outlier_guard=2.0))
     for length in (1.0, 1.0, 1.0, 1.0, 1e6):
         assert run.push(length).outlying == ()
 
 
 def test_the_final_exchange_is_neither_weighted_nor_clipped_nor_guarded() -> None:
-    run = Pushed(2, outer_clip_norm=3.0, outlier_guard=2.0)
+    run = Pushed(2, outer_optimizer=OuterOptimizer(clip_norm=3.0, outlier_guard=2.0))
     for _ in range(5):
         run.push(1.0, 1.0)
     before = run.outer
@@ -403,10 +404,10 @@ def trained(steps: int, groups: int, idle: frozenset[int] = frozenset(), **choic
 
 
 OFF: dict[str, dict[str, Any]] = {
-    "clip": {"outer_clip_norm": 1e30},
-    "infinite clip": {"outer_clip_norm": inf},
-    "guard": {"outlier_guard": 1e30},
-    "schedule": {"outer_lr_schedule": partial(ConstantLR, factor=1.0)},
+    "clip": {"outer_optimizer": OuterOptimizer(clip_norm=1e30)},
+    "infinite clip": {"outer_optimizer": OuterOptimizer(clip_norm=inf)},
+    "guard": {"outer_optimizer": OuterOptimizer(outlier_guard=1e30)},
+    "schedule": {"outer_optimizer": OuterOptimizer(lr_schedule=partial(ConstantLR, factor=1.0))},
     "equal weights": {"idle": frozenset({3, 4, 9, 15, 16})},
 }
 
@@ -432,9 +433,9 @@ EVERYTHING: dict[str, Any] = {
     "sync_every": 4,
     "overlap_steps": 2,
     "fragments": LAYERS,
-    "outer_clip_norm": 0.2,
-    "outlier_guard": 1.3,
-    "outer_lr_schedule": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=7),
+    "outer_optimizer": OuterOptimizer(
+        lr_schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=7), clip_norm=0.2, outlier_guard=1.3
+    ),
 }
 
 
@@ -474,7 +475,8 @@ def test_real_processes_give_the_same_bits_as_the_simulation() -> None:
 
 def test_the_ranks_of_a_group_decide_alike_by_the_norm_of_the_whole_fragment() -> None:
     # Without compression, which changes norms by some percent.
-    choices = {**EVERYTHING, "outer_clip_norm": 0.02, "outlier_guard": 1.05, "compression": "fp32"}
+    outer = replace(EVERYTHING["outer_optimizer"], clip_norm=0.02, outlier_guard=1.05)
+    choices = {**EVERYTHING, "outer_optimizer": outer, "compression": "fp32"}
 
     def run(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[tuple[tuple[int, ...], float]]]:
         group, part = divmod(rank, 2)

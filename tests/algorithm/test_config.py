@@ -13,7 +13,7 @@ from lightning_sdiloco.algorithm.config import SPARSE_GAINS, OuterStep, Settings
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Float32, Int2, RandomK, Threshold, TopK
 from tests.training import mlp
 
-CUT = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
+CUT = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 SENDERS = ErrorFeedback(TopK(1 / 64, Int2(), over="senders"), decay=0.95)
 
 

@@ -200,7 +200,7 @@ def test_the_fall_back_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = StreamingDiLoCo(nn.LSTM(4, 5), compression="fp32")
     said = [record.getMessage() for record in caplog.records if "no repeated blocks" in record.getMessage()]
     assert len(said) == 1
-    assert "fragments='strided'" in said[0]
+    assert "fragments='strided:3'" in said[0]
     assert f"{len(engine.fragments)} balanced fragments" in said[0]
 
 
@@ -209,7 +209,7 @@ def test_the_fall_back_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_strided_puts_block_l_into_fragment_l_modulo_p() -> None:
     model = GPT(7)
-    fragments = fragments_of(cut(model, "strided", 3))
+    fragments = fragments_of(cut(model, "strided:3"))
     assert fragments[0] == below(model, "blocks.0", "blocks.3", "blocks.6")
     assert fragments[1] == below(model, "blocks.1", "blocks.4")
     assert fragments[2] == below(model, "blocks.2", "blocks.5")
@@ -217,33 +217,30 @@ def test_strided_puts_block_l_into_fragment_l_modulo_p() -> None:
 
 def test_sequential_puts_neighbours_together() -> None:
     model = GPT(6)
-    fragments = fragments_of(cut(model, "sequential", 3))
+    fragments = fragments_of(cut(model, "sequential:3"))
     assert fragments[0] == below(model, "blocks.0", "blocks.1", "blocks.2")
     assert fragments[1] == below(model, "blocks.3", "blocks.4", "blocks.5")
 
 
 @pytest.mark.parametrize("fragments", ["strided", "sequential"])
 @pytest.mark.parametrize("layers", [2, 5, 7, 12])
-@pytest.mark.parametrize("layers_per_fragment", [1, 2, 3, 5, 100])
-def test_layers_per_fragment_is_the_most_and_the_rest_is_even(
-    fragments: str, layers: int, layers_per_fragment: int
-) -> None:
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 100])
+def test_the_number_of_blocks_is_the_most_and_the_rest_is_even(fragments: str, layers: int, most: int) -> None:
     model = GPT(layers)
     blocks = blocks_of(model)
     counts = [
-        sum(block <= fragment for block in blocks)
-        for fragment in fragments_of(cut(model, fragments, layers_per_fragment))
+        sum(block <= fragment for block in blocks) for fragment in fragments_of(cut(model, f"{fragments}:{most}"))
     ]
     counts = [count for count in counts if count]
     assert sum(counts) == layers
-    assert len(counts) == math.ceil(layers / layers_per_fragment)
-    assert max(counts) <= layers_per_fragment
+    assert len(counts) == math.ceil(layers / most)
+    assert max(counts) <= most
     assert max(counts) - min(counts) <= 1
 
 
 def test_sequential_fragments_keep_the_order_of_the_layers() -> None:
     model = GPT(7)
-    fragments = fragments_of(cut(model, "sequential", 3))
+    fragments = fragments_of(cut(model, "sequential:3"))
     home = [
         next(i for i, names in enumerate(fragments) if f"blocks.{layer}.norm.weight" in names) for layer in range(7)
     ]
@@ -252,8 +249,8 @@ def test_sequential_fragments_keep_the_order_of_the_layers() -> None:
 
 def test_balanced_fragments_differ_by_no_more_than_one_tensor() -> None:
     model = GPT(9)
-    balanced = cut(model, "balanced", 3).fragments
-    assert len(balanced) == len(cut(model, "strided", 3).fragments)
+    balanced = cut(model, "balanced").fragments
+    assert len(balanced) == len(cut(model, "strided:3").fragments)
     sizes = [fragment.nbytes for fragment in balanced]
     assert max(sizes) - min(sizes) <= max(size for fragment in balanced for size in fragment.sizes)
 
@@ -272,7 +269,7 @@ def outside_of(model: nn.Module, cut: Partition) -> tuple[list[Fragment], list[F
 @pytest.mark.parametrize("fragments", ["strided", "sequential"])
 def test_what_stands_outside_the_blocks_has_fragments_of_its_own(vocabulary: int, fragments: str) -> None:
     model = GPT(4, vocabulary)
-    inside, outside = outside_of(model, cut(model, fragments, 2))
+    inside, outside = outside_of(model, cut(model, f"{fragments}:2"))
     assert set().union(*(fragment.names for fragment in inside)) == below(model, "blocks")
     names = {"embedding.weight", "positions", "norm.weight", "norm.bias", "head.weight"}
     assert set().union(*(fragment.names for fragment in outside)) == names
@@ -281,14 +278,14 @@ def test_what_stands_outside_the_blocks_has_fragments_of_its_own(vocabulary: int
 
 
 def test_an_embedding_larger_than_the_blocks_travels_alone() -> None:
-    cut_ = cut(GPT(4, vocabulary=300), "strided", 2)
+    cut_ = cut(GPT(4, vocabulary=300), "strided:2")
     assert {"embedding.weight"} in fragments_of(cut_)
     assert {"head.weight"} in fragments_of(cut_)
 
 
 def test_small_parameters_outside_share_one_fragment() -> None:
     model = GPT(4, vocabulary=2)
-    _, outside = outside_of(model, cut(model, "strided", 2))
+    _, outside = outside_of(model, cut(model, "strided:2"))
     assert len(outside) == 1
 
 
@@ -308,12 +305,10 @@ def named_parameters(draw: st.DrawFn) -> list[Parameter]:
 @given(
     parameters=named_parameters(),
     fragments=st.sampled_from(["strided", "sequential", "balanced"]),
-    layers_per_fragment=st.integers(1, 6),
+    layers=st.integers(1, 6),
 )
-def test_every_parameter_is_in_exactly_one_fragment(
-    parameters: list[Parameter], fragments: str, layers_per_fragment: int
-) -> None:
-    cut = partition(parameters, fragments, layers_per_fragment)
+def test_every_parameter_is_in_exactly_one_fragment(parameters: list[Parameter], fragments: str, layers: int) -> None:
+    cut = partition(parameters, fragments if fragments == "balanced" else f"{fragments}:{layers}")
     sizes = [(name, size) for f in cut.fragments for name, size in zip(f.names, f.sizes, strict=True)]
     assert sorted(sizes) == sorted((parameter.name, parameter.nbytes) for parameter in parameters)
     order = {parameter.name: index for index, parameter in enumerate(parameters)}
@@ -340,6 +335,15 @@ def test_the_sizes_of_the_fragments_are_those_of_the_model(model: nn.Module, fra
     sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
     found = {name: size for f in cut(model, fragments).fragments for name, size in zip(f.names, f.sizes, strict=True)}
     assert found == sizes
+
+
+def test_a_number_is_that_of_the_fragments_of_equal_size() -> None:
+    model = GPT(12)
+    for count in (1, 2, 5):
+        fragments = cut(model, count).fragments
+        assert len(fragments) == count
+        assert max(one.nbytes for one in fragments) <= 1.1 * min(one.nbytes for one in fragments)
+    assert "fragments=5 is more than the 4 trainable tensors" in refusal(mlp(2, [nn.ReLU]), 5)
 
 
 # Frozen and tied
@@ -436,7 +440,7 @@ def test_a_long_list_of_parameters_left_out_is_cut_short() -> None:
     assert f"and {left_out - 5} more" in message
 
 
-MALFORMED: list[Any] = [[], [[]], [["*"], []], ["*"], ["0.*", "2.*"], [[1]], [["*", None]], None, 3, [[["*"]]]]
+MALFORMED: list[Any] = [[], [[]], [["*"], []], ["*"], ["0.*", "2.*"], [[1]], [["*", None]], None, 3.0, [[["*"]]]]
 
 
 @pytest.mark.parametrize("fragments", MALFORMED, ids=repr)
@@ -446,10 +450,10 @@ def test_what_is_not_a_list_of_lists_of_patterns_is_refused(fragments: Any) -> N
         assert part in message
 
 
-@pytest.mark.parametrize("fragments", ["striped", "", "Strided", "*"])
-def test_an_unknown_name_is_refused(fragments: str) -> None:
+@pytest.mark.parametrize("fragments", ["striped", "", "Strided", "*", "strided:", "strided:0", "balanced:2", 0])
+def test_an_unknown_name_is_refused(fragments: Any) -> None:
     message = refusal(mlp(2, [nn.ReLU]), fragments)
-    for part in (f"fragments={fragments!r} is unknown", "'strided', 'sequential', 'balanced'", "[['net.0.*']"):
+    for part in (f"fragments={fragments!r} is unknown", "'strided:3' or 'sequential:3'", "[['net.0.*']"):
         assert part in message
 
 

@@ -70,7 +70,7 @@ def test_on_unequal_links_rounds_that_the_links_hold_up_are_shorter_by_the_close
     exchanges = ("two_shot", TwoShot("by_bandwidth", [1, 1, 1, 0.5]))
     ends = []
     for exchange in exchanges:
-        settings = Settings(sync_every=10, overlap_steps=9, final_sync=False, exchange=exchange)
+        settings = Settings(sync_every=10, overlap_steps=9, exchange=exchange)
         method = Streaming(Model.of_size(24_000_000, layers=12), settings, Groups(step_time=1e-3, groups=4))
         steps = play(method, links[0], 400, [1.0] * 4, links=links)[0].steps
         ends.append(steps[-1] - steps[199])
@@ -110,6 +110,7 @@ def test_links_that_nobody_measures_and_another_number_of_groups_are_refused() -
 
 
 def test_a_checkpoint_tells_which_parts_it_had() -> None:
-    for exchange in (TwoShot().over([0.98, 1, 0.4999]), UNEVEN, "gather"):
-        assert TwoShot.read(repr(exchange)) == exchange
+    for exchange in (TwoShot().over([0.98, 1, 0.4999]), UNEVEN, TwoShot((1, 1), backend="nccl")):
+        assert TwoShot.read(repr(exchange), exchange.backend) == exchange
+    assert TwoShot.read("'gather'", "nccl") == "gather:nccl"
     assert TwoShot().over([0.98, 1, 0.4999]).links == (1, 1, 0.5)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_sdiloco import Carry, Control, Heard, Mix, Pace, Schedule, Selective, Weighing
+from lightning_sdiloco import Carry, Control, Heard, LaunchSchedule, Mix, Schedule, Selective, Weighing
 from lightning_sdiloco.algorithm import Aggregation, Every
 from tests.methods import ByMedian, ByNorm, ZScore
 
@@ -23,25 +23,27 @@ def said(norm: float = 1.0, weight: int = 100, finite: bool = True) -> Control:
 SCHEDULES = st.builds(Schedule, st.integers(2, 12), st.just(0), st.integers(1, 5))
 
 
-def launches(pace: Pace, schedule: Schedule, steps: int, rates: Sequence[float] = ()) -> list[tuple[int, int]]:
-    """What a pace launches where two groups train with a rate that may change from step to step."""
-    state, last, launched = pace.start(schedule), dict.fromkeys(range(schedule.fragments), 0), []
+def launches(
+    launching: LaunchSchedule, schedule: Schedule, steps: int, rates: Sequence[float] = ()
+) -> list[tuple[int, int]]:
+    """What is launched where two groups train with a rate that may change from step to step."""
+    state, last, launched = launching.start(schedule), dict.fromkeys(range(schedule.fragments), 0), []
     for step in range(1, steps + 1):
-        for fragment in pace.due(state, step):
+        for fragment in launching.due(state, step):
             trained = step - last[fragment]
             rate = rates[step - 1] if rates else 1.0
             # Saved and loaded, as in a checkpoint.
             state = json.loads(json.dumps(state))
-            state = pace.heard(state, Heard(fragment, step, (0, 1), (rate * trained,) * 2, (trained,) * 2))
+            state = launching.heard(state, Heard(fragment, step, (0, 1), (rate * trained,) * 2, (trained,) * 2))
             launched.append((step, fragment))
             last[fragment] = step
     return launched
 
 
-@given(schedule=SCHEDULES, pace=st.sampled_from([Every(), Selective(threshold=0), Selective(most=1)]))
-def test_what_never_launches_less_often_follows_the_schedule(schedule: Schedule, pace: Pace) -> None:
+@given(schedule=SCHEDULES, launching=st.sampled_from([Every(), Selective(threshold=0), Selective(most=1)]))
+def test_what_never_launches_less_often_follows_the_schedule(schedule: Schedule, launching: LaunchSchedule) -> None:
     expected = [(step, fragment) for step in range(1, 60) for fragment in schedule.launches(step)]
-    assert launches(pace, schedule, 59) == expected
+    assert launches(launching, schedule, 59) == expected
 
 
 def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
@@ -52,24 +54,24 @@ def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
 
 
 def test_one_group_that_changes_is_enough_and_one_that_is_absent_is_not_asked() -> None:
-    pace, state = Selective(), {"sync_every": 10, "next": [20], "stride": [1], "rates": [[1.0, 1.0]]}
-    assert pace.heard(state, Heard(0, 20, (0, 1), (10.0, 20.0), (10, 10)))["stride"] == [1]
-    assert pace.heard(state, Heard(0, 20, (0,), (10.0, 20.0), (10, 10)))["stride"] == [2]
+    launching, state = Selective(), {"sync_every": 10, "next": [20], "stride": [1], "rates": [[1.0, 1.0]]}
+    assert launching.heard(state, Heard(0, 20, (0, 1), (10.0, 20.0), (10, 10)))["stride"] == [1]
+    assert launching.heard(state, Heard(0, 20, (0,), (10.0, 20.0), (10, 10)))["stride"] == [2]
     # Twice the steps with twice the norm is the same rate.
-    assert pace.heard(state, Heard(0, 20, (0, 1), (20.0, 10.0), (20, 10)))["stride"] == [2]
+    assert launching.heard(state, Heard(0, 20, (0, 1), (20.0, 10.0), (20, 10)))["stride"] == [2]
 
 
 @given(schedule=SCHEDULES, most=st.integers(1, 5), since=st.integers(0, 40))
 def test_a_request_waits_no_longer_than_is_said(schedule: Schedule, most: int, since: int) -> None:
-    pace = Selective(most=most)
-    first = next(step for step, _ in launches(pace, schedule, 200) if step > since)
-    assert first - since <= pace.longest_wait(schedule, since)
+    launching = Selective(most=most)
+    first = next(step for step, _ in launches(launching, schedule, 200) if step > since)
+    assert first - since <= launching.longest_wait(schedule, since)
 
 
 def test_a_group_that_did_not_move_before_has_changed_once_it_does() -> None:
-    pace, state = Selective(), {"sync_every": 10, "next": [20], "stride": [1], "rates": [[1.0, 0.0]]}
-    assert pace.heard(state, Heard(0, 20, (0, 1), (10.0, 20.0), (10, 10)))["stride"] == [1]
-    assert pace.heard(state, Heard(0, 20, (0, 1), (10.0, 0.0), (10, 10)))["stride"] == [2]
+    launching, state = Selective(), {"sync_every": 10, "next": [20], "stride": [1], "rates": [[1.0, 0.0]]}
+    assert launching.heard(state, Heard(0, 20, (0, 1), (10.0, 20.0), (10, 10)))["stride"] == [1]
+    assert launching.heard(state, Heard(0, 20, (0, 1), (10.0, 0.0), (10, 10)))["stride"] == [2]
 
 
 NORMS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, HOST_BYTES, Count
@@ -135,7 +135,7 @@ def test_a_fragment_without_values_sends_nothing_but_its_control_vector(compress
     models = [nn.ModuleDict({"some": mlp()}) for _ in range(3)]
     for model in models:
         model.register_parameter("none", nn.Parameter(torch.zeros(0, 4)))
-    choices: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "mixing": 0.5, "final_sync": False}
+    choices: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "mixing": 0.5}
     fragments = [["none"], ["some.*"]]
     run = SimulatedGroups(models, fragments=fragments, compression=compression, exchange=exchange, **choices)
     for engine in run.engines:
@@ -150,11 +150,11 @@ def test_a_fragment_without_values_sends_nothing_but_its_control_vector(compress
 def sent(groups: int, **choices: Any) -> tuple[float, list[int]]:
     """Bytes that a group sends in four launches of every fragment, and the numbers of values of the fragments."""
     models = [mlp() for _ in range(groups)]
-    run = SimulatedGroups(models, sync_every=4, overlap_steps=0, final_sync=False, **choices)
+    run = SimulatedGroups(models, sync_every=4, overlap_steps=0, **choices)
     for _ in range(19):
         run.step()
-    run.finish()
     reports = [engine.report() for engine in run.engines]
+    run.finish()
     assert {report["launches"] for report in reports} == {4 * len(run.engines[0].fragments)}
     assert len({report[which] for report in reports for which in ("bytes_sent", "bytes_received")}) == 1
     return reports[0]["bytes_sent"], [sum(size // 4 for size in one.sizes) for one in run.engines[0].fragments]
@@ -265,7 +265,7 @@ def test_a_group_that_does_not_count_keeps_what_the_second_rounding_of_its_part_
 def test_two_shots_leave_out_and_weigh_groups_as_a_gather_does() -> None:
     def run(exchange: str) -> dict[str, list[int]]:
         models = [mlp() for _ in range(4)]
-        choices = {"outer_clip_norm": 0.01, "compression": "fp32", "exchange": exchange}
+        choices = {"outer_optimizer": OuterOptimizer(clip_norm=0.01), "compression": "fp32", "exchange": exchange}
         groups = SimulatedGroups(models, sync_every=4, overlap_steps=1, fragments=LAYERS, **choices)
         optimizers = [inner_optimizer("sgd", model) for model in models]
         landings = []

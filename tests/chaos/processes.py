@@ -213,7 +213,7 @@ def train(name: str, place: Place) -> None:
     strategy = StreamingDiLoCoStrategy(
         sync_every=SYNC_EVERY,
         overlap_steps=OVERLAP_STEPS,
-        layers_per_fragment=2,
+        fragments="strided:2",
         federation=Federation(hub=place.hub, run=RUN, site=name, keys=keys, **place.choices),
     )
     checkpoint = ModelCheckpoint(dirpath=last.parent, save_last=True, every_n_train_steps=25, save_top_k=0)

@@ -17,7 +17,7 @@ from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
-from lightning_sdiloco import FastestPairs, RandomPairs, Ring, StreamingDiLoCoStrategy
+from lightning_sdiloco import FastestPairs, OuterOptimizer, RandomPairs, Ring, StreamingDiLoCoStrategy, TwoShot
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.engine.background import ThreadBackground
@@ -41,7 +41,7 @@ OF_ROUTES: dict[str, dict[str, Any]] = {
     "fastest pairs, offloaded": {**PAIRS, "route": FastestPairs(speeds=(1, 2, 1, 2)), "compression": "fp32"},
     "ring": {"route": Ring(), "compression": "fp32"},
 }
-OF_ROUTES["fastest pairs, offloaded"]["offload"] = True
+OF_ROUTES["fastest pairs, offloaded"]["outer_optimizer"] = OuterOptimizer(offload=True)
 
 
 def joined(world_size: int, groups: int, device: str) -> Topology:
@@ -195,16 +195,17 @@ def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device(mon
     monkeypatch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: DeviceBackend("stub", device))
     monkeypatch.setattr(Topology, "of_world", of_world)
 
-    def run(rank: int, world_size: int, given: str | None) -> str:
-        strategy = StreamingDiLoCoStrategy(exchange_backend=given)
+    def run(rank: int, world_size: int, given: str | TwoShot) -> str:
+        strategy = StreamingDiLoCoStrategy(exchange=given)
         trainer = Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
         with pytest.raises(Joined) as joined:
             trainer.fit(BoringModel())
         return str(joined.value)
 
     stub = DeviceBackend("stub", torch.device("cpu"))
-    assert run_processes(run, 1, "nccl") == [str(stub)]
-    assert run_processes(run, 1, "gloo") == run_processes(run, 1, None) == ["None"]
+    for given in ("auto:nccl", TwoShot("equal", backend="nccl")):
+        assert run_processes(run, 1, given) == [str(stub)]
+    assert run_processes(run, 1, "gather:gloo") == run_processes(run, 1, "auto") == ["None"]
 
 
 @pytest.mark.parametrize(

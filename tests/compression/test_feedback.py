@@ -231,7 +231,7 @@ def test_a_restart_with_other_groups_lands_what_was_remembered_and_forgets_the_r
 
 def test_a_recut_forgets() -> None:
     model = mlp()
-    engine = StreamingDiLoCo(model, **{**CHOICES, "fragments": "strided", "layers_per_fragment": 1})
+    engine = StreamingDiLoCo(model, **{**CHOICES, "fragments": "strided:1"})
     optimizer = inner_optimizer("sgd", model)
     for step in range(1, 12):
         train_step(model, optimizer, 0, step)

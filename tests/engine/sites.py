@@ -75,7 +75,7 @@ class Site:
         federation = Here(
             "hub:1", "run", f"s{index}", insecure=True, lease=2.0, **{"grace": 1.0, "late": "carry", **of_charter}
         )
-        choices = {"layers_per_fragment": 1, "inner_optimizers": [self.optimizer]} | choices
+        choices = {"fragments": "strided:1", "inner_optimizers": [self.optimizer]} | choices
         self.engine = StreamingDiLoCo(self.model, topology=self.topology, federation=federation, **choices)
         self.connection: Any = made[0]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdiloco import SimulatedGroups
+from lightning_sdiloco import OuterOptimizer, SimulatedGroups
 from lightning_sdiloco.algorithm.digest import digest
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.offload import OnHost
@@ -73,7 +73,12 @@ def test_a_run_gives_the_bits_of_the_cpu(name: str, lane: type[ThreadBackground]
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_group_of_several_ranks_gives_the_bits_of_the_cpu(offload: bool) -> None:
-    on_both(lambda device, rank: shown_run(Training(device, rank // 2, groups=2, offload=offload)), ranks=4)
+    on_both(
+        lambda device, rank: shown_run(
+            Training(device, rank // 2, groups=2, outer_optimizer=OuterOptimizer(offload=offload))
+        ),
+        ranks=4,
+    )
 
 
 @pytest.mark.parametrize("name", ["error feedback", "outer AdamW", "random, two shots, offloaded"])
@@ -101,7 +106,7 @@ def test_what_is_prefetched_has_landed_before() -> None:
     """The last inner step before a launch is also that in which the flight of the same fragment lands."""
 
     def train(device: str) -> list[list[Tensor]]:
-        training = Training(device, 0, sync_every=4, overlap_steps=3, offload=True)
+        training = Training(device, 0, sync_every=4, overlap_steps=3, outer_optimizer=OuterOptimizer(offload=True))
         for _ in range(STEPS):
             training.step()
         return training.trajectory()
@@ -145,7 +150,7 @@ def test_simulated_groups_give_the_bits_of_the_cpu(offload: bool) -> None:
     def train(device: str) -> list[Tensor]:
         models = [model_on(device) for _ in range(GROUPS)]
         noise = [[values.to(device) for values in noise_of(group)[0]] for group in range(GROUPS)]
-        simulated = SimulatedGroups(models, **SHORT, offload=offload)
+        simulated = SimulatedGroups(models, **SHORT, outer_optimizer=OuterOptimizer(offload=offload))
         for _ in range(STEPS):
             for model, own in zip(models, noise, strict=True):
                 move(model, own)
@@ -161,7 +166,7 @@ def test_simulated_groups_give_the_bits_of_the_cpu(offload: bool) -> None:
 def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_ended(name: str, offload: bool) -> None:
     def run(rank: int, world_size: int) -> tuple[list[Synchronisation], int, int]:
         pretend.install()
-        training = Training("pretend", rank, **CHOICES[name], offload=offload)
+        training = Training("pretend", rank, **CHOICES[name], outer_optimizer=OuterOptimizer(offload=offload))
         training.engine.diagnose()
         with synchronisations() as log:
             for _ in range(STEPS):

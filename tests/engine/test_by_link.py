@@ -177,7 +177,7 @@ def test_each_site_sends_in_its_own_code_through_the_hub() -> None:
     train(sites, 21)
     assert agree(sites)
     models = [mlp() for _ in range(3)]
-    run = SimulatedGroups(models, layers_per_fragment=1, **choices)
+    run = SimulatedGroups(models, fragments="strided:1", **choices)
     with_links(run.engines)
     optimizers = [inner_optimizer("adamw", model) for model in models]
     for step in range(1, 22):
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         SimulatedGroups([mlp()] * 4, compression=ByLink(), exchange="two_shot")
     topology = Topology()
     topology.exchange.learns_sizes = False
-    with pytest.raises(ValueError, match=r"exchange_backend='nccl'"):
+    with pytest.raises(ValueError, match=r"exchange='\.\.\.:nccl'"):
         StreamingDiLoCo(mlp(), topology=replace(topology), compression=ByLink())
     with pytest.raises(ValueError, match=r"compression='fp5' is not known"):
         SimulatedGroups([mlp()] * 2, compression=ByLink(["fp5"]))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.compression import ErrorFeedback, Int4
 from lightning_sdiloco.engine import GroupMean
 from tests import pretend
@@ -52,7 +52,12 @@ class Device:
         fragments = [[f"{layer}.*"] for layer in range(self.layers)]
         every = 2 * self.layers
         return StreamingDiLoCo(
-            self.model, sync_every=every, overlap_steps=1, fragments=fragments, offload=True, **choices
+            self.model,
+            sync_every=every,
+            overlap_steps=1,
+            fragments=fragments,
+            outer_optimizer=OuterOptimizer(offload=True),
+            **choices,
         )
 
     def counted(self, name: str, work: Callable[[], Any]) -> Any:

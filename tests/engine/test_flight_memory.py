@@ -63,9 +63,7 @@ class Held(NamedTuple):
 @torch.no_grad()
 def train(model: Vector, steps: int, choices: dict[str, Any]) -> StreamingDiLoCo:
     """Moves the values, and launches and lands the only fragment every fourth step."""
-    engine = StreamingDiLoCo(
-        model, sync_every=4, overlap_steps=2, fragments=[["*"]], final_sync=False, **{"outer_lr": 0.7, **choices}
-    )
+    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=2, fragments=[["*"]], **{"outer_lr": 0.7, **choices})
     for _ in range(steps):
         for part in model.values.split(1 << 16):
             part.add_(torch.linspace(-1e-3, 1e-3, len(part)))

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.compression import ErrorFeedback, Int4, RandomK
 from tests.large.models import Large, batch, made
 from tests.ranks import run_ranks
 
-SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "layers_per_fragment": 20}
+SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:20"}
 
 
 class Trained:
@@ -97,7 +97,7 @@ def test_it_is_what_a_fit_that_ends_there_leaves(compression: str) -> None:
     [
         (2, {"compression": "sparse"}),
         (2, {"compression": ErrorFeedback(RandomK(8, Int4()))}),
-        (3, {"compression": Int4(), "exchange": "two_shot", "outlier_guard": 3.0}),
+        (3, {"compression": Int4(), "exchange": "two_shot", "outer_optimizer": OuterOptimizer(outlier_guard=3.0)}),
     ],
 )
 def test_taking_it_after_every_step_changes_no_bit_of_training(groups: int, choices: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def test_real_ranks_take_it_with_fragments_in_flight(size: int) -> None:
     def train(rank: int, world_size: int, looks: bool) -> Any:
         module, group = Large("wide", seed=rank), rank // size
         model: nn.Module = module.net
-        engine = StreamingDiLoCo(model, worker_groups=2, **{**SETTINGS, "layers_per_fragment": 1})
+        engine = StreamingDiLoCo(model, worker_groups=2, **{**SETTINGS, "fragments": "strided:1"})
         optimizer, in_flight, means = torch.optim.SGD(model.parameters(), lr=0.01), [], []
         for step in range(1, 12):
             x, y = batch(group, step)

@@ -46,7 +46,7 @@ def test_means_are_exact_whatever_rounds_send(groups: int) -> None:
 
 def test_the_final_exchange_has_a_quarter_of_the_fragments_in_flight_and_gradients_are_gone() -> None:
     models = [nn.Sequential(*(nn.Linear(5, 5) for _ in range(12))) for _ in range(2)]
-    engine = SimulatedGroups(models, compression="fp32", sync_every=100, layers_per_fragment=1)
+    engine = SimulatedGroups(models, compression="fp32", sync_every=100, fragments="strided:1")
     for model in models:
         model(torch.ones(5)).sum().backward()
     for one in engine.engines:
@@ -138,7 +138,7 @@ def test_within_the_warmup_the_outer_model_is_the_local_one_and_who_finishes_lea
         assert unlike(copied(model.state_dict()), local) == []
 
     models = [Counted() for _ in range(2)]
-    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, warmup_steps=5, final_sync=False)
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, warmup_steps=5)
     # A gradient that a group lacks counts as zero.
     models[0].weight.grad = torch.full((3,), 2.0)
     groups.average_gradients()

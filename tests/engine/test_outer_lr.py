@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import Landing, OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.engine.outer import optimizer as shard_optimizer
 from lightning_sdiloco.engine.outer.optimizer import OuterState, ShardOptimizer
 from tests.ranks import run_ranks
@@ -194,7 +194,9 @@ def simulate(steps: int, **choices: Any) -> tuple[SimulatedGroups, list[Landing]
 @pytest.mark.parametrize("overlap_steps", [0, 3, 7])
 def test_all_fragments_of_a_round_see_the_same_rate(overlap_steps: int) -> None:
     schedule = partial(LinearLR, start_factor=0.25, total_iters=3)
-    groups, landings = simulate(48, sync_every=8, overlap_steps=overlap_steps, outer_lr_schedule=schedule)
+    groups, landings = simulate(
+        48, sync_every=8, overlap_steps=overlap_steps, outer_optimizer=OuterOptimizer(lr_schedule=schedule)
+    )
     expected = [0.1, pytest.approx(0.2), pytest.approx(0.3), 0.4, 0.4, 0.4]
     for fragment in range(4):
         rates = [landing.outer_lr for landing in landings if landing.fragment == fragment]
@@ -207,7 +209,7 @@ def test_all_fragments_of_a_round_see_the_same_rate(overlap_steps: int) -> None:
 
 def test_the_final_exchange_has_no_rate() -> None:
     off = partial(LambdaLR, lr_lambda=lambda number: 0.0)
-    groups, landings = simulate(11, sync_every=8, overlap_steps=1, outer_lr_schedule=off)
+    groups, landings = simulate(11, sync_every=8, overlap_steps=1, outer_optimizer=OuterOptimizer(lr_schedule=off))
     assert [landing.outer_lr for landing in landings] == [0.0, 0.0]
     local = [dict(engine.model.named_parameters()) for engine in groups.engines]
     mean = {name: (local[0][name] + local[1][name]).detach() / 2 for name in local[0]}
@@ -251,15 +253,15 @@ NO_SCHEDULES: list[tuple[Any, tuple[str, ...]]] = [
 
 @pytest.mark.parametrize(("schedule", "parts"), NO_SCHEDULES, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_is_no_schedule_is_refused_at_the_start(schedule: Any, parts: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="^outer_lr_schedule ") as caught:
-        StreamingDiLoCo(mlp(), outer_lr_schedule=schedule)
+    with pytest.raises(ValueError, match="^outer_optimizer.lr_schedule ") as caught:
+        StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(lr_schedule=schedule))
     assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
 
 
 def test_a_schedule_that_ends_before_the_training_is_an_error_that_says_so() -> None:
     ending = partial(OneCycleLR, max_lr=0.7, total_steps=3)
     with pytest.raises(ValueError, match=r"no rate for round 4, counted from 0: .* as many rounds as the training has"):
-        simulate(48, sync_every=8, overlap_steps=3, outer_lr_schedule=ending)
+        simulate(48, sync_every=8, overlap_steps=3, outer_optimizer=OuterOptimizer(lr_schedule=ending))
 
 
 def refusals(schedules: list[Schedule | None]) -> list[str]:
@@ -267,7 +269,7 @@ def refusals(schedules: list[Schedule | None]) -> list[str]:
 
     def run(rank: int, world_size: int) -> str:
         with pytest.raises(ValueError) as caught:  # noqa: PT011  the callers read all of it
-            StreamingDiLoCo(mlp(), outer_lr=0.4, outer_lr_schedule=schedules[rank])
+            StreamingDiLoCo(mlp(), outer_lr=0.4, outer_optimizer=OuterOptimizer(lr_schedule=schedules[rank]))
         return str(caught.value)
 
     return list(run_ranks(run, 2))
@@ -280,10 +282,16 @@ def times(factor: float) -> Schedule:
 @pytest.mark.parametrize(
     ("schedules", "told"),
     [
-        ([None, partial(StepLR, step_size=3)], "outer_lr_schedule is None on rank 0"),
-        ([partial(StepLR, step_size=3), partial(StepLR, step_size=2)], "outer_lr_schedule is StepLR (0.4, 0.4, 0.4, "),
-        ([partial(StepLR, step_size=300), partial(StepLR, step_size=301)], "outer_lr_schedule is StepLR (0.4, 0.4, "),
-        ([times(0.5), times(0.25)], "outer_lr_schedule is LambdaLR (0.2, 0.2, 0.2, 0.2, ...; 1000 rounds: "),
+        ([None, partial(StepLR, step_size=3)], "outer_optimizer.lr_schedule is None on rank 0"),
+        (
+            [partial(StepLR, step_size=3), partial(StepLR, step_size=2)],
+            "outer_optimizer.lr_schedule is StepLR (0.4, 0.4, 0.4, ",
+        ),
+        (
+            [partial(StepLR, step_size=300), partial(StepLR, step_size=301)],
+            "outer_optimizer.lr_schedule is StepLR (0.4, 0.4, ",
+        ),
+        ([times(0.5), times(0.25)], "outer_optimizer.lr_schedule is LambdaLR (0.2, 0.2, 0.2, 0.2, ...; 1000 rounds: "),
     ],
 )
 def test_schedules_that_differ_between_ranks_are_refused(schedules: list[Schedule | None], told: str) -> None:
@@ -296,24 +304,28 @@ def test_equal_schedules_at_different_addresses_are_no_difference() -> None:
     schedules = [times(0.5), times(0.5)]
 
     def run(rank: int, world_size: int) -> list[str]:
-        return list(StreamingDiLoCo(mlp(), outer_lr_schedule=schedules[rank]).outer_state_dict())
+        return list(
+            StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(lr_schedule=schedules[rank])).outer_state_dict()
+        )
 
     assert len(set(map(tuple, run_ranks(run, 2)))) == 1
 
 
 def test_the_state_of_another_schedule_is_refused() -> None:
     def engine(schedule: Schedule | None) -> StreamingDiLoCo:
-        return StreamingDiLoCo(mlp(), fragments=LAYERS, outer_lr_schedule=schedule)
+        return StreamingDiLoCo(mlp(), fragments=LAYERS, outer_optimizer=OuterOptimizer(lr_schedule=schedule))
 
     state = engine(partial(CosineAnnealingLR, T_max=50)).state_dict()
     engine(partial(CosineAnnealingLR, T_max=50)).load_state_dict(state)
     for other in (partial(CosineAnnealingLR, T_max=60), None):
-        with pytest.raises(ValueError, match="another outer_lr_schedule: it was CosineAnnealingLR"):
+        with pytest.raises(ValueError, match="another outer_optimizer.lr_schedule: it was CosineAnnealingLR"):
             engine(other).load_state_dict(state)
 
 
 def test_the_state_holds_the_rounds_of_every_fragment() -> None:
-    groups, _ = simulate(20, sync_every=8, overlap_steps=3, outer_lr_schedule=SCHEDULES["both"])
+    groups, _ = simulate(
+        20, sync_every=8, overlap_steps=3, outer_optimizer=OuterOptimizer(lr_schedule=SCHEDULES["both"])
+    )
     state = groups.engines[0].state_dict()
     # Fragment 0 launched at 8 and 16, the others at 10, 12, 14 and 18, 20; those from 18 on are in flight.
     assert [fragment["rounds"] for fragment in state["fragments"]] == [2, 1, 1, 1]

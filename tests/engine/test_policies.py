@@ -20,7 +20,8 @@ from lightning_sdiloco import (
     Federation,
     Heard,
     LandingRule,
-    Pace,
+    LaunchSchedule,
+    OuterOptimizer,
     Schedule,
     Selective,
     StreamingDiLoCo,
@@ -139,7 +140,7 @@ def test_policies_follow_plain_loops() -> None:
 
 
 @dataclass(frozen=True)
-class Rarer(Pace):
+class Rarer(LaunchSchedule):
     """Launches less and less often."""
 
     by: int = 2
@@ -265,17 +266,17 @@ def test_processes_do_what_the_simulation_does(ranks: int, compression: str, tmp
 # Refusals
 
 
-class NoDataclass(Pace):
+class NoDataclass(LaunchSchedule):
     start = due = heard = lambda self, *told: ()  # type: ignore[assignment]
 
 
 def test_what_does_not_go_together_is_refused() -> None:
     for choices, told in (
-        ({"schedule": 3}, "schedule=3 is no Pace"),
+        ({"schedule": 3}, "schedule=3 is no LaunchSchedule"),
         ({"weighing": "by_norm"}, "weighing='by_norm' is no Weighing"),
         ({"schedule": NoDataclass()}, "frozen dataclass"),
-        ({"weighing": ByNorm(), "outer_clip_norm": 1.0}, "together with outer_clip_norm"),
-        ({"weighing": ZScore(), "outlier_guard": 5.0}, "together with outlier_guard"),
+        ({"weighing": ByNorm(), "outer_optimizer": OuterOptimizer(clip_norm=1.0)}, "together with clip_norm"),
+        ({"weighing": ZScore(), "outer_optimizer": OuterOptimizer(outlier_guard=5.0)}, "together with outlier_guard"),
     ):
         with pytest.raises(ValueError, match=told):
             StreamingDiLoCo(nn.Linear(2, 2), **choices)  # type: ignore[arg-type]

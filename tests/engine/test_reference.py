@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_sdiloco import Carry, SimulatedGroups, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import Carry, OuterOptimizer, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from tests import reference
 from tests.engine.groups import Groups, Values, copied, of_process, unlike
 from tests.fits import LIGHTNING, fit
@@ -201,20 +201,19 @@ def slopes(steps: int, dtype: torch.dtype = torch.float32, **choices: Any) -> Re
 # end                   land: mean 3.1875; buf 0.5 * 5.5 + 3.1875 = 5.9375;
 #                       d = 3.1875 + 0.5 * 5.9375 = 6.15625; outer 3.875 - 3.078125            0.796875
 #                       local (3.4375 + 0.796875) / 2, (-2.0625 + 0.796875) / 2                2.1171875, -0.6328125
-# final sync            mean of the local parameters                                           0.7421875
+# then                  mean of the local parameters                                           0.7421875
 OUTER_BY_HAND = [10.0, 10.0, 7.0, 7.0, 3.875, 3.875]
 LOCAL_BY_HAND = [[9.0, 7.0], [8.0, 4.0], [7.0, 4.0], [6.0, 1.0], [4.4375, 0.9375], [3.4375, -2.0625]]
 
 
 def test_an_example_worked_out_by_hand() -> None:
-    for final_sync, finished in ((True, 0.7421875), (False, 0.796875)):
-        result = slopes(6, final_sync=final_sync)
-        assert [outer["w"].item() for outer in result.outers] == OUTER_BY_HAND
-        assert [[group["w"].item() for group in groups] for groups in result.locals] == LOCAL_BY_HAND
-        assert result.launches == [(2, 0), (4, 0), (6, 0)]
-        assert result.landings == [(3, 0), (5, 0), (6, 0)]
-        assert result.outer["w"].item() == finished
-    # The final sync ignores learning rate and momentum: after step 5 nothing is in flight, after 1 nothing was.
+    result = slopes(6)
+    assert [outer["w"].item() for outer in result.outers] == OUTER_BY_HAND
+    assert [[group["w"].item() for group in groups] for groups in result.locals] == LOCAL_BY_HAND
+    assert result.launches == [(2, 0), (4, 0), (6, 0)]
+    assert result.landings == [(3, 0), (5, 0), (6, 0)]
+    assert result.outer["w"].item() == 0.7421875
+    # The last mean ignores learning rate and momentum: after step 5 nothing is in flight, after 1 nothing was.
     assert slopes(5).outer["w"].item() == 2.6875
     assert slopes(1).outer["w"].item() == 8.0
     # Outer parameters are float32 whatever the model: deltas are 1 and 3, and bfloat16 has no 10 - 0.3 * 2.
@@ -259,7 +258,6 @@ EXACT: dict[str, tuple[int, dict[str, Any]]] = {
     "independent": (2, {**STREAMING, "mixing": 1.0}),
     "carry": (3, {**STREAMING, "carries": True}),
     "warm-up": (2, {**STREAMING, "warmup_steps": 3}),
-    "no final mean": (3, {**STREAMING, "final_sync": False}),
     "a rate that halves": (3, {**STREAMING, "outer_lr": lambda number: 0.5 ** (1 + number)}),
     "idle": (1, {**STREAMING, "idle": True}),
 }
@@ -289,7 +287,7 @@ def of_engine(case: str) -> dict[str, Any]:
     if "carries" in choices:
         own["mixing"] = Carry()
     if callable(rate := choices["outer_lr"]):
-        own |= {"outer_lr": 1.0, "outer_lr_schedule": partial(LambdaLR, lr_lambda=rate)}
+        own |= {"outer_lr": 1.0, "outer_optimizer": OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=rate))}
     return {**own, "fragments": cut(fragments), "compression": "fp32"}
 
 
@@ -344,7 +342,6 @@ def drawn(draw: st.DrawFn) -> dict[str, Any]:
         "outer_lr": draw(st.sampled_from([0.4, 0.7, 1.0])),
         "outer_momentum": draw(st.sampled_from([0.0, 0.9])),
         "warmup_steps": draw(st.sampled_from([0, 0, 1, 6])),
-        "final_sync": draw(st.booleans()),
     }
 
 
@@ -375,7 +372,11 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
     base = choices.pop("outer_lr")
     counts = {"idle": idle, "micro_batches": micro_batches}
     expected = by_loops(inner, len(batches), 25, outer_lr=lambda number: base * rate(number), **counts, **choices)
-    own = {**choices, "outer_lr": base, "outer_lr_schedule": partial(LambdaLR, lr_lambda=rate)}
+    own = {
+        **choices,
+        "outer_lr": base,
+        "outer_optimizer": OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=rate)),
+    }
     outers, _, models = by_engine(inner, len(batches), 25, **counts, **own)
     assert_follows(outers, models, expected, 1 + choices["warmup_steps"] + 25 // choices["sync_every"])
 

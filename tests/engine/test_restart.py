@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo, TwoShot
+from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo, TwoShot
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import COMPRESSIONS, ByLink
 from lightning_sdiloco.engine import Restart, restart_from
@@ -114,7 +114,12 @@ def test_flights_land_in_the_code_that_each_was_sent_in_and_without_buffers_that
 
 def test_a_flight_lands_with_the_guard_and_the_parts_that_its_groups_had() -> None:
     models = [nn.Linear(200, 1, bias=False) for _ in range(2)]
-    choices = {"sync_every": 2, "overlap_steps": 1, "outlier_guard": 2.0, "compression": "int4"}
+    choices = {
+        "sync_every": 2,
+        "overlap_steps": 1,
+        "outer_optimizer": OuterOptimizer(outlier_guard=2.0),
+        "compression": "int4",
+    }
     groups = SimulatedGroups(models, exchange=TwoShot((0.8, 0.2)), **choices)
     generator = torch.Generator().manual_seed(0)
     for step in range(1, 11):
@@ -145,7 +150,7 @@ def test_flights_that_cannot_be_landed_are_dropped_and_counted_and_too_few_files
 
 @settings(max_examples=12, deadline=None)
 @given(
-    fragments=st.sampled_from(["balanced", "strided", [["*"]], LAYERS[::-1]]),
+    fragments=st.sampled_from(["balanced", 4, "strided:1", [["*"]], LAYERS[::-1]]),
     groups=st.integers(1, 3),
     compression=st.sampled_from(sorted(COMPRESSIONS)),
 )
@@ -153,7 +158,7 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
     fragments: Any, groups: int, compression: str
 ) -> None:
     restart = restart_from(states(groups_after(IN_FLIGHT_AFTER, **WITH_STATISTICS)), Settings())
-    choices = {"sync_every": 3, "overlap_steps": 1, "layers_per_fragment": 1}
+    choices = {"sync_every": 3, "overlap_steps": 1}
     after = Groups(groups, "sgd", fragments=fragments, compression=compression, **choices)
     for engine in after.engines:
         engine.restart(restart)
@@ -307,13 +312,13 @@ def test_other_settings_start_the_rounds_anew_if_asked_and_are_refused_otherwise
     cases: list[tuple[dict[str, Any], str]] = [
         ({"sync_every": 9}, "sync_every was 8, now it is 9"),
         ({"compression": "fp32"}, "compression was 'fp4', now it is 'fp32'"),
-        ({"fragments": "balanced"}, "fragments was 'strided', now it is 'balanced'"),
+        ({"fragments": "balanced"}, "fragments was 'strided:1', now it is 'balanced'"),
         ({"outer_optimizer": torch.optim.AdamW}, "outer_optimizer was None, now it is AdamW"),
         ({}, "not resumed exactly"),
     ]
 
     def fits(rank: int, world_size: int) -> list[Any]:
-        return [logged(rank, 2, checkpoint, END, {**changed, "on_resume": "restart"}) for changed, _ in cases]
+        return [logged(rank, 2, checkpoint, END, {**changed, "resume": "restart"}) for changed, _ in cases]
 
     for (changed, told), (one, said), (other, _) in zip(cases, *run_processes(fits, 2), strict=True):
         assert told in said
@@ -321,7 +326,7 @@ def test_other_settings_start_the_rounds_anew_if_asked_and_are_refused_otherwise
         assert one["report"]["flights_dropped"] == (2 if "outer_optimizer" in changed else 0)
         assert any(key.split()[0].isdigit() for key in other["trace"][CHECKPOINT_AT]), "the inner optimizer goes on"
     errors = run_processes(logged, 3, checkpoint, 30, {"groups": 3, "sync_every": 9}, expect_failure=True)
-    assert all("sync_every was 8, now it is 9" in error and "on_resume='restart'" in error for error in errors.values())
+    assert all("sync_every was 8, now it is 9" in error and "resume='restart'" in error for error in errors.values())
 
 
 # Parameters that are frozen and unfrozen
@@ -331,7 +336,7 @@ def test_a_recut_lands_flights_keeps_momentum_and_gives_frozen_parameters_their_
     def run(rank: int, world_size: int) -> Values:
         model = mlp()
         model[0].requires_grad_(False)
-        engine = StreamingDiLoCo(model, sync_every=8, overlap_steps=5, layers_per_fragment=1)
+        engine = StreamingDiLoCo(model, sync_every=8, overlap_steps=5, fragments="strided:1")
         assert not engine.has_other_parameters()
         trained(model, engine, rank, 20)
         landed_before, in_flight = engine.report()["landings"], len(engine.in_flight)
@@ -366,7 +371,12 @@ def test_after_a_recut_new_fragments_have_the_learning_rate_of_the_others() -> N
     model[0].requires_grad_(False)
     schedule = partial(LinearLR, start_factor=0.1, total_iters=100)
     engine = StreamingDiLoCo(
-        model, sync_every=4, overlap_steps=0, layers_per_fragment=1, outer_lr=1.0, outer_lr_schedule=schedule
+        model,
+        sync_every=4,
+        overlap_steps=0,
+        fragments="strided:1",
+        outer_lr=1.0,
+        outer_optimizer=OuterOptimizer(lr_schedule=schedule),
     )
     before = [landing for _ in range(15) for landing in engine.step()]
     model[0].requires_grad_(True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
-from lightning_sdiloco import Selective, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, Selective, StreamingDiLoCo
 from lightning_sdiloco.compression import COMPRESSIONS
 from tests.engine.groups import Groups, Values, copied, through_a_file, unlike
 from tests.ranks import run_ranks
@@ -80,9 +80,9 @@ COUNTING: dict[str, Any] = {
     "outer_lr": 0.4,
     "outer_momentum": 0.9,
     "mixing": 0.5,
-    "outer_lr_schedule": partial(LinearLR, start_factor=0.1, total_iters=7),
-    "outer_clip_norm": 0.5,
-    "outlier_guard": 1.05,
+    "outer_optimizer": OuterOptimizer(
+        lr_schedule=partial(LinearLR, start_factor=0.1, total_iters=7), clip_norm=0.5, outlier_guard=1.05
+    ),
 }
 
 

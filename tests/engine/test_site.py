@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco import Federation, SimulatedGroups
+from lightning_sdiloco import Federation, OuterOptimizer, SimulatedGroups
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.hub import Recorded, Told, add_keys, init_keys
@@ -43,7 +43,7 @@ def in_the_fixed_world(groups: int, **choices: Any) -> tuple[list[Tensor], list[
     models = [mlp() for _ in range(groups)]
     optimizers = [inner_optimizer("adamw", model) for model in models]
     engine = SimulatedGroups(
-        models, [[own] for own in optimizers], layers_per_fragment=1, exchange="gather", **CHOICES, **choices
+        models, [[own] for own in optimizers], fragments="strided:1", exchange="gather", **CHOICES, **choices
     )
     for step in range(1, 46):
         for group, model in enumerate(models):
@@ -55,7 +55,7 @@ def in_the_fixed_world(groups: int, **choices: Any) -> tuple[list[Tensor], list[
 @pytest.mark.parametrize(
     "choices",
     [
-        {"compression": "fp4", "outer_clip_norm": 0.05},
+        {"compression": "fp4", "outer_optimizer": OuterOptimizer(clip_norm=0.05)},
         {"compression": "sparse", "outer_optimizer": partial(DelayedNesterov, every=2)},
         {"compression": RandomK(4, FP4())},
         {"compression": KEPT},
@@ -632,7 +632,7 @@ def test_a_run_ends_with_what_all_its_sites_hold(compression: Any, steps: int, r
         draws = [torch.Generator().manual_seed(seed) for seed in range(3)]
         values = [torch.empty(WIDE).uniform_(0.5, 1.5, generator=draw) for draw in draws]
     mean = torch.stack(values).double().mean(dim=0).float()
-    for outer in ended(ranks, steps, values, compression=compression, outer_clip_norm=0.05):
+    for outer in ended(ranks, steps, values, compression=compression, outer_optimizer=OuterOptimizer(clip_norm=0.05)):
         assert torch.allclose(outer, mean, rtol=2**-8, atol=0.0)
 
 
@@ -737,7 +737,7 @@ def test_what_a_federation_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     sites = founded(2, **CHOICES)
     for choice, told in (
         ({"exchange": "two_shot"}, "two_shot"),
-        ({"outlier_guard": 3.0}, "guard"),
+        ({"outer_optimizer": OuterOptimizer(outlier_guard=3.0)}, "guard"),
         ({"compression": "fp32"}, r"settings\.compression is 'fp32' here and 'fp4' there"),
     ):
         with pytest.raises(ValueError, match=told):

@@ -29,7 +29,7 @@ def main() -> None:
         disable_tqdm=True,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:32])
-    callback = StreamingDiLoCoCallback(trainer, resume, sync_every=6, overlap_steps=3, layers_per_fragment=1)
+    callback = StreamingDiLoCoCallback(trainer, resume, sync_every=6, overlap_steps=3, fragments="strided:1")
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]

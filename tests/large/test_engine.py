@@ -13,8 +13,8 @@ from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(120)]
 
-SHORT: dict[str, Any] = {"sync_every": 3, "overlap_steps": 2, "layers_per_fragment": 1}
-SIX: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "layers_per_fragment": 100}
+SHORT: dict[str, Any] = {"sync_every": 3, "overlap_steps": 2, "fragments": "strided:1"}
+SIX: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:100"}
 TENSORS = {"wide": 8, "deep": 1002, "normed": 324}
 
 

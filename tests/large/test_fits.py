@@ -21,7 +21,7 @@ from tests.small_disk import small_disk
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
 
-SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "layers_per_fragment": 100}
+SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:100"}
 # All fragments have landed once when the fit is saved, and some are in flight again.
 STEPS, SAVED = 15, 10
 
@@ -122,9 +122,9 @@ def assert_resumed(resumed: list[dict[str, Any]], through: list[dict[str, Any]])
 @pytest.mark.parametrize(
     ("kind", "groups", "size", "choices"),
     [
-        ("wide", 2, 2, {"compression": "sparse", "layers_per_fragment": 1}),
+        ("wide", 2, 2, {"compression": "sparse", "fragments": "strided:1"}),
         ("deep", 3, 1, {"exchange": "two_shot"}),
-        ("normed", 2, 1, {"layers_per_fragment": 20}),
+        ("normed", 2, 1, {"fragments": "strided:20"}),
     ],
 )
 def test_a_fit_resumed_in_flight_gives_the_same_bits_and_other_groups_go_on_from_there(
@@ -142,7 +142,7 @@ def test_a_fit_resumed_in_flight_gives_the_same_bits_and_other_groups_go_on_from
 
 @pytest.mark.parametrize(("kind", "layers"), [("wide", 1), ("deep", 100)])
 def test_sharded_groups_resume_in_flight_to_the_same_bits(kind: str, layers: int, tmp_path: Path) -> None:
-    choices = {"is_sharded": True, "layers_per_fragment": layers}
+    choices = {"is_sharded": True, "fragments": f"strided:{layers}"}
     through = run(kind, tmp_path, groups=2, size=2, **choices)
     assert_resumed(run(kind, tmp_path, True, groups=2, size=2, **choices), through)
 

@@ -19,7 +19,7 @@ from tests.ranks import run_processes, run_ranks
 pytestmark = [pytest.mark.large, pytest.mark.timeout(120)]
 
 STEPS, STOPPED_AT = 16, 9
-CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "layers_per_fragment": 3}
+CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:3"}
 
 
 def loop(rank: int, world_size: int, folder: Path, first: int, last: int) -> dict[str, Tensor]:

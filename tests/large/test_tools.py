@@ -35,7 +35,7 @@ def write(folder: Path, kind: str, steps: int, **choices: Any) -> str:
 
 @pytest.mark.parametrize(("kind", "groups"), [("wide", 3), ("normed", 2)])
 def test_the_simulator_gives_the_bits_of_real_processes(kind: str, groups: int, tmp_path: Path) -> None:
-    file = write(tmp_path, kind, 9, sync_every=4, overlap_steps=2, layers_per_fragment=40)
+    file = write(tmp_path, kind, 9, sync_every=4, overlap_steps=2, fragments="strided:40")
     expected = run_processes(real, groups, "lightning.pytorch", [f"--config={file}"], timeout=120.0)
     result = simulated(file, groups)
     assert sum(values.numel() for values in result.outer.values()) >= 100_000
@@ -46,7 +46,7 @@ def test_the_simulator_gives_the_bits_of_real_processes(kind: str, groups: int, 
 
 
 def test_the_command_simulates_a_thousand_tensors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = write(tmp_path, "deep", 6, sync_every=4, overlap_steps=2, layers_per_fragment=100)
+    file = write(tmp_path, "deep", 6, sync_every=4, overlap_steps=2, fragments="strided:100")
     link = ["--bandwidth=0.01", "--round-trip=0.05", "--step-time=0.1"]
     main(["simulate", f"--config={file}", "--groups=2", f"--json={tmp_path / 'told.json'}", *link])
     assert "2 worker groups, 6 inner steps each, 136,068 parameters" in capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_records_timeline_and_report_tell_of_every_fragment(
         timeline = str(tmp_path / "trace.json")
         monitor = lightning_sdiloco.StreamingDiLoCoMonitor(folder=str(tmp_path / "sdiloco"), timeline=timeline)
         strategy = fits.strategy(
-            worker_groups=groups, sync_every=6, overlap_steps=2, layers_per_fragment=layers, exchange="two_shot"
+            worker_groups=groups, sync_every=6, overlap_steps=2, fragments=f"strided:{layers}", exchange="two_shot"
         )
         trainer = fits.trainer(
             strategy=strategy, devices=world_size, max_steps=19, callbacks=[monitor], log_every_n_steps=1

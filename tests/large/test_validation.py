@@ -19,7 +19,7 @@ from tests.sharded import whole
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
 
 OTHER = "pytorch_lightning"
-SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "layers_per_fragment": 1}
+SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
 STEPS = 11
 
 

@@ -32,7 +32,7 @@ from lightning_sdiloco import (
 from tests.large.models import FEATURES, TARGETS, wide
 
 BATCH = 8
-CHOICES: dict[str, Any] = {"sync_every": 20, "overlap_steps": 2, "layers_per_fragment": 2}
+CHOICES: dict[str, Any] = {"sync_every": 20, "overlap_steps": 2, "fragments": "strided:2"}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tests.ranks import run_processes
 
 DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
 DECAY = 0.6
-CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "layers_per_fragment": 1}
+CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": "strided:1"}
 
 
 def averaging(distribution: str, **choices: Any) -> Any:

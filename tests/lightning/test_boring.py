@@ -19,7 +19,7 @@ def boring(distribution: str) -> Any:
 
 
 def trainer(distribution: str, world_size: int, groups: int, **choices: Any) -> Any:
-    settings: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "layers_per_fragment": 1}
+    settings: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "fragments": "strided:1"}
     strategy = fits.strategy(distribution, worker_groups=groups, **settings)
     return fits.trainer(distribution, strategy=strategy, devices=world_size, **choices)
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
+from lightning_sdiloco import OuterOptimizer
 from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
 from tests import fits
@@ -26,7 +27,7 @@ from tests.ranks import RankError, run_processes, run_ranks
 from tests.training import batch, mlp
 
 STEPS = 26
-CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "layers_per_fragment": 1}
+CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": "strided:1"}
 CHOSEN = recommended()
 
 
@@ -80,7 +81,7 @@ def run_fit(
     distribution: str,
     steps: int,
     callbacks: list[Any],
-    resume: str | None = None,
+    path: str | None = None,
     groups: int = 2,
     **choices: Any,
 ) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def run_fit(
         enable_checkpointing=any("Checkpoint" in type(callback).__name__ for callback in callbacks),
     )
     torch.manual_seed(100 + rank)
-    trainer.fit(model, loader, ckpt_path=resume)
+    trainer.fit(model, loader, ckpt_path=path)
     held = {name: values.clone() for name, values in model.state_dict().items()}
     return {"trace": model.trace, "outer": strategy.outer_state_dict(), "report": strategy.report(), "model": held}
 
@@ -160,11 +161,12 @@ def test_a_checkpoint_of_one_distribution_is_resumed_by_the_other_to_the_same_bi
 
 
 def test_a_fit_resumed_with_a_schedule_a_guard_and_clipping_gives_the_same_bits(tmp_path: Path) -> None:
-    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "outer_clip_norm": 0.05, "outlier_guard": 1.02}
+    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2}
 
     def fit(callbacks: list[Any], resume: str | None = None, rounds: int = 5) -> list[dict[str, Any]]:
         schedule = partial(CosineAnnealingLR, T_max=rounds)
-        made = partial(run_fit, outer_lr_schedule=schedule, **choices)
+        outer = OuterOptimizer(lr_schedule=schedule, clip_norm=0.05, outlier_guard=1.02)
+        made = partial(run_fit, outer_optimizer=outer, **choices)
         return list(run_processes(made, 4, LIGHTNING, STEPS, callbacks, resume))
 
     plain = fit(saving(LIGHTNING, tmp_path, every_n_train_steps=1))
@@ -173,7 +175,7 @@ def test_a_fit_resumed_with_a_schedule_a_guard_and_clipping_gives_the_same_bits(
             for at, values in one["trace"].items():
                 assert_same(values, other["trace"][at])
             assert_same(one["outer"], other["outer"])
-    with pytest.raises(RankError, match="another outer_lr_schedule: it was CosineAnnealingLR"):
+    with pytest.raises(RankError, match="another outer_optimizer.lr_schedule: it was CosineAnnealingLR"):
         fit([], str(tmp_path / "step=9.ckpt"), rounds=6)
 
 
@@ -211,7 +213,7 @@ def test_the_newest_checkpoint_alone_can_be_resumed_where_that_is_asked_for(
 ) -> None:
     callbacks = importlib.import_module(LIGHTNING).callbacks
     keep = callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, **choices)
-    newest = {"resumable_checkpoints": "newest"}
+    newest = {"resume": "exact:newest"}
     plain = run_processes(lambda *place: run_fit(*place, LIGHTNING, STEPS, [keep], **newest), 2)
     assert [path.name for path in tmp_path.glob("*.sdiloco")] == ["step=24.ckpt.sdiloco"]
     for step in (6, 12, 18):
@@ -221,7 +223,7 @@ def test_the_newest_checkpoint_alone_can_be_resumed_where_that_is_asked_for(
     assert_same(resumed[0]["outer"], plain[0]["outer"])
     older = str(tmp_path / "step=18.ckpt")
     errors = run_processes(run_fit, 2, LIGHTNING, STEPS, [], older, expect_failure=True)
-    assert all("resumable_checkpoints='newest'" in error for error in errors.values())
+    assert all("resume='exact:newest'" in error for error in errors.values())
 
 
 @pytest.mark.parametrize("limited", ["rank", "file"])
@@ -330,7 +332,10 @@ def test_a_folder_of_a_newer_version_is_refused(checkpoint: Path) -> None:
             {"outer_lr": 0.375, "outer_momentum": 0.75},
             f"outer_lr was {CHOSEN.outer_lr}, now it is 0.375; outer_momentum was {CHOSEN.outer_momentum}, now it",
         ),
-        ({"outlier_guard": 5.0, "outer_clip_norm": 2.0}, "outer_clip_norm was None, now it is 2.0; outlier_guard was"),
+        (
+            {"outer_optimizer": OuterOptimizer(outlier_guard=5.0, clip_norm=2.0)},
+            "outer_optimizer.clip_norm was None, now it is 2.0; outer_optimizer.outlier_guard was",
+        ),
     ],
 )
 def test_other_settings_are_refused_by_name(changed: dict[str, Any], told: str, checkpoint: Path) -> None:

@@ -15,7 +15,7 @@ from tests.lightning.test_checkpoint import assert_same, traced
 from tests.ranks import run_processes
 
 DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "layers_per_fragment": 1}
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:

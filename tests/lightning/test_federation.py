@@ -9,7 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_sdiloco
 from benchmarks.links import Links, missing
-from lightning_sdiloco import DynamicBackup, StreamingDiLoCoStrategy
+from lightning_sdiloco import DynamicBackup, OuterOptimizer, StreamingDiLoCoStrategy
 from lightning_sdiloco.hub import add_keys, init_keys
 from tests.chaos.checks import Found, Span, Told, examined, returned
 from tests.chaos.faults import Fault
@@ -84,10 +84,13 @@ def test_sites_behind_a_nat_are_cut_off_and_return_by_themselves(tmp_path: Path)
     [
         ({"exchange": "two_shot"}, "exchange='two_shot' does not go with a federation"),
         ({"warmup_steps": 10}, "warmup_steps=10 does not go with a federation"),
-        ({"outlier_guard": 3.0}, "outlier_guard=3.0 does not go with a federation"),
-        ({"exchange_backend": "nccl"}, "exchange_backend='nccl' does not go with a federation"),
+        (
+            {"outer_optimizer": OuterOptimizer(outlier_guard=3.0)},
+            "outlier_guard=3.0 of outer_optimizer does not go with a federation",
+        ),
+        ({"exchange": "auto:nccl"}, "exchange='auto:nccl' does not go with a federation"),
         ({"evaluate": "mean"}, "evaluate='mean' does not go with a federation"),
-        ({"on_resume": "restart"}, "on_resume='restart' does not go with a federation"),
+        ({"resume": "restart"}, "resume='restart' does not go with a federation"),
         ({"worker_groups": 2}, "worker_groups=2 does not go with a federation"),
         ({"sync_every": "auto"}, "sync_every='auto' does not go with a federation: .* Give a number or name"),
         ({"compression": "auto"}, "compression='auto' does not go with a federation"),

@@ -22,7 +22,7 @@ from tests.scripts import run_script, start_script
 from tests.strangers import listening
 from tests.training import mlp
 
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 BATCHES = 7
 
 pl = importlib.import_module(LIGHTNING)
@@ -244,7 +244,7 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows(
 
 def test_groups_of_a_sharded_model_are_made_of_the_processes_that_an_environment_knows() -> None:
     def run(rank: int, world_size: int, **choices: Any) -> Any:
-        return sharded.fit(rank, world_size, 2, (2, 1), 9, trainer_choices=choices, layers_per_fragment=1)["outer"]
+        return sharded.fit(rank, world_size, 2, (2, 1), 9, trainer_choices=choices, fragments="strided:1")["outer"]
 
     def knowing(rank: int, world_size: int) -> Any:
         return run(rank, world_size, devices="auto", plugins=[fits.environment_that_knows()])

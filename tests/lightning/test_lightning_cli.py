@@ -32,7 +32,7 @@ class Model(LightningModule):
             optimizer = strategy.engine.state_dict()["described"]["outer_optimizer"].split("(")[0]
             print("RESULT", strategy.report()["launches"], strategy.schedule.overlap_steps, optimizer)
             print("COMPRESSION", strategy.engine.settings.codec)
-            print("SCHEDULE", strategy.engine.state_dict()["described"]["outer_lr_schedule"])
+            print("SCHEDULE", strategy.engine.state_dict()["described"]["outer_optimizer.lr_schedule"])
 
 if __name__ == "__main__":
     LightningCLI(Model, trainer_defaults=dict(accelerator="cpu", devices=2, max_epochs=1, logger=False,
@@ -43,7 +43,7 @@ YAML = """
 trainer:
   strategy:
     class_path: {class_path}
-    init_args: {{sync_every: 2, overlap_steps: 1, compression: fp4, layers_per_fragment: 1, start_method: fork}}
+    init_args: {{sync_every: 2, overlap_steps: 1, compression: fp4, fragments: "strided:1", start_method: fork}}
 """
 
 OURS = {
@@ -95,7 +95,7 @@ def test_arguments_override_the_yaml_file_and_an_outer_optimizer_comes_by_its_cl
 
 def test_auto_is_an_argument_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS["lightning.pytorch"]))
-    arguments = ("sync_every=auto", "overlap_steps=auto", "fragments=auto", "layers_per_fragment=3")
+    arguments = ("sync_every=auto", "overlap_steps=auto", "fragments=auto")
     overriding = (f"--trainer.strategy.{argument}" for argument in arguments)
     output = run(tmp_path, "lightning.pytorch", "fit", "--config=settings.yaml", "--trainer.max_epochs=3", *overriding)
     # Without a choice there would be no overlap. Fifteen inner steps are too few for a launch.
@@ -109,7 +109,7 @@ trainer:
     init_args:
       sync_every: 2
       overlap_steps: 1
-      layers_per_fragment: 1
+      fragments: "strided:1"
       start_method: fork
       compression:
         class_path: lightning_sdiloco.compression.ErrorFeedback
@@ -144,13 +144,16 @@ trainer:
     init_args:
       sync_every: 2
       overlap_steps: 1
-      layers_per_fragment: 1
+      fragments: "strided:1"
       start_method: fork
-      outer_lr: 0.4
-      outer_clip_norm: 1.0
-      outer_lr_schedule:
-        class_path: torch.optim.lr_scheduler.CosineAnnealingLR
-        init_args: {{T_max: 4}}
+      outer_optimizer:
+        class_path: lightning_sdiloco.OuterOptimizer
+        init_args:
+          clip_norm: 1.0
+          make: {{class_path: torch.optim.SGD, init_args: {{lr: 0.4, momentum: 0.9, nesterov: true}}}}
+          lr_schedule:
+            class_path: torch.optim.lr_scheduler.CosineAnnealingLR
+            init_args: {{T_max: 4}}
 """
 
 
@@ -172,27 +175,19 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "overlap_steps": 5,
         "mixing": "auto",
         "fragments": "strided",
-        "layers_per_fragment": 3,
         "compression": "fp4",
-        "exchange": "auto",
         "outer_lr": "auto",
         "outer_momentum": "auto",
-        "outer_optimizer": None,
-        "outer_lr_schedule": None,
-        "outer_clip_norm": None,
-        "outlier_guard": None,
-        "warmup_steps": 0,
-        "final_sync": True,
-        "offload": "auto",
         "evaluate": "outer",
-        "exchange_backend": None,
-        "timeout": "0:30:00",
+        "federation": None,
+        "outer_optimizer": None,
+        "exchange": "auto",
+        "resume": "exact",
+        "warmup_steps": 0,
         "schedule": None,
         "weighing": None,
         "route": None,
-        "on_resume": "exact",
-        "resumable_checkpoints": "all",
-        "federation": None,
+        "timeout": "0:30:00",
         "start_method": "popen",
         "ddp_kwargs": None,
         "process_group_backend": None,
@@ -212,7 +207,7 @@ def test_print_config_shows_the_arguments_of_the_strategy_for_sharded_models(tmp
     own = {"data_parallel_size": "auto", "tensor_parallel_size": "auto", "save_distributed_checkpoint": True}
     own["process_group_backend"] = None
     assert list(arguments)[:2] == ["worker_groups", "sync_every"]
-    assert list(arguments)[-5:] == ["federation", *own]
+    assert list(arguments)[-5:] == ["timeout", *own]
     assert {key: arguments[key] for key in own} == own
 
 
@@ -226,6 +221,16 @@ def test_help_shows_the_text_of_every_argument(tmp_path: Path) -> None:
         "Arguments for DistributedDataParallel inside a worker group.",
     ):
         assert sentence in text
+
+
+def test_names_that_are_no_arguments_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    old = YAML.replace('fragments: "strided:1"', "layers_per_fragment: 1, tau: 3")
+    (tmp_path / "settings.yaml").write_text(old.format(class_path=OURS["lightning.pytorch"]))
+    command = [sys.executable, str(script_of(tmp_path, "lightning.pytorch")), "fit", "--config", "settings.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False)
+    assert done.returncode != 0
+    assert "layers_per_fragment=1 is part of fragments: give fragments='strided:1'" in done.stderr
+    assert "tau=3 is called overlap_steps here." in done.stderr
 
 
 def test_policies_are_chosen_by_class_path(tmp_path: Path) -> None:
@@ -251,7 +256,7 @@ def test_policies_are_chosen_by_class_path(tmp_path: Path) -> None:
     assert arguments["weighing"]["class_path"] == "tests.engine.test_policies.Loudest"
     assert arguments["mixing"]["init_args"] == {"strength": 0.1, "kept": 0.0}
     # A dataclass that stands for itself is shown by its fields alone.
-    assert arguments["exchange"] == {"parts": "by_bandwidth", "links": [1.0, 1.0, 0.5]}
+    assert arguments["exchange"] == {"parts": "by_bandwidth", "links": [1.0, 1.0, 0.5], "backend": "gloo"}
 
 
 @pytest.mark.parametrize("name", ["lightning_sdiloco.Ring", "tests.engine.test_routes.Neighbours"])

@@ -87,7 +87,7 @@ def run(rank: int, world_size: int, distribution: str, folder: Path, resume: str
     ]
     trainer = fits.trainer(
         distribution,
-        strategy=fits.strategy(distribution, worker_groups=2, sync_every=4, overlap_steps=1, layers_per_fragment=1),
+        strategy=fits.strategy(distribution, worker_groups=2, sync_every=4, overlap_steps=1, fragments="strided:1"),
         devices=world_size,
         max_epochs=EPOCHS,
         num_sanity_val_steps=0,

@@ -30,7 +30,7 @@ from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
 DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 
 
 def monitor(distribution: str = LIGHTNING, **choices: Any) -> Any:

@@ -22,7 +22,7 @@ from pretrain_text import ByteGPT  # isort: skip
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9, which has Muon")
 STEPS = 14
-CHOICES: dict[str, Any] = {"worker_groups": 2, "sync_every": 5, "overlap_steps": 3, "layers_per_fragment": 1}
+CHOICES: dict[str, Any] = {"worker_groups": 2, "sync_every": 5, "overlap_steps": 3, "fragments": "strided:1"}
 
 
 def gpt(seed: int = 0) -> nn.Module:

@@ -25,7 +25,7 @@ from tests.ranks import run_processes
 from tests.training import inner_optimizer
 
 STEPS = 12
-SHARED: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 2, "exchange": "gather"}
+SHARED: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2", "exchange": "gather"}
 POLICIES: dict[str, dict[str, Any]] = {
     "selective": {"schedule": Selective(0.4)},
     "by_norm": {"weighing": ByNorm()},

@@ -31,7 +31,7 @@ from tests.ranks import run_processes, run_ranks
 from tests.training import batch
 
 # One layer each, so that a fragment may lie on a part of the ranks only.
-CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "layers_per_fragment": 1, "compression": "fp32"}
+CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "fragments": "strided:1", "compression": "fp32"}
 # Up to eight ranks may share few cores.
 PATIENCE = 180.0
 
@@ -480,7 +480,7 @@ def test_settings_that_are_chosen_give_the_bits_of_a_run_that_had_them(
     monkeypatch.setattr(auto_settings.AutoSettings, "step_time", lambda self: 0.05)
     names = ("sync_every", "overlap_steps", "fragments")
     auto = run_processes(partial(sharded.fit, **dict.fromkeys(names, "auto")), 4, 2, (2, 1), 100)
-    chosen = {name: getattr(auto[0]["settings"], name) for name in (*names, "layers_per_fragment")}
+    chosen = {name: getattr(auto[0]["settings"], name) for name in names}
     explicit = run_processes(partial(sharded.fit, **chosen), 4, 2, (2, 1), 100)
     assert auto[0]["report"]["landings"] > 0
     for one, other in zip(auto, explicit, strict=True):

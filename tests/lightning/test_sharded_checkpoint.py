@@ -20,7 +20,7 @@ from tests.fits import LIGHTNING
 from tests.ranks import run_processes, run_ranks
 
 STEPS = 14
-CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 3, "layers_per_fragment": 1}
+CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 3, "fragments": "strided:1"}
 
 
 def run(

@@ -203,7 +203,7 @@ CASES = {
         [13, 12],
         idle=(steps((10, 13), (23, 25)), []),
         says=(after(9), ""),
-        choices={"choices": {"sync_every": 8, "overlap_steps": 3, "layers_per_fragment": 1}},
+        choices={"choices": {"sync_every": 8, "overlap_steps": 3, "fragments": "strided:1"}},
     ),
     "no batch in a later epoch": Case(
         lambda place: DataLoader(Streams(place), batch_size=None) if place[0] else stream(place, 50),

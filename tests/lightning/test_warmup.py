@@ -17,7 +17,7 @@ from tests.lightning.test_fabric import fabric_of
 from tests.ranks import run_processes
 from tests.training import backward, batch, inner_optimizer, mlp
 
-CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "layers_per_fragment": 1, "compression": "fp32"}
+CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "fragments": "strided:1", "compression": "fp32"}
 
 
 @pytest.mark.parametrize(("world_size", "groups"), [(4, 2), (3, 3)])

@@ -21,7 +21,7 @@ from tests.ranks import run_processes
 from tests.training import batch, inner_optimizer, mlp
 
 DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "layers_per_fragment": 1}
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 
 
 def data(batches: int) -> DataLoader[Any]:

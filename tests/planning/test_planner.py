@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sdiloco import Schedule, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, Schedule, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.planning.hub import through_hub, way_through_hub
@@ -79,7 +79,7 @@ def test_the_bytes_of_a_run_are_those_that_the_engine_counts(groups: int) -> Non
 
 
 def test_the_bytes_of_a_group_of_several_ranks_are_those_of_its_ranks_together() -> None:
-    choices: dict[str, Any] = {"sync_every": 6, "overlap_steps": 2, "layers_per_fragment": 1}
+    choices: dict[str, Any] = {"sync_every": 6, "overlap_steps": 2, "fragments": "strided:1"}
 
     def run(rank: int, world_size: int) -> float:
         return float(fit(rank, world_size, 2, 16, choices)["report"]["bytes_sent"])
@@ -101,7 +101,7 @@ def test_ddp_sends_the_gradients_around_a_ring() -> None:
 def test_fragments_are_those_of_the_engine() -> None:
     for layers in (1, 3, 5):
         stack = Stack()
-        engine = StreamingDiLoCo(stack, layers_per_fragment=layers)
+        engine = StreamingDiLoCo(stack, fragments=f"strided:{layers}")
         engine.close()
         model = Model.of_parameters(trainable(stack))
         assert model.fragments(engine.settings) == tuple(fragment.nbytes // 4 for fragment in engine.fragments)
@@ -123,7 +123,7 @@ def cases(draw: st.DrawFn) -> tuple[Settings, Groups, Link, Model]:
     chosen = Settings(
         sync_every=sync_every,
         overlap_steps=draw(st.integers(0, min(6, sync_every - 1))),
-        layers_per_fragment=draw(st.integers(1, 4)),
+        fragments=f"strided:{draw(st.integers(1, 4))}",
         compression=draw(st.sampled_from(["fp32", "fp4"])),
     )
     groups = Groups(
@@ -242,7 +242,7 @@ def test_the_peak_counts_all_that_is_in_flight_together() -> None:
         (5, 2, 4, 2),
     ):
         model, groups = Model.of_size(1_000 * fragments, layers=fragments), Groups(1.0)
-        chosen = Settings(sync_every=sync_every, overlap_steps=overlap_steps, layers_per_fragment=1, compression="fp32")
+        chosen = Settings(sync_every=sync_every, overlap_steps=overlap_steps, fragments="strided:1", compression="fp32")
         peak = Streaming(model, chosen, groups).peak_gbit_s
         assert peak == pytest.approx(together * 4_048 * 8 / overlap_steps / 1e9)
 
@@ -263,7 +263,7 @@ def test_a_bandwidth_for_a_utilisation_is_the_least_that_reaches_it() -> None:
 
 def test_held_memory_is_that_of_the_engines_tensors() -> None:
     choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": LAYERS, "compression": "fp32"}
-    choices |= {"offload": False, "mixing": 0.2}
+    choices |= {"outer_optimizer": OuterOptimizer(offload=False), "mixing": 0.2}
     models = [mlp(), mlp()]
     simulated = SimulatedGroups(models, **choices)
     train(simulated, models, steps=12)
@@ -281,15 +281,25 @@ def test_held_memory_is_that_of_the_engines_tensors() -> None:
 def test_a_fragment_that_is_launched_where_another_lands_is_held_beside_it() -> None:
     model, groups = Model.of_size(4_000, layers=4), Groups(1.0)
     # One launch after every inner step, and each lands behind the next.
-    chosen = Settings(sync_every=4, overlap_steps=1, layers_per_fragment=1, compression="fp32", offload=False)
+    chosen = Settings(
+        sync_every=4,
+        overlap_steps=1,
+        fragments="strided:1",
+        compression="fp32",
+        outer_optimizer=OuterOptimizer(offload=False),
+    )
     held, flying, in_lane = 4_000 * 8, 2 * (12_000 + 2 * 4_048), 4_048 + 8_000
     assert Streaming(model, chosen, groups).memory.device_bytes == held + flying + in_lane
 
 
 def test_offloaded_the_device_holds_what_is_in_flight_and_the_host_the_rest() -> None:
-    choices: dict[str, Any] = {"sync_every": 100, "overlap_steps": 5, "layers_per_fragment": 1, "compression": "fp32"}
+    choices: dict[str, Any] = {"sync_every": 100, "overlap_steps": 5, "fragments": "strided:1", "compression": "fp32"}
     on_device, on_host = (
-        Streaming(Model.of_size(24_000_000, layers=24), Settings(**choices, offload=offload), Groups(1.0)).memory
+        Streaming(
+            Model.of_size(24_000_000, layers=24),
+            Settings(**choices, outer_optimizer=OuterOptimizer(offload=offload)),
+            Groups(1.0),
+        ).memory
         for offload in (False, "auto")
     )
     assert on_device.device_bytes - on_host.device_bytes == 8 * (24_000_000 - 1_000_000)

@@ -23,7 +23,7 @@ SITES = ("site-a", "site-b", "site-c")
 
 def lines_of(site: str, moments: list[float], first: int = 1) -> list[dict[str, Any]]:
     """The record of one start of a site that makes a step at each of some moments, and lands after each."""
-    settings = {"sync_every": 1, "overlap_steps": 0, "layers_per_fragment": 1, "mixing": 0.5, "fragments": "strided"}
+    settings = {"sync_every": 1, "overlap_steps": 0, "fragments": "strided:1", "mixing": 0.5}
     about = {"rank": 0, "group": 0, "groups": 1, "shard": 0, "shards": 1, "host": "here", "site": site}
     lines: list[dict[str, Any]] = [
         {"kind": "start", **about, "settings": settings, "time": moments[0], "step": first - 1}

@@ -41,7 +41,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     link = ["--bandwidth=2", "--round-trip=0.03", "--loss=0.001", "--groups=3", "--group-size=4", "--memory-rate=50"]
-    settings = ["--sync-every=50", "--overlap-steps=2", "--layers-per-fragment=6", "--compression=bf16", "--steps=77"]
+    settings = ["--sync-every=50", "--overlap-steps=2", "--fragments=strided:6", "--compression=bf16", "--steps=77"]
     answer = told(capsys, *SIZE, "--step-time=0.2", *link, *settings)
     assert answer["link"] == {"gbit_s": 2.0, "round_trip": 0.03, "loss": 0.001}
     assert (answer["groups"], answer["group_size"], answer["step_time"]) == (3, 4, 0.2)
@@ -50,10 +50,10 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
     assert answer["settings"] == {
         "sync_every": 50,
         "overlap_steps": 2,
-        "layers_per_fragment": 6,
+        "fragments": "strided:6",
         "compression": "bf16",
         **recommended()._asdict(),
-        "fragments": 4,
+        "number_of_fragments": 4,
     }
     assert answer["methods"]["streaming_overlap"] == answer["compressions"]["bf16"]
 
@@ -61,7 +61,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_recommendation_says_what_to_set_and_what_memory_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = told(capsys, *ASKED)["recommendation"]
     assert chosen["utilisation"] >= chosen["utilisation_with_margin"] >= 0.95
-    settings = ("sync_every", "overlap_steps", "layers_per_fragment", "compression")
+    settings = ("sync_every", "overlap_steps", "fragments", "compression")
     again = told(capsys, *ASKED, *(f"--{name.replace('_', '-')}={chosen[name]}" for name in settings))
     assert again["methods"]["streaming_overlap"]["utilisation"] == chosen["utilisation"]
     assert again["memory"] == chosen["memory"]
@@ -133,7 +133,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *model: str) -> dict[str, Any]:
-    return told(capsys, *model, "--step-time=0.1", "--bandwidth=1", "--layers-per-fragment=2")
+    return told(capsys, *model, "--step-time=0.1", "--bandwidth=1", "--fragments=strided:2")
 
 
 def test_a_module_in_the_current_folder_is_planned_without_memory(
@@ -142,7 +142,7 @@ def test_a_module_in_the_current_folder_is_planned_without_memory(
     # 60 billion values.
     answer = planned(capsys, "--model=own_module.Net", "--model.width=100000")
     assert answer["parameters"] == 6 * (100_000**2 + 100_000)
-    assert answer["settings"]["fragments"] == 3
+    assert answer["settings"]["number_of_fragments"] == 3
 
 
 def test_a_module_that_looks_at_its_values_is_made_in_memory(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

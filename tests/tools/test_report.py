@@ -25,7 +25,7 @@ EVERY, OVERLAP, STEP = 10, 2, 0.1
 PARAMETERS = {f"layers.{layer}.weight": [1_000_000, 4_000_000] for layer in range(2)}
 NBYTES = 516_000  # of a message of a fragment in fp4, about
 THREE = (STEP, STEP, STEP)
-CUT: dict[str, Any] = {"fragments": "strided", "layers_per_fragment": 1}
+CUT: dict[str, Any] = {"fragments": "strided:1"}
 Lines = list[dict[str, Any]]
 
 

@@ -77,7 +77,7 @@ def fragment_sizes() -> list[int]:
     from lightning_sdiloco.planning.workload import Model
     from tests.simulated import Net
 
-    return list(Model.of_parameters(trainable(Net())).fragments(Settings(layers_per_fragment=1)))
+    return list(Model.of_parameters(trainable(Net())).fragments(Settings(fragments="strided:1")))
 
 
 def test_a_sweep_runs_every_combination_and_tells_them_in_a_table(

@@ -19,7 +19,7 @@ OURS = {
     "lightning.pytorch": ("lightning_sdiloco.StreamingDiLoCoStrategy", "Net", "Data"),
     "pytorch_lightning": ("lightning_sdiloco.pytorch_lightning.StreamingDiLoCoStrategy", "OtherNet", "OtherData"),
 }
-CHOICES = {"sync_every": 6, "overlap_steps": 2, "layers_per_fragment": 1}
+CHOICES = {"sync_every": 6, "overlap_steps": 2, "fragments": "strided:1"}
 
 
 def write(folder: Path, distribution: str = "lightning.pytorch", **trainer: Any) -> str:
@@ -124,7 +124,7 @@ def test_the_demo_fits_as_its_own_command_line_would(more: tuple[str, ...], monk
 def test_the_outer_model_is_evaluated_on_the_last_batches(tmp_path: Path) -> None:
     # The last ten batches of both groups are all the data, which the last validation sees too.
     data = ["data.length=100", "trainer.max_steps=20"]
-    result = simulated(write(tmp_path), 2, *data, sync_every=5, overlap_steps=0, final_sync=False)
+    result = simulated(write(tmp_path), 2, *data, sync_every=5, overlap_steps=0)
     assert result.validations[-1].step == 20
     assert result.outer_loss == pytest.approx(result.validations[-1].metrics["val_loss"])
 

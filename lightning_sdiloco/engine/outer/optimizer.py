@@ -15,12 +15,13 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_sdiloco.algorithm import OuterLRSchedule, Settings
+from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine.offload import OnDevice, OuterStorage
 from lightning_sdiloco.engine.outer import nesterov
 from lightning_sdiloco.memory import new_vector
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
+MakeSchedule = Callable[[Optimizer], LRScheduler]
 OnePass = Callable[[Mapping[str, Any], Tensor, Tensor, Mapping[str, Any]], dict[str, Any] | None]
 
 # Values that are stepped at once: few, so that they stay in the cache and the allocator holds little of what an
@@ -61,7 +62,7 @@ class ShardOptimizer:
         self,
         shards: Sequence[Tensor],
         make: Make,
-        make_schedule: OuterLRSchedule | None = None,
+        make_schedule: MakeSchedule | None = None,
         storage: OuterStorage | None = None,
         one_pass: OnePass | None = None,
     ) -> None:
@@ -149,7 +150,7 @@ class ShardOptimizer:
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self._optimizer.param_groups]
         return {
             "outer_optimizer": f"{type(self._optimizer).__name__}({groups})",
-            "outer_lr_schedule": self._rates.described(),
+            "outer_optimizer.lr_schedule": self._rates.described(),
         }
 
     @staticmethod
@@ -164,9 +165,10 @@ def outer_optimizer_for(
     settings: Settings, shards: Sequence[Tensor], storage: OuterStorage | None = None
 ) -> ShardOptimizer:
     """Makes the outer optimizer that the settings ask for; see `ShardOptimizer` for arguments and errors."""
-    if settings.outer_optimizer is not None:
-        return ShardOptimizer(shards, settings.outer_optimizer, settings.outer_lr_schedule, storage)
-    return ShardOptimizer(shards, _nesterov(settings), settings.outer_lr_schedule, storage, nesterov.stepped)
+    outer = settings.outer
+    if outer.make is not None:
+        return ShardOptimizer(shards, outer.make, outer.lr_schedule, storage)
+    return ShardOptimizer(shards, _nesterov(settings), outer.lr_schedule, storage, nesterov.stepped)
 
 
 def _nesterov(settings: Settings) -> Make:
@@ -301,7 +303,7 @@ class Rates:
         [0.1, 0.2, 0.30000000000000004, 0.4, 0.2]
     """
 
-    def __init__(self, optimizer: Optimizer, make: OuterLRSchedule | None) -> None:
+    def __init__(self, optimizer: Optimizer, make: MakeSchedule | None) -> None:
         self._carrier = _Carrier(optimizer)
         self._scheduler = None if make is None else _made(make, self._carrier)
         self._rounds = [self._carrier.hyperparameters()]
@@ -348,8 +350,8 @@ class Rates:
             scheduler.step()
         except Exception as error:
             raise ValueError(
-                f"outer_lr_schedule has no rate for round {len(self._rounds)}, counted from 0: {error}. Give the"
-                f" {type(scheduler).__name__} as many rounds as the training has, or choose one that does not end."
+                f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)}, counted from 0: {error}. Give"
+                f" the {type(scheduler).__name__} as many rounds as the training has, or choose one that does not end."
             ) from error
         self._rounds.append(self._carrier.hyperparameters())
 
@@ -368,13 +370,13 @@ class _Carrier(Optimizer):
         return [_copied(group) for group in self.param_groups]
 
 
-def _made(make: OuterLRSchedule, carrier: _Carrier) -> LRScheduler:
+def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
     try:
         scheduler = make(carrier)
     except Exception as error:
         raise ValueError(
-            f"outer_lr_schedule could not make a scheduler of the outer optimizer: {error}. It is called with the"
-            " optimizer alone and must return a torch scheduler; bind its other arguments with functools.partial."
+            f"outer_optimizer.lr_schedule could not make a scheduler of the outer optimizer: {error}. It is called with"
+            " the optimizer alone and must return a torch scheduler; bind its other arguments with functools.partial."
         ) from error
     if not isinstance(scheduler, LRScheduler):
         raise _unusable(scheduler, "is no torch.optim.lr_scheduler.LRScheduler")
@@ -389,8 +391,9 @@ def _made(make: OuterLRSchedule, carrier: _Carrier) -> LRScheduler:
 
 def _unusable(scheduler: Any, reason: str) -> ValueError:
     return ValueError(
-        f"outer_lr_schedule made a {type(scheduler).__name__}, which {reason}. Give a callable from an optimizer to a"
-        " scheduler that counts rounds: functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one."
+        f"outer_optimizer.lr_schedule made a {type(scheduler).__name__}, which {reason}. Give a callable from an"
+        " optimizer to a scheduler that counts rounds:"
+        " functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one."
     )
 
 

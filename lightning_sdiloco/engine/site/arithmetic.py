@@ -100,7 +100,7 @@ class SiteArithmetic:
             all_reduce_for(settings.exchange, topology.num_groups, codec, settings.landing.kept)
             for codec in (settings.codec, resolve("fp32"))
         )
-        self._aggregation, self._landing = Aggregation(settings.outer_clip_norm), settings.landing
+        self._aggregation, self._landing = Aggregation(settings.outer.clip_norm), settings.landing
 
     def encode(self, launch: Launch, begun: Contribution) -> Encoded:
         """Encodes what a launch has read. What is exact leaves nothing out, and what was left out before stays so."""
@@ -289,7 +289,7 @@ def self_test(settings: Settings, device: torch.device) -> str:
     state = optimizer.take_initial()[0]
     seal = hashlib.sha256()
     for _ in range(2):
-        mean = all_reduce.mean(payloads, Aggregation(settings.outer_clip_norm).count(controls), like=outer)
+        mean = all_reduce.mean(payloads, Aggregation(settings.outer.clip_norm).count(controls), like=outer)
         state = optimizer.step(0, state, state.values, mean)
         seal.update(to_bytes(state.values.view(torch.uint8)))
     return seal.hexdigest()

@@ -1,11 +1,10 @@
 """What a user says of a federation: where its hub is, and the terms of its founding."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from lightning_sdiloco.algorithm import LandingRule, Settings, TwoShot, fault_of, is_real, is_whole
+from lightning_sdiloco.algorithm import LandingRule, Settings, fault_of, is_real, is_whole, kind_and_backend
 from lightning_sdiloco.federation import NAME, ChosenQuorum, Quorum, chosen
 from lightning_sdiloco.hub import (
     Connection,
@@ -153,10 +152,16 @@ class Federation:
         Raises:
             ValueError: With what was given, and what to do.
         """
-        if settings.exchange == "two_shot" or isinstance(settings.exchange, TwoShot):
+        kind, backend = kind_and_backend(settings.exchange)
+        if kind not in ("auto", "gather"):
             raise ValueError(
                 f"exchange={settings.exchange!r} does not go with a federation: in its second hop each site would"
                 " wait for all others. Leave exchange out."
+            )
+        if backend == "nccl":
+            raise ValueError(
+                f"exchange={settings.exchange!r} does not go with a federation: a site reaches its hub over gRPC. Leave"
+                " exchange out."
             )
         if settings.warmup_steps:
             raise ValueError(
@@ -175,18 +180,8 @@ class Federation:
                 f"mixing={settings.mixing!r} does not go with a federation: how a site lands depends on whether it"
                 " counted in the round. Give a number, or leave mixing out."
             )
-        if settings.outlier_guard is not None:
+        if (guard := settings.outer.outlier_guard) is not None:
             raise ValueError(
-                f"outlier_guard={settings.outlier_guard} does not go with a federation: it compares a group with its"
-                " own past, and sites come and go. Leave it out; outer_clip_norm bounds what one site can do."
+                f"outlier_guard={guard} of outer_optimizer does not go with a federation: it compares a group with its"
+                " own past, and sites come and go. Leave it out; clip_norm bounds what one site can do."
             )
-
-
-def refuse_quorum(arguments: Mapping[str, Any]) -> None:
-    """Refuses a quorum for worker groups that are launched together."""
-    for name in {"quorum", "grace"} & arguments.keys():
-        raise ValueError(
-            f"{name}={arguments[name]!r} does not go with worker groups that are launched together: every launch waits"
-            " for all of them, since a collective ends with all or not at all. Launch each group as a site of a"
-            f" federation, which closes rounds without those who are late: federation=Federation({name}=..., ...)."
-        )
