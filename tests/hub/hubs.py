@@ -406,7 +406,7 @@ class World:
 
     def close(self) -> None:
         for connection in self.open:
-            connection.close()
+            connection.close(*([1.0] if isinstance(connection, HubConnection) else []))
         self.service.close()
 
 

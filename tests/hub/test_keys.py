@@ -33,8 +33,7 @@ def test_nobody_else_can_read_keys(keys: Path, tmp_path: Path) -> None:
         load(copy)
 
 
-def test_the_commands_make_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    require_extra()
+def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "keys")
     main(["keys", "init", folder])
     main(["keys", "add", folder, "site-a", "site-b"])
@@ -50,64 +49,47 @@ def test_the_commands_make_keys(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert load(folder, "site-c").identity.run == "llm-7b"
     main(["keys", "revoke", folder, "site-c"])
     assert len(load(folder).revoked()) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["init", "{keys}"], "has keys already"),
-        (["init", "{empty}", "--run", "a/b"], "run='a/b' cannot be a name"),
-        (["add", "{empty}", "site"], "has no keys yet"),
-        (["add", "{keys}", "../site"], "cannot be a name"),
-        (["add", "{keys}", "site", "--days", "0"], "days=0 is out of range"),
-        (["add", "{keys}", "site", "--role", "king"], "role"),
-        (["add", "{keys}"], "names"),
-        (["revoke", "{keys}", "nobody"], "has made no keys for 'nobody'"),
-    ],
-)
-def test_what_the_commands_refuse(
-    keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["keys", *(argument.format(keys=keys, empty=tmp_path / "empty") for argument in arguments)])
-    assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    empty = str(tmp_path / "empty")
+    for arguments, told in (
+        (["init", str(keys)], "has keys already"),
+        (["init", empty, "--run", "a/b"], "run='a/b' cannot be a name"),
+        (["add", empty, "site"], "has no keys yet"),
+        (["add", str(keys), "../site"], "cannot be a name"),
+        (["add", str(keys), "site", "--days", "0"], "days=0 is out of range"),
+        (["add", str(keys), "site", "--role", "king"], "role"),
+        (["add", str(keys)], "names"),
+        (["revoke", str(keys), "nobody"], "has made no keys for 'nobody'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["keys", *arguments])
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
 
 
 def test_what_is_refused_before_a_connection_is_made(keys: Path, tmp_path: Path) -> None:
     other = init_keys(tmp_path / "other", "other-run")
     expired = add_keys(keys, "late", days=-1)
-    (tmp_path / "half.bundle").write_bytes((keys / "site-a.bundle").read_bytes()[:700])
-    (tmp_path / "half.bundle").chmod(0o600)
-
-    def mailbox(name: str = "site-a", **options: object) -> None:
-        HubClient("127.0.0.1:1", RUN, name, **options)  # type: ignore[arg-type]
-
+    half = tmp_path / "half.bundle"
+    half.write_bytes((keys / "site-a.bundle").read_bytes()[:700])
+    half.chmod(0o600)
+    for name, options, told in (
+        ("site-a", {}, "either keys or insecure=True"),
+        ("site-a", {"keys": keys, "insecure": True}, "either keys or insecure=True"),
+        ("site-a", {"keys": keys / "site-b.bundle"}, "those of site 'site-b', and not of 'site-a'"),
+        ("hub", {"keys": other}, "for run 'other-run', and not for run='run-1'"),
+        ("late", {"keys": expired}, "expired on"),
+        ("site-a", {"keys": half}, "is no bundle"),
+        ("site-a", {"keys": tmp_path / "nothing.bundle"}, "There are no keys at"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            HubClient("127.0.0.1:1", RUN, name, **options)
     with pytest.raises(ValueError, match="either keys or insecure=True"):
-        mailbox()
-    with pytest.raises(ValueError, match="either keys or insecure=True"):
-        mailbox(keys=keys, insecure=True)
-    with pytest.raises(ValueError, match="those of site 'site-b', and not of 'site-a'"):
-        mailbox(keys=keys / "site-b.bundle")
-    with pytest.raises(ValueError, match="for run 'other-run', and not for run='run-1'"):
-        mailbox("hub", keys=other)
-    with pytest.raises(ValueError, match="expired on"):
-        mailbox("late", keys=expired)
-    with pytest.raises(ValueError, match="is no bundle"):
-        mailbox(keys=tmp_path / "half.bundle")
-    with pytest.raises(ValueError, match="There are no keys at"):
-        mailbox(keys=tmp_path / "nothing.bundle")
-    with pytest.raises(ValueError, match="either keys or insecure=True"):
-        Hub(None, None, RUN)  # type: ignore[arg-type]
+        Hub(None, None, RUN)
     with pytest.raises(ValueError, match="those of site 'site-a', and a hub needs its own"):
-        Hub(None, None, RUN, keys=keys / "site-a.bundle")  # type: ignore[arg-type]
-
-
-def test_a_hub_alone_does_not_bind_keys_to_a_run(tmp_path: Path) -> None:
-    require_extra()
-    bundle = init_keys(tmp_path / "keys")
+        Hub(None, None, RUN, keys=keys / "site-a.bundle")
+    # A hub that has its bundle alone cannot bind the others to a run.
     with pytest.raises(ValueError, match="Start the hub with the folder of keys"):
-        load(bundle).bound(RUN)
+        load(init_keys(tmp_path / "keys")).bound(RUN)
 
 
 def test_a_holder_may_get_new_keys_before_the_old_ones_are_taken_back(tmp_path: Path) -> None:

@@ -308,7 +308,6 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     until(lambda: inbox.payloads == 2)
     many.service.close()
     until(lambda: any(isinstance(told, Lost) for told in inbox._told), 5.0)
-    second.connection.close(0)
 
 
 def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in(
