@@ -79,8 +79,7 @@ def returned(told: Told, spans: Sequence[Span], span: Span, site: str) -> Found:
 
     Returns:
         ``seconds`` from hello, or from the end of the fault if none was needed, to all records applied; ``hello``:
-        seconds from the end of the fault to it; ``state``: whether a state had to be fetched; ``rounds``: those that
-        closed between then and the first in which it counts, the least over the fragments. Or ``interrupted``: what
+        seconds from the end of the fault to it; ``state``: whether a state had to be fetched. Or ``interrupted``: what
         came in between.
     """
     after = [note for note in told.sites[site] if note["at"] > span.ended]
@@ -101,14 +100,7 @@ def returned(told: Told, spans: Sequence[Span], span: Span, site: str) -> Found:
     if back is None:
         return {"interrupted": "the end"}
     state = any(note["what"] == "adopt" and first <= note["at"] <= back for note in after)
-    missed: dict[int, int] = defaultdict(int)
-    rounds = None
-    for note in told.records():
-        if note["at"] > back and rounds is None:
-            if site in [own for own, *_ in note["counted"]]:
-                rounds = missed[note["fragment"]]
-            missed[note["fragment"]] += 1
-    return {"seconds": back - first, "hello": first - span.ended, "state": state, "rounds": rounds}
+    return {"seconds": back - first, "hello": first - span.ended, "state": state}
 
 
 def stalls(told: Told, spans: Sequence[Span], site: str) -> Found:
@@ -117,12 +109,12 @@ def stalls(told: Told, spans: Sequence[Span], site: str) -> Found:
     Returns:
         ``step``: the median of its steps in seconds; ``stalls``: the longest times in which the engine kept training
         from going on while the site was up to date, less those for which the thread was ready and the machine did not
-        let it run, or its host did not let the machine; ``raw``: with these; ``returning``: without them, while the
-        site made up for what it had missed; ``above``: those of the first above the limit.
+        let it run, or its host did not let the machine; ``returning``: the same while the site made up for what it had
+        missed; ``above``: those of the first above the limit.
     """
     steps = told.steps(site)
     if not steps:
-        return {"step": None, "stalls": [], "raw": [], "returning": [], "above": []}
+        return {"step": None, "stalls": [], "returning": [], "above": []}
     stopped = [span for span in spans if span.kind == "stop" and span.hits(site)]
     going = [n for n in steps if not any(s.began < n["at"] and n["at"] - n["took"] < s.ended for s in stopped)]
     away = []
@@ -136,7 +128,6 @@ def stalls(told: Told, spans: Sequence[Span], site: str) -> Found:
     return {
         "step": step,
         "stalls": sorted(map(_stall, up))[-5:],
-        "raw": sorted(note["stalled"] for note in up)[-5:],
         "returning": sorted(_stall(note) for note in going if note not in up)[-5:],
         "above": [note for note in up if _stall(note) > LONGEST_STALL + step],
     }

@@ -225,28 +225,6 @@ def test_the_hub_dies_and_comes_back_and_so_do_all_sites_and_nothing_is_lost() -
     assert run.hub.counted()[-1] == ["s0", "s1", "s2"]
 
 
-def test_a_federation_that_has_lost_all_its_checkpoints_goes_on_from_the_anchor() -> None:
-    sites = founded(2, **CHOICES)
-    train(sites, 41)
-    held = {own.applied: values for own, values in zip(sites[0].fragments, sites[0].outer(), strict=True)}
-    for site in sites:
-        site.die()
-    sites[0].hub.restart()
-    again = [Site(sites[0].hub, index, mlp(7 + index), **CHOICES) for index in range(2)]
-    for _ in range(8):
-        for site in again:
-            site.hub.passes(1.0)
-            site.engine.land_due()
-            site.world.hear()
-    # One fragment was in flight, and has landed here.
-    found = {own.applied: values for own, values in zip(again[1].fragments, again[1].outer(), strict=True)}
-    assert len(found.keys() & held.keys()) >= len(held) - 1
-    assert all(torch.equal(found[at], held[at]) for at in found.keys() & held.keys())
-    train(again, 30)
-    assert agree(again)
-    assert sites[0].hub.counted()[-1] == ["s0", "s1"]
-
-
 def test_a_site_that_resumes_is_bitwise_that_which_never_stopped() -> None:
     runs = whole_run, stopped = [founded(2, **CHOICES) for _ in range(2)]
     # In flight, between two flights, and with what was carried while it was cut off.

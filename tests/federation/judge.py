@@ -13,8 +13,7 @@ import numpy as np
 from lightning_sdiloco.federation import RETENTION, Contribution, MergeAction, Record
 
 if TYPE_CHECKING:
-    from tests.federation.disk import Disk
-    from tests.federation.hub import SimulatedHub
+    from tests.federation.hub import Disk, SimulatedHub
     from tests.federation.site import SimulatedSite, Values
 
 

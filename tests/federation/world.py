@@ -11,8 +11,7 @@ import numpy as np
 
 from lightning_sdiloco.federation import ChosenQuorum, MergeAction, Record, Terms
 from lightning_sdiloco.federation.codec import key_of
-from tests.federation.disk import Disk
-from tests.federation.hub import SimulatedHub
+from tests.federation.hub import Disk, SimulatedHub
 from tests.federation.judge import Judge
 from tests.federation.site import LENGTH, SimulatedSite
 
