@@ -8,12 +8,10 @@ from collections.abc import Mapping
 
 from lightning_sdiloco.compression.base import Compression, mean_over_senders, weighted_mean
 from lightning_sdiloco.compression.blockwise import FP8, MXFP4, Int2, Int4, Int8
-from lightning_sdiloco.compression.by_link import ByLink
 from lightning_sdiloco.compression.casts import BFloat16, Float32
-from lightning_sdiloco.compression.feedback import ErrorFeedback
 from lightning_sdiloco.compression.fp4 import FP4
-from lightning_sdiloco.compression.random_k import RandomBlock, RandomK
-from lightning_sdiloco.compression.topk import Threshold, TopK
+from lightning_sdiloco.compression.sparse import RandomBlock, RandomK, Threshold, TopK
+from lightning_sdiloco.compression.wrapped import ByLink, ErrorFeedback
 
 __all__ = [
     "BFloat16",

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -248,3 +250,17 @@ def divide(total: Tensor, groups: int) -> Tensor:
 def chunk_length(device: torch.device) -> int:
     """Returns how many values to handle at a time: on a CPU so many that what is computed stays in its cache."""
     return 1 << 17 if device.type == "cpu" else 1 << 23
+
+
+def forwarded(to: str, *names: str) -> Any:
+    """Makes methods that call those of the same names of what an attribute holds."""
+
+    def made(name: str) -> Any:
+        return documented(name, lambda self, *args: getattr(getattr(self, to), name)(*args))
+
+    return map(made, names)
+
+
+def documented(name: str, method: Callable[..., Any]) -> Any:
+    """Gives a method name, signature and documentation of that of `Compression`; it is not abstract."""
+    return wraps(getattr(Compression, name), updated=())(method)

@@ -1,17 +1,25 @@
-"""Sends the largest values of each block and where they are; the others come back as zero."""
+"""Sends few of the values, encoded by another compression; the others come back as zero.
+
+`TopK` and `Threshold` send the largest of each block, and where they are. `RandomK` and `RandomBlock` send what chance
+picks: all groups pick the same, so no positions are sent.
+"""
 
 import copy
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import Compression, chunk_length
+from lightning_sdiloco.compression.base import Compression, chunk_length, forwarded
 from lightning_sdiloco.memory import new_vector
+
+Self = TypeVar("Self", bound="_Chance")
 
 BLOCK = 4096
 """Values among which the largest are chosen: a position in a block takes 12 bits."""
@@ -54,16 +62,7 @@ class TopK(Compression):
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
             raise ValueError(f"share={self.share!r} is out of range: it must be above 0 and at most 1. 0.02 sends 2 %.")
-        if not isinstance(self.values, Compression):
-            raise ValueError(
-                f"values={self.values!r} is not a compression. Pass an instance of one, such as Int2(): it encodes the"
-                " values that are sent."
-            )
-        if self.values.varies():
-            raise ValueError(
-                f"values={self.values!r} chooses by itself which values it sends. Pass a compression that sends all"
-                " values, such as Int2()."
-            )
+        _check_values(self.values, "chooses by itself which values it sends")
         if self.over not in ("groups", "senders"):
             raise ValueError(
                 f"over={self.over!r} is not known. It is 'groups', the default, or 'senders': the sum of a value is"
@@ -72,7 +71,6 @@ class TopK(Compression):
 
     @override
     def __repr__(self) -> str:
-        """Returns the class and its arguments, without those of later versions that have their defaults."""
         given = {own.name: getattr(self, own.name) for own in fields(self) if own.repr}
         texts = [
             f"{own.name}={given[own.name]!r}" for own in fields(self) if own.repr and given[own.name] != own.default
@@ -81,46 +79,26 @@ class TopK(Compression):
 
     @override
     def suits_sums(self) -> bool:
-        """Returns False, since every group chooses for itself."""
         return False
 
     @override
     def chosen_share(self) -> float:
-        """Returns the share that is sent."""
         return float(self.share)
 
     @override
     def counts_senders(self) -> bool:
-        """Returns whether ``over`` is ``"senders"``."""
         return self.over == "senders"
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
-        """Tells which values were chosen."""
         self._put(payload, out.new_ones(self._count(out.numel())), out)
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """Returns the exact size in bytes of the payload of ``numel`` values.
-
-        Args:
-            numel: Number of values, at least 1.
-
-        Returns:
-            Three bytes for every two values that are sent, and the size of the payload of these values.
-        """
         return _packed_bytes(self._count(numel)) + self.values.wire_bytes(self._count(numel))
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        """Chooses the largest values of each block and encodes them.
-
-        Args:
-            values: Contiguous float32 tensor of shape ``(numel,)``.
-
-        Returns:
-            The payload, a uint8 tensor of shape ``(wire_bytes(numel),)`` on the same device.
-        """
         count, done = self._count(values.numel()), 0
         chosen, positions = values.new_empty(count), values.new_empty(_packed_bytes(count), dtype=torch.uint8)
         for blocks in _blocks(values):
@@ -132,17 +110,10 @@ class TopK(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Puts the values that were sent into their places, and zeros elsewhere.
-
-        Args:
-            payload: Contiguous uint8 tensor of shape ``(wire_bytes(out.numel()),)``.
-            out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
-        """
         self._put(payload, self._chosen(payload, out.numel()), out)
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Decodes what was sent at once, and puts it into its places one stretch after the other."""
         chosen, done = self._chosen(payload, numel), 0
         scratch = new_vector(min(numel, chunk_length(payload.device)), payload.device)
         for where in _stretches(numel, payload.device):
@@ -246,21 +217,14 @@ class Threshold(TopK):
 
     @override
     def varies(self) -> bool:
-        """Returns whether a threshold is kept."""
         return self.every is not None
 
     @override
     def wire_bytes(self, numel: int) -> int:
-        """Returns the size in bytes of the payload of ``numel`` values: the most, if a threshold is kept.
-
-        Args:
-            numel: Number of values, at least 1.
-        """
         return super().wire_bytes(numel) + (_count_bytes(numel) if self.varies() else 0)
 
     @override
     def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
-        """Returns for how many launches the thresholds have been used, this one included, and those of all blocks."""
         if self.every is None:
             return None
         if before is not None and before[0] < self.every:
@@ -275,7 +239,6 @@ class Threshold(TopK):
 
     @override
     def tuned(self, tuning: Tensor | None) -> "Threshold":
-        """Returns the compression with thresholds."""
         if tuning is None:
             return self
         tuned = copy.copy(self)
@@ -284,14 +247,6 @@ class Threshold(TopK):
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        """Chooses what exceeds the thresholds and encodes it.
-
-        Args:
-            values: Contiguous float32 tensor of shape ``(numel,)``.
-
-        Returns:
-            The payload, a uint8 tensor on the same device.
-        """
         if not self.varies():
             return super().encode(values)
         thresholds, done = self.thresholds, 0
@@ -312,12 +267,6 @@ class Threshold(TopK):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Puts the values that were sent into their places, and zeros elsewhere.
-
-        Args:
-            payload: Contiguous uint8 tensor: what `encode` returned, and perhaps more behind it.
-            out: Contiguous float32 tensor of shape ``(numel,)`` that is overwritten.
-        """
         if not self.varies():
             super().decode(payload, out)
             return
@@ -329,12 +278,10 @@ class Threshold(TopK):
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Decodes one stretch after the other; all at once, if a threshold is kept."""
         return Compression.stretches(self, payload, numel) if self.varies() else super().stretches(payload, numel)
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
-        """Tells which values were sent, and not as zero."""
         if self.varies():
             places, _ = _places(payload, out)
             out.zero_()[places] = 1.0
@@ -344,10 +291,6 @@ class Threshold(TopK):
 
     @override
     def sent(self, chosen: Tensor, blocks: Tensor) -> Tensor:
-        """Returns the chosen values, with zeros in place of the small ones.
-
-        The mean is taken in float64, whose rounding errors are too small to matter.
-        """
         assert self.least is not None, "what is kept encodes by itself"
         means = blocks.abs().mean(1, keepdim=True, dtype=torch.float64)
         return chosen.where(chosen.abs() >= means * self.least, 0)
@@ -420,3 +363,169 @@ def _places(payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     blocks = torch.arange(len(low), device=out.device).repeat_interleave(low | high << 8)
     positions, rest = rest.tensor_split([_packed_bytes(len(blocks))])
     return blocks * BLOCK + _unpacked(positions, len(blocks)), rest
+
+
+def _check_values(values: object, why_not: str) -> None:
+    if not isinstance(values, Compression):
+        raise ValueError(
+            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(): it encodes the values"
+            " that are sent."
+        )
+    if values.varies():
+        raise ValueError(f"values={values!r} {why_not}. Pass a compression that sends all values, such as Int2().")
+
+
+# What chance picks
+
+
+@dataclass(frozen=True)
+class _Chance(Compression):
+    every: int
+    values: Compression
+    step: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(
+                f"every={self.every!r} is out of range: it must be a whole number of at least 1. 32 sends 3 %."
+            )
+        _check_values(self.values, "keeps a threshold for each place, and chance picks other places every time")
+
+    @override
+    def at(self: Self, step: int) -> Self:
+        picked = copy.copy(self)
+        object.__setattr__(picked, "step", step)
+        return picked
+
+    # What all groups pick alike has what the compression of the values has.
+    dense, suits_sums, chosen_share, counts_senders = forwarded(
+        "values", "dense", "suits_sums", "chosen_share", "counts_senders"
+    )
+
+    @override
+    def places(self, payload: Tensor, out: Tensor) -> None:
+        sent = out.new_empty(-(-out.numel() // self.every))
+        self.values.places(payload, sent)
+        self.put(sent, out.zero_())
+
+    @override
+    def wire_bytes(self, numel: int) -> int:
+        return self.values.wire_bytes(-(-numel // self.every))
+
+    @override
+    def encode(self, values: Tensor) -> Tensor:
+        return self.values.encode(self.picked(values))
+
+    @override
+    def decode(self, payload: Tensor, out: Tensor) -> None:
+        sent = out.new_empty(-(-out.numel() // self.every))
+        self.values.decode(payload, sent)
+        self.put(sent, out.zero_())
+
+    @override
+    def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+        mean = new_vector(-(-out.numel() // self.every), out.device)
+        self.values.mean(sent, mean)
+        self.put(mean, out.zero_())
+
+    @abstractmethod
+    def picked(self, values: Tensor) -> Tensor:
+        """Returns the values that chance picks, in their order, as a contiguous tensor."""
+
+    @abstractmethod
+    def put(self, sent: Tensor, out: Tensor) -> None:
+        """Writes the values that were picked back into their places."""
+
+
+@dataclass(frozen=True)
+class RandomK(_Chance):
+    """One value of every ``every`` consecutive ones, at random, encoded by another compression.
+
+    The choice follows from the inner step of the launch: all groups send the same values, each launch sends others.
+
+    Args:
+        every: One of this many values is sent.
+        values: How the values that are sent are encoded.
+
+    Raises:
+        ValueError: If ``every`` is out of range, or ``values`` is not a compression.
+
+    Examples:
+        >>> from lightning_sdiloco.compression import Float32
+        >>> chance, decoded = RandomK(4, Float32()).at(100), torch.empty(8)
+        >>> chance.decode(chance.encode(torch.arange(8.0)), decoded)
+        >>> decoded.tolist()
+        [0.0, 0.0, 2.0, 0.0, 0.0, 5.0, 0.0, 0.0]
+    """
+
+    @override
+    def picked(self, values: Tensor) -> Tensor:
+        return torch.cat([cells.gather(1, offsets).view(-1) for cells, offsets in self._cells(values)])
+
+    @override
+    def put(self, sent: Tensor, out: Tensor) -> None:
+        done = 0
+        for cells, offsets in self._cells(out):
+            cells.scatter_(1, offsets, sent[done:][: len(cells)].view(-1, 1))
+            done += len(cells)
+
+    def _cells(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields views of the values, a cell to a row, and the position picked in each; the last cell may be short."""
+        whole, length = len(values) // self.every, max(chunk_length(values.device) // self.every, 1)
+        for start in range(0, whole, length):
+            end = min(start + length, whole)
+            cells = values[start * self.every : end * self.every].view(-1, self.every)
+            numbers = torch.arange(start, end, device=values.device)
+            yield cells, _hashed(numbers, self.step).remainder_(self.every)[:, None]
+        rest = values[whole * self.every :]
+        if len(rest) > 0:
+            numbers = torch.tensor([whole], device=values.device)
+            yield rest.view(1, -1), _hashed(numbers, self.step).remainder_(len(rest))[:, None]
+
+
+@dataclass(frozen=True)
+class RandomBlock(_Chance):
+    """One of ``every`` equal stretches of the vector, at random, encoded by another compression.
+
+    The choice follows from the inner step of the launch, so that all groups send the same stretch.
+
+    Args:
+        every: The vector is cut into this many stretches.
+        values: How a stretch is encoded.
+
+    Raises:
+        ValueError: If ``every`` is out of range, or ``values`` is not a compression.
+
+    Examples:
+        >>> from lightning_sdiloco.compression import Float32
+        >>> chance, decoded = RandomBlock(3, Float32()).at(100), torch.empty(8)
+        >>> chance.decode(chance.encode(torch.arange(8.0)), decoded)
+        >>> decoded.tolist()
+        [0.0, 0.0, 0.0, 3.0, 4.0, 5.0, 0.0, 0.0]
+    """
+
+    @override
+    def picked(self, values: Tensor) -> Tensor:
+        return self._stretch(values)
+
+    @override
+    def put(self, sent: Tensor, out: Tensor) -> None:
+        self._stretch(out).copy_(sent)
+
+    def _stretch(self, values: Tensor) -> Tensor:
+        length = -(-len(values) // self.every)
+        number = int(_hashed(torch.zeros(1, dtype=torch.int64), self.step)) % self.every
+        # The last stretch may reach back into the one before, so that all have the same length.
+        start = min(number * length, len(values) - length)
+        return values[start : start + length]
+
+
+def _hashed(numbers: Tensor, step: int) -> Tensor:
+    """Turns whole numbers and the inner step into 32 bits that look like chance, the same on every device."""
+    # Products may overflow 64 bits; their low 32 bits, which are kept, are right nevertheless.
+    hashed = (numbers + 1) * 0x9E3779B1 + step * 0x85EBCA77
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        hashed &= 0xFFFFFFFF
+        hashed ^= hashed >> shift
+        hashed *= factor
+    return hashed & 0xFFFFFFFF

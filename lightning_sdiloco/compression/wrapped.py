@@ -1,18 +1,89 @@
-"""Chooses the code of each launch by the link of its sender; the payload says which one it is."""
+"""Compressions around others: one that remembers what is lost, and one that chooses by the link of the sender."""
 
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_sdiloco.compression.base import Compression
+from lightning_sdiloco.compression.base import Compression, documented, forwarded
 
-# So many bytes in front of the payload say which code it is in. What follows stays aligned.
+# So many bytes in front of a payload of `ByLink` say which code it is in. What follows stays aligned.
 _HEAD_BYTES = 8
+
+
+def _rewrapped(name: str) -> Any:
+    """Makes a method that does with the wrapped compression what it is called, and wraps what comes of it."""
+
+    def method(self: Any, *args: Any) -> Any:
+        one = getattr(self.compression, name)(*args)
+        return self if one is self.compression else replace(self, compression=one)
+
+    return documented(name, method)
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Compression):
+    """Encodes like another compression and adds what it loses to the next outer gradient of the fragment.
+
+    The memory changes when a flight lands, if the group counted in its mean. It is part of a checkpoint. It is lost
+    when rounds start anew: on a restart with other groups or settings, and when parameters are frozen or unfrozen. With
+    ``mixing`` the local parameters themselves keep a share of what was lost, so only the rest is remembered. The final
+    exchange adds no memory.
+
+    Args:
+        compression: The compression.
+        decay: Share of the loss that is remembered, above 0 and at most 1. SparseLoCo (arXiv 2508.15706) uses 0.95.
+
+    Raises:
+        ValueError: If ``decay`` is out of range, or if ``compression`` is not a compression or has error feedback.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_sdiloco.compression import Int4
+        >>> compression, values = ErrorFeedback(Int4(), decay=0.5), torch.tensor([7.0, 1.25])
+        >>> compression.remembered(values, None, compression.encode(values), mixing=0.0).tolist()
+        [0.0, 0.125]
+    """
+
+    compression: Compression
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compression, Compression) or isinstance(self.compression, ErrorFeedback):
+            raise ValueError(
+                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it must be an instance of"
+                " another compression. Pass one, such as FP4()."
+            )
+        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
+            raise ValueError(
+                f"decay={self.decay!r} is out of range: it must be above 0 and at most 1. 1.0 forgets nothing; to"
+                f" remember nothing, use {self.compression!r} itself."
+            )
+
+    wire_bytes, encode, decode, stretches, mean = forwarded(
+        "compression", "wire_bytes", "encode", "decode", "stretches", "mean"
+    )
+    choice, choice_bytes, tuning, places = forwarded("compression", "choice", "choice_bytes", "tuning", "places")
+    suits_sums, chosen_share = forwarded("compression", "suits_sums", "chosen_share")
+    counts_senders, varies = forwarded("compression", "counts_senders", "varies")
+    at, with_names, chosen, tuned = map(_rewrapped, ("at", "with_names", "chosen", "tuned"))
+
+    @override
+    def remembers(self) -> bool:
+        return True
+
+    @override
+    def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
+        return super().residual(values, memory, payload, mixing).mul_(self.decay)
+
+    @override
+    def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
+        return self.residual(gradient, memory, payload, mixing)
 
 
 @dataclass(frozen=True)
@@ -61,19 +132,18 @@ class ByLink(Compression):
             )
 
     @property
-    def _codes(self) -> list[Compression]:
+    def codes(self) -> list[Compression]:
+        """The codes, once they have been found by their names."""
         codes = [code for code in self.menu if isinstance(code, Compression)]
         assert len(codes) == len(self.menu), "`resolve` has replaced the names"
         return codes
 
     @override
     def with_names(self, resolve: Callable[[str | Compression], Compression]) -> "ByLink":
-        """Returns the compression with codes in place of names."""
         return replace(self, menu=tuple(map(resolve, self.menu)))
 
     @override
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        """Returns the number of the code for a launch; see `Compression.choice`."""
         seconds = overlap_s if self.within == "overlap" else float(self.within)
         if not bytes_per_s > 0 or math.isnan(seconds):
             return 0
@@ -83,83 +153,71 @@ class ByLink(Compression):
 
     @override
     def choice_bytes(self, numel: int, choice: int) -> int:
-        """Returns the bytes of a payload in the code of a number."""
-        return _HEAD_BYTES + self._codes[choice].wire_bytes(numel)
+        return _HEAD_BYTES + self.codes[choice].wire_bytes(numel)
 
     @override
     def chosen(self, choice: int) -> "ByLink":
-        """Returns the compression that encodes in the code of a number, and decodes all."""
         one = copy.copy(self)
         object.__setattr__(one, "code", choice)
         return one
 
     @override
     def at(self, step: int) -> Compression:
-        """Returns the compression with all codes as they are at an inner step."""
-        codes = [code.at(step) for code in self._codes]
-        same = all(code is before for code, before in zip(codes, self._codes, strict=True))
+        codes = [code.at(step) for code in self.codes]
+        same = all(code is before for code, before in zip(codes, self.codes, strict=True))
         return self if same else replace(self, menu=tuple(codes))
 
     @override
     def suits_sums(self) -> bool:
-        """Returns False: whose code would the mean be in?"""
         return False
 
     @override
     def chosen_share(self) -> float:
-        """Returns the largest share of any code."""
-        return max(code.chosen_share() for code in self._codes)
+        return max(code.chosen_share() for code in self.codes)
 
     @override
     def counts_senders(self) -> bool:
-        """Returns whether any code does: the others send every value."""
-        return any(code.counts_senders() for code in self._codes)
+        return any(code.counts_senders() for code in self.codes)
+
+    @override
+    def remembers(self) -> bool:
+        return any(code.remembers() for code in self.codes)
 
     @override
     def varies(self) -> bool:
         return True
 
     @override
-    def remembers(self) -> bool:
-        """Returns whether any code does."""
-        return any(code.remembers() for code in self._codes)
-
-    @override
     def wire_bytes(self, numel: int) -> int:
-        """Returns the most bytes that a payload of ``numel`` values takes."""
         return max(self.choice_bytes(numel, number) for number in range(len(self.menu)))
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        """Encodes in the chosen code."""
-        payload = F.pad(self._codes[self.code].encode(values), (_HEAD_BYTES, 0))
+        payload = F.pad(self.codes[self.code].encode(values), (_HEAD_BYTES, 0))
         payload[0] = self.code
         return payload
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Decodes what the payload says it is; there may be more behind it."""
-        code, rest = self._read(payload, out.numel())
+        code, rest = self._opened(payload, out.numel())
         code.decode(rest, out)
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        code, rest = self._read(payload, numel)
+        code, rest = self._opened(payload, numel)
         return code.stretches(rest, numel)
 
     @override
     def places(self, payload: Tensor, out: Tensor) -> None:
-        code, rest = self._read(payload, out.numel())
+        code, rest = self._opened(payload, out.numel())
         code.places(rest, out)
 
     @override
     def remembered(self, gradient: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor | None:
-        """Returns what the code of the payload remembers, or all that was not sent if something has waited."""
-        code, rest = self._read(payload, gradient.numel())
+        code, rest = self._opened(payload, gradient.numel())
         own = code.remembered(gradient, memory, rest, mixing)
         return own if own is not None or memory is None else code.residual(gradient, memory, rest, mixing)
 
-    def _read(self, payload: Tensor, numel: int) -> tuple[Compression, Tensor]:
-        """Returns the code of a payload, and what is encoded in it."""
-        code = self._codes[int(payload[0])]
+    def _opened(self, payload: Tensor, numel: int) -> tuple[Compression, Tensor]:
+        code = self.codes[int(payload[0])]
         return code, payload[_HEAD_BYTES:][: code.wire_bytes(numel)]
