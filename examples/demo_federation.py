@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 from text_data import StandardLibraryText
 
-from lightning_sdiloco.hub import HubClient, add_keys, init_keys
+from lightning_sdiloco.federation import HubClient, add_keys, init_keys
 from lightning_sdiloco.lightning import Run, read_run
 from lightning_sdiloco.tools.hub import STATES, HubOptions, asked, status_of
 

@@ -29,14 +29,13 @@ if TYPE_CHECKING:
     from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
     from lightning_sdiloco.engine import (
         DropCompute,
-        Federation,
         Landing,
         SimulatedGroups,
         StreamingDiLoCo,
         WorkerGroups,
     )
     from lightning_sdiloco.errors import AgreementError, ExchangeError
-    from lightning_sdiloco.federation import DynamicBackup, Quorum
+    from lightning_sdiloco.federation import DynamicBackup, Federation, Quorum
     from lightning_sdiloco.lightning_pytorch import (
         StreamingDiLoCoFabricStrategy,
         StreamingDiLoCoModelParallelStrategy,

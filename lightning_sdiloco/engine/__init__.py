@@ -8,7 +8,7 @@ other ranks are reached only through what a `Topology` holds.
 
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model, require_same_settings
-from lightning_sdiloco.engine.background import InlineBackground
+from lightning_sdiloco.engine.background import Background, InlineBackground, Pending, Work
 from lightning_sdiloco.engine.checkpoint import (
     Restart,
     Saved,
@@ -24,10 +24,16 @@ from lightning_sdiloco.engine.checkpoint import (
 )
 from lightning_sdiloco.engine.drop_compute import DropCompute, DroppingLoader, best_drop
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.flight import Arrival, Flight, Landing, Launch, Purpose, completed
+from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.measurements import Span, StepClock
+from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.outer_view import GroupMean
+from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import (
+    FragmentLayout,
+    OuterParameter,
+    ShardedLayout,
     clean_name,
     is_sharded,
     like,
@@ -35,17 +41,46 @@ from lightning_sdiloco.engine.shards import (
     part_of,
     ranks_of,
     reshard,
+    to_parameters,
     trainable,
     unwrapped,
 )
 from lightning_sdiloco.engine.simulation import SimulatedGroups
-from lightning_sdiloco.engine.site.federation import Federation
 from lightning_sdiloco.engine.start import WorkerGroups, cut
+from lightning_sdiloco.engine.synchronizer import (
+    mean_of_buffers,
+    norm_squared,
+    outer_step,
+    reported,
+    span_from,
+    whole_norm,
+)
 
 __all__ = [
+    "Background",
+    "Pending",
+    "Work",
+    "Arrival",
+    "Flight",
+    "Launch",
+    "Purpose",
+    "completed",
+    "FragmentState",
+    "OuterState",
+    "outer_optimizer_for",
+    "Rounds",
+    "FragmentLayout",
+    "OuterParameter",
+    "ShardedLayout",
+    "to_parameters",
+    "mean_of_buffers",
+    "norm_squared",
+    "outer_step",
+    "reported",
+    "span_from",
+    "whole_norm",
     "DropCompute",
     "DroppingLoader",
-    "Federation",
     "GroupMean",
     "InlineBackground",
     "Landing",

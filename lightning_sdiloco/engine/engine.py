@@ -46,10 +46,8 @@ from lightning_sdiloco.engine.measurements import Span, StepClock
 from lightning_sdiloco.engine.offload import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, OuterView
 from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
-from lightning_sdiloco.engine.rounds import Loop, Rounds, keep_until_done
+from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
 from lightning_sdiloco.engine.shards import trainable, unwrapped
-from lightning_sdiloco.engine.site.federation import Federation
-from lightning_sdiloco.engine.site.world import join
 from lightning_sdiloco.engine.start import (
     WorkerGroups,
     agreed_fragments,
@@ -161,7 +159,7 @@ class StreamingDiLoCo:
         compression: str | Compression = "fp4",
         outer_lr: float | Literal["auto"] = "auto",
         outer_momentum: float | Literal["auto"] = "auto",
-        federation: Federation | None = None,
+        federation: Federated | None = None,
         outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None,
         exchange: str | TwoShot = "auto",
         warmup_steps: int = 0,
@@ -189,7 +187,7 @@ class StreamingDiLoCo:
         self.site = federation.site if federation else None
         self.loop: Loop = self.rounds
         if federation is not None:
-            self.loop = join(federation, self.rounds, self.topology)
+            self.loop = federation.join(self.rounds, self.topology)
         self.step_span: Span = (0.0, 0.0)
         self.step_clock = StepClock()
         self.last_landing: Landing | None = None

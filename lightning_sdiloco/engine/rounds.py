@@ -100,6 +100,19 @@ class Loop(Protocol):
         ...
 
 
+class Federated(Protocol):
+    """A federation as the engine sees it: these ranks are a site of it, whose loop follows its rules."""
+
+    @property
+    def site(self) -> str:
+        """The name of this site."""
+        ...
+
+    def join(self, rounds: "Rounds", topology: Topology) -> Loop:
+        """Joins with a model that is cut, and returns the loop."""
+        ...
+
+
 class Rounds:
     """Launches and lands the fragments of a model in all worker groups alike; nobody asks anybody what is due."""
 

@@ -21,7 +21,8 @@ from typing_extensions import override
 
 from lightning_sdiloco.algorithm import AUTO, Settings, TwoShot, kind_and_backend
 from lightning_sdiloco.comm import Exchange, Topology, checked_worker_groups
-from lightning_sdiloco.engine import Federation, trainable
+from lightning_sdiloco.engine import trainable
+from lightning_sdiloco.federation import Federation
 from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, readable_rate, recommend
 
 _log = logging.getLogger(__name__)

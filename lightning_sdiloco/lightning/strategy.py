@@ -36,7 +36,7 @@ from lightning_sdiloco.algorithm import (
     refuse_unknown,
 )
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine import Federation
+from lightning_sdiloco.federation import Federation
 from lightning_sdiloco.lightning.fit import Distribution, Fit, put_first
 from lightning_sdiloco.lightning.groups import ConnectedGroups, only_device, stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.host.ddp import release_gradients

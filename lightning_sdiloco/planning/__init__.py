@@ -10,13 +10,9 @@ from lightning_sdiloco.planning import paper, planner
 from lightning_sdiloco.planning.hub import (
     Enough,
     HubLoad,
-    Round,
-    Waits,
-    Way,
     hub_link,
     largest_payload,
     through_hub,
-    waits,
     way_through_hub,
 )
 from lightning_sdiloco.planning.link import Line, Link, require
@@ -53,14 +49,11 @@ __all__ = [
     "PaperModel",
     "Plan",
     "Prediction",
-    "Round",
     "SharedOut",
     "Streaming",
     "TARGET",
     "TARGETS",
     "Times",
-    "Waits",
-    "Way",
     "candidates",
     "hub_link",
     "largest_payload",
@@ -76,6 +69,5 @@ __all__ = [
     "short",
     "step_end",
     "through_hub",
-    "waits",
     "way_through_hub",
 ]

@@ -28,8 +28,15 @@ from rich.table import Table
 
 from lightning_sdiloco.comm import GroupLayout, checked_worker_groups
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation import ChosenQuorum
-from lightning_sdiloco.hub import HubClient, HubUnreachable, MailboxError, hub_addresses, identity_of, valid_until
+from lightning_sdiloco.federation import (
+    ChosenQuorum,
+    HubClient,
+    HubUnreachable,
+    MailboxError,
+    hub_addresses,
+    identity_of,
+    valid_until,
+)
 from lightning_sdiloco.launch import (
     BrokenConnection,
     Endpoints,

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sdiloco.hub import HubClient, HubService, MailboxError, Role, identity_of
+from lightning_sdiloco.federation import HubClient, HubService, MailboxError, Role, identity_of
 
 
 def hub(

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.engine import trainable
-from lightning_sdiloco.federation import LONGEST_GRACE, All, Quorum
+from lightning_sdiloco.federation import LONGEST_GRACE, All, Quorum, Round, Waits, Way, waits
 from lightning_sdiloco.planning import (
     MARGIN,
     TARGET,
@@ -28,10 +28,7 @@ from lightning_sdiloco.planning import (
     Model,
     Plan,
     Prediction,
-    Round,
     SharedOut,
-    Waits,
-    Way,
     hub_link,
     largest_payload,
     paper,
@@ -41,7 +38,6 @@ from lightning_sdiloco.planning import (
     shared_out,
     short,
     through_hub,
-    waits,
 )
 from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
 

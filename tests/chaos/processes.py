@@ -27,9 +27,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.links import enter
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
-from lightning_sdiloco.federation import Follower, Hello, MergeAction, Record
-from lightning_sdiloco.hub import Coordinator, HubClient, HubConnection, HubService
-from lightning_sdiloco.hub.ledger import History
+from lightning_sdiloco.federation import (
+    Coordinator,
+    Follower,
+    Hello,
+    HubClient,
+    HubConnection,
+    HubService,
+    MergeAction,
+    Record,
+)
+from lightning_sdiloco.federation.journal import History
 from tests.chaos.notes import Notebook
 
 RUN = "run"

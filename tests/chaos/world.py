@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from benchmarks.links import Links
-from lightning_sdiloco.hub import add_keys, init_keys
+from lightning_sdiloco.federation import add_keys, init_keys
 from tests.chaos.faults import ALL, FORMS, HUB, STAGES, Fault
 from tests.chaos.notes import Note, Notebook, Reader, read
 from tests.chaos.processes import RUN, Place, serve, train

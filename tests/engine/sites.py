@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine import InlineBackground
-from lightning_sdiloco.engine.site.world import FederatedWorld
-from lightning_sdiloco.federation import Record
-from lightning_sdiloco.hub import InProcessHub, payloads_of
+from lightning_sdiloco.federation import InProcessHub, Record, payloads_of
+from lightning_sdiloco.federation.site import FederatedWorld
 from tests.training import inner_optimizer, mlp, train_step
 
 STEP = 0.1

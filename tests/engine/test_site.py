@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import Federation, OuterOptimizer, SimulatedGroups
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError
-from lightning_sdiloco.hub import Recorded, Told, add_keys, init_keys
+from lightning_sdiloco.federation import Recorded, Told, add_keys, init_keys
 from tests.engine.sites import (
     STEP,
     Site,

@@ -17,14 +17,14 @@ from lightning_sdiloco.federation import (
     Answer,
     Charter,
     ChosenQuorum,
+    InProcessHub,
     Ledger,
     Record,
     Timing,
     chosen,
     quorum_of,
 )
-from lightning_sdiloco.hub import InProcessHub
-from lightning_sdiloco.hub.ledger import History, Quorums
+from lightning_sdiloco.federation.journal import History, Quorums
 from tests.federation.told import CHARTER, TERMS, close, come, life, own, record
 from tests.own_quorum import Core
 

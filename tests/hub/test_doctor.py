@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.hub import HubService, init_keys
+from lightning_sdiloco.federation import HubService, init_keys
 from lightning_sdiloco.tools.cli import main
 from tests.hub.hubs import RUN, World, charter
 

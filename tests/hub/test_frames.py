@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.hub.client import _checked_parts
-from lightning_sdiloco.hub.wire import CHUNK, MAX_HEADER, checked_size, pack, unpack
+from lightning_sdiloco.federation.client import _checked_parts
+from lightning_sdiloco.federation.wire import CHUNK, MAX_HEADER, checked_size, pack, unpack
 
 
 def message(text: bytes, length: int | None = None) -> bytes:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_sdiloco.hub import Hub, HubClient, add_keys, init_keys, revoke_keys
-from lightning_sdiloco.hub.keys import UNBOUND, Identity, fingerprint, load
+from lightning_sdiloco.federation import Hub, HubClient, add_keys, init_keys, revoke_keys
+from lightning_sdiloco.federation.keys import UNBOUND, Identity, fingerprint, load
 from lightning_sdiloco.tools.cli import main
 from tests.hub.hubs import RUN, require_extra
 
@@ -112,7 +112,7 @@ import sys
 for name in ("grpc", "cryptography"):
     sys.modules[name] = None
 import lightning_sdiloco
-from lightning_sdiloco.hub import BlobStore, Hub, HubClient, init_keys
+from lightning_sdiloco.federation import BlobStore, Hub, HubClient, init_keys
 store = BlobStore(sys.argv[1] + "/store")
 assert store.get(store.put(b"blob")) == b"blob"
 for wanted, make in (

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.hub import Altered, BlobStore, Event, HubUnreachable, Missing, NoSpace, key_of
-from lightning_sdiloco.hub.server import MAX_EVENTS
-from lightning_sdiloco.hub.wire import CHUNK, CLIENT_OPTIONS
+from lightning_sdiloco.federation import Altered, BlobStore, Event, HubUnreachable, Missing, NoSpace, key_of
+from lightning_sdiloco.federation.server import MAX_EVENTS
+from lightning_sdiloco.federation.wire import CHUNK, CLIENT_OPTIONS
 from tests.hub.hubs import Line, Served, put, serving, until
 
 

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.errors import ExchangeError, Refused
-from lightning_sdiloco.federation import Follower, MergeAction, Payload, Record
-from lightning_sdiloco.hub import (
+from lightning_sdiloco.federation import (
     Denied,
+    Follower,
     HubConnection,
     HubShards,
     HubUnreachable,
     InProcessHub,
     Lost,
+    MergeAction,
+    Payload,
+    Record,
     key_of,
     payloads_of,
 )
@@ -159,7 +162,7 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(
             connection.events()
         connection.close()
     # A name in use: it waits for as long as a process that died could be in its way.
-    monkeypatch.setattr("lightning_sdiloco.hub.remote._LONGEST_LEASE", 0.2)
+    monkeypatch.setattr("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
     second = world.connect("a")
     with pytest.raises(Refused, match="in use by a living process"):
         second.agree(charter())
@@ -302,7 +305,7 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     until(lambda: second.heard() and second.rounds == first.rounds)
     assert failed
     assert second.welcomes == 1
-    monkeypatch.setattr("lightning_sdiloco.hub.remote._UNREAD", 2)
+    monkeypatch.setattr("lightning_sdiloco.federation.remote._UNREAD", 2)
     many.rounds(3, "a")
     inbox = second.connection._inbox
     until(lambda: inbox.payloads == 2)

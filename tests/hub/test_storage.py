@@ -17,19 +17,29 @@ import pytest
 
 import lightning_sdiloco
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.hub import EVERYTHING, Altered, BlobStore, LedgerError, Missing, NoSpace, SQLiteLedger, key_of
-from lightning_sdiloco.hub.wire import CHUNK
+from lightning_sdiloco.federation import (
+    EVERYTHING,
+    Altered,
+    BlobStore,
+    LedgerError,
+    Missing,
+    NoSpace,
+    SQLiteLedger,
+    key_of,
+)
+from lightning_sdiloco.federation.wire import CHUNK
 from tests.s3 import s3_at
 
 PACKAGE = Path(lightning_sdiloco.__file__).parent
+FEDERATION = PACKAGE / "federation"
 # The packages around it bring torch, which a ledger does not need.
 WRITER = f"""
 import sys, types
-for name, folder in (("lightning_sdiloco", {str(PACKAGE)!r}), ("lightning_sdiloco.hub", {str(PACKAGE / "hub")!r})):
+for name, folder in (("lightning_sdiloco", {str(PACKAGE)!r}), ("lightning_sdiloco.federation", {str(FEDERATION)!r})):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from lightning_sdiloco.hub.ledger import SQLiteLedger
-from lightning_sdiloco.hub.store import BlobStore
+from lightning_sdiloco.federation.journal import SQLiteLedger
+from lightning_sdiloco.federation.store import BlobStore
 ledger, store = SQLiteLedger(sys.argv[1]), BlobStore(sys.argv[2])
 print("ready", flush=True)
 for seq in range(ledger.last + 1, 100_000):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.hub import (
+from lightning_sdiloco.federation import (
     ROLES,
     Busy,
     Denied,
@@ -24,9 +24,9 @@ from lightning_sdiloco.hub import (
     key_of,
     revoke_keys,
 )
-from lightning_sdiloco.hub import keys as keys_module
-from lightning_sdiloco.hub.keys import MAY, host_of, load
-from lightning_sdiloco.hub.wire import CHUNK, MAX_MESSAGE, PROTOCOL, pack
+from lightning_sdiloco.federation import keys as keys_module
+from lightning_sdiloco.federation.keys import MAY, host_of, load
+from lightning_sdiloco.federation.wire import CHUNK, MAX_MESSAGE, PROTOCOL, pack
 from tests.hub.hubs import RUN, Served, put, serving, until
 
 OF_ROLE = {"hub": "second", "site": "site-a", "operator": "boss", "reader": "viewer"}

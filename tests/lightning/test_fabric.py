@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdiloco import Federation, StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
 from lightning_sdiloco import pytorch_lightning as other_distribution
-from lightning_sdiloco.federation import Record
-from lightning_sdiloco.hub import Connection, InProcessHub, payloads_of
+from lightning_sdiloco.federation import Connection, InProcessHub, Record, payloads_of
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.ranks import run_processes, run_ranks

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
-from lightning_sdiloco.federation import Record
-from lightning_sdiloco.hub import HubService, add_keys, init_keys
+from lightning_sdiloco.federation import HubService, Record, add_keys, init_keys
 from lightning_sdiloco.lightning import read_run
 from lightning_sdiloco.lightning.records import changes
 from tests.hub.hubs import require_extra

@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_sdiloco
 from benchmarks.links import Links, missing
 from lightning_sdiloco import DynamicBackup, OuterOptimizer, StreamingDiLoCoStrategy
-from lightning_sdiloco.hub import add_keys, init_keys
+from lightning_sdiloco.federation import add_keys, init_keys
 from tests.chaos.checks import Found, Span, Told, examined, returned
 from tests.chaos.faults import Fault
 from tests.chaos.play import Play

@@ -23,7 +23,8 @@ from typing_extensions import override
 
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import Federation, StepClock, StreamingDiLoCo, random_state, set_random_state, trainable
+from lightning_sdiloco.engine import StepClock, StreamingDiLoCo, random_state, set_random_state, trainable
+from lightning_sdiloco.federation import Federation
 from lightning_sdiloco.lightning import ConnectedGroups, WorkerGroupStrategy, check_class, in_batch
 from lightning_sdiloco.lightning import replace as replace_in
 from lightning_sdiloco.planning import Model

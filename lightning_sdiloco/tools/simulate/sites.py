@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_sdiloco.federation import Follower, Record
-from lightning_sdiloco.hub import VirtualHub, VirtualLink, VirtualTime
+from lightning_sdiloco.federation import Follower, Record, VirtualHub, VirtualLink, VirtualTime
 from lightning_sdiloco.planning import Absence, Link, require, step_end
 from lightning_sdiloco.tools.simulate.groups import (
     Configuration,

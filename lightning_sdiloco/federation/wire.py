@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation import decoded
+from lightning_sdiloco.federation.codec import decoded
 
 Bytes = bytes | bytearray | memoryview
 

@@ -15,25 +15,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, Refused
-from lightning_sdiloco.federation import (
-    RETENTION,
-    Answer,
+from lightning_sdiloco.federation.charter import RETENTION, Charter
+from lightning_sdiloco.federation.connection import Called, StateWanted, Waiting, Welcomed
+from lightning_sdiloco.federation.events import StateOffered, Tell, event_of, record_event
+from lightning_sdiloco.federation.journal import History
+from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
+from lightning_sdiloco.federation.messages import (
     Beat,
     Call,
-    Charter,
     Contribution,
-    Founding,
     Hello,
-    Ledger,
     Payload,
     Position,
     Record,
     StateHeader,
 )
-from lightning_sdiloco.hub.connection import Called, StateWanted, Waiting, Welcomed
-from lightning_sdiloco.hub.events import StateOffered, Tell, event_of, record_event
-from lightning_sdiloco.hub.ledger import History
-from lightning_sdiloco.hub.wire import Busy, Event, MailboxError, NoSpace
+from lightning_sdiloco.federation.wire import Busy, Event, MailboxError, NoSpace
 
 log = logging.getLogger(__name__)
 

@@ -29,20 +29,23 @@ from lightning_sdiloco.algorithm import (
 )
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.compression import mean_over_senders, resolve, weighted_mean
-from lightning_sdiloco.engine.flight import Arrival, Launch
-from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
-from lightning_sdiloco.engine.shards import FragmentLayout
-from lightning_sdiloco.engine.synchronizer import (
+from lightning_sdiloco.engine import (
+    Arrival,
+    FragmentLayout,
+    FragmentState,
+    Launch,
+    OuterState,
     mean_of_buffers,
     norm_squared,
+    outer_optimizer_for,
     outer_step,
     reported,
     span_from,
     whole_norm,
 )
-from lightning_sdiloco.federation import Contribution, Payload, Record
-from lightning_sdiloco.hub import key_of, places_of
+from lightning_sdiloco.federation.codec import key_of
+from lightning_sdiloco.federation.messages import Contribution, Payload, Record
+from lightning_sdiloco.federation.remote import places_of
 
 Bytes = bytes | bytearray | memoryview
 _Fetched = tuple[int, int, Payload]

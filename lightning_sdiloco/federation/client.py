@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.hub.keys import Identity, Role, bundle_of, host_of
-from lightning_sdiloco.hub.wire import (
+from lightning_sdiloco.federation.keys import Identity, Role, bundle_of, host_of
+from lightning_sdiloco.federation.wire import (
     CHUNK,
     CLIENT_OPTIONS,
     MAX_BLOB,

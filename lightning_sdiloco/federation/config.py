@@ -1,20 +1,26 @@
-"""What a user says of a federation: where its hub is, and the terms of its founding."""
+"""What a user says of a federation: where its hub is, and the terms of its founding; and how a site joins it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from lightning_sdiloco.algorithm import LandingRule, Settings, fault_of, is_real, is_whole, kind_and_backend
-from lightning_sdiloco.federation import NAME, ChosenQuorum, Quorum, chosen
-from lightning_sdiloco.hub import (
-    Connection,
-    HubConnection,
-    HubShards,
-    Shards,
-    bundle_of,
-    hub_addresses,
-    payloads_of,
-)
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.engine import Rounds, ShardedLayout, trainable
+from lightning_sdiloco.federation.arithmetic import SiteArithmetic, self_test
+from lightning_sdiloco.federation.charter import LONGEST_GRACE, Charter, ChosenQuorum, Terms
+from lightning_sdiloco.federation.client import hub_addresses
+from lightning_sdiloco.federation.codec import NAME
+from lightning_sdiloco.federation.connection import Connection, Shards
+from lightning_sdiloco.federation.follower import Follower, MergeAction
+from lightning_sdiloco.federation.keys import bundle_of
+from lightning_sdiloco.federation.quorum import Quorum, chosen
+from lightning_sdiloco.federation.ranks import SharedConnection
+from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of
+from lightning_sdiloco.federation.site import FederatedWorld
 
 _CHANNELS = 8
 """Connections of a site over which payloads travel; its ranks share them."""
@@ -185,3 +191,69 @@ class Federation:
                 f"outlier_guard={guard} of outer_optimizer does not go with a federation: it compares a group with its"
                 " own past, and sites come and go. Leave it out; clip_norm bounds what one site can do."
             )
+
+    def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
+        """Joins: brings the charter of this site, and begins to follow the records of the run. The engine calls it.
+
+        Args:
+            rounds: The model, cut into fragments.
+            topology: The ranks of this site.
+
+        Raises:
+            ValueError: If the run was founded on another charter.
+            ExchangeError: If a rank cannot reach the hub.
+        """
+        self.check(rounds.settings)
+        if topology.num_groups > 1:
+            raise ValueError(
+                f"worker_groups={topology.num_groups} does not go with a federation: a site is one worker group. Leave"
+                " it out, and start the others as sites of their own."
+            )
+        ours = charter_of(self, rounds)
+        connection = SharedConnection(topology, self.connect, self.connect_shards)
+        try:
+            charter = connection.agree(ours)
+            if self.grace == "auto":
+                ours = replace(ours, terms=replace(ours.terms, grace=charter.terms.grace))
+            ours.require_same(charter)
+        except Exception:
+            connection.close()
+            raise
+        site, life, late = connection.site, connection.life, MergeAction(self.late)
+        follower = Follower(charter.terms, charter.key, site, life, self.patience, late=late)
+        arithmetic = SiteArithmetic(rounds.fragments, topology, rounds.settings, rounds.schedule)
+        return FederatedWorld(rounds, topology, connection, follower, arithmetic, self.grace != "auto")
+
+
+def charter_of(federation: Federation, rounds: Rounds) -> Charter:
+    """Returns what this site would found the run on."""
+    settings = rounds.settings
+    terms = Terms(
+        fragments=len(rounds.fragments),
+        sync_every=settings.sync_every,
+        overlap_steps=settings.overlap_steps,
+        grace=LONGEST_GRACE if federation.grace == "auto" else float(federation.grace),
+        lease=float(federation.lease),
+        quorum=federation.quorum_of_terms,
+        rounds=federation.rounds,
+    )
+    parameters = trainable(rounds.model)
+    fragments = tuple(
+        (
+            *((name, f"{tuple(parameters[name].shape)} {parameters[name].dtype}") for name in own.layout.names),
+            *((name, f"{tuple(buffer.shape)} buffer") for name, buffer in own.buffers.named().items()),
+        )
+        for own in rounds.fragments
+    )
+    return Charter(
+        run=federation.run,
+        terms=terms,
+        settings={**settings.fixed_by_a_checkpoint(), **rounds.described()},
+        fragments=fragments,
+        # Their sizes where ranks must be the same everywhere.
+        shards=tuple(
+            tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else () for own in rounds.fragments
+        ),
+        versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": version("lightning-sdiloco")},
+        self_test=self_test(settings, rounds.fragments[0].storage.device),
+    )

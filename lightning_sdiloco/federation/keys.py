@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.hub.store import sync_folder, write_synced
-from lightning_sdiloco.hub.wire import PROTOCOL, Denied, Header, extra
+from lightning_sdiloco.federation.store import sync_folder, write_synced
+from lightning_sdiloco.federation.wire import PROTOCOL, Denied, Header, extra
 
 Role = Literal["hub", "site", "operator", "reader"]
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from lightning_sdiloco.algorithm import Mix
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.outer.optimizer import OuterState
-from lightning_sdiloco.engine.rounds import Rounds
-from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
-from lightning_sdiloco.engine.site.arithmetic import Bytes, digests_of
+from lightning_sdiloco.engine import FragmentState, OuterParameter, OuterState, Rounds, to_parameters
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation import Follower, MergeAction, StateHeader
+from lightning_sdiloco.federation.arithmetic import Bytes, digests_of
+from lightning_sdiloco.federation.follower import Follower, MergeAction
+from lightning_sdiloco.federation.messages import StateHeader
 
 _log = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sdiloco.errors import ExchangeError, Refused
-from lightning_sdiloco.federation import Call, Charter, Contribution, Follower, Payload, Record, StateHeader, plain
-from lightning_sdiloco.hub.client import HubClient
-from lightning_sdiloco.hub.connection import (
+from lightning_sdiloco.federation.charter import Charter
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.codec import plain
+from lightning_sdiloco.federation.connection import (
     Called,
     Fetched,
     Lost,
@@ -30,8 +31,10 @@ from lightning_sdiloco.hub.connection import (
     Wanted,
     Welcomed,
 )
-from lightning_sdiloco.hub.events import Said, StateOffered, said_in
-from lightning_sdiloco.hub.wire import MAX_BLOB, Busy, Bytes, HubUnreachable, MailboxError, key_of
+from lightning_sdiloco.federation.events import Said, StateOffered, said_in
+from lightning_sdiloco.federation.follower import Follower
+from lightning_sdiloco.federation.messages import Call, Contribution, Payload, Record, StateHeader
+from lightning_sdiloco.federation.wire import MAX_BLOB, Busy, Bytes, HubUnreachable, MailboxError, key_of
 
 log = logging.getLogger(__name__)
 

@@ -17,18 +17,8 @@ from itertools import count
 from typing_extensions import override
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation import (
-    Beat,
-    Call,
-    Charter,
-    Contribution,
-    Follower,
-    Hello,
-    Payload,
-    Record,
-    StateHeader,
-)
-from lightning_sdiloco.hub.connection import (
+from lightning_sdiloco.federation.charter import Charter
+from lightning_sdiloco.federation.connection import (
     Bytes,
     Fetched,
     Lost,
@@ -38,11 +28,13 @@ from lightning_sdiloco.hub.connection import (
     Waiting,
     Wanted,
 )
-from lightning_sdiloco.hub.coordinator import Coordinator
-from lightning_sdiloco.hub.events import Said, StateOffered, said_in
-from lightning_sdiloco.hub.ledger import MEMORY, History, SQLiteLedger, imported
-from lightning_sdiloco.hub.remote import Outbox, all_payloads
-from lightning_sdiloco.hub.wire import Busy, Event, MailboxError, Missing, key_of
+from lightning_sdiloco.federation.coordinator import Coordinator
+from lightning_sdiloco.federation.events import Said, StateOffered, said_in
+from lightning_sdiloco.federation.follower import Follower
+from lightning_sdiloco.federation.journal import MEMORY, History, SQLiteLedger, imported
+from lightning_sdiloco.federation.messages import Beat, Call, Contribution, Hello, Payload, Record, StateHeader
+from lightning_sdiloco.federation.remote import Outbox, all_payloads
+from lightning_sdiloco.federation.wire import Busy, Event, MailboxError, Missing, key_of
 
 
 class InMemoryStore:

@@ -17,7 +17,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_sdiloco.errors import Malformed
-from lightning_sdiloco.hub.wire import (
+from lightning_sdiloco.federation.wire import (
     CHUNK,
     MAX_BLOB,
     Altered,

@@ -12,103 +12,46 @@ payloads.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 
 from lightning_sdiloco.algorithm import Mix
-from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.engine.background import Background, Pending, Work
-from lightning_sdiloco.engine.flight import Flight, Landing, Launch, Purpose, completed
-from lightning_sdiloco.engine.measurements import Span
-from lightning_sdiloco.engine.rounds import Rounds
-from lightning_sdiloco.engine.shards import ShardedLayout, trainable
-from lightning_sdiloco.engine.site.arithmetic import Bytes, Encoded, SiteArithmetic, Stepped, self_test
-from lightning_sdiloco.engine.site.federation import Federation
-from lightning_sdiloco.engine.site.states import OuterStates
-from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
-from lightning_sdiloco.federation import LONGEST_GRACE, Charter, Contribution, Follower, MergeAction, Record, Terms
-from lightning_sdiloco.hub import (
+from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.engine import (
+    Background,
+    Flight,
+    Landing,
+    Launch,
+    Pending,
+    Purpose,
+    Rounds,
+    Span,
+    Work,
+    completed,
+)
+from lightning_sdiloco.federation.arithmetic import Bytes, Encoded, SiteArithmetic, Stepped
+from lightning_sdiloco.federation.connection import (
     Called,
-    Connection,
     Lost,
     Recorded,
-    Shards,
     StateArrived,
     StateWanted,
-    Told,
     Waiting,
     Welcomed,
-    from_plain,
-    to_plain,
 )
+from lightning_sdiloco.federation.follower import Follower, MergeAction
+from lightning_sdiloco.federation.messages import Contribution, Record
+from lightning_sdiloco.federation.ranks import SharedConnection
+from lightning_sdiloco.federation.states import OuterStates
 
 _log = logging.getLogger(__name__)
 
 # How long a site listens at a time while it waits, in seconds.
 _MOMENT = 0.05
-
-
-def join(federation: Federation, rounds: Rounds, topology: Topology) -> "FederatedWorld":
-    """Joins a federation: brings the charter of this site, and begins to follow the records of the run."""
-    federation.check(rounds.settings)
-    if topology.num_groups > 1:
-        raise ValueError(
-            f"worker_groups={topology.num_groups} does not go with a federation: a site is one worker group. Leave it"
-            " out, and start the others as sites of their own."
-        )
-    ours = charter_of(federation, rounds)
-    connection = SharedConnection(federation, topology)
-    try:
-        charter = connection.agree(ours)
-        if federation.grace == "auto":
-            ours = replace(ours, terms=replace(ours.terms, grace=charter.terms.grace))
-        ours.require_same(charter)
-    except Exception:
-        connection.close()
-        raise
-    site, life, late = connection.site, connection.life, MergeAction(federation.late)
-    follower = Follower(charter.terms, charter.key, site, life, federation.patience, late=late)
-    arithmetic = SiteArithmetic(rounds.fragments, topology, rounds.settings, rounds.schedule)
-    return FederatedWorld(rounds, topology, connection, follower, arithmetic, federation.grace != "auto")
-
-
-def charter_of(federation: Federation, rounds: Rounds) -> Charter:
-    """Returns what this site would found the run on."""
-    settings = rounds.settings
-    terms = Terms(
-        fragments=len(rounds.fragments),
-        sync_every=settings.sync_every,
-        overlap_steps=settings.overlap_steps,
-        grace=LONGEST_GRACE if federation.grace == "auto" else float(federation.grace),
-        lease=float(federation.lease),
-        quorum=federation.quorum_of_terms,
-        rounds=federation.rounds,
-    )
-    parameters = trainable(rounds.model)
-    fragments = tuple(
-        (
-            *((name, f"{tuple(parameters[name].shape)} {parameters[name].dtype}") for name in own.layout.names),
-            *((name, f"{tuple(buffer.shape)} buffer") for name, buffer in own.buffers.named().items()),
-        )
-        for own in rounds.fragments
-    )
-    return Charter(
-        run=federation.run,
-        terms=terms,
-        settings={**settings.fixed_by_a_checkpoint(), **rounds.described()},
-        fragments=fragments,
-        # Their sizes where ranks must be the same everywhere.
-        shards=tuple(
-            tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else () for own in rounds.fragments
-        ),
-        versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": version("lightning-sdiloco")},
-        self_test=self_test(settings, rounds.fragments[0].storage.device),
-    )
 
 
 @dataclass
@@ -135,7 +78,7 @@ class FederatedWorld:
         self,
         rounds: Rounds,
         topology: Topology,
-        connection: "SharedConnection",
+        connection: SharedConnection,
         follower: Follower,
         arithmetic: SiteArithmetic,
         waits: bool = True,
@@ -487,146 +430,3 @@ def _in_background(background: Background, work: Callable[[], Any]) -> Pending[A
         return work()
 
     return background.start(in_one_stage())
-
-
-_ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
-
-
-def all_say(ranks: Communicator, ask: Callable[[], Any]) -> list[Any]:
-    """Returns what all ranks of a site say. An error of one is raised on all, of which none may wait for the others."""
-    every = ranks.attempt(ask)
-    for outcome in every:
-        if outcome.failure:
-            kinds = (_ERRORS[name] for name in outcome.failure if name in _ERRORS)
-            raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
-    return [outcome.value for outcome in every]
-
-
-class SharedConnection:
-    """The connections of a rank; see [Note: one site, many followers] and [Note: a site of several ranks]."""
-
-    def __init__(self, federation: Federation, topology: Topology) -> None:
-        self._ranks, rank, ranks = topology.in_site, topology.group_rank, topology.group_size
-        self.hub: Connection | None = None
-        self._shards: Shards | None = None
-        self._payloads: dict[str, Mapping[str, Bytes]] = {}
-        self._coming: dict[str, tuple[Record, set[int]]] = {}
-
-        def connect() -> tuple[str, str] | None:
-            if rank:
-                return None
-            self.hub = federation.connect(ranks)
-            return self.hub.site, self.hub.life
-
-        def connect_shards() -> None:
-            self._shards = federation.connect_shards(rank, ranks, self.life) if rank else None
-
-        self.site, self.life = all_say(self._ranks, connect)[0]
-        try:
-            all_say(self._ranks, connect_shards)
-        except Exception:
-            self.close()
-            raise
-
-    def agree(self, charter: Charter) -> Charter:
-        """Returns the charter of the run, which is this one where it is founded."""
-        said = all_say(self._ranks, lambda: self.hub and self.hub.agree(charter).to_bytes())[0]
-        return Charter.from_bytes(said)
-
-    # What is heard
-
-    def heard(self, requests: int = 0, samples: int = 0) -> tuple[list[Told], float, int, int]:
-        """Returns what was heard since the last time, the time, and what all ranks request and have trained."""
-        if self._ranks.size == 1:
-            assert self.hub is not None, "the first rank has it"
-            return self.hub.events(), self.hub.now(), requests, samples
-        every = all_say(self._ranks, lambda: (*self._listen(), requests, samples))
-        told = [one for one in map(from_plain, every[0][0]) if not self._is_coming(one)]
-        for rank, (_, fetched, _, asked, _) in enumerate(every):
-            requests |= asked
-            told += [one for key, is_there in fetched.items() if (one := self._arrived(key, rank, is_there))]
-        return told, every[0][2], requests, sum(samples for *_, samples in every)
-
-    def _listen(self) -> tuple[list[Any], dict[str, bool], float]:
-        """Returns what this rank has heard: events at the first one, and which records it has fetched payloads for."""
-        told: list[Any] = []
-        fetched: dict[str, Mapping[str, Bytes] | None] = dict(self._shards.fetched()) if self._shards else {}
-        for one in self.hub.events() if self.hub else ():
-            if isinstance(one, Recorded):
-                fetched[one.record.key] = one.blobs
-                one = Recorded(one.record, None)
-            told.append(to_plain(one))
-        self._payloads.update((key, blobs) for key, blobs in fetched.items() if blobs is not None)
-        return (
-            told,
-            {key: blobs is not None for key, blobs in fetched.items()},
-            self.hub.now() if self.hub else 0.0,
-        )
-
-    def _is_coming(self, told: Told) -> bool:
-        """Begins to fetch what this rank needs; tells whether it is a record, which is told when all ranks have it."""
-        if isinstance(told, Called) and told.own and self._shards:
-            self._shards.prefetch(told.own)
-        if not isinstance(told, Recorded):
-            return False
-        if told.record.key not in self._coming:
-            self._coming[told.record.key] = told.record, set()
-            if self._shards:
-                self._shards.fetch(told.record)
-        return True
-
-    def _arrived(self, key: str, rank: int, is_there: bool) -> Recorded | None:
-        """Hears that a rank has what it needs for a record, or that some of it is gone; returns what is told of it."""
-        if key not in self._coming:
-            # It was fetched twice.
-            self._payloads.pop(key, None)
-            return None
-        record, there = self._coming[key]
-        there.add(rank)
-        if is_there and len(there) < self._ranks.size:
-            return None
-        del self._coming[key]
-        blobs = self._payloads.pop(key, None)
-        return Recorded(record, blobs if is_there else None)
-
-    def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
-        """Returns what of some work in the background is ready, at rank 0: the others wait for theirs, a moment."""
-        if not pending:
-            return ()
-        ready: Collection[int] = all_say(self._ranks, lambda: {key for key, one in pending.items() if one.is_ready})[0]
-        return ready
-
-    def wait(self, timeout: float) -> None:
-        """Waits for something to hear, at rank 0. The others wait where they hear it."""
-        if self.hub is not None:
-            self.hub.wait(timeout)
-
-    @property
-    def sends_bytes_per_s(self) -> float:
-        """What the link of this rank carried to the hub with its last payload; 0 if that is not known."""
-        own = self._shards or self.hub
-        return own.sends_bytes_per_s if own else 0.0
-
-    # What is said
-
-    def beat(self, follower: Follower) -> None:
-        """Says what is new of the follower."""
-        if self.hub:
-            self.hub.beat(follower)
-        if self._shards:
-            self._shards.keep(follower.outstanding())
-
-    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """Sends what the site launches: each rank its own payload."""
-        if self._shards:
-            self._shards.contribute(own, blobs)
-        if self.hub:
-            self.hub.contribute(own, blobs)
-
-    def close(self) -> None:
-        """Leaves, and ends the connections."""
-        if self.hub:
-            self.hub.leave()
-            self.hub.close()
-        if self._shards:
-            self._shards.close()

@@ -32,16 +32,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
-from lightning_sdiloco.federation import (
-    Call,
-    Charter,
-    Contribution,
-    Follower,
-    Payload,
-    Record,
-    StateHeader,
-    Welcome,
-)
+from lightning_sdiloco.federation.charter import Charter
+from lightning_sdiloco.federation.follower import Follower
+from lightning_sdiloco.federation.messages import Call, Contribution, Payload, Record, StateHeader, Welcome
 
 Bytes = bytes | bytearray | memoryview
 

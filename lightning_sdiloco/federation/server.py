@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation import Beat, Call, Charter, Contribution, Hello, StateHeader, read
-from lightning_sdiloco.hub.coordinator import Coordinator, Status
-from lightning_sdiloco.hub.events import Parts
-from lightning_sdiloco.hub.keys import LOOKING, Access, Peer, load, speaks_for_itself
-from lightning_sdiloco.hub.ledger import History, Quorums, SQLiteLedger
-from lightning_sdiloco.hub.store import BlobStore, Upload
-from lightning_sdiloco.hub.wire import (
+from lightning_sdiloco.federation.charter import Charter
+from lightning_sdiloco.federation.codec import read
+from lightning_sdiloco.federation.coordinator import Coordinator, Status
+from lightning_sdiloco.federation.events import Parts
+from lightning_sdiloco.federation.journal import History, Quorums, SQLiteLedger
+from lightning_sdiloco.federation.keys import LOOKING, Access, Peer, load, speaks_for_itself
+from lightning_sdiloco.federation.messages import Beat, Call, Contribution, Hello, StateHeader
+from lightning_sdiloco.federation.store import BlobStore, Upload
+from lightning_sdiloco.federation.wire import (
     CHUNK,
     MAX_BLOB,
     SERVER_OPTIONS,

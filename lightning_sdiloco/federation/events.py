@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, get_args
 
 from lightning_sdiloco.errors import Malformed
-from lightning_sdiloco.federation import Payload, Record, StateHeader, decoded, encoded, plain, read
-from lightning_sdiloco.hub.connection import Called, Lost, Recorded, StateWanted, Told, Waiting, Welcomed
-from lightning_sdiloco.hub.wire import Event
+from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
+from lightning_sdiloco.federation.connection import Called, Lost, Recorded, StateWanted, Told, Waiting, Welcomed
+from lightning_sdiloco.federation.messages import Payload, Record, StateHeader
+from lightning_sdiloco.federation.wire import Event
 
 Parts = Annotated[tuple[Payload, ...], range(1, 513)]
 """The names of the blobs of a state, of which there may be so many."""

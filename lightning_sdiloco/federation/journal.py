@@ -18,22 +18,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_sdiloco.errors import AgreementError, Refused
-from lightning_sdiloco.federation import (
-    CLASS_PATH,
-    Charter,
-    Contribution,
-    Ledger,
-    Payload,
-    Position,
-    Quorum,
-    Record,
-    StateHeader,
-    built_in,
-    quorum_of,
-)
-from lightning_sdiloco.hub.events import anchor_of, anchor_text
-from lightning_sdiloco.hub.store import sync_folder
-from lightning_sdiloco.hub.wire import (
+from lightning_sdiloco.federation.charter import Charter
+from lightning_sdiloco.federation.codec import CLASS_PATH
+from lightning_sdiloco.federation.events import anchor_of, anchor_text
+from lightning_sdiloco.federation.ledger import Ledger
+from lightning_sdiloco.federation.messages import Contribution, Payload, Position, Record, StateHeader
+from lightning_sdiloco.federation.quorum import Quorum, built_in, quorum_of
+from lightning_sdiloco.federation.store import sync_folder
+from lightning_sdiloco.federation.wire import (
     EVERYTHING,
     MAX_RECORD,
     Bytes,

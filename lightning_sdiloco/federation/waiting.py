@@ -1,0 +1,120 @@
+"""Predicts whom the rounds of a federation wait for: its quorum is asked as the hub asks it, with times of a plan."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from lightning_sdiloco.federation.charter import RETENTION
+from lightning_sdiloco.federation.messages import Contribution, Record, Timing
+from lightning_sdiloco.federation.quorum import Quorum
+from lightning_sdiloco.planning import Link, require
+
+# A quorum that learns from the past has learned after so many rounds.
+_ROUNDS = 3 * RETENTION
+
+
+class Round(NamedTuple):
+    """A round of a federation."""
+
+    counted: tuple[str, ...]
+    closes: float
+    seconds: float
+
+
+class Waits(NamedTuple):
+    """What a quorum costs and saves, for the largest fragment."""
+
+    arrives: dict[str, float]
+    usual: Round
+    longest: Round
+    all: Round
+
+
+class Way(NamedTuple):
+    """The way between a site and its hub."""
+
+    link: Link
+    delay: float = 0.0
+
+    def up(self, nbytes: int) -> float:
+        """Returns when so many bytes are at the hub, in seconds from the launch."""
+        return self.delay + self.down(nbytes)
+
+    def down(self, nbytes: int) -> float:
+        """Returns the seconds until so many bytes are at the site."""
+        return nbytes * 8e-9 / self.link.gbit_s + self.link.round_trip
+
+
+def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, steps: int, step_time: float) -> Waits:
+    """Plays rounds in which every site sends as it always does, until a quorum that learns has learned.
+
+    Args:
+        quorum: When a round closes.
+        grace: Seconds after the first contribution after which it closes all the same.
+        ways: The way between each site and the hub.
+        payload: Bytes that a site sends.
+        steps: Inner steps of a round.
+        step_time: Seconds of an inner step.
+
+    Raises:
+        ValueError: If a number is out of its range, or no round would ever close.
+
+    Examples:
+        >>> from lightning_sdiloco.federation import All
+        >>> from lightning_sdiloco.planning import Link
+        >>> ways = {name: Way(Link(gbit_s=1.0), delay) for name, delay in (("a", 0.0), ("b", 0.0), ("c", 8.0))}
+        >>> told = waits(All(2), 3.0, ways, payload=125_000_000, steps=100, step_time=1.0)
+        >>> told.usual.counted, told.usual.closes, told.all.closes
+        (('a', 'b'), 4.0, 9.0)
+    """
+    require(0 <= grace < math.inf, "grace", grace, "at least 0 seconds")
+    if quorum.fewest(len(ways)) > len(ways):
+        raise ValueError(
+            f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, and there are {len(ways)}: none"
+            " would ever close. Give a smaller quorum."
+        )
+    arrives = {site: way.up(payload) for site, way in ways.items()}
+    history: list[Record] = []
+    rounds = []
+    for _ in range(_ROUNDS):
+        closes = _closes(quorum, history[-RETENTION:], arrives, grace)
+        rounds.append(_round(closes, arrives, ways, payload))
+        history.append(_record(len(history) + 1, rounds[-1].counted, arrives, steps, step_time))
+    known = rounds[-RETENTION:]
+    return Waits(
+        arrives=arrives,
+        usual=max(known, key=known.count),
+        longest=max(known, key=lambda round: round.seconds),
+        all=_round(max(arrives.values()), arrives, ways, payload),
+    )
+
+
+def _closes(quorum: Quorum, history: Sequence[Record], arrives: Mapping[str, float], grace: float) -> float:
+    """Returns when the hub closes a round: it is asked whenever a contribution comes, and when the grace is over."""
+    awaited, over = quorum.awaited(history, list(arrives)), min(arrives.values()) + grace
+    for now in sorted({*arrives.values(), over}):
+        here = {site: at for site, at in arrives.items() if at <= now}
+        if len(here) >= quorum.fewest(len(arrives)) and (quorum.closes(here, awaited, now) or now >= over):
+            return now
+    return max(arrives.values())
+
+
+def _round(closes: float, arrives: Mapping[str, float], ways: Mapping[str, Way], payload: int) -> Round:
+    counted = tuple(site for site, at in arrives.items() if at <= closes)
+    # A site has its own payload.
+    takes = max(ways[site].down((len(counted) - 1) * payload) for site in counted)
+    return Round(counted, closes, closes + takes)
+
+
+def _record(number: int, counted: Sequence[str], arrives: Mapping[str, float], steps: int, step_time: float) -> Record:
+    """Returns what a quorum is told of a round: who counted, and when each came; who was late is told a round later."""
+    first = min(arrives.values())
+    came = {site: number if site in counted else number - 1 for site in arrives}
+    return Record(
+        seq=number,
+        fragment=0,
+        round=number,
+        previous="",
+        counted=tuple(Contribution(0, number, site, "", "", 1, 0, (), steps=steps) for site in sorted(counted)),
+        timings=tuple(Timing(site, round, arrives[site] - first, step_time) for site, round in came.items() if round),
+    )
