@@ -22,7 +22,6 @@ from tests.training import batch, mlp
 
 BATCHES = 13
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": [["*"]], "compression": "fp32"}
-ALONE: dict[str, Any] = {**SHORT, "mixing": 1.0}
 # Every inner step is an outer step that takes the mean of what the groups hold.
 LOCKSTEP: dict[str, Any] = {
     "sync_every": 1,
@@ -293,7 +292,6 @@ EPOCHS: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": 5}
 
 LOOPS = {
     "automatic": Loop(Regression),
-    "automatic, sgd": Loop(fits.module),
     "manual": Loop(Manual),
     "manual, not in every batch": Loop(lambda: Manual(every=3), inner_steps=BATCHES // 3),
     "manual, no loss returned": Loop(ResultWithoutLoss),
@@ -329,151 +327,128 @@ LOOPS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def compilers(request: pytest.FixtureRequest) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def compilers() -> None:
     """Loads what compiling needs, once and not in every rank."""
-    if "compiled" in request.node.name:
-        torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
+    torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
 
 
-def of_ours(loop: Loop, choices: dict[str, Any]) -> Any:
-    return fits.strategy(**{**choices, "ddp_kwargs": loop.ddp_kwargs})
+def of_ours(loop: Loop, **choices: Any) -> Any:
+    return fits.strategy(**{**SHORT, **choices, "ddp_kwargs": loop.ddp_kwargs})
 
 
-def differing(trace: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> list[int]:
+def of_ddp(loop: Loop) -> Any:
+    return pl.strategies.DDPStrategy(**loop.ddp_kwargs)
+
+
+def differing(trace: list[dict[str, Tensor]], other: list[dict[str, Tensor]], but_last: bool = True) -> list[int]:
+    """The batches after which they differ; the last ends with the final sync."""
     return [
         batch
-        for batch, (one, two) in enumerate(zip(trace, other, strict=True))
+        for batch, (one, two) in enumerate(zip(trace, other, strict=True), start=1)
         if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one)
+        if batch < len(trace) or not but_last
     ]
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_each_group_trains_as_a_plain_trainer_does(name: str) -> None:
-    """With mixing=1 landings change nothing, so that every batch must give the bits that it gives there."""
-    loop = LOOPS[name]
+def wrong_in(play: Callable[[int, int, Loop], Any], loops: dict[str, Loop], world_size: int = 2) -> dict[str, Any]:
+    """What is wrong with each loop, of which the ranks of one world play one after the other."""
 
-    def run(rank: int, world_size: int) -> Any:
+    def run(rank: int, world_size: int) -> dict[str, Any]:
+        wrong = {}
+        for name, loop in loops.items():
+            torch.compiler.reset()
+            wrong[name] = play(rank, world_size, loop)
+        return wrong
+
+    ranks = run_processes(run, world_size, timeout=300.0)
+    return {name: [wrong[name] for wrong in ranks] for name in loops if any(wrong[name] for wrong in ranks)}
+
+
+def test_all_groups_agree() -> None:
+    """And with mixing=1, where landings change nothing, each group has the bits of a plain Trainer of its own."""
+
+    def play(rank: int, world_size: int, loop: Loop) -> Any:
         plain = run_loop(loop, "auto", 1, group=rank)[2]
-        trainer, _, trace = run_loop(loop, of_ours(loop, ALONE), world_size, group=rank)
+        trainer, _, trace = run_loop(loop, of_ours(loop, mixing=1.0), world_size, group=rank)
         report = trainer.strategy.report()
-        return len(trace), differing(trace, plain), report["inner_steps"], report["launches"]
+        unlike = differing(trace, plain)
+        counted = [report["inner_steps"], report["launches"]]
 
-    for batches, different, inner_steps, launches in run_processes(run, 2):
-        # The last batch ends with the final sync.
-        assert different in ([], [batches - 1])
-        assert inner_steps == loop.inner_steps
-        assert launches == inner_steps // 4
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_all_groups_agree(name: str) -> None:
-    loop = LOOPS[name]
-
-    def run(rank: int, world_size: int) -> Any:
-        trainer, model, trace = run_loop(loop, of_ours(loop, SHORT), world_size, group=rank)
-        outer, report = trainer.strategy.outer_state_dict(), trainer.strategy.report()
+        trainer, model, trace = run_loop(loop, of_ours(loop), world_size, group=rank)
+        outer = trainer.strategy.outer_state_dict()
         held = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters() if p.requires_grad}
-        assert held.keys() == outer.keys()
-        assert all(torch.equal(p, outer[name].to(p.dtype)) for name, p in held.items())
-        return outer, report["inner_steps"], trace[-2]
+        same = held.keys() == outer.keys() and all(torch.equal(p, outer[n].to(p.dtype)) for n, p in held.items())
+        groups: list[Any] = [None, None]
+        torch.distributed.all_gather_object(groups, (outer, trainer.strategy.report()["inner_steps"], trace[-2]))
+        (one, steps, local), (other, other_steps, other_local) = groups
+        agree = steps == other_steps == loop.inner_steps and all(
+            values.dtype == torch.float32 and torch.equal(values, other[name]) for name, values in one.items()
+        )
+        own_data = any(not torch.equal(values, other_local[name]) for name, values in local.items())
+        right = counted == [loop.inner_steps, loop.inner_steps // 4] and same and agree and own_data
+        return None if right and not unlike else (unlike, counted, same, agree, own_data)
 
-    (outer, steps, local), (other, other_steps, other_local) = run_processes(run, 2)
-    assert steps == other_steps == loop.inner_steps
-    assert all(values.dtype == torch.float32 and torch.equal(values, other[name]) for name, values in outer.items())
-    assert any(not torch.equal(values, other_local[name]) for name, values in local.items()), "each its own data"
-
-
-# Those in which DistributedDataParallel has a part, or what happens between two steps.
-@pytest.mark.parametrize(
-    "name",
-    [
-        "16-mixed",
-        "accumulation",
-        "accumulation by scheduler",
-        "automatic",
-        "batch norm",
-        "bf16-true",
-        "clipping by norm",
-    ]
-    + ["compiled", "find_unused_parameters", "frozen", "gan", "gradient checkpointing", "hooks overridden", "lbfgs"]
-    + ["manual", "manual, not in every batch", "manual, unwrapped", "parametrized", "scheduler per step"]
-    + ["sparse gradients", "static_graph", "tied"],
-)
-def test_a_single_group_of_two_ranks_trains_as_ddp_does(name: str) -> None:
-    loop = LOOPS[name]
-
-    def run(rank: int, world_size: int) -> Any:
-        plain = pl.strategies.DDPStrategy(**loop.ddp_kwargs)
-        expected = run_loop(loop, plain, world_size, 0, rank, world_size)[2]
-        ours = of_ours(loop, {**ALONE, "worker_groups": 1})
-        return len(expected), differing(run_loop(loop, ours, world_size, 0, rank, world_size)[2], expected)
-
-    for batches, different in run_processes(run, 2):
-        assert different in ([], [batches - 1])
+    assert wrong_in(play, LOOPS) == {}
 
 
-# Gradients travel in float32, and buffers do not: DDP sends those of rank 0 before each forward pass.
-@pytest.mark.parametrize("name", sorted(LOOPS.keys() - {"64-true", "batch norm"}))
-def test_in_a_warmup_groups_train_as_ddp_does(name: str) -> None:
-    loop = LOOPS[name]
+def test_a_group_of_two_ranks_and_groups_in_a_warmup_train_as_ddp_does() -> None:
+    def play(rank: int, world_size: int, loop: Loop) -> Any:
+        expected = run_loop(loop, of_ddp(loop), world_size, group=rank)[2]
+        wrong = {}
+        for choices in ({"mixing": 1.0, "worker_groups": 1}, {"warmup_steps": 1000}):
+            # Gradients travel in float32, and buffers do not: DDP sends those of rank 0 before each forward pass.
+            if "warmup_steps" not in choices or loop not in (LOOPS["64-true"], LOOPS["batch norm"]):
+                ours = run_loop(loop, of_ours(loop, **choices), world_size, group=rank)[2]
+                wrong[str(choices)] = differing(ours, expected)
+        return {choices: batches for choices, batches in wrong.items() if batches}
 
-    def run(rank: int, world_size: int) -> Any:
-        plain = pl.strategies.DDPStrategy(**loop.ddp_kwargs)
-        expected = run_loop(loop, plain, world_size, group=rank)[2]
-        ours = of_ours(loop, {**SHORT, "warmup_steps": 1000})
-        return len(expected), differing(run_loop(loop, ours, world_size, group=rank)[2], expected)
-
-    for batches, different in run_processes(run, 2):
-        # The last batch ends with the final sync, which compresses what is left.
-        assert different in ([], [batches - 1])
-
-
-STATELESS = {
-    "manual, not in every batch": Loop(lambda: Manual(every=3)),
-    "accumulation": Loop(fits.module, {"accumulate_grad_batches": 3}),
-    "tied": Loop(lambda: Optimized(lambda p: torch.optim.SGD(p, lr=0.05), tied())),
-    "64-true": Loop(optimized(lambda p: torch.optim.SGD(p, lr=0.05)), {"precision": "64-true"}),
-}
-"""Loops that are linear in the gradient, so that a mean of parameters is a mean of gradients."""
+    # Those in which DistributedDataParallel has no part of its own, and nothing happens between two steps.
+    alike = ("clipping by value", "foreach", "fused", "manual, no loss returned", "scheduler per epoch", "bf16-mixed")
+    assert wrong_in(play, {name: loop for name, loop in LOOPS.items() if name not in alike}) == {}
 
 
-@pytest.mark.parametrize("name", STATELESS)
-def test_averaging_after_every_inner_step_is_ddp(name: str) -> None:
-    loop = STATELESS[name]
-
-    def run(rank: int, world_size: int) -> Any:
-        plain = run_loop(loop, "ddp", world_size, group=rank)[2]
-        return plain, run_loop(loop, of_ours(loop, LOCKSTEP), world_size, group=rank)[2]
-
-    for plain, ours in run_processes(run, 2):
-        for one, other in zip(plain, ours, strict=True):
-            for name, values in one.items():
-                # Twice rounded where DDP rounds once.
-                torch.testing.assert_close(other[name], values, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["automatic", "gan", "accumulation", "bf16-true", "find_unused_parameters", "frozen"]
-    + ["manual", "sparse gradients", "static_graph", "tied"],
-)
-def test_a_single_group_of_three_ranks_trains_as_ddp_does(name: str) -> None:
+def test_a_single_group_of_three_ranks_trains_as_ddp_does() -> None:
     """Three ranks add gradients in the order of DDP's buckets, whose layout is fixed before the first step."""
-    loop = LOOPS[name]
 
-    def run(rank: int, world_size: int) -> Any:
-        plain = pl.strategies.DDPStrategy(**loop.ddp_kwargs)
-        expected = run_loop(loop, plain, world_size, 0, rank, world_size)[2]
-        return expected, run_loop(loop, of_ours(loop, {**ALONE, "worker_groups": 1}), world_size, 0, rank, world_size)[
-            2
-        ]
-
-    for expected, trace in run_processes(run, 3):
-        for one, other in zip(expected, trace, strict=True):
+    def play(rank: int, world_size: int, loop: Loop) -> Any:
+        expected = run_loop(loop, of_ddp(loop), world_size, 0, rank, world_size)[2]
+        ours = of_ours(loop, mixing=1.0, worker_groups=1)
+        for one, other in zip(expected, run_loop(loop, ours, world_size, 0, rank, world_size)[2], strict=True):
             for key, values in one.items():
                 loose = {"rtol": 0.1, "atol": 0.05} if values.dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
                 torch.testing.assert_close(other[key], values, **loose)
+
+    names = ("automatic", "gan", "accumulation", "bf16-true", "find_unused_parameters", "frozen", "manual")
+    names += ("sparse gradients", "static_graph", "tied")
+    assert wrong_in(play, {name: LOOPS[name] for name in names}, world_size=3) == {}
+
+
+def test_averaging_after_every_inner_step_is_ddp_and_statistics_of_batch_norm_become_the_mean() -> None:
+    """Where all is linear in the gradient, a mean of parameters is a mean of gradients."""
+    linear = {
+        "manual, not in every batch": Loop(lambda: Manual(every=3)),
+        "accumulation": Loop(fits.module, {"accumulate_grad_batches": 3}),
+        "tied": Loop(lambda: Optimized(lambda p: torch.optim.SGD(p, lr=0.05), tied())),
+        "64-true": Loop(optimized(lambda p: torch.optim.SGD(p, lr=0.05)), {"precision": "64-true"}),
+    }
+    # Without learning the statistics are a linear function of the batches.
+    still = Loop(lambda: Optimized(lambda p: torch.optim.SGD(p, lr=0.0), normalised()))
+
+    def play(rank: int, world_size: int, loop: Loop) -> None:
+        ours = run_loop(loop, of_ours(loop, **LOCKSTEP), world_size, group=rank)[2]
+        if loop is still:
+            plain = [run_loop(loop, "auto", 1, group=group)[2] for group in range(2)]
+            mean = [{name: (one[name] + two[name]) / 2 for name in one} for one, two in zip(*plain, strict=True)]
+            counter = "net.1.num_batches_tracked"
+            assert [values.pop(counter) for values in ours] == [values.pop(counter) for values in mean]
+        else:
+            mean = run_loop(loop, "ddp", world_size, group=rank)[2]
+        for expected, actual in zip(mean, ours, strict=True):
+            # Twice rounded where DDP rounds once.
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+    assert wrong_in(play, {**linear, "batch norm": still}) == {}
 
 
 class Overflowing(Regression):
@@ -484,52 +459,40 @@ class Overflowing(Regression):
         return loss * float("inf") if self.global_rank == 1 and index in (4, 5) else loss
 
 
-RESUMED = {"16-mixed, overflowing": Loop(Overflowing, {"plugins": [by_scaler()]})}
+OVERFLOWING = Loop(Overflowing, {"plugins": [by_scaler()]})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "accumulation",
-        "batch norm",
-        "compiled",
-        "gan",
-        "lbfgs",
-        "manual, not in every batch",
-        "16-true",
-    ]
-    + ["configure_model", "parametrized", "scheduler per step", "sparse gradients", *RESUMED],
-)
-def test_a_loop_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
-    loop = RESUMED[name] if name in RESUMED else LOOPS[name]
+def test_a_loop_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Those that keep something between two steps."""
 
     class Saving(pl.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             if index == 8:
                 trainer.save_checkpoint(tmp_path / "8.ckpt")
 
-    def run(rank: int, world_size: int, resume: str | None = None) -> Any:
-        torch.manual_seed(0)
-        model, trace = loop.make(), Trace()
-        callbacks = [*loop.callbacks(), trace, *([Saving()] if resume is None else [])]
-        chosen = {**loop.trainer, "max_epochs": 1, "limit_train_batches": 1.0, "callbacks": callbacks}
-        trainer = fits.trainer(strategy=of_ours(loop, {**SHORT, "overlap_steps": 3}), devices=2, **chosen)
-        trainer.fit(model, StatefulBatches(rank, 0, 1, BATCHES), ckpt_path=resume)
-        return trace.batches
+    def play(rank: int, world_size: int, loop: Loop) -> Any:
+        traces = []
+        for resume in (None, str(tmp_path / "8.ckpt")):
+            torch.manual_seed(0)
+            model, trace = loop.make(), Trace()
+            callbacks = [*loop.callbacks(), trace, *([] if resume else [Saving()])]
+            chosen = {**loop.trainer, "max_epochs": 1, "limit_train_batches": 1.0, "callbacks": callbacks}
+            trainer = fits.trainer(strategy=of_ours(loop, overlap_steps=3), devices=2, **chosen)
+            trainer.fit(model, StatefulBatches(rank, 0, 1, BATCHES), ckpt_path=resume)
+            traces.append(trace.batches)
+        return differing(traces[1], traces[0][9:], but_last=False)
 
-    expected = run_processes(run, 2)
-    for whole, rest in zip(expected, run_processes(run, 2, str(tmp_path / "8.ckpt")), strict=True):
-        assert len(whole) == BATCHES
-        assert len(rest) == BATCHES - 9
-        assert differing(rest, whole[9:]) == []
+    names = ("accumulation", "batch norm", "compiled", "gan", "lbfgs", "manual, not in every batch", "16-true")
+    names += ("configure_model", "parametrized", "scheduler per step", "sparse gradients")
+    loops = {name: LOOPS[name] for name in names} | {"16-mixed, overflowing": OVERFLOWING}
+    assert wrong_in(play, loops) == {}
 
 
 def test_a_step_that_a_scaler_skips_in_one_group_keeps_the_groups_together() -> None:
     def run(rank: int, world_size: int) -> Any:
-        loop = Loop(Overflowing, {"plugins": [by_scaler()]})
-        trainer, _, trace = run_loop(loop, of_ours(loop, ALONE), world_size, group=rank)
+        trace = run_loop(OVERFLOWING, of_ours(OVERFLOWING, mixing=1.0), world_size, group=rank)[2]
         skipped = [i for i in range(1, BATCHES - 1) if torch.equal(trace[i]["net.0.bias"], trace[i - 1]["net.0.bias"])]
-        trainer, _, _ = run_loop(loop, of_ours(loop, SHORT), world_size, group=rank)
+        trainer, _, _ = run_loop(OVERFLOWING, of_ours(OVERFLOWING), world_size, group=rank)
         return skipped, trainer.strategy.report()["inner_steps"], trainer.strategy.outer_state_dict()
 
     (none, steps, outer), (two, other_steps, other) = run_processes(run, 2)
@@ -538,44 +501,31 @@ def test_a_step_that_a_scaler_skips_in_one_group_keeps_the_groups_together() -> 
     assert all(torch.equal(values, other[name]) for name, values in outer.items())
 
 
-def test_statistics_of_batch_norm_become_the_mean_over_the_groups() -> None:
-    """Without learning they are a linear function of the batches, so their mean is that of groups on their own."""
-    loop = Loop(lambda: Optimized(lambda p: torch.optim.SGD(p, lr=0.0), normalised()))
-
-    def run(rank: int, world_size: int) -> Any:
-        alone = run_loop(loop, "auto", 1, group=rank)[2]
-        return alone, run_loop(loop, of_ours(loop, LOCKSTEP), world_size, group=rank)[2]
-
-    (one, together), (other, same) = run_processes(run, 2)
-    assert differing(together, same) == []
-    for first, second, mean in zip(one, other, together, strict=True):
-        for name in ("net.1.running_mean", "net.1.running_var"):
-            torch.testing.assert_close(mean[name], (first[name] + second[name]) / 2)
-        assert mean["net.1.num_batches_tracked"] == first["net.1.num_batches_tracked"]
-
-
-@pytest.mark.parametrize("interval", ["step", "epoch"])
-def test_schedulers_are_equal_in_all_groups_and_go_on_after_a_resume(interval: str, tmp_path: Any) -> None:
-    def run(rank: int, world_size: int, epochs: int, resume: str | None = None) -> Any:
+def test_schedulers_are_equal_in_all_groups_and_go_on_after_a_resume(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int, interval: str, epochs: int, resume: Path | None = None) -> Any:
         rates: dict[int, float] = {}
 
         class Noting(Optimized):
             def on_train_batch_start(self, *args: Any) -> None:
                 rates[self.trainer.global_step] = self.optimizers().param_groups[0]["lr"]
 
-        model = Noting(scheduled(interval))
-        trainer = fits.trainer(
-            strategy=fits.strategy(**SHORT), devices=2, max_epochs=epochs, limit_train_batches=5, callbacks=[Trace()]
-        )
-        trainer.fit(model, DataLoader(fits.Batches(rank, 0, 1), batch_size=None), ckpt_path=resume)
+        torch.manual_seed(0)
+        trainer = fits.trainer(strategy=fits.strategy(**SHORT), devices=2, max_epochs=epochs, limit_train_batches=5)
+        loader = DataLoader(fits.Batches(rank, 0, 1), batch_size=None)
+        trainer.fit(Noting(scheduled(interval)), loader, ckpt_path=resume)
         trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
         return rates, trainer.strategy.outer_state_dict()
 
-    (plain, outer), (other, _) = run_processes(run, 2, 4)
-    assert plain == other
-    assert len(set(plain.values())) == (20 if interval == "step" else 4)
-    run_processes(run, 2, 2)
-    for rates, resumed in run_processes(run, 2, 4, str(tmp_path / "2.ckpt")):
+    def of_all(rank: int, world_size: int) -> Any:
+        return [
+            [run(rank, world_size, interval, *of) for of in ((4,), (2,), (4, tmp_path / "2.ckpt"))]
+            for interval in ("step", "epoch")
+        ]
+
+    one, other = run_processes(of_all, 2)
+    for different, ((plain, outer), _, (rates, resumed)), ((of_other, _), *_) in zip((20, 4), one, other, strict=True):
+        assert plain == of_other
+        assert len(set(plain.values())) == different
         assert rates == {step: rate for step, rate in plain.items() if step >= 10}
         assert all(torch.equal(values, outer[name]) for name, values in resumed.items())
 
@@ -590,70 +540,83 @@ class Numbers(pl.LightningDataModule):  # type: ignore[misc, name-defined]
         return DataLoader(fits.Batches(self.group, 0, 1), batch_size=None)
 
 
-def test_a_data_module_gives_the_batches() -> None:
+def test_a_data_module_gives_the_batches_and_lazy_modules_train_once_they_have_seen_one() -> None:
     def run(rank: int, world_size: int) -> Any:
-        expected = run_loop(LOOPS["automatic"], of_ours(LOOPS["automatic"], SHORT), world_size, group=rank)[0]
+        expected = run_loop(LOOPS["automatic"], of_ours(LOOPS["automatic"]), world_size, group=rank)[0]
         torch.manual_seed(0)
         trainer = fits.trainer(strategy=fits.strategy(**SHORT), devices=2, max_steps=BATCHES)
         trainer.fit(Regression(), datamodule=Numbers())
         outer = expected.strategy.outer_state_dict()
-        return all(torch.equal(v, outer[name]) for name, v in trainer.strategy.outer_state_dict().items())
+        lazy = lazy_module()
+        lazy(batch(0, 0)[0])
+        trained = run_loop(Loop(lambda: lazy), of_ours(LOOPS["automatic"]), world_size, group=rank)[2]
+        same = all(torch.equal(v, outer[name]) for name, v in trainer.strategy.outer_state_dict().items())
+        return same, len(trained)
 
-    assert run_processes(run, 2) == [True, True]
-
-
-def test_a_training_step_without_a_loss_is_refused_by_lightning_in_automatic_optimization() -> None:
-    def run(rank: int, world_size: int) -> None:
-        class Skipping(Regression):
-            def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Any:
-                return None if index == 3 else super().training_step(parts, index)
-
-        run_loop(Loop(Skipping), of_ours(LOOPS["automatic"], SHORT), world_size, group=rank)
-
-    errors = run_processes(run, 2, expect_failure=True)
-    assert all("Skipping the `training_step` by returning None in distributed" in error for error in errors.values())
+    assert run_processes(run, 2) == [(True, BATCHES)] * 2
 
 
-def test_lazy_modules_are_refused_until_they_have_seen_a_batch() -> None:
-    def run(rank: int, world_size: int, ready: bool) -> Any:
-        model = Regression(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(3)))
-        if ready:
-            model(batch(0, 0)[0])
-        return run_loop(Loop(lambda: model), of_ours(LOOPS["automatic"], SHORT), world_size, group=rank)[2]
-
-    for error in run_processes(run, 2, False, expect_failure=True).values():
-        assert "ValueError: 'net.0.weight' has no shape yet" in error
-        assert "before trainer.fit" in error
-    assert len(run_processes(run, 2, True)[0]) == BATCHES
+def lazy_module() -> Any:
+    return Regression(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(3)))
 
 
-def test_groups_that_do_not_step_in_as_many_batches_end_with_an_error() -> None:
-    def run(rank: int, world_size: int) -> None:
-        class Uneven(Manual):
-            def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-                self.every = 20 if index == 5 and self.global_rank == 1 else 1
-                super().training_step(parts, index)
+class Skipping(Regression):
+    """Has no loss for one batch."""
 
-        run_loop(Loop(Uneven), of_ours(LOOPS["manual"], SHORT), world_size, group=rank)
+    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Any:
+        return None if index == 3 else super().training_step(parts, index)
 
-    errors = run_processes(run, 2, expect_failure=True)
-    assert sorted(errors) == [0, 1]
-    assert all("AgreementError" in error and "inner step" in error for error in errors.values())
+
+class Uneven(Manual):
+    """Does not step in as many batches in both groups."""
+
+    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+        self.every = 20 if index == 5 and self.global_rank == 1 else 1
+        super().training_step(parts, index)
+
+
+def of_zero() -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
+
+    return Optimized(lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.01))
+
+
+def test_what_cannot_train_ends_all_groups_with_an_error_that_says_why() -> None:
+    refused = [
+        (lazy_module, ("ValueError: 'net.0.weight' has no shape yet", "before trainer.fit")),
+        (of_zero, ("ValueError: ZeroRedundancyOptimizer divides its state over all processes",)),
+        (Skipping, ("Skipping the `training_step` by returning None in distributed",)),
+        (Uneven, ("AgreementError", "inner step")),
+    ]
+    for make, told in refused:
+        loop = Loop(make)
+
+        def run(rank: int, world_size: int, loop: Loop = loop) -> None:
+            run_loop(loop, of_ours(loop), world_size, group=rank)
+
+        errors = run_processes(run, 2, expect_failure=True)
+        assert sorted(errors) == [0, 1]
+        assert [part for part in told for error in errors.values() if part not in error] == []
+    with pytest.raises(ValueError, match="ddp_kwargs contains 'model_averaging_period'"):
+        fits.strategy(ddp_kwargs={"model_averaging_period": 4})
+
+
+class Private(Manual):
+    """Steps an optimizer that Lightning does not know."""
+
+    def configure_optimizers(self) -> None:
+        self.private = super().configure_optimizers()
+
+    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+        self.private.zero_grad()
+        self.manual_backward(nn.functional.mse_loss(self.net(parts[0]), parts[1]))
+        self.private.step()
 
 
 def test_training_without_an_optimizer_that_lightning_knows_is_said(caplog: pytest.LogCaptureFixture) -> None:
     def run(rank: int, world_size: int) -> Any:
-        class Private(Manual):
-            def configure_optimizers(self) -> None:
-                self.private = super().configure_optimizers()
-
-            def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-                self.private.zero_grad()
-                self.manual_backward(nn.functional.mse_loss(self.net(parts[0]), parts[1]))
-                self.private.step()
-
         caplog.clear()
-        trainer = run_loop(Loop(Private), of_ours(LOOPS["manual"], SHORT), world_size, group=rank)[0]
+        trainer = run_loop(Loop(Private), of_ours(LOOPS["manual"]), world_size, group=rank)[0]
         said = [record.getMessage() for record in caplog.records if "without an inner step" in record.getMessage()]
         return len(said), trainer.strategy.outer_state_dict()
 
@@ -662,33 +625,17 @@ def test_training_without_an_optimizer_that_lightning_knows_is_said(caplog: pyte
     assert all(torch.equal(values, other[name]) for name, values in outer.items()), "joined at the end all the same"
 
 
-def test_an_optimizer_that_divides_its_state_over_all_ranks_is_refused() -> None:
-    def run(rank: int, world_size: int) -> None:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when it is imported
-
-        loop = Loop(optimized(lambda p: ZeroRedundancyOptimizer(p, torch.optim.AdamW, lr=0.01)))
-        run_loop(loop, of_ours(loop, SHORT), world_size, group=rank)
-
-    errors = run_processes(run, 2, expect_failure=True)
-    assert sorted(errors) == [0, 1]
-    assert all("ValueError: ZeroRedundancyOptimizer divides its state over all processes" in e for e in errors.values())
-
-
-@pytest.mark.parametrize("of_hook", [lambda: None, lambda: PowerSGDState(process_group=None)])
-def test_a_communication_hook_of_ddp_stays_in_the_group(of_hook: Callable[[], Any]) -> None:
+def test_a_communication_hook_of_ddp_stays_in_the_group() -> None:
     """Lightning registers hooks on CUDA only; here, what it would register them with."""
 
-    def run(rank: int, world_size: int) -> bool:
-        kwargs = {"ddp_comm_hook": allreduce_hook, "ddp_comm_state": of_hook()}
-        loop = Loop(Regression, ddp_kwargs=kwargs)
-        strategy = of_ours(loop, {**SHORT, "worker_groups": 2})
-        run_loop(loop, strategy, world_size, rank // 2, rank % 2, 2)
-        state = strategy._ddp_comm_state
-        return getattr(state, "process_group", state) is strategy.topology.in_group.process_group
+    def run(rank: int, world_size: int) -> list[bool]:
+        stays = []
+        for state in (None, PowerSGDState(process_group=None)):
+            loop = Loop(Regression, ddp_kwargs={"ddp_comm_hook": allreduce_hook, "ddp_comm_state": state})
+            strategy = of_ours(loop, worker_groups=2)
+            run_loop(loop, strategy, world_size, rank // 2, rank % 2, 2)
+            given = strategy._ddp_comm_state
+            stays.append(getattr(given, "process_group", given) is strategy.topology.in_group.process_group)
+        return stays
 
-    assert run_processes(run, 4) == [True] * 4
-
-
-def test_averaging_between_inner_steps_by_lightning_is_refused() -> None:
-    with pytest.raises(ValueError, match="ddp_kwargs contains 'model_averaging_period'"):
-        fits.strategy(ddp_kwargs={"model_averaging_period": 4})
+    assert run_processes(run, 4) == [[True, True]] * 4

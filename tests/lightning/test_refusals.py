@@ -37,12 +37,8 @@ def make_engine(**choices: Any) -> StreamingDiLoCo:
     return StreamingDiLoCo(mlp(), **choices)
 
 
-STRATEGIES = pytest.mark.parametrize(
-    "make", [StreamingDiLoCoStrategy, OtherStrategy], ids=["lightning", "pytorch_lightning"]
-)
-EVERYWHERE = pytest.mark.parametrize(
-    "make", [StreamingDiLoCoStrategy, OtherStrategy, make_engine], ids=["lightning", "pytorch_lightning", "engine"]
-)
+STRATEGIES: list[Make] = [StreamingDiLoCoStrategy, OtherStrategy]
+EVERYWHERE: list[Make] = [*STRATEGIES, make_engine]
 
 
 def refusal(make: Make, **choices: Any) -> str:
@@ -54,6 +50,16 @@ def refusal(make: Make, **choices: Any) -> str:
 
 def assert_says(message: str, *parts: str) -> None:
     assert [part for part in parts if part not in message] == [], message
+
+
+def assert_refused(makes: Iterable[Make], table: Iterable[tuple[dict[str, Any], tuple[str, ...]]]) -> None:
+    """Each of the arguments by each that takes them, with all of the parts in what is told."""
+    wrong = []
+    for choices, parts in table:
+        for make in makes:
+            message = refusal(make, **choices)
+            wrong += [(part, message) for part in parts if part not in message]
+    assert wrong == []
 
 
 # Arguments on their own
@@ -97,20 +103,76 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@EVERYWHERE
-@pytest.mark.parametrize(("choices", "given", "holds"), OUT_OF_RANGE, ids=lambda value: None)
-def test_an_argument_out_of_range_is_refused(make: Make, choices: dict[str, Any], given: str, holds: str) -> None:
-    message = refusal(make, **choices)
-    assert message.startswith(given)
-    assert_says(message, holds)
-    assert re.search(r"\. (Choose|Set) ", message), f"says what to do: {message}"
+def test_an_argument_out_of_range_is_refused() -> None:
+    for choices, given, holds in OUT_OF_RANGE:
+        for make in EVERYWHERE:
+            message = refusal(make, **choices)
+            assert message.startswith(given)
+            assert_says(message, holds)
+            assert re.search(r"\. (Choose|Set) ", message), f"says what to do: {message}"
 
 
-@STRATEGIES
-def test_what_distributed_data_parallel_does_not_have_is_refused(make: Make) -> None:
-    message = refusal(make, ddp_kwargs={"find_unused_parameter": True})
-    assert_says(message, "ddp_kwargs contains 'find_unused_parameter'", "Did you mean 'find_unused_parameters'")
-    assert_says(refusal(make, ddp_kwargs={"foo": 1}), "ddp_kwargs contains 'foo'", "It has ", "static_graph")
+NO_OPTIMIZER = ("a callable", "functools.partial(torch.optim.SGD, lr=0.7)")
+OF_ALL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"timeout": 30}, ("Choose another timeout; datetime.timedelta(seconds=30) is so many seconds.",)),
+    ({"compression": FP4}, ("compression=<class", "not the class itself")),
+    (
+        {"outer_optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)},
+        ("outer_optimizer of type SGD is already an optimizer", *NO_OPTIMIZER),
+    ),
+    ({"outer_optimizer": "sgd"}, ("outer_optimizer of type str is nothing that can be called", *NO_OPTIMIZER)),
+    *(
+        (
+            {"outer_optimizer": partial(torch.optim.SGD, lr=0.1), **dict.fromkeys(names, 0.5)},
+            (
+                f"outer_optimizer was given together with {' and '.join(f'{name}=0.5' for name in names)}.",
+                "replaces",
+                "Leave out " + " and ".join(names),
+            ),
+        )
+        for names in (["outer_lr"], ["outer_momentum"], ["outer_lr", "outer_momentum"])
+    ),
+    *(
+        ({"fragments": given}, (f"fragments={given!r}", "[['net.0.*'], ['net.1.*']]", advice))
+        for advice, choices in {
+            "Choose one": ("striped", 0),
+            "Give one list of shell-style patterns": ([], [[]], ["*"], [["*"], 3]),
+        }.items()
+        for given in choices
+    ),
+]
+OF_STRATEGIES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (
+        {"ddp_kwargs": {"find_unused_parameter": True}},
+        ("ddp_kwargs contains 'find_unused_parameter'", "Did you mean 'find_unused_parameters'"),
+    ),
+    ({"ddp_kwargs": {"foo": 1}}, ("ddp_kwargs contains 'foo'", "It has ", "static_graph")),
+    (
+        {"ddp_kwargs": "find_unused_parameters"},
+        ("ddp_kwargs='find_unused_parameters' is of type str", "must be a dictionary", "Write ddp_kwargs="),
+    ),
+    *(
+        (
+            {"ddp_kwargs": {name: object(), "find_unused_parameters": True}},
+            (f"ddp_kwargs contains '{name}'", "among the ranks of a worker group", "Take it out", "worker_groups"),
+        )
+        for name in ("process_group", "device_mesh")
+    ),
+    (
+        {"start_method": "Fork"},
+        ("start_method='Fork' is unknown", "'popen'", "'spawn', 'fork' or 'forkserver'", "Choose one"),
+    ),
+    ({"resume": "anyhow"}, ("resume='anyhow' is unknown", "'exact'", "'restart'", "Choose one of them")),
+]
+
+
+def test_what_is_no_such_choice_is_refused() -> None:
+    assert_refused(EVERYWHERE, OF_ALL)
+    assert_refused(STRATEGIES, OF_STRATEGIES)
+    for make in STRATEGIES:
+        assert make(ddp_kwargs={"find_unused_parameters": True})._ddp_kwargs["find_unused_parameters"] is True
+        with pytest.raises(TypeError, match="find_unused_parameters"):
+            make(find_unused_parameters=True)
 
 
 NUMBERS = ("mixing", "outer_lr", "outer_momentum")
@@ -133,15 +195,10 @@ OF_ANOTHER_TYPE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@EVERYWHERE
-def test_an_argument_of_another_type_is_refused_by_what_is_wrong(make: Make) -> None:
+def test_an_argument_of_another_type_is_refused_by_what_is_wrong() -> None:
     for choices, given in OF_ANOTHER_TYPE:
-        assert refusal(make, **choices).startswith(given)
-
-
-@EVERYWHERE
-def test_a_number_of_seconds_is_told_as_a_timedelta(make: Make) -> None:
-    assert_says(refusal(make, timeout=30), "Choose another timeout; datetime.timedelta(seconds=30) is so many seconds.")
+        for make in EVERYWHERE:
+            assert refusal(make, **choices).startswith(given)
 
 
 NORM, GUARD = "it must be a number above 0, or None", "it must be a number above 1, or None"
@@ -204,52 +261,25 @@ def test_an_argument_that_was_is_refused_with_what_to_write_and_a_misspelt_one_w
             make(nonsense=3)
 
 
-@EVERYWHERE
-def test_as_much_overlap_is_called_harmless_as_the_planner_tries(make: Make) -> None:
+def test_as_much_overlap_is_called_harmless_as_the_planner_tries() -> None:
     most = max(settings.overlap_steps for settings in candidates())
-    assert_says(refusal(make, overlap_steps=100), f"the paper saw next to no loss from up to {most}.")
+    assert_says(refusal(make_engine, overlap_steps=100), f"the paper saw next to no loss from up to {most}.")
 
 
-@EVERYWHERE
-def test_scalars_of_numpy_are_the_numbers_that_they_are(make: Make) -> None:
+def test_scalars_of_numpy_are_the_numbers_that_they_are() -> None:
     numpy = pytest.importorskip("numpy")
     numbers = {"mixing": 0.25, "outer_lr": 0.5, "outer_momentum": 0.75}
     whole = {"sync_every": 40, "overlap_steps": 3, "fragments": 2, "worker_groups": 1}
     scalars = {name: numpy.float32(value) for name, value in numbers.items()}
-    made = make(**scalars, **{name: numpy.int64(value) for name, value in whole.items()})
-    settings = made.settings if make is make_engine else made._options.settings
     plain = Settings(**numbers, **{name: value for name, value in whole.items() if name != "worker_groups"})
-    assert settings.described() == plain.described()
+    for make in EVERYWHERE:
+        made = make(**scalars, **{name: numpy.int64(value) for name, value in whole.items()})
+        settings = made.settings if make is make_engine else made._options.settings
+        assert settings.described() == plain.described()
+        if make is not make_engine:
+            assert type(made._options.worker_groups) is int
     outer = OuterOptimizer(clip_norm=numpy.float32(8.0), outlier_guard=numpy.int64(4))
     assert outer.described() == OuterOptimizer(clip_norm=8.0, outlier_guard=4).described()
-    if make is not make_engine:
-        assert type(made._options.worker_groups) is int
-
-
-@EVERYWHERE
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (torch.optim.SGD([torch.zeros(1)], lr=0.1), "outer_optimizer of type SGD is already an optimizer"),
-        ("sgd", "outer_optimizer of type str is nothing that can be called"),
-    ],
-)
-def test_what_makes_no_outer_optimizer_is_refused(make: Make, given: Any, told: str) -> None:
-    assert_says(refusal(make, outer_optimizer=given), told, "a callable", "functools.partial(torch.optim.SGD, lr=0.7)")
-
-
-@STRATEGIES
-def test_an_unknown_start_method_is_refused(make: Make) -> None:
-    message = refusal(make, start_method="Fork")
-    assert_says(message, "start_method='Fork' is unknown", "'popen'", "'spawn', 'fork' or 'forkserver'", "Choose one")
-
-
-@STRATEGIES
-def test_arguments_for_ddp_that_are_no_dictionary_are_refused(make: Make) -> None:
-    message = refusal(make, ddp_kwargs="find_unused_parameters")
-    assert_says(
-        message, "ddp_kwargs='find_unused_parameters' is of type str", "must be a dictionary", "Write ddp_kwargs="
-    )
 
 
 IN_RANGE: list[dict[str, Any]] = [
@@ -267,73 +297,18 @@ IN_RANGE: list[dict[str, Any]] = [
 ]
 
 
-@EVERYWHERE
-@pytest.mark.parametrize("choices", IN_RANGE, ids=repr)
-def test_the_ends_of_the_ranges_are_allowed(make: Make, choices: dict[str, Any]) -> None:
-    make(**choices)
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    for choices in IN_RANGE:
+        for make in EVERYWHERE:
+            make(**choices)
 
 
-@EVERYWHERE
-def test_a_class_is_no_compression(make: Make) -> None:
-    assert_says(refusal(make, compression=FP4), "compression=<class", "not the class itself")
-
-
-@EVERYWHERE
-@pytest.mark.parametrize(
-    ("both", "named"),
-    [
-        ({"outer_lr": 0.7}, "outer_lr=0.7."),
-        ({"outer_momentum": 0.5}, "outer_momentum=0.5."),
-        ({"outer_lr": 0.7, "outer_momentum": 0.5}, "outer_lr=0.7 and outer_momentum=0.5."),
-    ],
-)
-def test_an_outer_optimizer_together_with_values_for_the_built_in_one_is_refused(
-    make: Make, both: dict[str, float], named: str
-) -> None:
-    message = refusal(make, outer_optimizer=partial(torch.optim.SGD, lr=0.1), **both)
-    assert_says(
-        message, f"outer_optimizer was given together with {named}", "replaces", "Leave out " + " and ".join(both)
-    )
-
-
-@STRATEGIES
-@pytest.mark.parametrize("name", ["process_group", "device_mesh"])
-def test_a_process_group_for_ddp_is_refused(make: Make, name: str) -> None:
-    message = refusal(make, ddp_kwargs={name: object(), "find_unused_parameters": True})
-    assert_says(
-        message, f"ddp_kwargs contains '{name}'", "among the ranks of a worker group", "Take it out", "worker_groups"
-    )
-
-
-@STRATEGIES
-def test_other_arguments_for_ddp_are_taken(make: Make) -> None:
-    assert make(ddp_kwargs={"find_unused_parameters": True})._ddp_kwargs["find_unused_parameters"] is True
-
-
-@STRATEGIES
-def test_an_unknown_argument_is_refused(make: Make) -> None:
-    with pytest.raises(TypeError, match="find_unused_parameters"):
-        make(find_unused_parameters=True)
-
-
-@STRATEGIES
-def test_an_unknown_way_to_resume_is_refused(make: Make) -> None:
-    message = refusal(make, resume="anyhow")
-    assert_says(message, "resume='anyhow' is unknown", "'exact'", "'restart'", "Choose one of them")
-
-
-@pytest.mark.parametrize(("trainer", "strategy"), [(L.Trainer, StreamingDiLoCoStrategy), (pl.Trainer, OtherStrategy)])
-def test_nccl_between_devices_that_are_not_cuda_is_refused_before_any_process_starts(
-    trainer: Make, strategy: Make
-) -> None:
-    message = refusal(trainer, accelerator="cpu", devices=2, strategy=strategy(exchange="auto:nccl"))
-    assert_says(message, "exchange='...:nccl' was given", "trains on cpu", "CUDA devices only", "leave", "for gloo")
-
-
-def test_nccl_between_sharded_devices_that_are_not_cuda_is_refused_before_any_process_starts() -> None:
-    strategy = StreamingDiLoCoModelParallelStrategy(exchange="auto:nccl")
-    message = refusal(L.Trainer, accelerator="cpu", devices=2, strategy=strategy)
-    assert_says(message, "exchange='...:nccl' was given", "trains on cpu")
+def test_nccl_between_devices_that_are_not_cuda_is_refused_before_any_process_starts() -> None:
+    kinds = (L, StreamingDiLoCoStrategy), (pl, OtherStrategy), (L, StreamingDiLoCoModelParallelStrategy)
+    for distribution, strategy in kinds:
+        given = strategy(exchange="auto:nccl")
+        message = refusal(distribution.Trainer, accelerator="cpu", devices=2, strategy=given)
+        assert_says(message, "exchange='...:nccl' was given", "trains on cpu", "CUDA devices only", "leave", "for gloo")
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
@@ -389,68 +364,45 @@ def no_optimizer(shards: Iterable[Tensor]) -> Any:
     return list(shards)
 
 
-NOT_ELEMENTWISE: list[Make] = [partial(Clipped, lr=0.1), partial(Neighbours, lr=0.1)]
-NOT_STEPPABLE: list[Make] = [partial(torch.optim.LBFGS, lr=0.1), no_optimizer]
-if hasattr(torch.optim, "Adafactor"):
-    NOT_ELEMENTWISE.append(partial(torch.optim.Adafactor, lr=0.1))
-if hasattr(torch.optim, "Muon"):
-    NOT_STEPPABLE.append(partial(torch.optim.Muon, lr=0.1))
+HALVES = ("outer_optimizer does not work elementwise", "whole and in two halves", "torch.optim.SGD")
+FLAT = ("outer_optimizer could not step flat float32 shards", "one per fragment", "Choose one")
+HELD = ("must hold every shard", "Pass the shards on")
+UNFIT: list[tuple[Make, tuple[str, ...]]] = [
+    *((partial(kind, lr=0.1), HALVES) for kind in (Clipped, ClippedLate, Neighbours, torch.optim.Adafactor)),
+    (partial(torch.optim.LBFGS, lr=0.1), FLAT),
+    (no_optimizer, FLAT),
+    *((partial(kind, lr=0.1), FLAT) for kind in [getattr(torch.optim, "Muon", None)] if kind),
+    (without_the_last, ("over 1 tensors that leaves out the shards [1] of 2", *HELD)),
+    (of_copies, ("the shards [0, 1] of 2", *HELD)),
+    (with_another, ("outer_optimizer", "and nothing else")),
+]
 
 
-def name_of(outer_optimizer: Any) -> str:
-    return str(getattr(outer_optimizer, "func", outer_optimizer).__name__)
+HALF_AND_HALF = [["0.*", "2.*"], ["4.*", "6.*"]]
 
 
 def layered_engine(**choices: Any) -> StreamingDiLoCo:
-    return StreamingDiLoCo(mlp(), fragments=[["0.*", "2.*"], ["4.*", "6.*"]], **choices)
+    return StreamingDiLoCo(mlp(), fragments=HALF_AND_HALF, **choices)
 
 
-@pytest.mark.parametrize("outer_optimizer", NOT_ELEMENTWISE, ids=name_of)
-def test_an_outer_optimizer_that_does_not_work_elementwise_is_refused(outer_optimizer: Make) -> None:
-    message = refusal(layered_engine, outer_optimizer=outer_optimizer)
-    assert_says(message, "outer_optimizer does not work elementwise", "whole and in two halves", "torch.optim.SGD")
+def test_an_outer_optimizer_that_does_not_step_each_value_of_each_shard_by_itself_is_refused() -> None:
+    assert_refused([layered_engine], [({"outer_optimizer": make}, parts) for make, parts in UNFIT])
 
 
-def test_an_outer_optimizer_that_clips_large_norms_is_refused() -> None:
-    message = refusal(layered_engine, outer_optimizer=partial(ClippedLate, lr=0.1))
-    assert_says(message, "outer_optimizer does not work elementwise")
-
-
-@pytest.mark.parametrize("outer_optimizer", NOT_STEPPABLE, ids=name_of)
-def test_an_outer_optimizer_that_cannot_step_flat_vectors_is_refused(outer_optimizer: Make) -> None:
-    message = refusal(layered_engine, outer_optimizer=outer_optimizer)
-    assert_says(message, "outer_optimizer could not step flat float32 shards", "one per fragment", "Choose one")
-
-
-@pytest.mark.parametrize(
-    ("outer_optimizer", "named"),
-    [(without_the_last, "over 1 tensors that leaves out the shards [1] of 2"), (of_copies, "the shards [0, 1] of 2")],
-)
-def test_an_outer_optimizer_that_drops_a_shard_is_refused(outer_optimizer: Make, named: str) -> None:
-    message = refusal(layered_engine, outer_optimizer=outer_optimizer)
-    assert_says(message, "outer_optimizer", named, "must hold every shard", "Pass the shards on")
-
-
-def test_an_outer_optimizer_that_steps_something_else_too_is_refused() -> None:
-    assert_says(refusal(layered_engine, outer_optimizer=with_another), "outer_optimizer", "and nothing else")
-
-
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adadelta", "Rprop", "ASGD"])
-def test_an_outer_optimizer_that_works_elementwise_is_accepted(kind: str) -> None:
-    engine = layered_engine(outer_optimizer=partial(getattr(torch.optim, kind), lr=0.1), sync_every=1, overlap_steps=0)
-    before = engine.outer_state_dict()
-    with torch.no_grad():
-        for parameter in engine.rounds.fragments[0].layout.parameters:
-            parameter += 1
-    engine.step()
-    assert not torch.equal(engine.outer_state_dict()["0.weight"], before["0.weight"])
-
-
-def test_an_outer_optimizer_with_a_group_per_fragment_is_accepted() -> None:
+def test_an_outer_optimizer_that_works_elementwise_is_accepted() -> None:
     def grouped(shards: Sequence[Tensor]) -> Optimizer:
         return torch.optim.SGD([{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)])
 
-    layered_engine(outer_optimizer=grouped)
+    kinds = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adadelta", "Rprop", "ASGD")
+    for make in (grouped, *(partial(getattr(torch.optim, kind), lr=0.1) for kind in kinds)):
+        model = mlp()
+        engine = StreamingDiLoCo(model, fragments=HALF_AND_HALF, outer_optimizer=make, sync_every=1, overlap_steps=0)
+        before = engine.outer_state_dict()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+        engine.step()
+        assert not torch.equal(engine.outer_state_dict()["0.weight"], before["0.weight"]), make
 
 
 # Models
@@ -488,24 +440,6 @@ def make_trainer(strategy: Any, distribution: Any = L, **arguments: Any) -> Any:
     )
 
 
-def refused_fit(net: nn.Module, **choices: Any) -> str:
-    """The message with which a fit in one process is refused before its first step."""
-    module = Module(net)
-
-    def fit(rank: int, world_size: int) -> str:
-        trainer = make_trainer(StreamingDiLoCoStrategy(**choices), devices=1)
-        message = refusal(trainer.fit, model=module)
-        assert module.steps == 0
-        return message
-
-    (message,) = run_processes(fit, 1)
-    return str(message)
-
-
-def frozen(model: nn.Module) -> nn.Module:
-    return model.requires_grad_(False)
-
-
 class Spectral(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -517,23 +451,30 @@ class Spectral(nn.Module):
 
 NO_PARAMETERS = ("The model has no trainable parameters", "requires_grad=True")
 COMPLEX = ("trainable parameter", "filters'", "torch.complex64", "as two real parameters")
+UNFIT_MODELS: list[tuple[nn.Module, dict[str, Any], tuple[str, ...]]] = [
+    (mlp().requires_grad_(False), {}, NO_PARAMETERS),
+    (nn.Identity(), {}, NO_PARAMETERS),
+    (Spectral(), {}, COMPLEX),
+    (mlp(), {"fragments": [["*.5.*"], ["*"]]}, ("'*.5.*' matches no parameter", "Correct the pattern")),
+    (mlp(), {"fragments": [["*"], ["*.0.*"]]}, ("0.weight' is claimed by two patterns", "Narrow one of them")),
+    (mlp(), {"fragments": [["*.weight"]]}, ("4 of 8 trainable parameters match no pattern", "Add a pattern")),
+]
 
 
-@pytest.mark.parametrize("model", [frozen(mlp()), nn.Identity()], ids=["frozen", "none"])
-def test_the_engine_refuses_a_model_without_trainable_parameters(model: nn.Module) -> None:
-    assert_says(refusal(StreamingDiLoCo, model=model), *NO_PARAMETERS)
+def test_models_that_cannot_be_trained_are_refused_by_engine_and_strategy_before_the_first_step() -> None:
+    def fit(rank: int, world_size: int) -> list[str]:
+        messages = []
+        for net, choices, _ in UNFIT_MODELS:
+            module = Module(net)
+            trainer = make_trainer(StreamingDiLoCoStrategy(**choices), devices=1)
+            messages.append(refusal(trainer.fit, model=module))
+            assert module.steps == 0
+        return messages
 
-
-def test_the_strategy_refuses_a_model_without_trainable_parameters() -> None:
-    assert_says(refused_fit(frozen(mlp())), *NO_PARAMETERS)
-
-
-def test_the_engine_refuses_complex_parameters() -> None:
-    assert_says(refusal(StreamingDiLoCo, model=Spectral()), *COMPLEX)
-
-
-def test_the_strategy_refuses_complex_parameters() -> None:
-    assert_says(refused_fit(Spectral()), *COMPLEX)
+    (messages,) = run_processes(fit, 1)
+    for (net, choices, parts), message in zip(UNFIT_MODELS, messages, strict=True):
+        assert_says(message, *parts)
+        assert_says(refusal(StreamingDiLoCo, model=nn.ModuleDict({"net": net}), **choices), *parts)
 
 
 def test_complex_values_that_are_not_trained_are_allowed() -> None:
@@ -543,122 +484,84 @@ def test_complex_values_that_are_not_trained_are_allowed() -> None:
     StreamingDiLoCo(model)
 
 
-FRAGMENTS: list[tuple[Any, tuple[str, ...]]] = [
-    ([["*.5.*"], ["*"]], ("fragments", "'*.5.*' matches no parameter", "Correct the pattern")),
-    ([["*"], ["*.0.*"]], ("fragments", "0.weight' is claimed by two patterns", "Narrow one of them")),
-    ([["*.weight"]], ("fragments", "4 of 8 trainable parameters match no pattern", "Add a pattern")),
-]
-
-
-@pytest.mark.parametrize(("fragments", "parts"), FRAGMENTS, ids=["nothing", "twice", "left out"])
-def test_fragments_that_do_not_fit_the_model_are_refused(fragments: Any, parts: tuple[str, ...]) -> None:
-    assert_says(refused_fit(mlp(), fragments=fragments), *parts)
-    held = nn.ModuleDict({"net": mlp()})
-    assert_says(refusal(StreamingDiLoCo, model=held, fragments=fragments), *parts)
-
-
-@pytest.mark.parametrize("fragments", ["striped", 0, [], [[]], ["*"], [["*"], 3]])
-@pytest.mark.parametrize("make", [StreamingDiLoCoStrategy, partial(StreamingDiLoCo, mlp())], ids=["strategy", "engine"])
-def test_what_is_no_choice_of_fragments_is_refused_at_once(fragments: Any, make: Callable[..., Any]) -> None:
-    advice = ("Choose one",) if isinstance(fragments, str | int) else ("Give one list of shell-style patterns",)
-    assert_says(refusal(make, fragments=fragments), f"fragments={fragments!r}", "[['net.0.*'], ['net.1.*']]", *advice)
-
-
 # Worlds
 
 
-@pytest.mark.parametrize(("strategy", "distribution"), [(StreamingDiLoCoStrategy, L), (OtherStrategy, pl)])
-@pytest.mark.parametrize(
-    ("worker_groups", "devices", "num_nodes", "fitting"),
-    [(2, 3, 1, "[1, 3]"), (4, 2, 1, "[1, 2]"), (4, 3, 2, "[1, 2, 3, 6]")],
-)
-def test_a_world_that_cannot_be_split_is_refused_inside_the_trainer(
-    strategy: Make, distribution: Any, worker_groups: int, devices: int, num_nodes: int, fitting: str
-) -> None:
-    make = partial(make_trainer, strategy(worker_groups=worker_groups), distribution)
-    message = refusal(make, devices=devices, num_nodes=num_nodes)
-    world_size = devices * num_nodes
-    assert_says(message, f"worker_groups={worker_groups} cannot split {world_size} processes", fitting)
-    assert_says(message, "Change worker_groups, or the number of devices or nodes")
-    assert not dist.is_initialized()
+def test_a_world_that_cannot_be_split_is_refused_inside_the_trainer() -> None:
+    worlds = [(2, 3, 1, "[1, 3]"), (4, 2, 1, "[1, 2]"), (4, 3, 2, "[1, 2, 3, 6]")]
+    for worker_groups, devices, num_nodes, fitting in worlds:
+        for distribution, strategy in ((L, StreamingDiLoCoStrategy), (pl, OtherStrategy)):
+            make = partial(make_trainer, strategy(worker_groups=worker_groups), distribution)
+            message = refusal(make, devices=devices, num_nodes=num_nodes)
+            assert_says(message, f"worker_groups={worker_groups} cannot split {devices * num_nodes} processes", fitting)
+            assert_says(message, "Change worker_groups, or the number of devices or nodes")
+            assert not dist.is_initialized()
+    for fits, devices, num_nodes in (("auto", 3, 1), ("auto", 3, 2), (3, 3, 2)):
+        make_trainer(StreamingDiLoCoStrategy(worker_groups=fits), devices=devices, num_nodes=num_nodes)
 
 
-@pytest.mark.parametrize(("worker_groups", "devices", "num_nodes"), [("auto", 3, 1), ("auto", 3, 2), (3, 3, 2)])
-def test_a_world_that_can_be_split_is_accepted(worker_groups: Any, devices: int, num_nodes: int) -> None:
-    make_trainer(StreamingDiLoCoStrategy(worker_groups=worker_groups), devices=devices, num_nodes=num_nodes)
+def test_one_group_is_said_once_and_by_one_rank_and_several_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def said() -> list[str]:
+        told = [record.getMessage() for record in caplog.records if record.name.startswith("lightning_sdiloco")]
+        caplog.clear()
+        return told
 
-
-def test_the_engine_refuses_a_world_that_cannot_be_split() -> None:
-    def function(rank: int, world_size: int) -> str:
-        return refusal(StreamingDiLoCo, model=mlp(), worker_groups=2)
-
-    for message in run_ranks(function, 3):
-        assert_says(message, "worker_groups=2 cannot split 3 processes", "[1, 3]", "Change worker_groups")
-
-
-def test_one_group_is_allowed_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     engine = StreamingDiLoCo(mlp(), sync_every=2, overlap_steps=0, worker_groups=1)
     for _ in range(6):
         engine.step()
     engine.finish()
-    said = [record.getMessage() for record in caplog.records if "one worker group" in record.getMessage()]
-    assert len(said) == 1
-    assert_says(said[0], "plain training with an outer step")
+    (told,) = (text for text in said() if "one worker group" in text)
+    assert_says(told, "plain training with an outer step")
 
-
-def test_the_strategy_says_once_that_there_is_one_group(caplog: pytest.LogCaptureFixture) -> None:
     def fit(rank: int, world_size: int) -> tuple[int, int]:
-        caplog.clear()
         module = Module(mlp())
         make_trainer(StreamingDiLoCoStrategy(sync_every=1, overlap_steps=0), devices=1).fit(module)
-        return module.steps, sum("one worker group" in record.getMessage() for record in caplog.records)
+        return module.steps, sum("one worker group" in text for text in said())
+
+    def engines(rank: int, world_size: int) -> list[int]:
+        StreamingDiLoCo(mlp(), worker_groups=1)
+        of_one = sum("one worker group" in text for text in said())
+        StreamingDiLoCo(mlp(), worker_groups=2)
+        return [of_one, len(said())]
 
     assert run_processes(fit, 1) == [(2, 1)]
-
-
-def test_one_group_of_several_ranks_is_said_by_one_of_them(caplog: pytest.LogCaptureFixture) -> None:
-    def function(rank: int, world_size: int) -> int:
-        caplog.clear()
-        StreamingDiLoCo(mlp(), worker_groups=1)
-        return sum("one worker group" in record.getMessage() for record in caplog.records)
-
-    assert run_ranks(function, 2) == [1, 0]
-
-
-def test_several_groups_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    def function(rank: int, world_size: int) -> list[str]:
-        caplog.clear()
-        StreamingDiLoCo(mlp(), worker_groups=2)
-        return [record.getMessage() for record in caplog.records if record.name.startswith("lightning_sdiloco")]
-
-    assert run_ranks(function, 2) == [[], []]
+    assert run_ranks(engines, 2) == [[1, 0], [0, 0]]
 
 
 # Ranks that differ
 
 
-def refusals_of_engines(build: Callable[[int], tuple[nn.Module, dict[str, Any]]], world_size: int = 2) -> list[str]:
-    """The messages with which the engine is refused, by rank."""
-
-    def function(rank: int, world_size: int) -> str:
-        model, choices = build(rank)
-        return refusal(StreamingDiLoCo, model=model, **choices)
-
-    return [str(message) for message in run_ranks(function, world_size, timeout=20)]
+Build = Callable[[int], tuple[nn.Module, dict[str, Any]]]
 
 
-def refusals_of_fits(build: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> list[str]:
-    """The messages with which a fit on two ranks is refused before its first step, by rank."""
+def assert_engines_refuse(builds: Sequence[tuple[Build, tuple[str, ...]]], world_size: int = 2) -> None:
+    """Whatever each rank builds in turn, all are told the same."""
 
-    def function(rank: int, world_size: int) -> str:
-        net, choices = build(rank)
-        module = Module(net)
-        trainer = make_trainer(StreamingDiLoCoStrategy(**choices), devices=world_size)
-        message = refusal(trainer.fit, model=module)
-        assert module.steps == 0
-        return message
+    def function(rank: int, world_size: int) -> list[str]:
+        made = (build(rank) for build, _ in builds)
+        return [refusal(StreamingDiLoCo, model=model, **choices) for model, choices in made]
 
-    return [str(message) for message in run_processes(function, 2)]
+    for messages in run_ranks(function, world_size):
+        for message, (_, parts) in zip(messages, builds, strict=True):
+            assert_says(message, *parts)
+
+
+def assert_fits_refuse(builds: Sequence[tuple[Build, tuple[str, ...]]]) -> None:
+    """Fits on two ranks, before their first step."""
+
+    def function(rank: int, world_size: int) -> list[str]:
+        messages = []
+        for build, _ in builds:
+            net, choices = build(rank)
+            module = Module(net)
+            trainer = make_trainer(StreamingDiLoCoStrategy(**choices), devices=world_size)
+            messages.append(refusal(trainer.fit, model=module))
+            assert module.steps == 0
+        return messages
+
+    for messages in run_processes(function, 2):
+        for message, (_, parts) in zip(messages, builds, strict=True):
+            assert_says(message, *parts)
 
 
 def named(rank: int) -> nn.Module:
@@ -689,6 +592,12 @@ def buffered(rank: int) -> nn.Module:
     return model
 
 
+def in_another_order(rank: int) -> nn.Module:
+    """As a set of names gives it, whose order differs between processes."""
+    names = ["a", "b", "c"]
+    return nn.ModuleDict({name: nn.Linear(5, 5) for name in (reversed(names) if rank else names)})
+
+
 MODELS: list[tuple[Callable[[int], nn.Module], tuple[str, ...]]] = [
     (
         named,
@@ -699,51 +608,36 @@ MODELS: list[tuple[Callable[[int], nn.Module], tuple[str, ...]]] = [
     (deeper, ("1.weight is missing on rank 0, (5, 5) torch.float32 on rank 1",)),
     (partly_frozen, ("0.weight is (5, 5) torch.float32 on rank 0, (5, 5) torch.float32 (frozen) on rank 1",)),
     (buffered, ("statistics is (1,) torch.float32", "on rank 0, (2,) torch.float32")),
+    (in_another_order, ("a.weight",)),
 ]
 MODEL_ADVICE = ("The model differs between ranks: ", "same names, shapes and dtypes", "depend on the rank")
 
 
-@pytest.mark.parametrize(("make", "parts"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
-def test_the_engine_refuses_models_that_differ_between_ranks(
-    make: Callable[[int], nn.Module], parts: tuple[str, ...]
-) -> None:
-    for message in refusals_of_engines(lambda rank: (make(rank), {})):
-        assert_says(message, *MODEL_ADVICE, *parts)
+def of_model(make: Callable[[int], nn.Module], **choices: Any) -> Build:
+    return lambda rank: (make(rank), choices)
 
 
-def in_another_order(rank: int) -> nn.Module:
-    """As a set of names gives it, whose order differs between processes."""
-    names = ["a", "b", "c"]
-    return nn.ModuleDict({name: nn.Linear(5, 5) for name in (reversed(names) if rank else names)})
-
-
-def test_the_engine_refuses_models_whose_parameters_stand_in_another_order() -> None:
-    for message in refusals_of_engines(lambda rank: (in_another_order(rank), {})):
-        assert_says(message, "The model differs between ranks", "a.weight")
-
-
-@pytest.mark.parametrize("make", [named, shaped, typed], ids=["names", "shapes", "dtypes"])
-@pytest.mark.parametrize("worker_groups", [1, 2])
-def test_the_strategy_refuses_models_that_differ_between_ranks(
-    make: Callable[[int], nn.Module], worker_groups: int
-) -> None:
+def test_models_that_differ_between_ranks_are_refused() -> None:
+    assert_engines_refuse([(of_model(make), (*MODEL_ADVICE, *parts)) for make, parts in MODELS])
     # With one group, both ranks belong to one DistributedDataParallel, whose own error must not come first.
-    for message in refusals_of_fits(lambda rank: (make(rank), {"worker_groups": worker_groups})):
-        assert_says(message, *MODEL_ADVICE, "weight is ", "on rank 0, ", "on rank 1")
+    parts = (*MODEL_ADVICE, "weight is ", "on rank 0, ", "on rank 1")
+    assert_fits_refuse(
+        [(of_model(make, worker_groups=groups), parts) for make in (named, shaped, typed) for groups in (1, 2)]
+    )
 
 
-def test_a_long_list_of_differences_is_cut_short() -> None:
-    def build(rank: int) -> tuple[nn.Module, dict[str, Any]]:
-        return nn.Sequential(*(nn.Linear(5 + rank, 5 + rank) for _ in range(10))), {}
-
-    for message in refusals_of_engines(build):
-        assert_says(message, "; and 15 more")
-        assert message.count("torch.float32 on rank 0") == 5
-
-
-def test_ranks_that_agree_are_named_together() -> None:
-    for message in refusals_of_engines(lambda rank: (shaped(int(rank == 1)), {}), world_size=3):
-        assert_says(message, "0.weight is (3, 5) torch.float32 on ranks 0, 2, (4, 5) torch.float32 on rank 1")
+def test_differences_of_three_ranks_are_told_by_the_ranks_that_agree_and_cut_short() -> None:
+    odd = "0.weight is (3, 5) torch.float32 on ranks 0, 2, (4, 5) torch.float32 on rank 1"
+    split = ("worker_groups=2 cannot split 3 processes", "[1, 3]", "Change worker_groups")
+    many = (*(f"{i}.weight is " for i in range(2)), "; and 15 more")
+    assert_engines_refuse(
+        [
+            (lambda rank: (shaped(int(rank == 1)), {}), (odd,)),
+            (lambda rank: (nn.Sequential(*(nn.Linear(5 + rank, 5 + rank) for _ in range(10))), {}), many),
+            (lambda rank: (mlp(), {"worker_groups": 2}), split),
+        ],
+        world_size=3,
+    )
 
 
 def outer_sgd(lr: float) -> Make:
@@ -752,6 +646,10 @@ def outer_sgd(lr: float) -> Make:
 
 DIFFERENT_SETTINGS: list[tuple[Callable[[int], dict[str, Any]], str]] = [
     (lambda rank: {"sync_every": 10 + rank}, "sync_every is 10 on rank 0, 11 on rank 1"),
+    (
+        lambda rank: {"sync_every": 10 + rank, "mixing": 0.5 * rank},
+        "sync_every is 10 on rank 0, 11 on rank 1; mixing is 0.0 on rank 0, 0.5 on rank 1",
+    ),
     (lambda rank: {"overlap_steps": rank}, "overlap_steps is 0 on rank 0, 1 on rank 1"),
     (lambda rank: {"mixing": 0.5 * rank}, "mixing is 0.0 on rank 0, 0.5 on rank 1"),
     (lambda rank: {"compression": ["fp4", "bf16"][rank]}, "compression is 'fp4' on rank 0, 'bf16' on rank 1"),
@@ -778,31 +676,14 @@ DIFFERENT_SETTINGS: list[tuple[Callable[[int], dict[str, Any]], str]] = [
 SETTINGS_ADVICE = ("The settings of the strategy differ between ranks: ", "All ranks must use the same", "on rank 1")
 
 
-@pytest.mark.parametrize(
-    ("choices", "difference"),
-    DIFFERENT_SETTINGS,
-    ids=[f"{i}-{item[1].split()[0]}" for i, item in enumerate(DIFFERENT_SETTINGS)],
-)
-def test_the_engine_refuses_settings_that_differ_between_ranks(
-    choices: Callable[[int], dict[str, Any]], difference: str
-) -> None:
-    for message in refusals_of_engines(lambda rank: (mlp(), choices(rank))):
-        assert_says(message, *SETTINGS_ADVICE, difference)
+def of_settings(choices: Callable[[int], dict[str, Any]]) -> Build:
+    return lambda rank: (mlp(), choices(rank))
 
 
-@pytest.mark.parametrize("index", [0, 3, 4, 12], ids=lambda index: DIFFERENT_SETTINGS[index][1].split()[0])
-def test_the_strategy_refuses_settings_that_differ_between_ranks(index: int) -> None:
-    choices, difference = DIFFERENT_SETTINGS[index]
-    for message in refusals_of_fits(lambda rank: (mlp(), choices(rank))):
-        assert_says(message, *SETTINGS_ADVICE, difference)
-
-
-def test_several_differences_are_said_together() -> None:
-    def build(rank: int) -> tuple[nn.Module, dict[str, Any]]:
-        return mlp(), {"sync_every": 10 + rank, "mixing": 0.5 * rank}
-
-    for message in refusals_of_engines(build):
-        assert_says(message, "sync_every is 10 on rank 0, 11 on rank 1; mixing is 0.0 on rank 0, 0.5 on rank 1")
+def test_settings_that_differ_between_ranks_are_refused() -> None:
+    builds = [(of_settings(choices), (*SETTINGS_ADVICE, told)) for choices, told in DIFFERENT_SETTINGS]
+    assert_engines_refuse(builds)
+    assert_fits_refuse([builds[0], builds[4]])
 
 
 class Halves(Compression):

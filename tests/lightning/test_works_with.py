@@ -2,9 +2,10 @@
 
 import csv
 import importlib
+import itertools
 import sys
-import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,18 +86,13 @@ def run_fit(rank: int, distribution: str = LIGHTNING, make: Any = evaluated, bat
 # Of 10 batches a rank to train on, and 3 to validate on: inner steps, and batches of validation.
 FLAGS: list[tuple[dict[str, Any], int, int]] = [
     ({"fast_dev_run": True}, 1, 1),
-    ({"fast_dev_run": 7}, 7, 3),
     ({"overfit_batches": 4}, 8, 8),
     ({"overfit_batches": 0.5}, 10, 3),
-    ({"limit_train_batches": 7}, 14, 8),
     ({"limit_train_batches": 0.3, "max_epochs": 3}, 9, 11),
-    ({"limit_val_batches": 1}, 20, 3),
     ({"limit_val_batches": 0}, 20, 0),
     ({"limit_val_batches": 0.7, "num_sanity_val_steps": 0}, 20, 4),
-    ({"num_sanity_val_steps": 0}, 20, 6),
     ({"num_sanity_val_steps": -1}, 20, 9),
     ({"num_sanity_val_steps": 0, "val_check_interval": 4}, 20, 12),
-    ({"num_sanity_val_steps": 0, "val_check_interval": 0.5}, 20, 12),
     ({"num_sanity_val_steps": 0, "val_check_interval": 7, "check_val_every_n_epoch": None}, 20, 6),
     ({"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2, "max_epochs": 4}, 40, 6),
     ({"max_epochs": None, "max_steps": 13, "num_sanity_val_steps": 0}, 13, 3),
@@ -104,25 +100,24 @@ FLAGS: list[tuple[dict[str, Any], int, int]] = [
     ({"barebones": True, "logger": None, "enable_checkpointing": None}, 20, 6),
     ({"accumulate_grad_batches": 4, "num_sanity_val_steps": 0}, 6, 6),
     ({"reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 0}, 20, 6),
-    ({"deterministic": True, "benchmark": False, "detect_anomaly": True, "num_sanity_val_steps": 0}, 20, 6),
     ({"profiler": "simple", "num_sanity_val_steps": 0}, 20, 6),
+    ({"deterministic": True, "benchmark": False, "detect_anomaly": True, "num_sanity_val_steps": 0}, 20, 6),
 ]
 
 
-@pytest.mark.parametrize(("choices", "inner_steps", "val_steps"), FLAGS, ids=lambda value: str(value)[:60])
-def test_an_argument_of_the_trainer(choices: dict[str, Any], inner_steps: int, val_steps: int) -> None:
-    def run(rank: int, world_size: int) -> Any:
-        trainer, model = run_fit(rank, **choices)
-        return (
-            trainer.strategy.report()["inner_steps"],
-            model.steps["val"],
-            finished(trainer, model),
-            trainer.strategy.outer_state_dict(),
-        )
+def test_an_argument_of_the_trainer() -> None:
+    def run(rank: int, world_size: int) -> list[Any]:
+        ends = []
+        for choices, _, _ in FLAGS:
+            trainer, model = run_fit(rank, **choices)
+            counted = [trainer.strategy.report()["inner_steps"], model.steps["val"], finished(trainer, model)]
+            ends.append((counted, trainer.strategy.outer_state_dict()))
+        return ends
 
-    (*one, outer), (*other, other_outer) = run_processes(run, 2)
-    assert one == other == [inner_steps, val_steps, True]
-    assert_same(outer, other_outer)
+    ranks = run_processes(run, 2, timeout=180.0)
+    for (choices, *expected), (one, outer), (other, other_outer) in zip(FLAGS, *ranks, strict=True):
+        assert one == other == [*expected, True], choices
+        assert_same(outer, other_outer)
 
 
 def test_limits_of_testing_and_prediction() -> None:
@@ -138,92 +133,82 @@ def test_limits_of_testing_and_prediction() -> None:
     assert run_processes(run, 2) == [{"train": 0, "val": 0, "test": 2, "predict": 3}] * 2
 
 
-class Waiting:
-    """Sets ``trainer.should_stop`` on all ranks after a batch."""
+def test_a_fit_is_not_stopped_before_its_minimum() -> None:
+    class Stop(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            trainer.should_stop |= trainer.global_step == 3
 
-    @staticmethod
-    def after(distribution: str, step: int) -> Any:
-        class Stop(importlib.import_module(distribution).Callback):  # type: ignore[misc]
-            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-                if trainer.global_step == step:
-                    trainer.should_stop = True
-
-        return Stop()
-
-
-@pytest.mark.parametrize(("choices", "steps"), [({"min_steps": 15}, 15), ({"min_epochs": 2}, 20), ({}, 3)])
-def test_a_fit_is_not_stopped_before_its_minimum(choices: dict[str, Any], steps: int) -> None:
     def run(rank: int, world_size: int) -> Any:
-        trainer, model = run_fit(rank, max_epochs=5, callbacks=[Waiting.after(LIGHTNING, 3)], **choices)
-        return trainer.strategy.report()["inner_steps"], finished(trainer, model)
+        ends = []
+        for choices in ({"min_steps": 15}, {"min_epochs": 2}, {}):
+            trainer, model = run_fit(rank, max_epochs=5, callbacks=[Stop()], **choices)
+            ends.append((trainer.strategy.report()["inner_steps"], finished(trainer, model)))
+        return ends
 
-    assert run_processes(run, 2) == [(steps, True)] * 2
+    assert run_processes(run, 2) == [[(15, True), (20, True), (3, True)]] * 2
+
+
+def logging_its_own(distribution: str, of: Any) -> Any:
+    """Makes modules that log, as "own", a number that depends on epoch and rank."""
+    base = type(evaluated(distribution))
+
+    class Monitored(base):  # type: ignore[misc, valid-type]
+        def on_validation_epoch_end(self) -> None:
+            self.log("own", float(of(self.current_epoch, self.global_rank)))
+
+    return lambda distribution, seed: Monitored()
 
 
 # Monitors
 
 
-@pytest.mark.parametrize(
-    ("monitor", "distribution"),
-    [
-        ("val_loss", LIGHTNING),
-        ("train_loss", LIGHTNING),
-        ("train_loss_epoch", LIGHTNING),
-        ("own", LIGHTNING),
-        ("own", "pytorch_lightning"),
-    ],
-)
-def test_early_stopping_stops_all_groups_at_the_same_epoch(monitor: str, distribution: str) -> None:
+def test_early_stopping_stops_all_groups_at_the_same_epoch() -> None:
     """Whether the monitored number is the same in all groups or not."""
+    monitors = [*((name, LIGHTNING) for name in ("val_loss", "train_loss", "train_loss_epoch"))]
+    monitors += [("own", name) for name in DISTRIBUTIONS]
 
     def run(rank: int, world_size: int) -> Any:
-        base = type(evaluated(distribution))
+        ends = []
+        for monitor, distribution in monitors:
+            callbacks = importlib.import_module(distribution).callbacks
+            # A loss never gets better by so much.
+            delta = 0.5 if monitor == "own" else 100.0
+            stop = callbacks.EarlyStopping(monitor, min_delta=delta, patience=2)
+            # Stops getting better in epoch 3 of group 0 and never in group 1.
+            make = logging_its_own(distribution, lambda epoch, rank: -(min(epoch, 3) if rank == 0 else epoch))
+            trainer, model = run_fit(rank, distribution, make=make, max_epochs=20, callbacks=[stop])
+            steps = trainer.strategy.report()["inner_steps"]
+            ends.append((trainer.current_epoch, steps, finished(trainer, model)))
+        return ends
 
-        class Monitored(base):  # type: ignore[misc, valid-type]
-            def on_validation_epoch_end(self) -> None:
-                # Stops getting better in epoch 3 of group 0 and never in group 1.
-                self.log("own", -float(min(self.current_epoch, 3) if rank == 0 else self.current_epoch))
-
-        callbacks = importlib.import_module(distribution).callbacks
-        # A loss never gets better by so much.
-        delta = 0.5 if monitor == "own" else 100.0
-        stop = callbacks.EarlyStopping(monitor, min_delta=delta, patience=2)
-        make = lambda distribution, seed: Monitored()  # noqa: E731
-        trainer, model = run_fit(rank, distribution, make=make, max_epochs=20, callbacks=[stop])
-        return trainer.current_epoch, trainer.strategy.report()["inner_steps"], finished(trainer, model)
-
-    one, other = run_processes(run, 2)
-    epochs = 6 if monitor == "own" else 3
-    assert one == other == (epochs, 10 * epochs, True)
+    epochs = [6 if monitor == "own" else 3 for monitor, _ in monitors]
+    assert run_processes(run, 2) == [[(many, 10 * many, True) for many in epochs]] * 2
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_all_ranks_choose_the_same_best_checkpoint(distribution: str, tmp_path: Path) -> None:
     """By a number that is the same in all groups, and by one that each rank has for itself."""
 
-    def run(rank: int, world_size: int, monitor: str) -> Any:
-        base = type(evaluated(distribution))
-
-        class Monitored(base):  # type: ignore[misc, valid-type]
-            def on_validation_epoch_end(self) -> None:
-                self.log("own", float((self.current_epoch - 1 - 2 * rank) ** 2))
-
+    def run(rank: int, world_size: int) -> Any:
         callbacks = importlib.import_module(distribution).callbacks
-        folder = tmp_path / monitor
-        best = callbacks.ModelCheckpoint(folder, monitor=monitor, filename="{epoch}-{own:.1f}", save_top_k=2)
-        make = lambda distribution, seed: Monitored()  # noqa: E731
-        run_fit(rank, distribution, make=make, max_epochs=5, callbacks=[best], enable_checkpointing=True)
-        return best.best_model_path, float(best.best_model_score), sorted(best.best_k_models)
+        saves = [
+            callbacks.ModelCheckpoint(
+                tmp_path / monitor, monitor=monitor, filename="{epoch}-{own:.1f}", save_top_k=2, save_weights_only=True
+            )
+            for monitor in ("val_loss", "own")
+        ]
+        make = logging_its_own(distribution, lambda epoch, rank: (epoch - 1 - 2 * rank) ** 2)
+        run_fit(rank, distribution, make=make, max_epochs=5, callbacks=saves, enable_checkpointing=True)
+        return [(b.best_model_path, float(b.best_model_score), sorted(b.best_k_models)) for b in saves]
 
-    for monitor in ("val_loss", "own"):
-        one, other = run_processes(run, 2, monitor)
-        assert one == other
-        assert sorted(path.name for path in (tmp_path / monitor).glob("*.ckpt")) == [Path(p).name for p in one[2]]
+    one, other = run_processes(run, 2)
+    assert one == other
+    for monitor, (_, _, kept) in zip(("val_loss", "own"), one, strict=True):
+        assert sorted(path.name for path in (tmp_path / monitor).glob("*.ckpt")) == [Path(p).name for p in kept]
     # The mean of (epoch - 1)^2 and (epoch - 3)^2 is lowest at 2.
-    assert Path(one[0]).name == "epoch=2-own=1.0.ckpt"
+    assert Path(one[1][0]).name == "epoch=2-own=1.0.ckpt"
 
 
-def plateau(distribution: str, monitor: str, interval: str) -> Any:
+def plateau(distribution: str, seed: int, monitor: str, interval: str) -> Any:
     base = type(evaluated(distribution))
 
     class Plateau(base):  # type: ignore[misc, valid-type]
@@ -249,34 +234,28 @@ def plateau(distribution: str, monitor: str, interval: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    ("monitor", "interval", "cuts", "distribution"),
-    [
-        ("val_loss", "epoch", 2, LIGHTNING),
-        ("val_loss", "step", 5, "pytorch_lightning"),
-        ("own", "epoch", 0, LIGHTNING),
-        ("own", "epoch", 0, "pytorch_lightning"),
-    ],
-)
-def test_a_rate_that_is_reduced_on_a_plateau_is_the_same_in_all_groups(
-    monitor: str, interval: str, cuts: int, distribution: str
-) -> None:
+def test_a_rate_that_is_reduced_on_a_plateau_is_the_same_in_all_groups() -> None:
     """Also where the monitored number is not: at the end of an epoch it becomes the mean of all."""
+    plateaus = [("val_loss", "epoch", 2, LIGHTNING), ("val_loss", "step", 5, "pytorch_lightning")]
+    plateaus += [("own", "epoch", 0, distribution) for distribution in DISTRIBUTIONS]
 
     def run(rank: int, world_size: int) -> Any:
-        make = lambda distribution, seed: plateau(distribution, monitor, interval)  # noqa: E731
-        trainer, model = run_fit(rank, distribution, make=make, max_epochs=3, val_check_interval=5)
-        return model.rates, trainer.optimizers[0].param_groups[0]["lr"]
+        ends = []
+        for monitor, interval, _, distribution in plateaus:
+            make = partial(plateau, monitor=monitor, interval=interval)
+            trainer, model = run_fit(rank, distribution, make=make, max_epochs=3, val_check_interval=5)
+            ends.append((model.rates, trainer.optimizers[0].param_groups[0]["lr"]))
+        return ends
 
     one, other = run_processes(run, 2)
     assert one == other
-    assert one[1] == pytest.approx(0.05 * 0.1**cuts)
+    assert [rate for _, rate in one] == [pytest.approx(0.05 * 0.1**cuts) for _, _, cuts, _ in plateaus]
 
 
 def test_a_plateau_of_what_is_logged_per_batch_is_that_of_the_group() -> None:
     def run(rank: int, world_size: int) -> Any:
         def make(distribution: str, seed: int) -> Any:
-            base = type(plateau(distribution, "loss_of_group", "step"))
+            base = type(plateau(distribution, seed, "loss_of_group", "step"))
 
             class PerBatch(base):  # type: ignore[misc, valid-type]
                 def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
@@ -299,10 +278,11 @@ def test_a_plateau_of_what_is_logged_per_batch_is_that_of_the_group() -> None:
 # Tuners
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("how", ["tuner", pytest.param("callback", marks=since("2.5.3"))])
-def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(how: str, distribution: str) -> None:
-    def run(rank: int, world_size: int, directory: str) -> Any:
+def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(
+    how: str, distribution: str, tmp_path: Path
+) -> None:
+    def run(rank: int, world_size: int) -> Any:
         pl = importlib.import_module(distribution)
         callbacks = [pl.callbacks.LearningRateFinder(num_training_steps=30)] if how == "callback" else []
         started: list[Any] = []
@@ -310,9 +290,8 @@ def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(how
         class Started(pl.Callback):  # type: ignore[misc, name-defined]
             def on_train_batch_start(self, trainer: Any, module: Any, parts: Any, index: int) -> None:
                 if not started:
-                    report = trainer.strategy.report()
-                    weights = [p.detach().clone() for p in module.parameters()]
-                    started.extend([report["inner_steps"], trainer.global_step, weights])
+                    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+                    started.extend([weights, trainer.strategy.report()["inner_steps"], trainer.global_step])
 
         model = evaluated(distribution, seed=rank)
         trainer = fits.trainer(
@@ -322,49 +301,46 @@ def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(how
             max_steps=9,
             accumulate_grad_batches=2,
             callbacks=[*callbacks, Started()],
-            default_root_dir=directory,
+            default_root_dir=tmp_path,
         )
         if how == "tuner":
             tuner = importlib.import_module(f"{distribution}.tuner").Tuner(trainer)
             tuner.lr_find(model, data(20), num_training=30)
         trainer.fit(model, data(20))
-        steps = trainer.strategy.report()["inner_steps"]
+        counted = [*started[1:], trainer.strategy.report()["inner_steps"], finished(trainer, model)]
         rate = trainer.optimizers[0].param_groups[0]["lr"]
-        return rate, steps, started[:2], started[2], finished(trainer, model), trainer.strategy.outer_state_dict()
+        return rate, counted, started[0], trainer.strategy.outer_state_dict()
 
-    with tempfile.TemporaryDirectory() as directory:
-        one, other = run_processes(run, 2, directory)
-        assert list(Path(directory).iterdir()) == []
+    one, other = run_processes(run, 2)
+    assert list(tmp_path.iterdir()) == []
     assert one[0] == other[0] != 0.05
-    assert one[1:3] == other[1:3] == (9, [0, 0])
-    for mine, theirs, first in zip(one[3], other[3], evaluated(distribution, seed=0).parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        assert torch.equal(mine, first)
-    assert (one[4], other[4]) == (True, True)
-    assert_same(one[5], other[5])
+    assert one[1] == other[1] == [0, 0, 9, True]
+    assert_same(one[2], dict(evaluated(distribution, seed=0).named_parameters()))
+    assert_same(other[2], one[2])
+    assert_same(one[3], other[3])
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-@pytest.mark.parametrize("how", ["tuner", pytest.param("callback", marks=since("2.5.3"))])
-def test_a_batch_size_finder_is_refused_by_lightning_as_for_ddp(how: str, distribution: str) -> None:
-    def run(rank: int, world_size: int, strategy: str) -> str:
+@since("2.5.3")
+def test_a_batch_size_finder_is_refused_by_lightning_as_for_ddp(distribution: str) -> None:
+    def run(rank: int, world_size: int) -> list[str]:
         pl = importlib.import_module(distribution)
-        finder = [pl.callbacks.BatchSizeFinder()] if how == "callback" else []
-        trainer = fits.trainer(distribution, strategy=strategy, devices=2, max_steps=5, callbacks=finder)
-        model = evaluated(distribution)
-        tuner = importlib.import_module(f"{distribution}.tuner").Tuner(trainer)
-        find = tuner.scale_batch_size if how == "tuner" else trainer.fit
-        with pytest.raises(Exception, match="not supported with distributed strategies") as caught:
-            find(model, data(4))
-        return f"{caught.type.__name__}: {caught.value}"
+        told = []
+        for strategy, finder in itertools.product(("streaming_diloco", "ddp"), ([], [pl.callbacks.BatchSizeFinder()])):
+            trainer = fits.trainer(distribution, strategy=strategy, devices=2, max_steps=5, callbacks=finder)
+            tuner = importlib.import_module(f"{distribution}.tuner").Tuner(trainer)
+            find = trainer.fit if finder else tuner.scale_batch_size
+            with pytest.raises(Exception, match="not supported with distributed strategies") as caught:
+                find(evaluated(distribution), data(4))
+            told.append(f"{caught.type.__name__}: {caught.value}")
+        return told
 
-    assert run_processes(run, 2, "streaming_diloco") == run_processes(run, 2, "ddp")
+    for ours, ours_in_fit, of_ddp, of_ddp_in_fit in run_processes(run, 2):
+        assert (ours, ours_in_fit) == (of_ddp, of_ddp_in_fit)
 
 
 # Loggers and other callbacks
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_loggers_write_on_rank_0(distribution: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
 
@@ -374,8 +350,7 @@ def test_loggers_write_on_rank_0(distribution: str, tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             both.append(loggers.TensorBoardLogger(tmp_path, name="tensorboard", version=0))
-        callbacks = importlib.import_module(distribution).callbacks
-        rates = callbacks.LearningRateMonitor("step")
+        rates = importlib.import_module(distribution).callbacks.LearningRateMonitor("step")
         run_fit(rank, distribution, logger=both, log_every_n_steps=2, callbacks=[rates])
 
     run_processes(run, 2)
@@ -398,43 +373,41 @@ def pretend_psutil(distribution: str) -> None:
         vars(importlib.import_module(f"{distribution}.{name}"))["_PSUTIL_AVAILABLE"] = True
 
 
-def some_callbacks(distribution: str) -> list[tuple[str, Any]]:
-    callbacks = importlib.import_module(distribution).callbacks
-    throughput = importlib.import_module(f"{distribution}.callbacks.throughput_monitor").ThroughputMonitor
+def watchers() -> list[Any]:
+    callbacks = importlib.import_module(LIGHTNING).callbacks
+    throughput = importlib.import_module(f"{LIGHTNING}.callbacks.throughput_monitor").ThroughputMonitor
     return [
-        ("RichProgressBar", lambda: callbacks.RichProgressBar()),
-        ("TQDMProgressBar", lambda: callbacks.TQDMProgressBar()),
-        ("RichModelSummary", lambda: callbacks.RichModelSummary()),
-        ("ModelSummary", lambda: callbacks.ModelSummary()),
-        ("DeviceStatsMonitor", lambda: callbacks.DeviceStatsMonitor(cpu_stats=True)),
-        ("Timer", lambda: callbacks.Timer()),
-        ("ThroughputMonitor", lambda: throughput(batch_size_fn=lambda parts: len(parts[0]), window_size=2)),
-        ("LearningRateMonitor", lambda: callbacks.LearningRateMonitor()),
-        ("LambdaCallback", lambda: callbacks.LambdaCallback(on_train_start=lambda trainer, module: None)),
+        callbacks.RichProgressBar(),
+        callbacks.TQDMProgressBar(),
+        callbacks.RichModelSummary(),
+        callbacks.ModelSummary(),
+        callbacks.DeviceStatsMonitor(cpu_stats=True),
+        callbacks.Timer(),
+        throughput(batch_size_fn=lambda parts: len(parts[0]), window_size=2),
+        callbacks.LearningRateMonitor(),
+        callbacks.LambdaCallback(on_train_start=lambda trainer, module: None),
     ]
 
 
-def watch(rank: int, world_size: int, folder: Path, name: str) -> Any:
-    """Fits with a callback, or with none for the empty name; the outer parameters."""
-    chosen = [dict(some_callbacks(LIGHTNING))[name]()] if name else []
-    pretend_psutil(LIGHTNING)
-    logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(folder, name="", version=0)
-    bar = {"enable_progress_bar": "ProgressBar" in name, "enable_model_summary": "Summary" in name}
-    trainer, model = run_fit(rank, callbacks=chosen, logger=logger, log_every_n_steps=2, **bar)
-    assert finished(trainer, model)
-    return trainer.strategy.outer_state_dict()
+def test_a_callback_that_watches(tmp_path: Path) -> None:
+    """Training is the same with each of them as without."""
 
+    def run(rank: int, world_size: int) -> list[Any]:
+        pretend_psutil(LIGHTNING)
+        ends = []
+        for callback in (None, *watchers()):
+            name = type(callback).__name__
+            logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / name, name="", version=0)
+            bar = {"enable_progress_bar": "ProgressBar" in name, "enable_model_summary": "Summary" in name}
+            chosen = [callback] if callback else []
+            trainer, model = run_fit(rank, callbacks=chosen, logger=logger, log_every_n_steps=2, **bar)
+            assert finished(trainer, model)
+            ends.append(trainer.strategy.outer_state_dict())
+        return ends
 
-@pytest.fixture(scope="module")
-def unwatched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    return dict(run_processes(watch, 2, tmp_path_factory.mktemp("unwatched"), "")[0])
-
-
-@pytest.mark.parametrize("name", [name for name, _ in some_callbacks(LIGHTNING)])
-def test_a_callback_that_watches(name: str, tmp_path: Path, unwatched: dict[str, Tensor]) -> None:
-    """Training is the same with it as without."""
-    for outer in run_processes(watch, 2, tmp_path, name):
-        assert_same(outer, unwatched)
+    for unwatched, *ends in run_processes(run, 2):
+        for outer in ends:
+            assert_same(outer, unwatched)
 
 
 @pytest.mark.parametrize(
