@@ -61,10 +61,10 @@ def run_ranks(
         world_size: how many processes.
         *args: inherited by the fork, never pickled.
         timeout: seconds until everything is killed.
-        expect_failure: waits for every rank and returns the errors instead of raising them.
+        expect_failure: waits for every rank and returns the errors, rank to text, the first failure first.
 
     Returns:
-        The results in the order of ranks; with `expect_failure` the errors, rank to text, the first failure first.
+        The results in the order of ranks.
 
     Raises:
         RankError: a rank failed; the others had a grace of some seconds to end by themselves.
@@ -97,26 +97,8 @@ def run_processes(
     """Like `run_ranks`, but without a process group and with the environment that a launcher would set.
 
     Lightning then takes the processes for externally launched: `Trainer(devices=ranks_per_node,
-    num_nodes=world_size // ranks_per_node)` works in each of them.
-
-    Args:
-        function: as in `run_ranks`.
-        world_size: as in `run_ranks`.
-        *args: as in `run_ranks`.
-        timeout: as in `run_ranks`.
-        expect_failure: as in `run_ranks`.
-        ranks_per_node: how many consecutive ranks pretend to share a node; all of them by default.
-        torchelastic: look like `torchrun` (TorchElasticEnvironment), otherwise like a launch by hand
-            (LightningEnvironment).
-
-    Returns:
-        As `run_ranks`.
-
-    Raises:
-        RankError: as `run_ranks`.
-        TimeoutError: as `run_ranks`.
-        AssertionError: as `run_ranks`.
-        ValueError: the nodes cannot have equally many ranks.
+    num_nodes=world_size // ranks_per_node)` works in each of them. They look as if started by hand
+    (LightningEnvironment), or by `torchrun` (TorchElasticEnvironment). By default all ranks share a node.
     """
     per_node = ranks_per_node or world_size
     if world_size % per_node:

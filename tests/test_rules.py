@@ -13,8 +13,6 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import lightning_sdiloco
 from lightning_sdiloco.lightning.host.patching import REGISTER
 
@@ -100,14 +98,10 @@ def tops_of(module: str) -> set[str]:
 GRAPH = {module: imports_of(module) & MODULES.keys() - {module} for module in MODULES}
 
 
-def dotted_names(modules: list[str]) -> set[str]:
-    """The dotted names, such as os.environ, that occur in modules, each with its module."""
-    return {
-        f"{module}: {ast.unparse(node)}"
-        for module in modules
-        for node in nodes_of(module)
-        if isinstance(node, (ast.Attribute, ast.Name))
-    }
+def words_of(module: str) -> set[str]:
+    """The dotted names that occur in a module, such as os.environ, and their last parts."""
+    names = {ast.unparse(node) for node in nodes_of(module) if isinstance(node, (ast.Attribute, ast.Name))}
+    return names | {name.rpartition(".")[2] for name in names}
 
 
 # Rooms
@@ -120,20 +114,14 @@ def test_the_reading_of_the_source_finds_what_is_known() -> None:
     assert all(of_rooms(room) for room in FLOOR)
 
 
-def test_every_file_is_in_a_room() -> None:
+def test_every_file_is_in_a_room_and_imports_go_down_only_without_a_circle() -> None:
     assert {path.stem for path in PACKAGE.glob("*.py")} == FACE | GROUND
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == FLOOR.keys() - GROUND
-
-
-def test_imports_go_down_only() -> None:
     for module in of_rooms(*FLOOR):
         own = room_of(module)
         # A room knows itself; the face, which is above all, is no room.
         others = {other for other in GRAPH[module] if room_of(other) != own}
         assert [other for other in others if FLOOR.get(room_of(other), len(FLOORS)) >= FLOOR[own]] == [], module
-
-
-def test_no_imports_form_a_circle() -> None:
     # It raises an error that names the circle.
     assert len(list(TopologicalSorter(GRAPH).static_order())) == len(GRAPH)
 
@@ -154,57 +142,42 @@ def private_names(modules: list[str]) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")} - OF_OTHERS
 
 
-@pytest.mark.parametrize("room", sorted(FLOOR.keys() - GROUND))
-def test_no_room_reaches_into_the_private_names_of_another(room: str) -> None:
-    own, others = private_names(of_rooms(room)), private_names(of_rooms(*FLOOR.keys() - {room}))
-    for module in of_rooms(room):
-        reached = {
-            node.attr
-            for node in nodes_of(module)
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()")
-        }
-        assert reached & others - own == set(), module
-        imported = {
-            alias.name
-            for node in nodes_of(module)
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(NAME)
-            for alias in node.names
-        }
-        assert [name for name in imported if name.startswith("_")] == [], module
+def test_no_room_reaches_into_the_private_names_of_another() -> None:
+    for room in FLOOR.keys() - GROUND:
+        own, others = private_names(of_rooms(room)), private_names(of_rooms(*FLOOR.keys() - {room}))
+        for module in of_rooms(room):
+            for node in nodes_of(module):
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+                    assert node.attr not in others - own, f"{module}: {ast.unparse(node)}"
+                elif isinstance(node, ast.ImportFrom) and str(node.module).startswith(NAME):
+                    assert not [alias for alias in node.names if alias.name.startswith("_")], module
 
 
-@pytest.mark.parametrize("room", sorted(FLOOR.keys() - GROUND - {"tools"}))
-def test_a_room_says_what_it_is_for_and_exports_what_others_use(room: str) -> None:
-    face = importlib.import_module(f"{NAME}.{room}")
-    assert len((face.__doc__ or "").split("\n")) > 3
-    assert len(set(face.__all__)) == len(face.__all__)
-    for module in set(MODULES) - set(of_rooms(room)) - {NAME}:
-        for node in nodes_of(module):
-            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{NAME}.{room}."):
-                assert node.module == f"{NAME}.{room}", f"{module} reaches past the room: {ast.unparse(node)}"
-                assert {alias.name for alias in node.names} <= set(face.__all__), module
+def test_a_room_says_what_it_is_for_and_exports_what_others_use() -> None:
+    for room in FLOOR.keys() - GROUND - {"tools"}:
+        face = importlib.import_module(f"{NAME}.{room}")
+        assert len((face.__doc__ or "").split("\n")) > 3
+        assert len(set(face.__all__)) == len(face.__all__)
+        for module in set(MODULES) - set(of_rooms(room)) - {NAME}:
+            for node in nodes_of(module):
+                if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{NAME}.{room}."):
+                    assert node.module == f"{NAME}.{room}", f"{module} reaches past the room: {ast.unparse(node)}"
+                    assert {alias.name for alias in node.names} <= set(face.__all__), module
 
 
 # What a room may know
 
 
-def test_only_the_rooms_of_lightning_know_it() -> None:
+def test_only_the_rooms_of_lightning_know_it_and_only_its_face_imports_a_distribution() -> None:
     users = {room_of(module) for module in MODULES if tops_of(module) & LIGHTNING}
     assert users <= {"lightning", "tools", *FACE}
-
-
-# What is mixed with classes of either distribution is checked against one of them.
-FOR_TYPES = set(of_rooms("lightning", "tools"))
-
-
-@pytest.mark.parametrize(
-    ("distribution", "face"), [("lightning", "lightning_pytorch"), ("pytorch_lightning", "pytorch_lightning")]
-)
-def test_only_its_face_imports_a_distribution(distribution: str, face: str) -> None:
-    assert {module for module in MODULES if distribution in tops_of(module)} - FOR_TYPES == {f"{NAME}.{face}"}
-    for module in FOR_TYPES & MODULES.keys():
-        statements = [node for node in tree_of(module).body if isinstance(node, (ast.Import, ast.ImportFrom))]
-        assert not [node for node in statements if ast.unparse(node).split()[1].split(".")[0] == distribution]
+    # What is mixed with classes of either distribution is checked against one of them.
+    for_types = set(of_rooms("lightning", "tools"))
+    for distribution, face in (("lightning", "lightning_pytorch"), ("pytorch_lightning", "pytorch_lightning")):
+        assert {module for module in MODULES if distribution in tops_of(module)} - for_types == {f"{NAME}.{face}"}
+        for module in for_types & MODULES.keys():
+            statements = [node for node in tree_of(module).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+            assert not [node for node in statements if ast.unparse(node).split()[1].split(".")[0] == distribution]
 
 
 def called(node: ast.AST, function: str) -> bool:
@@ -269,7 +242,7 @@ MAY_LOAD = {f"{NAME}.lightning.model_format"}
 def test_nothing_that_another_rank_sends_is_unpickled() -> None:
     for module in MODULES:
         assert module in MAY_PICKLE or tops_of(module) & PICKLING == set(), module
-        assert dotted_names([module]) & {f"{module}: {name}" for name in OBJECT_COLLECTIVES} == set(), module
+        assert words_of(module) & OBJECT_COLLECTIVES == set(), module
         loads = [
             ast.unparse(node) for node in nodes_of(module) if called(node, "load") and "torch.load" in ast.unparse(node)
         ]
@@ -280,30 +253,23 @@ def test_nothing_from_the_network_is_unpickled() -> None:
     modules = [module for module in of_rooms("federation") if module not in SITE]
     assert len(modules) > 10
     for module in modules:
-        names = {
-            node.attr if isinstance(node, ast.Attribute) else node.id for node in nodes_of(module) if is_name(node)
-        }
-        assert names & {"eval", "exec", "torch"} == set(), module
-
-
-def is_name(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Attribute, ast.Name))
+        assert words_of(module) & {"eval", "exec", "torch"} == set(), module
 
 
 # The environment and the network
 
 
 def test_only_launch_and_tools_read_the_environment() -> None:
-    words = ("environ", "environb", "getenv", "getenvb")
-    readers = {name.split(":")[0] for name in dotted_names(list(MODULES)) if name.rpartition(".")[2] in words}
-    readers |= {
+    words = {"environ", "environb", "getenv", "getenvb"}
+    imported = {
         module
         for module in MODULES
         for node in nodes_of(module)
-        if isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & set(words)
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and {alias.name for alias in node.names} & words
     }
+    readers = {room_of(module) for module in MODULES if module in imported or words_of(module) & words}
     assert readers
-    assert {room_of(module) for module in readers} <= {"launch", "tools"}
+    assert readers <= {"launch", "tools"}
 
 
 # What rooms other than comm may take from torch.distributed: types, stores at which ranks meet, and files.
@@ -427,41 +393,22 @@ def test_the_first_line_of_a_file_says_what_it_is_about() -> None:
         assert docstring.split("\n")[0].endswith("."), module
 
 
-def named_by(page: Path) -> list[str]:
-    """The tests that a page names, as ``file::test``."""
-    return re.findall(r"`(test_\w+\.py::\w+)`", page.read_text())
+def test_the_tests_that_a_page_names_exist_and_every_row_of_what_works_with_what_names_one() -> None:
+    for name in ("works-with.md", "methods.md"):
+        named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / name).read_text())
+        assert named
+        for file, test in named:
+            assert any(f"\ndef {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)), (file, test)
+    rows = [line for line in (ROOT / "docs" / "works-with.md").read_text().splitlines() if line.startswith("| ")]
+    heads = ("| what ", "| works ", "| refused ")
+    assert [row for row in rows if not row.startswith(heads) and "::test_" not in row] == []
 
 
-@pytest.mark.parametrize("page", ["works-with.md", "methods.md"])
-def test_the_tests_that_a_page_names_exist(page: str) -> None:
-    named = named_by(ROOT / "docs" / page)
-    assert named
-    for name in named:
-        file, test = name.split("::")
-        assert any(f"\ndef {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)), name
-
-
-def test_every_row_of_what_works_with_what_names_a_test() -> None:
-    page = ROOT / "docs" / "works-with.md"
-    rows = [
-        line
-        for line in page.read_text().splitlines()
-        if line.startswith("| ") and not line.startswith(("| what ", "| works ", "| refused "))
-    ]
-    assert [row for row in rows if "::test_" not in row] == []
-
-
-def test_public_names_exist_and_appear_once() -> None:
+def test_public_names_exist_appear_once_and_are_in_the_api_reference() -> None:
     names = lightning_sdiloco.__all__
     assert len(set(names)) == len(names)
     assert all(hasattr(lightning_sdiloco, name) for name in names)
     assert "StreamingDiLoCoStrategy" in names
-
-
-def test_public_names_appear_in_the_api_reference() -> None:
-    page = ROOT / "docs" / "api.md"
-    if not page.exists():
-        pytest.skip("docs/api.md is not written yet")
-    identifiers = {line.split()[1] for line in page.read_text().splitlines() if line.startswith("::: ")}
-    documented = {identifier.rpartition(".")[2] for identifier in identifiers}
-    assert set(lightning_sdiloco.__all__) - documented == set()
+    page = (ROOT / "docs" / "api.md").read_text()
+    documented = {line.split()[1].rpartition(".")[2] for line in page.splitlines() if line.startswith("::: ")}
+    assert set(names) - documented == set()

@@ -28,28 +28,8 @@ assert [name for name in ("torch", "lightning", "pytorch_lightning", "jsonargpar
 """
 
 
-@pytest.mark.parametrize(("first", "alone"), [(True, False), (False, True)])
-@pytest.mark.parametrize("distribution", sorted(PLACES))
-def test_a_distribution_finds_the_strategies_imported_first_or_last(
-    distribution: str, first: bool, alone: bool
-) -> None:
-    trainers, ours = TRAINERS.format(**PLACES[distribution]), "import sys\nimport lightning_sdiloco\n"
-    other = OTHER[distribution]
-    hidden = WITHOUT_LIGHTNING.replace(WITHOUT_LIGHTNING.partition("BLOCKED = ")[2].partition("\n")[0], repr([other]))
-    code = (hidden if alone else "") + (ours + NONE_IMPORTED + trainers if first else trainers + ours)
-    code += f"print(made(), {OURS[other]!r} in sys.modules, 'StreamingDiLoCoStrategy' in lightning_sdiloco.__all__)"
-    assert run_python(code).strip() == f"{[OURS[distribution]]} False {not alone or distribution == 'lightning'}"
-
-
-def test_both_distributions_find_the_strategies_one_imported_before_and_one_after() -> None:
-    before, after = (TRAINERS.format(**PLACES[distribution]) for distribution in sorted(PLACES))
-    code = f"{before}\nimport lightning_sdiloco\none = made()\n{after}\nprint([*one, *made()])"
-    assert run_python(code).strip() == str([OURS[distribution] for distribution in sorted(PLACES)])
-
-
 BY_NAME = """
-{first}
-{second}
+from {package} import cli
 class Parsed(cli.LightningCLI):
     def instantiate_classes(self):
         print(self.config.trainer.strategy["class_path"])
@@ -61,13 +41,24 @@ Parsed(BoringModel, run=False, args=args, save_config_callback=None)
 
 
 @pytest.mark.parametrize("distribution", sorted(PLACES))
-def test_a_command_line_of_lightning_finds_the_strategy_by_its_name_alone(distribution: str) -> None:
-    package = PLACES[distribution]["trainer"]
-    lines = [f"from {package} import cli", "import lightning_sdiloco"]
-    first, second = lines if distribution == "lightning" else reversed(lines)
-    told = run_python(BY_NAME.format(first=first, second=second, package=package)).splitlines()[-1]
-    assert told.startswith("lightning_sdiloco.")
-    assert told.endswith(".StreamingDiLoCoStrategy")
+def test_a_distribution_alone_finds_the_strategies(distribution: str) -> None:
+    line = WITHOUT_LIGHTNING.partition("BLOCKED = ")[2].partition("\n")[0]
+    hidden = WITHOUT_LIGHTNING.replace(line, repr([OTHER[distribution]]))
+    code = f"{hidden}\nimport sys\nimport lightning_sdiloco\n{NONE_IMPORTED}{TRAINERS.format(**PLACES[distribution])}"
+    code += f"print(made(), {OURS[OTHER[distribution]]!r} in sys.modules)\n"
+    code += "print('StreamingDiLoCoStrategy' in lightning_sdiloco.__all__)\n"
+    found, is_named = run_python(code).splitlines()
+    assert (found, is_named) == (f"{[OURS[distribution]]} False", str(distribution == "lightning"))
+
+
+def test_both_distributions_and_their_command_lines_find_the_strategies_one_imported_before_and_one_after() -> None:
+    before, after = (TRAINERS.format(**PLACES[distribution]) for distribution in sorted(PLACES))
+    code = f"{before}\nimport lightning_sdiloco\none = made()\n{after}\nprint([*one, *made()])\n"
+    code += "".join(BY_NAME.format(package=PLACES[distribution]["trainer"]) for distribution in sorted(PLACES))
+    found, *by_name = (line for line in run_python(code).splitlines() if "lightning_sdiloco" in line)
+    assert found == str([OURS[distribution] for distribution in sorted(PLACES)])
+    assert len(by_name) == 2
+    assert all(name.endswith(".StreamingDiLoCoStrategy") for name in by_name)
 
 
 COMMANDS = """

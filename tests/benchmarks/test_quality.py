@@ -1,7 +1,6 @@
 """Trainings for loss: made once, in pieces that fit into the time, with the bits of one that was never stopped."""
 
-import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,16 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import defaults, quality, runs, training
+from benchmarks import quality, runs, training
 from benchmarks.comparison import Comparison
-from benchmarks.models import Size
 from benchmarks.runs import Runs
 from benchmarks.training import Training, made
 
-ROOT = Path(__file__).parent.parent.parent
 OURS, DDP = quality.pair("tiny", sync_every=10)
 
 
-@pytest.mark.parametrize("one", [DDP, replace(OURS, inner="muon")], ids=["ddp", "muon"])
-def test_a_training_in_pieces_has_the_bits_of_one(
-    one: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_in_pieces_has_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replace(OURS, inner="muon")
     whole, path, pieces = made(one), tmp_path / "runs.json", 0
     # Every look at the clock takes a second, so that two pieces end with fragments in flight.
     ticks = count()
@@ -59,24 +54,6 @@ def test_no_training_begins_that_would_not_be_over_in_time(tmp_path: Path, monke
     assert [one.seed for one in begun[3:]] == [2, 3]
 
 
-def test_runs_that_the_file_has_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = [{**one.key(), "loss": 2.5 - 0.5 * index} for index, one in enumerate(defaults.quick_trainings())]
-    path = tmp_path / "defaults.json"
-    path.write_text(json.dumps({"runs": [{**run, "rounds": 2, "passes": 0.0} for run in done]}))
-    # Whatever is trained in spite of them ends in an error.
-    monkeypatch.setattr(runs, "made", None)
-    defaults.main(["--quick", "--json", str(path)])
-    assert list(json.loads(path.read_text())["headline"].values()) == [-0.5]
-
-
-def test_runs_from_before_there_were_devices_are_found() -> None:
-    path = ROOT / "docs" / "benchmarks" / "defaults.json"
-    kept, names = Runs("defaults", path), [item.name for item in fields(Training)]
-    for run in json.loads(path.read_text())["runs"]:
-        own = {name: run[name] for name in names if name in run}
-        assert kept[Training(**{**own, "size": Size(**run["size"])})]["loss"] == run["loss"]
-
-
 def test_the_verdict_is_about_what_users_get_on_seeds_that_chose_nothing() -> None:
     stage = quality.STAGES["verdict"]
     settings = quality.planned(stage, stage.sizes, None, "cpu")
@@ -107,14 +84,12 @@ def test_the_better_rate_of_each_method_is_that_of_the_mean_loss() -> None:
     assert best.nats == pytest.approx([-0.1])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"), [(["--minutes", "1"], "--minutes needs --json"), (["--device", "cuda"], "needs a GPU")]
-)
 def test_what_cannot_be_is_refused_before_training(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runs, "made", None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        quality.main(["--quick", *arguments])
-    assert says in capsys.readouterr().err
+    for arguments, says in (("--minutes=1", "--minutes needs --json"), ("--device=cuda", "needs a GPU")):
+        with pytest.raises(SystemExit):
+            quality.main(["--quick", arguments])
+        assert says in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,19 +23,23 @@ def derivatives(gather: Any, rank: int) -> list[Tensor]:
     return [gathered.detach(), gradient.detach(), x.grad]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group(size: int) -> None:
-    def grouped(rank: int, world_size: int) -> list[Tensor]:
-        groups = [dist.new_group(list(range(first, first + size))) for first in (0, size)]
+def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group() -> None:
+    """Also of a group of one, and of a process that has joined no other."""
+
+    def grouped(rank: int, world_size: int, size: int) -> list[Tensor]:
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
         return derivatives(Communicator(groups[rank // size]).all_gather_with_gradients, rank)
 
     def alone(rank: int, world_size: int, first: int) -> list[Tensor]:
         return derivatives(lambda x: torch.stack(all_gather(x)), first + rank)
 
-    ranks = run_ranks(grouped, 2 * size)
-    expected = [*run_ranks(alone, size, 0), *run_ranks(alone, size, size)]
-    for one, other in zip(ranks, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    for size, groups in ((1, 2), (3, 1), (2, 2)):
+        expected = [own for group in range(groups) for own in run_ranks(alone, size, size * group)]
+        for one, other in zip(run_ranks(grouped, size * groups, size), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    gathered, gradient, _ = derivatives(Communicator().all_gather_with_gradients, 0)
+    assert gathered.shape == (1, 3, 5)
+    assert gradient.abs().sum() > 0
 
 
 def tried(rank: int, world_size: int) -> list[Any]:
@@ -56,9 +59,3 @@ def test_what_one_rank_raises_all_ranks_hear() -> None:
     failure = ("FileNotFoundError", "OSError", "Exception", "BaseException", "object")
     expected = [(0, (), ""), (None, failure, "[Errno 2] No such file: 'model'"), (20, (), "")]
     assert run_ranks(tried, 3) == [expected] * 3
-
-
-def test_a_single_rank_without_a_process_group_gathers_itself() -> None:
-    gathered, gradient, _ = derivatives(Communicator().all_gather_with_gradients, 0)
-    assert gathered.shape == (1, 3, 5)
-    assert gradient.abs().sum() > 0

@@ -111,14 +111,19 @@ class Groups:
         groups, inner, net = self.made
         return type(self)(groups, inner, net, **self.choices).load(self.saved())
 
+    def after_landings(self, steps: int) -> list[Values]:
+        """Trains to the end; returns the outer parameters after every landing and at the end."""
+        seen = [self.groups.outer_state_dict() for _ in range(self.steps, steps) if self.step()]
+        self.groups.finish()
+        return [*seen, self.groups.outer_state_dict()]
 
-def of_process(group: int, steps: int, inner: str = "sgd", **choices: Any) -> tuple[Values, Values, StreamingDiLoCo]:
-    """Trains one rank to the end; returns the outer parameters, those of the model, and the engine."""
-    model = mlp(seed=group)
-    optimizer = inner_optimizer(inner, model)
-    engine = StreamingDiLoCo(model, **choices)
+
+def after_landings(engine: StreamingDiLoCo, model: nn.Module, group: int, steps: int, inner: str) -> list[Values]:
+    """The same in a process that is a rank."""
+    optimizer, seen = inner_optimizer(inner, model), []
     for step in range(1, steps + 1):
         train_step(model, optimizer, group, step)
-        engine.step()
+        if engine.step():
+            seen.append(engine.outer_state_dict())
     engine.finish()
-    return engine.outer_state_dict(), copied(model.named_parameters()), engine
+    return [*seen, engine.outer_state_dict()]

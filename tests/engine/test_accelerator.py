@@ -1,17 +1,21 @@
 """The engine on an accelerator: the side stream, events and threads change no bit, race with nothing, hold up nobody.
 
-The accelerator is pretended, see `tests.pretend`: the device is as slow as can be, and two operations whose order
-nothing settles raise an error.
+The accelerator is pretended, see `tests.pretend`: the device is as slow as can be, two operations whose order nothing
+settles raise an error, and every byte that is on it is counted.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_sdiloco import OuterOptimizer, SimulatedGroups
+from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.digest import digest
+from lightning_sdiloco.compression import ErrorFeedback, Int4
+from lightning_sdiloco.engine import GroupMean
 from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.offload import OnHost
 from lightning_sdiloco.lightning.monitor import Deferred
@@ -22,6 +26,7 @@ from tests.known_training import (
     SHORT,
     STEPS,
     LateLane,
+    Seen,
     Training,
     extra_memory,
     floating,
@@ -38,94 +43,85 @@ from tests.pretend import IS_POSSIBLE, Synchronisation, alone, synchronisations
 from tests.ranks import run_ranks
 
 pytestmark = [
-    pytest.mark.timeout(90),
+    pytest.mark.timeout(120),
     pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python"),
 ]
 
 
-def on_both(train: Callable[[str, int], list[list[Tensor]]], ranks: int = GROUPS) -> None:
-    """Trains on the CPU and on the pretended device, in as many processes as there are ranks."""
+def unlike_the_cpu(runs: dict[str, Callable[[str, int], Seen]], ranks: int) -> list[list[str]]:
+    """Plays runs on the CPU and then on the pretended device; returns by rank the names of those that differ."""
 
-    def run(rank: int, world_size: int) -> bool:
-        expected = train("cpu", rank)
+    def both(rank: int, world_size: int) -> list[str]:
+        expected = {name: run("cpu", rank) for name, run in runs.items()}
         pretend.install()
-        return same(train("pretend", rank), expected)
+        return [name for name, run in runs.items() if not same(run("pretend", rank), expected[name])]
 
-    assert run_ranks(run, ranks, timeout=80) == [True] * ranks
-
-
-@pytest.mark.parametrize(
-    ("name", "lane"),
-    [
-        ("fp4", LateLane),
-        ("fp32, two shots", LateLane),
-        ("error feedback", ThreadBackground),
-        ("random, two shots", LateLane),
-        ("outer AdamW", ThreadBackground),
-        ("fp4, offloaded", ThreadBackground),
-        ("error feedback, offloaded", LateLane),
-        ("random, two shots, offloaded", ThreadBackground),
-    ],
-)
-def test_a_run_gives_the_bits_of_the_cpu(name: str, lane: type[ThreadBackground]) -> None:
-    on_both(lambda device, group: whole_run(device, group, lane, CHOICES[name]))
+    return list(run_ranks(both, ranks, timeout=100))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_group_of_several_ranks_gives_the_bits_of_the_cpu(offload: bool) -> None:
-    on_both(
-        lambda device, rank: shown_run(
-            Training(device, rank // 2, groups=2, outer_optimizer=OuterOptimizer(offload=offload))
-        ),
-        ranks=4,
-    )
+def recut_run(device: str, group: int) -> Seen:
+    """Freezes a layer during training, and lets it train again."""
+    training = Training(device, group)
+    for step in range(STEPS):
+        if step in (8, 14):
+            training.model[0].requires_grad_(step == 14)
+            training.engine.recut()
+        training.step()
+    training.engine.finish()
+    training.keep()
+    return training.trajectory()
 
 
-@pytest.mark.parametrize("name", ["error feedback", "outer AdamW", "random, two shots, offloaded"])
-def test_a_run_goes_on_from_what_was_saved_in_flight(name: str) -> None:
-    on_both(lambda device, group: resumed_run(device, group, CHOICES[name]))
+def test_a_run_gives_the_bits_of_the_cpu_and_so_does_one_that_goes_on_from_what_was_in_flight() -> None:
+    late = ("fp4", "fp32, two shots", "random, two shots", "error feedback, offloaded")
+    early = ("outer AdamW", "fp4, offloaded", "random, two shots, offloaded")
+    runs: dict[str, Callable[[str, int], Seen]] = {"layers that are frozen": recut_run}
+    for lane, names in ((LateLane, late), (ThreadBackground, early)):
+        runs |= {name: partial(whole_run, lane=lane, choices=CHOICES[name]) for name in names}
+    for name in ("error feedback", "random, two shots, offloaded"):
+        runs[f"{name}, resumed"] = partial(resumed_run, choices=CHOICES[name])
+    assert unlike_the_cpu(runs, GROUPS) == [[]] * GROUPS
 
 
-def test_freezing_parameters_gives_the_bits_of_the_cpu() -> None:
-    def train(device: str, group: int) -> list[list[Tensor]]:
-        training = Training(device, group)
-        for step in range(STEPS):
-            if step in (8, 14):
-                training.model[0].requires_grad_(step == 14)
-                training.engine.recut()
-            training.step()
-        training.engine.finish()
-        training.keep()
-        return training.trajectory()
+def test_a_group_of_several_ranks_gives_the_bits_of_the_cpu() -> None:
+    def run(device: str, rank: int, offload: bool) -> Seen:
+        return shown_run(Training(device, rank // 2, groups=2, outer_optimizer=OuterOptimizer(offload=offload)))
 
-    on_both(train)
+    assert unlike_the_cpu({str(offload): partial(run, offload=offload) for offload in (False, True)}, 4) == [[]] * 4
 
 
 @alone
-def test_what_is_prefetched_has_landed_before() -> None:
-    """The last inner step before a launch is also that in which the flight of the same fragment lands."""
+def test_simulated_groups_and_what_is_prefetched_give_the_bits_of_the_cpu() -> None:
+    def simulated(device: str, offload: bool) -> list[Tensor]:
+        models = [model_on(device) for _ in range(GROUPS)]
+        noise = [[values.to(device) for values in noise_of(group)[0]] for group in range(GROUPS)]
+        groups = SimulatedGroups(models, **SHORT, outer_optimizer=OuterOptimizer(offload=offload))
+        for _ in range(STEPS):
+            for model, own in zip(models, noise, strict=True):
+                move(model, own)
+            groups.step()
+        groups.finish()
+        return [values.cpu() for model in models for values in floating(model)]
 
-    def train(device: str) -> list[list[Tensor]]:
+    def prefetched(device: str) -> Seen:
+        """The last inner step before a launch is also that in which the flight of the same fragment lands."""
         training = Training(device, 0, sync_every=4, overlap_steps=3, outer_optimizer=OuterOptimizer(offload=True))
         for _ in range(STEPS):
             training.step()
         return training.trajectory()
 
-    assert same(train("pretend"), train("cpu"))
+    for offload in (False, True):
+        assert same([simulated("pretend", offload)], [simulated("cpu", offload)])
+    assert same(prefetched("pretend"), prefetched("cpu"))
 
 
 @alone
-def test_memory_of_a_copy_that_nobody_takes_is_not_used_before_it_is_done() -> None:
+def test_what_is_stored_on_the_host_is_page_locked_and_a_copy_that_nobody_takes_is_not_used_too_soon() -> None:
     storage = OnHost(torch.device("pretend"))
     stored = storage.store(torch.ones(1000, device="pretend"))
     prefetched = storage.prefetch(stored)
     del prefetched
     assert torch.zeros(1000, device="pretend").sum().item() == 0
-
-
-@alone
-def test_what_is_stored_on_the_host_is_page_locked_wherever_it_came_from() -> None:
-    storage = OnHost(torch.device("pretend"))
     for device in ("pretend", "cpu"):
         values = torch.arange(5.0, device=device)
         copied = storage.store_copy(values)
@@ -133,6 +129,61 @@ def test_what_is_stored_on_the_host_is_page_locked_wherever_it_came_from() -> No
         assert copied.is_pinned()
         assert copied is not values
         assert copied.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_ended() -> None:
+    def run(rank: int, world_size: int) -> list[tuple[list[Synchronisation], int, int]]:
+        pretend.install()
+        found = []
+        for name in ("error feedback", "fp4, offloaded", "fp4"):
+            training = Training("pretend", rank, **CHOICES[name])
+            offload = name.endswith("offloaded")
+            training.engine.diagnose()
+            with synchronisations() as log:
+                for _ in range(STEPS):
+                    training.inner_step()
+                    wait_for_flights(training.engine)
+                    training.engine.step()
+                if not offload:
+                    with training.engine.evaluate():
+                        training.keep()
+            outer: list[Any] = [fragment.outer.values for fragment in training.engine.rounds.fragments]
+            if offload:
+                assert all(values.device.type == "cpu" and values.is_pinned() for values in outer)
+            else:
+                assert pretend.default_stream() not in [values.memory.owner for values in outer], "it is the lane's"
+            report = training.engine.report()
+            training.engine.close()
+            in_training = [entry for entry in log if entry.thread != "sdiloco-background"]
+            assert len(in_training) < len(log)
+            found.append((in_training, int(report["launches"]), int(report["landings"])))
+        return found
+
+    for found in run_ranks(run, GROUPS, timeout=80):
+        for waited, launches, landings in found:
+            assert waited == []
+            assert launches > landings > 4
+
+
+@alone
+def test_a_loss_is_logged_once_it_is_there_and_a_digest_waits_for_the_device_once() -> None:
+    losses = Deferred()
+    with synchronisations() as log:
+        losses.take(1, torch.full((), 0.5, device="pretend"))
+        assert losses.ready() == []
+        assert losses.ready() == [(1, 0.5)]
+        losses.take(2, torch.full((), 0.25, device="pretend"))
+    assert log == []
+    assert losses.ready(wait=True) == [(2, 0.25)]
+    values = torch.randn(600_000)
+    there = values.to("pretend")
+    with synchronisations() as log:
+        found = digest(there, start=7)
+    assert found == digest(values, start=7)
+    assert len(log) == 1
+
+
+# What is on the device while outer state rests on the host
 
 
 @alone
@@ -144,74 +195,101 @@ def test_offloaded_the_device_holds_what_is_in_flight_whatever_the_size_of_the_m
     assert offloaded[1] == offloaded[0]
 
 
-@alone
-@pytest.mark.parametrize("offload", [False, True])
-def test_simulated_groups_give_the_bits_of_the_cpu(offload: bool) -> None:
-    def train(device: str) -> list[Tensor]:
-        models = [model_on(device) for _ in range(GROUPS)]
-        noise = [[values.to(device) for values in noise_of(group)[0]] for group in range(GROUPS)]
-        simulated = SimulatedGroups(models, **SHORT, outer_optimizer=OuterOptimizer(offload=offload))
-        for _ in range(STEPS):
-            for model, own in zip(models, noise, strict=True):
-                move(model, own)
-            simulated.step()
-        simulated.finish()
-        return [values.cpu() for model in models for values in floating(model)]
+WIDTH = 64
+COPY = 4 * WIDTH * WIDTH
+"""Bytes of a float32 copy of a fragment."""
 
-    assert same([train("pretend")], [train("cpu")])
+COPIES: list[tuple[dict[str, Any], int]] = [
+    # Outer parameters and momentum come from the host for the flight, and the new ones go there: five copies.
+    ({"exchange": "two_shot"}, 5),
+    # The memory comes and goes too.
+    ({"compression": ErrorFeedback(Int4())}, 6),
+]
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("name", ["error feedback", "fp4"])
-def test_the_training_thread_does_not_wait_for_the_device_where_flights_have_ended(name: str, offload: bool) -> None:
-    def run(rank: int, world_size: int) -> tuple[list[Synchronisation], int, int]:
-        pretend.install()
-        training = Training("pretend", rank, **CHOICES[name], outer_optimizer=OuterOptimizer(offload=offload))
-        training.engine.diagnose()
-        with synchronisations() as log:
-            for _ in range(STEPS):
-                training.inner_step()
-                wait_for_flights(training.engine)
-                training.engine.step()
-            if not offload:
-                with training.engine.evaluate():
-                    training.keep()
-        outer = [fragment.outer.values for fragment in training.engine.rounds.fragments]
-        if offload:
-            assert all(values.device.type == "cpu" and values.is_pinned() for values in outer)
-        else:
-            of_lane = [values.memory.owner for values in outer]  # type: ignore[attr-defined]
-            assert pretend.default_stream() not in of_lane
-        report = training.engine.report()
-        assert any(entry.thread == "sdiloco-background" for entry in log)
-        return (
-            [entry for entry in log if entry.thread != "sdiloco-background"],
-            int(report["launches"]),
-            int(report["landings"]),
+class Device:
+    """A training on the device, in as many equal fragments as there are layers."""
+
+    def __init__(self, layers: int, choices: dict[str, Any]) -> None:
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to("pretend")
+        self.layers = layers
+        self._before = pretend.memory_allocated()
+        self.most: dict[str, float] = {}
+        self.engine = self.counted("start", partial(self._engine, choices))
+
+    def _engine(self, choices: dict[str, Any]) -> StreamingDiLoCo:
+        fragments = [[f"{layer}.*"] for layer in range(self.layers)]
+        every = 2 * self.layers
+        return StreamingDiLoCo(
+            self.model,
+            sync_every=every,
+            overlap_steps=1,
+            fragments=fragments,
+            outer_optimizer=OuterOptimizer(offload=True),
+            **choices,
         )
 
-    for waited, launches, landings in run_ranks(run, GROUPS, timeout=80):
-        assert waited == []
-        assert launches > landings > 4
+    def counted(self, name: str, work: Callable[[], Any]) -> Any:
+        """Does something and notes how many copies of a fragment there were at once on the device beside the model."""
+        pretend.reset_peak_memory_stats()
+        found = work()
+        extra = (pretend.max_memory_allocated() - self._before) / COPY
+        self.most[name] = max(self.most.get(name, 0.0), extra)
+        return found
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.mul_(1.01)
+        self.engine.step()
+        wait_for_flights(self.engine)
+
+    def validate_and_save(self) -> None:
+        with self.engine.evaluate():
+            assert all(values.device.type == "cpu" for values in self.engine.state_dict()["local"])
+        self.engine.outer_state_dict()
+
+    def names_without_the_device(self, mean: GroupMean | None = None) -> None:
+        """Copies an outer model, or a mean, that rests on the host: its way does not lead over the device."""
+        before = pretend.memory_allocated()
+        pretend.reset_peak_memory_stats()
+        named = self.engine.outer_state_dict() if mean is None else self.engine.named_mean(mean)
+        assert {values.device.type for values in named.values()} == {"cpu"}
+        assert pretend.max_memory_allocated() == before
+
+    def show_mean(self) -> None:
+        with self.engine.evaluate(self.engine.group_mean()):
+            pass
+
+    def trained(self) -> dict[str, float]:
+        for step in range(5 * self.layers):
+            self.counted("step", self.step)
+            if step % 5 == 4:
+                self.counted("checkpoint", self.validate_and_save)
+                self.names_without_the_device()
+        self.counted("mean", self.show_mean)
+        self.names_without_the_device(self.engine.group_mean())
+        self.counted("end", self.engine.finish)
+        return self.most
 
 
-@alone
-def test_a_loss_is_logged_once_it_is_there_and_nobody_waits_for_it() -> None:
-    losses = Deferred()
-    with synchronisations() as log:
-        losses.take(1, torch.full((), 0.5, device="pretend"))
-        assert losses.ready() == []
-        assert losses.ready() == [(1, 0.5)]
-        losses.take(2, torch.full((), 0.25, device="pretend"))
-    assert log == []
-    assert losses.ready(wait=True) == [(2, 0.25)]
+def test_beside_ddps_buckets_and_a_byte_the_device_holds_what_is_in_flight() -> None:
+    """In steps, evaluations, checkpoints and the end."""
 
+    def run(rank: int, world_size: int) -> list[list[dict[str, float]]]:
+        pretend.install()
+        return [[Device(layers, choices).trained() for layers in (8, 16)] for choices, _ in COPIES]
 
-@alone
-def test_a_digest_is_that_of_the_cpu_and_waits_for_the_device_once() -> None:
-    values = torch.randn(600_000)
-    there = values.to("pretend")
-    with synchronisations() as log:
-        found = digest(there, start=7)
-    assert found == digest(values, start=7)
-    assert len(log) == 1
+    for (small, large), (_, copies) in zip(run_ranks(run, 2, timeout=100)[0], COPIES, strict=True):
+        # What one flight takes at most, with what is prefetched for the next one.
+        for most in (small, large):
+            assert most["start"] <= copies
+            assert most["step"] <= copies + 2.5
+            assert most["checkpoint"] <= copies + 2.5
+        assert large["step"] <= small["step"] + 0.1
+        for most, layers in ((small, 8), (large, 16)):
+            ddp_and_a_byte, in_flight = layers + layers / 4, layers // 4
+            assert most["mean"] <= ddp_and_a_byte + copies * in_flight
+            assert most["end"] <= ddp_and_a_byte + copies * in_flight
+        # All fragments at once would take several models.
+        assert large["mean"] < 16 + 16 / 4

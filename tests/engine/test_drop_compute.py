@@ -40,21 +40,16 @@ def by_hand(times: np.ndarray, rest: float, most_dropped: float) -> tuple[float,
     return best
 
 
-@pytest.mark.parametrize(("sigma", "rest", "most"), [(0.2, 0.0, 0.1), (0.6, 0.5, 0.3), (0.6, 0.0, 0.05)])
-def test_the_rule_is_that_of_plain_loops(sigma: float, rest: float, most: float) -> None:
-    times = np.random.default_rng(0).lognormal(0.0, sigma, size=(3, 5, 6))
-    assert best_drop(times.tolist(), rest, most) == pytest.approx(by_hand(times, rest, most), rel=1e-9)
-
-
-def test_without_jitter_nothing_is_dropped_and_the_bound_holds() -> None:
-    assert best_drop([[[1.0] * 6] * 9] * 4, 0.1, 0.5) == (inf, 0.0, 0.0)
+def test_the_rule_is_that_of_plain_loops_and_the_bound_holds() -> None:
+    for sigma, rest, most in ((0.2, 0.0, 0.1), (0.6, 0.5, 0.3), (0.6, 0.0, 0.05)):
+        times = np.random.default_rng(0).lognormal(0.0, sigma, size=(3, 5, 6))
+        assert best_drop(times.tolist(), rest, most) == pytest.approx(by_hand(times, rest, most), rel=1e-9)
+    assert best_drop([[[1.0] * 6] * 9] * 4, 0.1, 0.5) == (inf, 0.0, 0.0), "without jitter nothing is dropped"
     wild = np.random.default_rng(1).lognormal(0.0, 0.6, size=(2, 40, 12))
     # Unbounded it would drop most of what there is.
     assert best_drop(wild.tolist(), 0.0, 0.99).dropped > 0.2
     assert 0 < best_drop(wild.tolist(), 0.0, 0.1).dropped <= 0.1
-
-
-def test_the_closed_form_where_the_last_micro_batch_always_runs() -> None:
+    # The closed form where the last micro-batch always runs.
     drop = closed_form(Case(), steps=1000)
     assert (drop.gain, drop.dropped) == pytest.approx((0.033, 0.07), abs=0.01)
 

@@ -271,55 +271,6 @@ def test_a_group_that_is_late_by_less_than_a_millisecond_has_not_gone_away() -> 
     assert run_ranks(collect_in_vain, 2)[0] == ["worker group 1 did not answer in time (rank 1)"] * 3
 
 
-# Ranks that wait for others of their group, or for all
-
-# Ranks that start later than this would fail before.
-TIMEOUT = 3.0
-
-
-def stalling(rank: int, where: str) -> Any:
-    """Makes a module with which the last rank stops at a place for longer than any timeout."""
-
-    def make(distribution: str, inner: str, seed: int) -> Any:
-        base = type(fits.module(distribution, inner, seed))
-
-        class Stalling(base):  # type: ignore[misc, valid-type]
-            def training_step(self, parts: Any, index: int) -> Any:
-                if where == "training_step" and index == 2 and rank == 1:
-                    time.sleep(2 * TIMEOUT)
-                return super().training_step(parts, index)
-
-            def on_train_epoch_start(self) -> None:
-                if where == "barrier":
-                    if rank == 1:
-                        time.sleep(2 * TIMEOUT)
-                    self.trainer.strategy.barrier("here")
-
-        return Stalling()
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("groups", "where", "told"),
-    [
-        (1, "training_step", ""),
-        (2, "barrier", "ExchangeError: This rank, of worker group 0, waited for all others at ('here',)"),
-    ],
-)
-def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(
-    groups: int, where: str, told: str
-) -> None:
-    choices = {"sync_every": 6, "fragments": [["*"]], "timeout": timedelta(seconds=TIMEOUT)}
-
-    def run(rank: int, world_size: int) -> None:
-        fits.fit(rank, world_size, groups, 5, choices, make=stalling(rank, where))
-
-    error = run_processes(run, 2, expect_failure=True, timeout=40)[0]
-    assert "Timed out waiting 3000ms" in error
-    assert told in error
-
-
 def test_at_a_landing_a_rank_waits_for_the_others_of_its_group_twice_as_long_as_for_a_flight() -> None:
     def gather_in_vain(rank: int, world_size: int) -> float:
         topology = WorkerGroups(1, timeout=timedelta(seconds=1.5)).topology
@@ -354,47 +305,56 @@ def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon() -> None:
     assert 3 <= time.monotonic() - start < 20
 
 
-# In real trainers: what the other ranks say of a rank whose code raised an exception
+# In real trainers: what the other ranks say of one that fails, or that keeps them waiting
+
+# Ranks that start later than this would fail before.
+TIMEOUT = 3.0
 
 
-SIGNALS = {"a kill": signal.SIGKILL, "an interrupt": signal.SIGINT}
-
-
-def raising(distribution: str, where: str, is_failing: bool) -> Any:
-    """A module that fails in one place, in one rank."""
+def failing(distribution: str, where: str, is_failing: bool) -> Any:
+    """A module to which something happens in one place, in one rank, such as ``"an error in validation_step"``."""
     base = type(fits.module(distribution))
+    what, _, at = where.partition(" in ")
 
-    class Raising(base):  # type: ignore[misc, valid-type]
+    def act(place: str) -> None:
+        if not is_failing or place != at:
+            return
+        if what == "an error":
+            raise ArithmeticError(f"boom in {place}")
+        if what == "a pause":
+            time.sleep(2 * TIMEOUT)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if what == "a kill" else signal.SIGINT)
+
+    class Failing(base):  # type: ignore[misc, valid-type]
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            self._fail("configure_optimizers")
+            act("configure_optimizers")
             return super().configure_optimizers()
+
+        def on_train_epoch_start(self) -> None:
+            act("on_train_epoch_start")
+            self.trainer.strategy.barrier("here")
 
         def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
             if index == 5:
-                self._fail("training_step")
+                act("training_step")
             return super().training_step(parts, index)
 
         def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
             if not self.trainer.sanity_checking:
-                self._fail("validation_step")
+                act("validation_step")
             self.log("loss", super().training_step(parts, index), sync_dist=True)
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self._fail("on_save_checkpoint")
+            act("on_save_checkpoint")
 
-        def _fail(self, place: str) -> None:
-            if is_failing and place == where:
-                raise ArithmeticError(f"boom in {where}")
-            if is_failing and place == "training_step" and where in SIGNALS:
-                os.kill(os.getpid(), SIGNALS[where])
-
-    return Raising()
+    return Failing()
 
 
-class RaisingData(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Batches of a group, of which one cannot be loaded."""
+class Batches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Batches of a group, of which one perhaps cannot be loaded."""
 
-    def __init__(self, group: int, is_failing: bool) -> None:
+    def __init__(self, group: int, is_failing: bool = False) -> None:
         self.group, self.is_failing = group, is_failing
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -404,56 +364,51 @@ class RaisingData(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             yield batch(self.group, step)
 
 
-def fit_that_fails(
-    rank: int, world_size: int, folder: Path, where: str, failing: int, distribution: str
-) -> tuple[str, list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_sdiloco").addHandler(handler)
-    strategy = fits.strategy(
-        distribution,
-        worker_groups=2,
-        sync_every=8,
-        overlap_steps=2,
-        fragments=[["*"]],
-        timeout=timedelta(seconds=20),
-    )
-    trainer = fits.trainer(
-        distribution,
-        strategy=strategy,
-        devices=world_size,
-        max_steps=40,
-        enable_checkpointing=where == "on_save_checkpoint",
-        val_check_interval=4,
-        limit_val_batches=2,
-        default_root_dir=folder,
-    )
-    group = rank // (world_size // 2)
-    data = RaisingData(group, where == "the data" and rank == failing)
-    loader = DataLoader(data, batch_size=None, num_workers=int(where == "the data"))
-    error = ""
-    try:
-        trainer.fit(
-            raising(distribution, where, rank == failing), loader, DataLoader(RaisingData(0, False), batch_size=None)
+def fitted(
+    folder: Path, world_size: int, where: str, failing_rank: int, distribution: str = LIGHTNING, groups: int = 2
+) -> Any:
+    """By rank, the error with which a fit ended and what was said of it; with a kill, the texts of errors."""
+    is_kill, is_pause = where.startswith("a kill"), where.startswith("a pause")
+
+    def run(rank: int, world_size: int) -> tuple[str, str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightning_sdiloco").addHandler(handler)
+        timeout = timedelta(seconds=TIMEOUT if is_pause else 20)
+        choices: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2, "fragments": [["*"]], "timeout": timeout}
+        trainer = fits.trainer(
+            distribution,
+            strategy=fits.strategy(distribution, worker_groups=groups, **choices),
+            devices=world_size,
+            max_steps=40,
+            enable_checkpointing=where.endswith("on_save_checkpoint"),
+            val_check_interval=4,
+            limit_val_batches=2,
+            default_root_dir=folder,
         )
-    except BaseException as caught:
-        error = "".join(traceback.format_exception_only(caught))
-    return error, said
+        fails, from_data = rank == failing_rank, where == "an error in the data"
+        data = Batches(rank // (world_size // 2), fails and from_data)
+        try:
+            trainer.fit(
+                failing(distribution, where, fails),
+                DataLoader(data, batch_size=None, num_workers=int(from_data)),
+                DataLoader(Batches(0), batch_size=None),
+            )
+        except BaseException as caught:
+            error = "".join((traceback.format_exception if is_pause else traceback.format_exception_only)(caught))
+        if is_kill:
+            raise RuntimeError(f"{error}\n{said}")
+        return error, "\n".join(said)
 
-
-def failures(tmp_path: Path, world_size: int, where: str, failing: int, distribution: str = LIGHTNING) -> Any:
-    def run(rank: int, world_size: int) -> tuple[str, list[str]]:
-        return fit_that_fails(rank, world_size, tmp_path, where, failing, distribution)
-
-    return run_processes(run, world_size, timeout=30)
+    return run_processes(run, world_size, timeout=40, expect_failure=is_kill)
 
 
 GONE = "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
 
 
 @pytest.mark.parametrize(
-    ("world_size", "failing", "where", "distribution"),
+    ("world_size", "failing_rank", "place", "distribution"),
     [
         (2, 1, "training_step", "pytorch_lightning"),
         (4, 3, "training_step", LIGHTNING),
@@ -464,43 +419,50 @@ GONE = "Rank 0, which keeps word of which rank failed first, has ended. Its outp
     ],
 )
 def test_an_exception_in_one_rank_ends_all_and_its_rank_is_named(
-    world_size: int, failing: int, where: str, distribution: str, tmp_path: Path
+    world_size: int, failing_rank: int, place: str, distribution: str, tmp_path: Path
 ) -> None:
-    ranks = failures(tmp_path, world_size, where, failing, distribution)
-    error, said = ranks[failing]
-    assert f"boom in {where}" in error
-    assert said == []
-    told = f"Rank {failing} (worker group {failing // (world_size // 2)}) failed first: ArithmeticError: "
-    for rank, (error, said) in enumerate(ranks):
-        if rank != failing:
-            named = [words for words in said if words.startswith(told) and f"boom in {where}" in words]
-            # Some notice only when rank 0 has ended, and with it what it keeps.
-            assert named or (rank != 0 and GONE in said)
-            assert sys.version_info < (3, 11) or (named + [GONE])[0] in error
-
-
-def test_an_interrupt_of_one_rank_ends_all_and_its_rank_is_named(tmp_path: Path) -> None:
-    (error, said), (interrupted, _) = failures(tmp_path, 2, "an interrupt", 1)
-    assert interrupted.strip() == "SystemExit: 1"
-    assert "ExchangeError" in error or "RuntimeError" in error
-    assert "Rank 1 (worker group 1) failed first: KeyboardInterrupt" in said
+    ranks = fitted(tmp_path, world_size, f"an error in {place}", failing_rank, distribution)
+    error, said = ranks.pop(failing_rank)
+    assert f"boom in {place}" in error
+    assert said == ""
+    told = rf"Rank {failing_rank} \(worker group {failing_rank // (world_size // 2)}\) failed first: ArithmeticError: "
+    for number, (error, said) in enumerate(ranks):
+        named = re.search(rf"(?s){told}.*boom in {place}", said)
+        # Some notice only when rank 0 has ended, and with it what it keeps.
+        assert named or (number and GONE in said)
+        assert sys.version_info < (3, 11) or (named[0] if named else GONE) in error
 
 
 def test_an_exception_in_rank_0_ends_all_and_they_are_sent_to_its_output(tmp_path: Path) -> None:
-    ranks = failures(tmp_path, 4, "training_step", 0)
     told = "Rank 0 (worker group 0) failed first: ArithmeticError: boom in training_step"
-    assert [{told, GONE} & set(said) for _, said in ranks[1:]].count(set()) == 0
+    for _, said in fitted(tmp_path, 4, "an error in training_step", 0)[1:]:
+        assert told in said or GONE in said
 
 
-def test_a_rank_that_was_killed_ends_all_and_nobody_is_blamed(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> None:
-        error, said = fit_that_fails(rank, world_size, tmp_path, "a kill", 3, LIGHTNING)
-        raise RuntimeError(f"{error}\n{said}")
-
-    errors = run_processes(run, 4, expect_failure=True)
+def test_an_interrupt_of_one_rank_ends_all_and_its_rank_is_named_and_of_a_kill_nobody_is(tmp_path: Path) -> None:
+    (error, said), (interrupted, _) = fitted(tmp_path, 2, "an interrupt in training_step", 1)
+    assert interrupted.strip() == "SystemExit: 1"
+    assert "ExchangeError" in error or "RuntimeError" in error
+    assert "Rank 1 (worker group 1) failed first: KeyboardInterrupt" in said
+    errors = fitted(tmp_path, 4, "a kill in training_step", 3)
     for rank in range(3):
         assert "failed first:" not in errors[rank]
         assert re.search("lost contact|" + GONE, errors[rank])
+
+
+@pytest.mark.parametrize(
+    ("groups", "where", "told"),
+    [
+        (1, "a pause in training_step", ""),
+        (2, "a pause in on_train_epoch_start", "This rank, of worker group 0, waited for all others at ('here',)"),
+    ],
+)
+def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(
+    groups: int, where: str, told: str, tmp_path: Path
+) -> None:
+    (error, _), _ = fitted(tmp_path, 2, where, 1, groups=groups)
+    assert "Timed out waiting 3000ms" in error
+    assert told in error
 
 
 class SilentStore:

@@ -4,39 +4,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.compression import ErrorFeedback, Int4, RandomK
-from tests.large.models import Large, batch, made
+from tests.engine.groups import Groups, Values, copied, unlike
 from tests.ranks import run_ranks
+from tests.training import inner_optimizer, mlp, train_step
 
-SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:20"}
+SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:2"}
 
 
-class Trained:
-    """Simulated groups that train a model of 166,000 parameters with BatchNorm."""
+def with_statistics(seed: int) -> nn.Sequential:
+    return nn.Sequential(*mlp(seed), nn.BatchNorm1d(3))
 
-    def __init__(self, groups: int, **choices: Any) -> None:
-        self.models = [made("normed") for _ in range(groups)]
-        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in self.models]
-        self.groups = SimulatedGroups(self.models, **{**SETTINGS, **choices})
-        self.steps = 0
 
-    def step(self) -> None:
-        self.steps += 1
-        for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            x, y = batch(group, self.steps)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-        self.groups.step()
+def trained(groups: int, steps: int, **choices: Any) -> Groups:
+    run = Groups(groups, net=with_statistics, **{**SETTINGS, **choices})
+    run.until(steps)
+    return run
 
-    def shown(self, group: int = 0) -> dict[str, torch.Tensor]:
-        """What the model of a group holds where it shows the mean."""
-        mean = self.groups.group_mean()
-        with self.groups.engines[group].evaluate(mean):
-            return {name: values.clone() for name, values in self.models[group].state_dict().items()}
+
+def shown(run: Groups, group: int = 0) -> Values:
+    """What the model of a group holds where it shows the mean."""
+    with run.engines[group].evaluate(run.groups.group_mean()):
+        return copied(run.models[group].state_dict())
 
 
 def flat(state: Any, name: str = "") -> dict[str, Any]:
@@ -50,46 +42,36 @@ def same(one: Any, other: Any) -> bool:
     """Whether two nested states hold the same bits, except for bytes that were sent and seconds that it took."""
     ours, theirs = flat(one), flat(other)
     return ours.keys() == theirs.keys() and all(
-        torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key]
+        torch.equal(value, theirs[key]) if isinstance(value, Tensor) else value == theirs[key]
         for key, value in ours.items()
         if "/bytes_" not in key and not key.endswith("_s")
     )
 
 
-def test_in_fp32_it_is_the_plain_mean_of_parameters_and_buffers() -> None:
-    trained = Trained(3, compression="fp32")
-    trained.step()
-    mean, states = trained.shown(1), [model.state_dict() for model in trained.models]
-    for name, values in mean.items():
-        expected = torch.stack([state[name].double() for state in states]).mean(dim=0)
-        if values.is_floating_point():
+def floating(values: Values) -> Values:
+    return {name: own for name, own in values.items() if own.is_floating_point()}
+
+
+def test_it_is_the_plain_mean_of_local_values_whatever_is_shown_and_what_a_fit_that_ends_there_leaves() -> None:
+    for compression in ("fp32", "fp4", "sparse"):
+        run = trained(3, 1, compression=compression)
+        mean, states = floating(shown(run, 1)), [model.state_dict() for model in run.models]
+        for name, values in mean.items():
+            expected = torch.stack([state[name].double() for state in states]).mean(dim=0)
             torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_it_is_that_of_local_values_whatever_is_shown() -> None:
-    trained = Trained(2)
-    trained.step()
-    expected = trained.shown()
-    for engine in trained.groups.engines:
-        engine.show_outer()
-    outer = {name: values.clone() for name, values in trained.models[0].state_dict().items()}
-    mean = trained.groups.group_mean()
-    assert all(torch.equal(values, outer[name]) for name, values in trained.models[0].state_dict().items())
-    for engine in trained.groups.engines:
-        engine.show_local()
-    with trained.groups.engines[0].evaluate(mean):
-        assert all(torch.equal(values, expected[name]) for name, values in trained.models[0].state_dict().items())
-
-
-@pytest.mark.parametrize("compression", ["fp4", "sparse"])
-def test_it_is_what_a_fit_that_ends_there_leaves(compression: str) -> None:
-    trained = Trained(2, compression=compression)
-    for _ in range(3):
-        trained.step()
-    mean = trained.shown()
-    trained.groups.finish()
-    left = trained.models[1].state_dict()
-    assert all(torch.equal(values, left[name]) for name, values in mean.items() if values.is_floating_point())
+        for engine in run.engines:
+            engine.show_outer()
+        outer = copied(run.models[0].state_dict())
+        of_shown = run.groups.group_mean()
+        assert unlike(copied(run.models[0].state_dict()), outer) == []
+        for engine in run.engines:
+            engine.show_local()
+        with run.engines[0].evaluate(of_shown):
+            assert unlike(floating(copied(run.models[0].state_dict())), mean) == []
+        run.until(3)
+        mean = floating(shown(run))
+        run.groups.finish()
+        assert unlike(floating(run.models[1].state_dict()), mean) == []
 
 
 @pytest.mark.parametrize(
@@ -101,54 +83,51 @@ def test_it_is_what_a_fit_that_ends_there_leaves(compression: str) -> None:
     ],
 )
 def test_taking_it_after_every_step_changes_no_bit_of_training(groups: int, choices: dict[str, Any]) -> None:
-    plain, looked = Trained(groups, **choices), Trained(groups, **choices)
+    plain, looked = trained(groups, 0, **choices), trained(groups, 0, **choices)
     for step in range(1, 10):
-        torch.manual_seed(plain.steps)
+        torch.manual_seed(step)
         plain.step()
         random = torch.get_rng_state()
-        torch.manual_seed(looked.steps)
+        torch.manual_seed(step)
         looked.step()
-        looked.shown()
+        shown(looked)
         assert torch.equal(torch.get_rng_state(), random)
         # Before any launch, in flight, and after landings.
-        for one, other in zip(plain.groups.engines, looked.groups.engines, strict=True) if step % 3 == 0 else ():
+        for one, other in zip(plain.engines, looked.engines, strict=True) if step % 3 == 0 else ():
             assert same(one.state_dict(), other.state_dict())
-    assert looked.groups.engines[0].report()["bytes_sent"] > plain.groups.engines[0].report()["bytes_sent"]
+    assert looked.engines[0].report()["bytes_sent"] > plain.engines[0].report()["bytes_sent"]
     plain.groups.finish()
     looked.groups.finish()
     assert same(plain.models[0].state_dict(), looked.models[0].state_dict())
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("size", [1, 2])
 def test_real_ranks_take_it_with_fragments_in_flight(size: int) -> None:
     def train(rank: int, world_size: int, looks: bool) -> Any:
-        module, group = Large("wide", seed=rank), rank // size
-        model: nn.Module = module.net
+        model, group = mlp(rank), rank // size
         engine = StreamingDiLoCo(model, worker_groups=2, **{**SETTINGS, "fragments": "strided:1"})
-        optimizer, in_flight, means = torch.optim.SGD(model.parameters(), lr=0.01), [], []
+        optimizer, in_flight, means = inner_optimizer("sgd", model), [0], []
         for step in range(1, 12):
-            x, y = batch(group, step)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train_step(model, optimizer, group, step)
             engine.step()
             if looks:
                 in_flight.append(len(engine.in_flight))
                 sent = engine.report()["bytes_sent"]
                 with engine.evaluate(engine.group_mean()):
-                    means.append([p.detach().clone() for p in model.parameters()])
+                    means.append(copied(model.named_parameters()))
                 assert engine.report()["bytes_sent"] > sent
         before = engine.state_dict()
         engine.finish()
         with pytest.raises(RuntimeError, match=r"group_mean\(\) was called after finish"):
             engine.group_mean()
-        return before, in_flight, means
+        return before, max(in_flight), means
 
-    looked, plain = run_ranks(train, 2 * size, True), run_ranks(train, 2 * size, False)
-    assert max(looked[0][1]) > 1
-    for (state, _, means), (other, _, _) in zip(looked, plain, strict=True):
-        assert same(state, other)
-        assert all(
-            torch.equal(a, b) for one, of in zip(means, looked[0][2], strict=True) for a, b in zip(one, of, strict=True)
-        )
+    def both(rank: int, world_size: int) -> Any:
+        state, most_in_flight, means = train(rank, world_size, True)
+        return same(state, train(rank, world_size, False)[0]), most_in_flight > 1, means
+
+    ranks = run_ranks(both, 2 * size)
+    for is_same, flew, means in ranks:
+        assert is_same
+        assert flew
+        assert same(means, ranks[0][2])

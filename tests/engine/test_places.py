@@ -9,9 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lightning_sdiloco import StreamingDiLoCo
-from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco import StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.shards import (
     OuterParameter,
     ShardedLayout,
@@ -27,10 +25,12 @@ PLACEMENTS = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2)
 
 
 def test_shards_are_those_of_torch_and_hold_every_value_once() -> None:
-    def check(rank: int, world_size: int) -> int:
+    """Of DTensors in all ways, and of FSDP on top of tensor parallelism; other ways are refused on all ranks."""
+
+    def check(rank: int, world_size: int) -> tuple[int, list[int], list[str]]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        group = Topology.of_world(GroupLayout(world_size, 1), DEFAULT_TIMEOUT).in_group
-        checked = 0
+        group = WorkerGroups(1).topology.in_group
+        checked, sizes, texts = 0, [], []
         for shape, placements in itertools.product(SHAPES, PLACEMENTS):
             if any(isinstance(p, Shard) and p.dim >= len(shape) for p in placements):
                 continue
@@ -44,16 +44,6 @@ def test_shards_are_those_of_torch_and_hold_every_value_once() -> None:
             taken = torch.cat([spec.extract(whole.reshape(-1)) for spec in ranks])
             assert sorted(taken.tolist()) == whole.flatten().tolist(), "every value once"
             checked += 1
-        return checked
-
-    assert set(run_ranks(check, 4)) == {4 * 4 + 4 * 9}
-
-
-def test_shards_are_those_of_fsdp_on_top_of_tensor_parallelism_where_torch_itself_is_right() -> None:
-    def check(rank: int, world_size: int) -> list[int]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        group = Topology.of_world(GroupLayout(world_size, 1), DEFAULT_TIMEOUT).in_group
-        sizes = []
         for size in range(2, 14):
             model = nn.Linear(3, size, bias=False)
             nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(0))
@@ -61,11 +51,26 @@ def test_shards_are_those_of_fsdp_on_top_of_tensor_parallelism_where_torch_itsel
             model.weight = nn.Parameter(distribute_tensor(whole, mesh["tensor"], [Shard(0)]))
             fully_shard(model, mesh=mesh["data"])
             assert torch.equal(part_of(model.weight, whole), model.weight.to_local())
-            ranks = shard_specs({"weight": model.weight}, group, range(world_size))["weight"]
-            sizes.append(sum(spec.length for spec in ranks))
-        return sizes
+            specs = shard_specs({"weight": model.weight}, group, range(world_size))["weight"]
+            sizes.append(sum(spec.length for spec in specs))
+        partial = DTensor.from_local(torch.ones(4), mesh["data"], [Partial()])
+        # The ranks of one row only hold one half each, those of the other row nothing that fits it.
+        missing = distribute_tensor(torch.ones(4), mesh["data"], [Shard(0)])
+        for tensor, members in ((partial, range(4)), (missing, range(1, 4))):
+            with pytest.raises(ValueError, match="'it' cannot be exchanged") as caught:
+                shard_specs({"it": tensor}, group, members)
+            texts.append(str(caught.value))
+        model = nn.Linear(4, 4)
+        model.register_buffer("mean", distribute_tensor(torch.ones(4), mesh["data"], [Shard(0)]))
+        with pytest.raises(ValueError, match="The buffer 'mean' is sharded"):
+            StreamingDiLoCo(model, worker_groups=1)
+        return checked, sizes, texts
 
-    assert run_ranks(check, 4)[0] == [3 * size for size in range(2, 14)]
+    for checked, sizes, texts in run_ranks(check, 4):
+        assert checked == 4 * 4 + 4 * 9
+        assert sizes == [3 * size for size in range(2, 14)]
+        assert "no whole values on any rank" in texts[0]
+        assert "ranks of several worker groups: ranks [0] belong to others" in texts[1]
 
 
 def test_outer_state_survives_being_sharded_and_joined() -> None:
@@ -81,33 +86,3 @@ def test_outer_state_survives_being_sharded_and_joined() -> None:
         assert torch.equal(parameter.values, parameters[name].values)
         assert torch.equal(parameter.state["momentum_buffer"], parameters[name].state["momentum_buffer"])
         assert (parameter.rounds, float(parameter.state["step"])) == (7, 4.0)
-
-
-def test_ways_to_divide_that_are_not_known_are_refused_on_all_ranks() -> None:
-    def check(rank: int, world_size: int) -> list[str]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        group = Topology.of_world(GroupLayout(world_size, 1), DEFAULT_TIMEOUT).in_group
-        partial = DTensor.from_local(torch.ones(4), mesh["data"], [Partial()])
-        # The ranks of one row only hold one half each, those of the other row nothing that fits it.
-        missing = distribute_tensor(torch.ones(4), mesh["data"], [Shard(0)])
-        texts = []
-        for tensor, members in ((partial, range(4)), (missing, range(1, 4))):
-            with pytest.raises(ValueError, match="'it' cannot be exchanged") as caught:
-                shard_specs({"it": tensor}, group, members)
-            texts.append(str(caught.value))
-        return texts
-
-    ranks = run_ranks(check, 4)
-    assert all("no whole values on any rank" in texts[0] for texts in ranks)
-    assert all("ranks of several worker groups: ranks [0] belong to others" in texts[1] for texts in ranks)
-
-
-def test_sharded_buffers_are_refused() -> None:
-    def check(rank: int, world_size: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        model = nn.Linear(4, 4)
-        model.register_buffer("mean", distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match="The buffer 'mean' is sharded"):
-            StreamingDiLoCo(model, worker_groups=1)
-
-    run_ranks(check, 2)

@@ -26,10 +26,11 @@ from lightning_sdiloco import (
     StreamingDiLoCoStrategy,
 )
 from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.comm.exchange import InProcessExchange
 from lightning_sdiloco.compression import Int8, RandomK
 from lightning_sdiloco.engine import Restart, restart_from
-from lightning_sdiloco.planning import Groups, Link, Model, Streaming, play
+from lightning_sdiloco.planning import Groups as Hosts
+from lightning_sdiloco.planning import Link, Model, Streaming, play
+from tests.engine.groups import Groups, copied, outer_state, unlike
 from tests.methods import ByNorm
 from tests.ranks import run_ranks
 from tests.training import inner_optimizer, mlp, train_step
@@ -67,9 +68,16 @@ def stacked(models: Sequence[Vector]) -> Tensor:
     return torch.stack([model.values.detach().double() for model in models])
 
 
+def begin(models: Sequence[Vector], seed: int) -> Tensor:
+    """Gives every group values of its own."""
+    start = torch.randn(len(models), models[0].values.numel(), generator=torch.Generator().manual_seed(seed))
+    for model, values in zip(models, start, strict=True):
+        model.values.data.copy_(values)
+    return start.double()
+
+
 def own_outer(groups: SimulatedGroups) -> Tensor:
-    states = [engine.state_dict()["fragments"] for engine in groups.engines]
-    return torch.stack([torch.cat([fragment["outer"] for fragment in state]).double() for state in states])
+    return torch.stack([torch.cat([own["outer"] for own in outer_state(engine)]).double() for engine in groups.engines])
 
 
 def ring_numbers(groups: int) -> tuple[float, float]:
@@ -91,12 +99,11 @@ class Neighbours(Route):
         return [*pairs[:-1], tuple(sorted((*pairs[-1], row[-1])))] if groups % 2 else pairs
 
 
-@pytest.mark.parametrize("overlap", [0, 2])
 @pytest.mark.parametrize(
     "route", [RandomPairs(seed=3), FastestPairs(speeds=SPEEDS), Ring(), Neighbours()], ids=lambda r: type(r).__name__
 )
-def test_routes_follow_plain_loops(route: Route, overlap: int) -> None:
-    m, h, mixing, lr, mu = 7, 4, 0.25, 0.7, 0.5
+def test_routes_follow_plain_loops(route: Route) -> None:
+    m, h, overlap, mixing, lr, mu = 7, 4, 2, 0.25, 0.7, 0.5
     accelerated = isinstance(route, Ring)
     outer_step = {} if accelerated else {"outer_optimizer": partial(torch.optim.SGD, lr=lr, momentum=mu)}
     models, groups = vectors(m, overlap_steps=overlap, mixing=mixing, route=route, sync_every=h, **outer_step)
@@ -135,130 +142,84 @@ def test_routes_follow_plain_loops(route: Route, overlap: int) -> None:
     assert torch.allclose(models[0].values.double(), local.mean(0), atol=2e-6)
 
 
-def test_the_mean_follows_heavy_ball_diloco() -> None:
-    """NoLoCo: the mean over the groups moves as it does where all exchange with all."""
-    m, lr, mu = 6, 0.7, 0.5
-    heavy_ball = partial(torch.optim.SGD, lr=lr, momentum=mu)
-    choices = {"outer_optimizer": heavy_ball, "mixing": 0.0, "overlap_steps": 0}
-    models, groups = vectors(m, route=RandomPairs(), **choices)
-    everyone, together = vectors(m, **choices)
-    targets = torch.randn(m, 64, generator=torch.Generator().manual_seed(1))
-    for _ in range(60):
-        for members in (models, everyone):
-            for model, target in zip(members, targets, strict=True):
-                model.train_to(target)
-        groups.step()
-        together.step()
-        # Training is linear here, so that also the inner steps keep the mean.
-        assert torch.allclose(own_outer(groups).mean(0), own_outer(together)[0], atol=1e-6)
-    assert own_outer(groups).std(0).mean() > 1e-2, "groups hold outer parameters of their own"
+def test_pure_mixing_keeps_the_mean() -> None:
+    for route in (RandomPairs(), FastestPairs(), Ring()):
+        choices = PURE if not isinstance(route, Ring) else {"mixing": 0.0}
+        for compression in ("fp32", "bf16", "int8", RandomK(4, Int8())):
+            models, groups = vectors(5, 256, route=route, **{**choices, "compression": compression})
+            start = begin(models, 1)
+            for _ in range(40):
+                groups.step(idle=range(5))
+                assert torch.allclose(stacked(models).mean(0), start.mean(0), atol=1e-6), (route, compression)
+            assert stacked(models).var(0).mean() < 0.5 * start.var(0).mean()
 
 
-@pytest.mark.parametrize("compression", ["fp32", "bf16", "int8", RandomK(4, Int8())], ids=str)
-@pytest.mark.parametrize("route", [RandomPairs(), FastestPairs(), Ring()], ids=lambda route: type(route).__name__)
-def test_pure_mixing_keeps_the_mean(route: Route, compression: Any) -> None:
-    choices = PURE if not isinstance(route, Ring) else {"mixing": 0.0, "overlap_steps": 0}
-    models, groups = vectors(5, 256, route=route, **{**choices, "compression": compression})
-    start = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
-    for model, values in zip(models, start, strict=True):
-        model.values.data.copy_(values)
-    for _ in range(40):
-        groups.step(idle=range(5))
-        assert torch.allclose(stacked(models).mean(0), start.double().mean(0), atol=1e-6)
-    assert stacked(models).var(0).mean() < 0.5 * start.var(0).mean()
-
-
-@pytest.mark.parametrize("m", [4, 8, 16])
-def test_random_pairs_spread_by_the_closed_form(m: int) -> None:
-    choices = {**PURE, "sync_every": 1}
-    models, groups = vectors(m, 4000, route=RandomPairs(), **choices)
-    for model, values in zip(models, torch.randn(m, 4000, generator=torch.Generator().manual_seed(m)), strict=True):
-        model.values.data.copy_(values)
-    before = stacked(models).var(0).mean()
-    groups.step()
-    assert stacked(models).var(0).mean() / before == pytest.approx((m - 2) / (2 * (m - 1)), rel=0.05)
-
-
-@pytest.mark.parametrize(("m", "factor"), [(8, 0.6439), (16, 0.8380), (32, 0.9239)])
-def test_a_ring_with_momentum_spreads_faster(m: int, factor: float) -> None:
+def test_a_ring_with_momentum_spreads_faster() -> None:
     """By the eigenvalues of two rounds: without a momentum it is cos(2 pi / m)."""
-    rate, pull = ring_numbers(m)
-    own = Ring().momentum(m)
-    assert own is not None
-    assert (own.rate, own.pull) == pytest.approx((rate, pull))
-    s, eye = np.exp(-2 * rate), np.eye(m)
-    mix = np.block([[(1 + s) / 2 * eye, (1 - s) / 2 * eye], [(1 - s) / 2 * eye, (1 + s) / 2 * eye]])
-    plain, both = eye, np.eye(2 * m)
-    for number in (0, 1):
-        mean = np.zeros((m, m))
-        for leg in Ring().legs(number, m):
-            mean[np.ix_(leg, leg)] = 1 / len(leg)
-        plain = mean @ plain
-        both = np.block([[mean, 0 * eye], [2 * pull * (mean - eye), eye]]) @ mix @ both
-    slowest = [np.sort(np.abs(np.linalg.eigvals(a - np.ones(a.shape) / len(a))))[-1] ** 0.5 for a in (plain, both)]
-    assert slowest == pytest.approx([cos(2 * pi / m), factor], abs=1e-3)
-    if m == 16:
-        models, groups = vectors(m, 8, route=Ring(), sync_every=1, mixing=0.0, overlap_steps=0)
-        start = torch.randn(m, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        for model, values in zip(models, start, strict=True):
-            model.values.data.copy_(values)
-        for _ in range(20):
+    for m, factor in ((8, 0.6439), (16, 0.8380), (32, 0.9239)):
+        (rate, pull), own = ring_numbers(m), Ring().momentum(m)
+        assert own is not None
+        assert (own.rate, own.pull) == pytest.approx((rate, pull))
+        s, eye = np.exp(-2 * rate), np.eye(m)
+        mix = np.block([[(1 + s) / 2 * eye, (1 - s) / 2 * eye], [(1 - s) / 2 * eye, (1 + s) / 2 * eye]])
+        plain, both = eye, np.eye(2 * m)
+        for number in (0, 1):
+            mean = np.zeros((m, m))
+            for leg in Ring().legs(number, m):
+                mean[np.ix_(leg, leg)] = 1 / len(leg)
+            plain = mean @ plain
+            both = np.block([[mean, 0 * eye], [2 * pull * (mean - eye), eye]]) @ mix @ both
+        slowest = [np.sort(np.abs(np.linalg.eigvals(a - np.ones(a.shape) / len(a))))[-1] ** 0.5 for a in (plain, both)]
+        assert slowest == pytest.approx([cos(2 * pi / m), factor], abs=1e-3)
+
+
+def test_pairs_spread_as_the_product_of_their_means_and_send_to_partners_alone() -> None:
+    """The rounds of a route are counted from the end of the warm-up."""
+    for route, warmup_steps in ((FastestPairs(speeds=SPEEDS[:6]), 0), (Neighbours(), 0), (Neighbours(), 1)):
+        models, groups = vectors(6, route=route, warmup_steps=warmup_steps, **{**PURE, "sync_every": 1})
+        for _ in range(warmup_steps):
+            groups.average_gradients()
             groups.step()
-        expected = (np.linalg.matrix_power(both, 10) @ np.vstack([start, start]))[:m]
-        assert torch.allclose(stacked(models), torch.from_numpy(expected), atol=1e-5)
-
-
-def test_groups_exchange_with_partners_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[int, ...]] = []
-    post = InProcessExchange.post
-
-    def noted(self: InProcessExchange, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> Any:
-        if messages[0].numel() != 16:
-            sent.append(tuple(group for group, message in enumerate(messages) if message.numel()))
-        return post(self, messages, sizes)
-
-    monkeypatch.setattr(InProcessExchange, "post", noted)
+        start, product = begin(models, 2).numpy(), np.eye(6)
+        for number in range(9):
+            groups.step()
+            for leg in route.legs(number, 6):
+                product[list(leg)] = product[list(leg)].mean(0)
+            assert torch.allclose(stacked(models), torch.from_numpy(product @ start), atol=1e-5)
+        assert np.abs(product - 1 / 6).max() < 0.2
+    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "mixing": 0.0, "compression": "fp32", **OUTER}
     route = FastestPairs(speeds=SPEEDS[:6])
-    models, groups = vectors(6, overlap_steps=0, mixing=0.0, route=route, **OUTER)
+    _, groups = vectors(6, route=route, **choices)
     for _ in range(12):
         groups.step()
-    legs = [next(leg for leg in route.legs(number, 6) if group in leg) for number in range(3) for group in range(6)]
-    assert sent == legs
-    settings = Settings(sync_every=4, overlap_steps=0, compression="fp32", route=route, **OUTER)
-    method = Streaming(Model.of_size(64, layers=1), settings, Groups(groups=6, step_time=1.0))
+    method = Streaming(Model.of_size(64, layers=1), Settings(route=route, **choices), Hosts(groups=6, step_time=1.0))
     assert method.bytes_per_step * 12 == groups.engines[0].report()["bytes_sent"]
 
 
 def test_digests_are_checked_between_partners() -> None:
-    models, groups = vectors(4, overlap_steps=0, route=RandomPairs(), **OUTER)
-    groups.engines[1].rounds.fragments[0].anchor = torch.ones(64)
+    _, groups = vectors(4, overlap_steps=0, route=RandomPairs(), **OUTER)
+    state = groups.engines[1].state_dict()
+    state["fragments"][0] = {**state["fragments"][0], "anchor": torch.ones(64)}
+    groups.engines[1].load_state_dict(state)
     for _ in range(3):
         groups.step()
     with pytest.raises(AgreementError, match="did not begin from the same outer parameters"):
         groups.step()
 
 
-@pytest.mark.parametrize("at", [2, 5, 9, 10])
-@pytest.mark.parametrize("route", [RandomPairs(), Ring()], ids=["random", "ring"])
-def test_a_run_resumes_bit_for_bit(route: Route, at: int) -> None:
-    outer = {} if isinstance(route, Ring) else OUTER
+ROUTES: tuple[dict[str, Any], ...] = ({"route": RandomPairs(), **OUTER}, {"route": Ring()})
 
-    def run(stop: int | None) -> list[Tensor]:
-        models = [mlp() for _ in range(4)]
-        optimizers = [inner_optimizer("sgd", model) for model in models]
-        groups = SimulatedGroups(models, **CHOICES, **outer, route=route)
-        for step in range(1, 15):
-            for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-                train_step(model, optimizer, group, step)
-            groups.step()
-            if step == stop:
-                states = [engine.state_dict() for engine in groups.engines]
-                groups = SimulatedGroups(models, **CHOICES, **outer, route=route)
-                for engine, state in zip(groups.engines, states, strict=True):
-                    engine.load_state_dict(state)
-        return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
-    assert all(map(torch.equal, run(None), run(at)))
+def test_a_run_resumes_bit_for_bit() -> None:
+    for own in ROUTES:
+        whole, first = (Groups(4, "sgd", **CHOICES, **own) for _ in range(2))
+        whole.until(14)
+        for at in (2, 5, 9, 10):
+            first.until(at)
+            second = first.resumed()
+            second.until(14)
+            for model, expected in zip(second.models, whole.models, strict=True):
+                assert unlike(copied(model.named_parameters()), copied(expected.named_parameters())) == [], (own, at)
 
 
 def test_rounds_start_anew_from_the_mean() -> None:
@@ -294,80 +255,44 @@ def test_a_group_without_finite_values_takes_those_of_its_partner() -> None:
     assert stacked(models)[:, 0].tolist()[0] == stacked(models)[partner, 0] == partner
 
 
-ROUTES = (RandomPairs(), Ring())
-
-
-def in_process(rank: int, world_size: int, folder: str) -> list[Tensor]:
+def in_process(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
     held = []
-    for route in ROUTES:
+    for own in ROUTES:
         model = mlp()
-        engine = StreamingDiLoCo(
-            model, worker_groups=4, **CHOICES, **({} if route == ROUTES[1] else OUTER), route=route
-        )
+        engine = StreamingDiLoCo(model, worker_groups=4, **CHOICES, **own)
         optimizer = inner_optimizer("sgd", model)
         for step in range(1, 14):
-            train_step(model, optimizer, rank // (world_size // 4), step)
+            train_step(model, optimizer, rank, step)
             engine.step()
         engine.save(str(Path(folder) / "state.pt"))
         saved = torch.load(Path(folder) / "state.pt", weights_only=True)["state_dict"]
-        held += [parameter.detach().clone() for parameter in model.parameters()]
+        held.append(copied(model.named_parameters()))
         engine.finish()
-        held += [parameter.detach().clone() for parameter in model.parameters()]
-        assert all(torch.allclose(saved[name], values, atol=1e-6) for name, values in model.named_parameters())
+        held.append(copied(model.named_parameters()))
+        assert all(torch.allclose(saved[name], values, atol=1e-6) for name, values in held[-1].items())
     return held
 
 
-@pytest.mark.timeout(120)
 def test_processes_do_what_the_simulation_does(tmp_path: Path) -> None:
-    expected: list[list[Tensor]] = [[] for _ in range(4)]
-    for route in ROUTES:
-        models = [mlp() for _ in range(4)]
-        optimizers = [inner_optimizer("sgd", model) for model in models]
-        groups = SimulatedGroups(models, **CHOICES, **({} if route == ROUTES[1] else OUTER), route=route)
-        for step in range(1, 14):
-            for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-                train_step(model, optimizer, group, step)
-            groups.step()
-        for of_group, model in zip(expected, models, strict=True):
-            of_group += [parameter.detach().clone() for parameter in model.parameters()]
-        groups.finish()
-        for of_group, model in zip(expected, models, strict=True):
-            of_group += [parameter.detach().clone() for parameter in model.parameters()]
+    expected: list[list[dict[str, Tensor]]] = [[] for _ in range(4)]
+    for own in ROUTES:
+        run = Groups(4, "sgd", **CHOICES, **own)
+        for last in (13, None):
+            run.until(last) if last else run.groups.finish()
+            for of_group, model in zip(expected, run.models, strict=True):
+                of_group.append(copied(model.named_parameters()))
     for held, of_group in zip(run_ranks(in_process, 4, str(tmp_path)), expected, strict=True):
-        assert all(map(torch.equal, held, of_group))
+        assert [unlike(*both) for both in zip(held, of_group, strict=True)] == [[]] * 4
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_four_groups_get_the_fastest_pairs_that_any_could_make(seed: int) -> None:
+def test_four_groups_get_the_fastest_pairs_that_any_could_make() -> None:
     """By trying them all; what is slowest counts first."""
-    drawn = np.random.default_rng(seed).permutation(16).reshape(4, 4) + 1.0
-    speeds = tuple(tuple(float(value) for value in row) for row in np.minimum(drawn, drawn.T))
-
-    def from_the_slowest(pairs: Sequence[Sequence[int]]) -> list[float]:
-        return sorted(speeds[one][other] for one, other in pairs)
-
-    ways = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))]
-    assert from_the_slowest(FastestPairs(speeds=speeds).legs(0, 4)) == max(map(from_the_slowest, ways))
-
-
-@pytest.mark.parametrize("warmup_steps", [0, 1])
-@pytest.mark.parametrize("route", [FastestPairs(speeds=SPEEDS[:6]), Neighbours()], ids=["fastest", "own"])
-def test_pairs_spread_as_the_product_of_their_means(route: Route, warmup_steps: int) -> None:
-    """The rounds of a route are counted from the end of the warm-up."""
-    models, groups = vectors(6, route=route, warmup_steps=warmup_steps, **{**PURE, "sync_every": 1})
-    for _ in range(warmup_steps):
-        groups.average_gradients()
-        groups.step()
-    start = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
-    for model, values in zip(models, start, strict=True):
-        model.values.data.copy_(values)
-    product = np.eye(6)
-    for number in range(9):
-        groups.step()
-        for leg in route.legs(number, 6):
-            product[list(leg)] = product[list(leg)].mean(0)
-        assert torch.allclose(stacked(models), torch.from_numpy(product @ start.double().numpy()), atol=1e-5)
-    assert np.abs(product - 1 / 6).max() < 0.2
+    for seed in range(6):
+        drawn = np.random.default_rng(seed).permutation(16).reshape(4, 4) + 1.0
+        speeds = tuple(tuple(float(value) for value in row) for row in np.minimum(drawn, drawn.T))
+        ways = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2)), FastestPairs(speeds=speeds).legs(0, 4)]
+        *possible, chosen = (sorted(speeds[one][other] for one, other in pairs) for pairs in ways)
+        assert chosen == max(possible)
 
 
 class Halves(Route):
@@ -375,9 +300,8 @@ class Halves(Route):
         return ((0,),)
 
 
-@pytest.mark.parametrize(
-    ("choices", "told"),
-    [
+def test_what_does_not_go_together_is_refused() -> None:
+    for choices, told in (
         ({"route": 3}, "route=3 is no Route"),
         ({"route": Halves()}, "frozen dataclass"),
         ({"exchange": "two_shot"}, "exchange='two_shot' does not go with route"),
@@ -389,17 +313,12 @@ class Halves(Route):
         ({"compression": "sparse"}, "must send each other the same values"),
         ({"route": Ring(), "outer_lr": 0.4}, "momentum takes the place of an outer step"),
         ({"route": FastestPairs(speeds=(1, 2, 3))}, "speeds of 3 groups, and there are 5"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(choices: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        vectors(5, **{"route": RandomPairs(), **choices})
-
-
-@pytest.mark.parametrize("choices", [{"window": 1}, {"speeds": (1.0, 0.0)}, {"speeds": ((1.0, 2.0), (1.0,))}])
-def test_pairs_refuse_what_is_out_of_range(choices: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="window|speeds"):
-        FastestPairs(**choices)
+    ):
+        with pytest.raises(ValueError, match=told):
+            vectors(5, **{"route": RandomPairs(), **choices})
+    for wrong in ({"window": 1}, {"speeds": (1.0, 0.0)}, {"speeds": ((1.0, 2.0), (1.0,))}):
+        with pytest.raises(ValueError, match="window|speeds"):
+            FastestPairs(**wrong)  # type: ignore[arg-type]
 
 
 def test_others_refuse_a_route_by_name() -> None:
@@ -412,7 +331,7 @@ def test_others_refuse_a_route_by_name() -> None:
         vectors(3, route=Ring())
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 4, 7, 16, 33])
+@pytest.mark.parametrize("groups", [1, 2, 3, 7, 16])
 def test_the_pairs_of_a_window_connect_all(groups: int) -> None:
     speeds = tuple(float(1 + (7 * group) % 5) for group in range(groups))
     rows = tuple(tuple(float(1 + (3 * a * a + 3 * b * b + a * b) % 11) for b in range(groups)) for a in range(groups))
@@ -436,7 +355,7 @@ def test_the_clock_knows_unequal_links_and_pairs() -> None:
 
     def ends(route: Route | None, steps: int) -> float:
         settings = Settings(sync_every=10, overlap_steps=0, compression="fp32", route=route, mixing=0.0)
-        groups = Groups(groups=4, step_time=1.0, memory_rate=1e15)
+        groups = Hosts(groups=4, step_time=1.0, memory_rate=1e15)
         method = Streaming(Model.of_size(numel, layers=1), settings, groups)
         return play(method, links[0], steps, [1.0] * 4, links=links)[0].steps[-1]
 

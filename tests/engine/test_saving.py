@@ -44,30 +44,26 @@ def test_the_state_of_another_rank_is_refused_there() -> None:
     assert "register_for_checkpointing" in other
 
 
-def test_what_an_earlier_version_saved_is_refused(tmp_path: Path) -> None:
-    engine = trained(0)
-    state = engine.state_dict()
-    for key in ("rank", "settings"):
-        with pytest.raises(ValueError, match="of an earlier version, which this one does not read"):
-            trained(0, 0).load_state_dict({name: value for name, value in state.items() if name != key})
-    path = tmp_path / "a.ckpt"
-    engine.save(path)
+def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now_is_refused(tmp_path: Path) -> None:
+    path, engine = tmp_path / "a.ckpt", trained(0)
+    for _ in range(2):
+        engine.save(path)
+    assert len(list((tmp_path / "a.ckpt.sdiloco").iterdir())) == 1
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.ckpt", "a.ckpt.sdiloco"]
     content = torch.load(path, weights_only=True)
+    assert content["state_dict"].keys() == dict(mlp().named_parameters()).keys()
+    with pytest.raises(ValueError, match="holds the state of 1 inner optimizers, and there are 0"):
+        StreamingDiLoCo(mlp(), **CHOICES).load(path)
     content["streaming_diloco"]["format"] = 1
     torch.save(content, path)
     with pytest.raises(ValueError, match="written in format 1 .* this version reads format 2 alone"):
         trained(0, 0).load(path)
-
-
-def test_a_second_save_replaces_the_first(tmp_path: Path) -> None:
-    engine = trained(0)
-    for _ in range(2):
-        engine.save(tmp_path / "a.ckpt")
-    assert len(list((tmp_path / "a.ckpt.sdiloco").iterdir())) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt", "a.ckpt.sdiloco"]
-    assert (
-        torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"].keys() == dict(mlp().named_parameters()).keys()
-    )
+    state = engine.state_dict()
+    for key in ("rank", "settings"):
+        with pytest.raises(ValueError, match="of an earlier version, which this one does not read"):
+            trained(0, 0).load_state_dict({name: value for name, value in state.items() if name != key})
+    with pytest.raises(ValueError, match="simulated in one"):
+        SimulatedGroups([mlp(), mlp()], **CHOICES).engines[1].save(path)
 
 
 def test_what_cannot_go_on_is_refused_on_all_ranks(tmp_path: Path) -> None:
@@ -99,18 +95,6 @@ def test_what_cannot_go_on_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert "There is no checkpoint" in missing
     assert "rank_00001.pt" in broken
     assert "is not what was saved" in broken
-
-
-def test_optimizers_that_were_not_saved_are_refused(tmp_path: Path) -> None:
-    trained(0).save(tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match="holds the state of 1 inner optimizers, and there are 0"):
-        StreamingDiLoCo(mlp(), **CHOICES).load(tmp_path / "a.ckpt")
-
-
-def test_simulated_groups_are_told_how_to_save(tmp_path: Path) -> None:
-    groups = SimulatedGroups([mlp(), mlp()], **CHOICES)
-    with pytest.raises(ValueError, match="simulated in one"):
-        groups.engines[1].save(tmp_path / "a.ckpt")
 
 
 def test_a_device_that_nobody_uses_is_not_asked_for_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

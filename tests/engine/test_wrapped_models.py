@@ -20,43 +20,32 @@ def names_of(engine: StreamingDiLoCo) -> list[str]:
 
 
 def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank() -> None:
-    def construct(rank: int, world_size: int) -> list[str]:
+    """A wrapper over the ranks of the group is taken off, and one over fewer is refused."""
+
+    def construct(rank: int, world_size: int) -> tuple[list[str], list[str]]:
         part = nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3))
         texts = []
         for model in (DistributedDataParallel(mlp()), torch.compile(DistributedDataParallel(mlp())), part):
             with pytest.raises(ValueError, match="DistributedDataParallel") as caught:
                 StreamingDiLoCo(model, worker_groups=2)
             texts.append(str(caught.value))
-        return texts
+        groups = WorkerGroups(2)
+        assert groups.topology.ranks == range(2 * groups.group_index, 2 * groups.group_index + 2)
+        model = DistributedDataParallel(mlp(rank), process_group=groups.process_group)
+        with pytest.raises(ValueError, match="over ranks . and ., and the worker group of this rank is ranks 0, 1,"):
+            StreamingDiLoCo(model, worker_groups=1)
+        engine = StreamingDiLoCo(model, worker_groups=groups)
+        assert engine.topology is groups.topology
+        return texts, names_of(engine)
 
-    for rank, texts in enumerate(run_ranks(construct, 4)):
+    for rank, (texts, names) in enumerate(run_ranks(construct, 4)):
         whole, compiled, part = texts
         own = "2 and 3" if rank > 1 else "0 and 1"
         assert f"over ranks 0, 1, 2 and 3, and the worker group of this rank is ranks {own}" in whole
         assert "process_group=WorkerGroups(2).process_group" in whole
         assert compiled == whole
         assert part.startswith("The module '0' of the model")
-
-
-def test_a_wrapper_over_the_ranks_of_the_group_is_taken_off() -> None:
-    def construct(rank: int, world_size: int) -> list[str]:
-        groups = WorkerGroups(2)
-        assert groups.topology.ranks == range(2 * groups.group_index, 2 * groups.group_index + 2)
-        model = DistributedDataParallel(mlp(rank), process_group=groups.process_group)
-        engine = StreamingDiLoCo(model, worker_groups=groups)
-        assert engine.topology is groups.topology
-        return names_of(engine)
-
-    assert run_ranks(construct, 4) == [NAMES] * 4
-
-
-def test_a_wrapper_over_fewer_ranks_than_the_group_is_refused() -> None:
-    def construct(rank: int, world_size: int) -> None:
-        alone = WorkerGroups(2)
-        with pytest.raises(ValueError, match=f"over rank {rank}, and the worker group of this rank is ranks 0 and 1"):
-            StreamingDiLoCo(DistributedDataParallel(mlp(), process_group=alone.process_group), worker_groups=1)
-
-    run_ranks(construct, 2)
+        assert names == NAMES
 
 
 def test_what_fabric_wraps_has_the_names_that_the_user_gave() -> None:
@@ -64,15 +53,9 @@ def test_what_fabric_wraps_has_the_names_that_the_user_gave() -> None:
     plain, compiled = fabric.setup(mlp()), fabric.setup(torch.compile(mlp()))
     assert next(iter(dict(plain.named_parameters()))).startswith("_forward_module.")
     assert names_of(StreamingDiLoCo(plain)) == names_of(StreamingDiLoCo(compiled)) == NAMES
-
-
-def test_what_a_user_calls_module_keeps_its_name() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = mlp()
-
-    assert names_of(StreamingDiLoCo(Model())) == [f"module.{name}" for name in NAMES]
+    model = nn.Module()
+    model.module = mlp()
+    assert names_of(StreamingDiLoCo(model)) == [f"module.{name}" for name in NAMES], "it is the user's name"
 
 
 def test_parameters_that_are_sharded_over_all_groups_are_refused() -> None:

@@ -1,0 +1,286 @@
+"""The outer step is that of torch, for any optimizer and any schedule, with one learning rate for a round."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from lightning_sdiloco import Landing, OuterOptimizer, StreamingDiLoCo
+from tests.bits import BIG, same_bits
+from tests.engine.groups import Groups, outer_state
+from tests.ranks import run_ranks
+from tests.training import LAYERS, mlp
+
+Schedule = Callable[[Optimizer], LRScheduler]
+
+
+def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
+    """Up for three rounds, then down for ten."""
+    parts = [LinearLR(optimizer, 0.25, total_iters=3), CosineAnnealingLR(optimizer, T_max=10)]
+    return SequentialLR(optimizer, parts, milestones=[3])
+
+
+SCHEDULES: dict[str, Schedule | None] = {
+    "none": None,
+    "cosine": partial(CosineAnnealingLR, T_max=5),
+    "warm-up": partial(LinearLR, start_factor=0.1, total_iters=4),
+    "both": warm_up_and_cosine,
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda number: 0.5**number),
+    "exponential": partial(ExponentialLR, gamma=0.8),
+    "restarts": partial(CosineAnnealingWarmRestarts, T_0=3),
+    "one cycle": partial(OneCycleLR, max_lr=0.7, total_steps=20),
+}
+NESTEROV = partial(SGD, lr=0.4, momentum=0.9, nesterov=True)
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "nesterov": NESTEROV,
+    "adamw": partial(torch.optim.AdamW, lr=0.3),
+    "adam with a tensor": lambda shards: torch.optim.Adam(shards, lr=torch.tensor(0.3)),
+}
+
+
+class Two(nn.Module):
+    """Two vectors, each a fragment of its own."""
+
+    def __init__(self, *values: Tensor) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Parameter(own.clone()) for own in values)
+
+
+class Stepped:
+    """An engine that makes an outer step of both fragments in every inner step, on gradients of one's own."""
+
+    def __init__(self, *values: Tensor, **choices: Any) -> None:
+        self.model, self.values = Two(*values), list(values)
+        always: dict[str, Any] = {"sync_every": 1, "overlap_steps": 0, "mixing": 0.0, "compression": "fp32"}
+        self.engine = StreamingDiLoCo(self.model, fragments=[["one"], ["two"]], **always, **choices)
+
+    @torch.no_grad()
+    def step(self, *moves: Tensor) -> tuple[list[Tensor], list[Landing]]:
+        """Moves the parameters; returns the outer gradients, as they are after rounding, and what landed."""
+        for parameter, move in zip(self.model.parameters(), moves, strict=True):
+            parameter.sub_(move)
+        gradients = [old - own for old, own in zip(self.values, self.model.parameters(), strict=True)]
+        landed = self.engine.step()
+        self.values = [own.detach().clone() for own in self.model.parameters()]
+        return gradients, landed
+
+
+def drawn(numel: int, seed: int) -> Tensor:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    # Subnormal and large ones too, and of a size that no vector of a processor divides.
+    values[:5] = torch.tensor([0.0, 1e-45, -1e-39, BIG / 1e9, -BIG / 1e9])
+    return values
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_outer_step_is_that_of_torch_with_the_same_schedule(name: str) -> None:
+    make = OPTIMIZERS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for scheduled, schedule in SCHEDULES.items():
+            # The long one is stepped in stretches.
+            numels = (37, 140_003) if schedule is None else (37, 7)
+            outer = Stepped(*map(drawn, numels, (0, 1)), outer_optimizer=OuterOptimizer(make, lr_schedule=schedule))
+            parameters = [nn.Parameter(values.clone()) for values in outer.values]
+            optimizers = [make([parameter]) for parameter in parameters]
+            schedulers = [schedule(own) for own in optimizers] if schedule else []
+            for number in range(9):
+                rates = [float(own.param_groups[0]["lr"]) for own in optimizers]
+                gradients, landed = outer.step(*(drawn(numel, 10 + number) for numel in numels))
+                assert [landing.outer_lr for landing in landed] == rates, scheduled
+                for parameter, gradient, own in zip(parameters, gradients, optimizers, strict=True):
+                    parameter.grad = gradient
+                    own.step()
+                for own in schedulers:
+                    own.step()
+                assert all(map(same_bits, outer.values, (own.detach() for own in parameters))), (scheduled, number)
+
+
+def test_the_default_has_the_bits_of_the_same_one_made_by_the_user() -> None:
+    values, moves = [drawn(140_003, 0), drawn(33, 1)], [(drawn(140_003, 2 + at), drawn(33, 8 + at)) for at in range(5)]
+    own = Stepped(*values, outer_lr=0.7, outer_momentum=0.9)
+    users = Stepped(*values, outer_optimizer=partial(SGD, lr=0.7, momentum=0.9, nesterov=True))
+    for move in moves:
+        own.step(*move)
+        users.step(*move)
+        assert all(map(same_bits, own.values, users.values))
+    for one, other in zip(outer_state(own.engine), outer_state(users.engine), strict=True):
+        assert same_bits(one["state"]["momentum_buffer"], other["state"]["momentum_buffer"])
+
+
+class Scaled(SGD):
+    """Keeps something in an attribute, and counts there."""
+
+    def __init__(self, shards: Any, scale: float) -> None:
+        super().__init__(shards, lr=1.0, momentum=0.5)
+        self.scale, self.steps = scale, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * self.scale * self.steps
+        super().step()
+
+
+def test_hooks_and_attributes_of_the_users_optimizer_take_part_in_every_step_and_fragments_do_not_mix() -> None:
+    """torch's copies of an optimizer have neither, so it must not be copied; and checkpoints do not hold them."""
+    made, hooked = [], []
+
+    def make(shards: Any) -> Optimizer:
+        made.append(Scaled(shards, scale=0.25))
+        made[-1].register_step_post_hook(lambda optimizer, *given: hooked.append(optimizer))
+        return made[-1]
+
+    outer, ones = Stepped(torch.zeros(3), torch.zeros(3), outer_optimizer=make), torch.ones(3)
+    calls, hooked[:] = len(made), []
+    before = outer_state(outer.engine)
+    for expected in (-0.25, -0.25 - 0.25 - 0.125):
+        outer.step(ones, ones)
+        assert [values.tolist() for values in outer.values] == [[expected] * 3] * 2
+    assert [own["outer"].tolist() for own in before] == [[0.0] * 3] * 2, "a step works on copies"
+    assert {id(optimizer) for optimizer in hooked} == {id(made[-1])}
+    assert len(made) == calls, "the factory is called at the start only"
+
+
+def test_fragments_may_have_rates_of_their_own() -> None:
+    def apart(shards: Any) -> Optimizer:
+        return SGD([{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)], lr=1.0)
+
+    schedule = partial(StepLR, step_size=1, gamma=0.5)
+    outer = Stepped(torch.zeros(3), torch.zeros(3), outer_optimizer=OuterOptimizer(apart, lr_schedule=schedule))
+    rates = [[landing.outer_lr for landing in outer.step(torch.ones(3), torch.ones(3))[1]] for _ in range(3)]
+    assert rates == [[0.1, 0.2], [0.05, 0.1], [0.025, 0.05]]
+
+
+def groups(schedule: Schedule | None, overlap_steps: int) -> Groups:
+    choices = {"fragments": LAYERS, "compression": "fp32", "outer_lr": 0.4, "sync_every": 8}
+    return Groups(
+        2, "sgd", **choices, overlap_steps=overlap_steps, outer_optimizer=OuterOptimizer(lr_schedule=schedule)
+    )
+
+
+def test_all_fragments_of_a_round_see_the_same_rate() -> None:
+    schedule = partial(LinearLR, start_factor=0.25, total_iters=3)
+    expected = [0.1, pytest.approx(0.2), pytest.approx(0.3), 0.4, 0.4, 0.4]
+    for overlap_steps in (0, 7):
+        run = groups(schedule, overlap_steps=overlap_steps)
+        run.until(48)
+        for fragment in range(4):
+            rates = [landing.outer_lr for landing in run.landings if landing.fragment == fragment]
+            assert rates == expected[: len(rates)]
+            assert len(rates) >= 4
+    assert len({landing.outer_lr for landing in run.landings[1:8]}) == 2, "fragments of two rounds were in flight"
+
+
+def test_the_final_exchange_has_no_rate_and_the_state_holds_the_rounds_of_every_fragment() -> None:
+    run = groups(partial(LambdaLR, lr_lambda=lambda number: 0.0), overlap_steps=1)
+    run.until(11)
+    assert [landing.outer_lr for landing in run.landings] == [0.0, 0.0]
+    local = [dict(model.named_parameters()) for model in run.models]
+    mean = {name: (values + local[1][name]).detach() / 2 for name, values in local[0].items()}
+    run.groups.finish()
+    for name, values in run.groups.outer_state_dict().items():
+        torch.testing.assert_close(values, mean[name])
+    run = groups(SCHEDULES["both"], overlap_steps=3)
+    run.until(20)
+    state = run.engines[0].state_dict()
+    # Fragment 0 launched at 8 and 16, the others at 10, 12, 14 and 18, 20; those from 18 on are in flight.
+    assert [fragment["rounds"] for fragment in state["fragments"]] == [2, 1, 1, 1]
+    assert [flight["fragment"] for flight in state["flights"]] == [1, 2]
+
+
+# What cannot be a schedule
+
+
+class Halving(StepLR):
+    """Needs to be told something at every step."""
+
+    def step(self, loss: float | None = None) -> None:  # type: ignore[override]
+        if loss is None and self._step_count:
+            raise TypeError("tell the loss")
+        super().step()
+
+
+def of_another(optimizer: Optimizer) -> LRScheduler:
+    return StepLR(SGD([torch.zeros(1)], lr=0.1), 3)
+
+
+def failing(optimizer: Optimizer) -> LRScheduler:
+    raise KeyError("rounds")
+
+
+def times(factor: float) -> Schedule:
+    return lambda optimizer: LambdaLR(optimizer, lambda number: factor)
+
+
+def test_what_is_no_schedule_is_refused() -> None:
+    for schedule, parts in (
+        (ReduceLROnPlateau, ("made a ReduceLROnPlateau, which needs a metric",)),
+        (
+            partial(Halving, step_size=3),
+            ("made a Halving, which cannot be stepped by the count of rounds alone: tell",),
+        ),
+        (lambda optimizer: 0.5, ("made a float, which is no torch.optim.lr_scheduler.LRScheduler",)),
+        (of_another, ("made a StepLR, which schedules another optimizer",)),
+        (CosineAnnealingLR, ("could not make a scheduler", "T_max", "functools.partial")),
+        (failing, ("could not make a scheduler of the outer optimizer: 'rounds'",)),
+    ):
+        with pytest.raises(ValueError, match="^outer_optimizer.lr_schedule ") as caught:
+            StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(lr_schedule=schedule))  # type: ignore[arg-type]
+        assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+    # One that ends before the training.
+    run = groups(partial(OneCycleLR, max_lr=0.7, total_steps=3), overlap_steps=3)
+    with pytest.raises(ValueError, match=r"no rate for round 4, counted from 0: .* as many rounds as the training has"):
+        run.until(48)
+
+
+def test_schedules_that_differ_between_ranks_or_from_those_of_a_checkpoint_are_refused() -> None:
+    differing: list[tuple[list[Schedule | None], str]] = [
+        ([None, partial(StepLR, step_size=3)], "lr_schedule is None on rank 0"),
+        ([partial(StepLR, step_size=3), partial(StepLR, step_size=2)], "lr_schedule is StepLR (0.4, 0.4, 0.4, "),
+        ([partial(StepLR, step_size=300), partial(StepLR, step_size=301)], "lr_schedule is StepLR (0.4, 0.4, "),
+        ([times(0.5), times(0.25)], "lr_schedule is LambdaLR (0.2, 0.2, 0.2, 0.2, ...; 1000 rounds: "),
+    ]
+    at_different_addresses = [times(0.5), times(0.5)]
+
+    def refusals(rank: int, world_size: int) -> list[str]:
+        texts = []
+        for schedules, _ in differing:
+            with pytest.raises(ValueError) as caught:  # noqa: PT011  all of it is read below
+                StreamingDiLoCo(mlp(), outer_lr=0.4, outer_optimizer=OuterOptimizer(lr_schedule=schedules[rank]))
+            texts.append(str(caught.value))
+        StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(lr_schedule=at_different_addresses[rank]))
+        return texts
+
+    for texts in run_ranks(refusals, 2):
+        for text, (_, told) in zip(texts, differing, strict=True):
+            assert "The settings of the strategy differ between ranks: " in text
+            assert f"outer_optimizer.{told}" in text
+
+    def engine(schedule: Schedule | None) -> StreamingDiLoCo:
+        return StreamingDiLoCo(mlp(), fragments=LAYERS, outer_optimizer=OuterOptimizer(lr_schedule=schedule))
+
+    state = engine(partial(CosineAnnealingLR, T_max=50)).state_dict()
+    engine(partial(CosineAnnealingLR, T_max=50)).load_state_dict(state)
+    for other in (partial(CosineAnnealingLR, T_max=60), None):
+        with pytest.raises(ValueError, match="another outer_optimizer.lr_schedule: it was CosineAnnealingLR"):
+            engine(other).load_state_dict(state)
