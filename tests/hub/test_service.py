@@ -1,5 +1,6 @@
 """The hub with its rules and scripted sites, over gRPC and in this process: founding, deaths, returns, refusals."""
 
+import json
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from lightning_sdiloco.errors import ExchangeError, Refused
 from lightning_sdiloco.federation import (
+    Contribution,
     Denied,
     Follower,
     HubConnection,
@@ -148,15 +150,28 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(
     ):
         with pytest.raises(Refused, match=told):
             say()
-    for other, told in (
+    # Nor what another one says: its hello, its sign of life, its contribution.
+    other, posing = world.sites["a"].follower, world.client("c")
+    hello, beat = (json.loads(said.to_bytes()) for said in (other.hello(RUN), other.beat()))
+    own = json.loads(Follower(TERMS, charter().key, "c", posing.life).hello(RUN).to_bytes())
+    sent = Contribution(0, 1, "a", other.life, charter().key, 4, 1, (Payload(key_of(b"bytes"), 5),))
+    for pose in (
+        lambda: next(posing.events(lambda: {"hello": hello})),
+        lambda: posing.call("hello", {"hello": hello}),
+        lambda: list(posing.events(lambda: {"hello": own}, lambda: {"beat": beat})),
+        lambda: posing.call("contribute", {}, sent.to_bytes()),
+    ):
+        with pytest.raises(Refused, match="site 'c' speaks for itself"):
+            pose()
+    for changed, told in (
         ({"compression": "'fp4'"}, "settings.compression is 'fp4' here and 'none' there"),
         ({"seed": "3"}, "settings.seed is 3 here and missing there"),
     ):
         connection = world.connect("b")
         with pytest.raises(ValueError, match="compression|seed"):
-            connection.agree(charter(**other)).require_same(charter(**other))
+            connection.agree(charter(**changed)).require_same(charter(**changed))
         # One that says hello all the same.
-        connection.hello(Follower(TERMS, charter(**other).key, "b", connection.life))
+        connection.hello(Follower(TERMS, charter(**changed).key, "b", connection.life))
         assert connection.wait(20)
         with pytest.raises(Refused, match=told):
             connection.events()
