@@ -239,7 +239,7 @@ class _Buffers:
 def page_locked(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns an uninitialised tensor on the host, which a device can reach by itself."""
     if device.type == "cpu":
-        return new_vector(prod(shape), device, dtype).view(*shape)
+        return new_vector(prod(shape), device, dtype).view(tuple(shape))
     # torch keeps what is freed for the next tensor of that size: locking pages takes longer than a copy.
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
