@@ -174,6 +174,7 @@ def test_a_control_vector_carries_the_weight_and_a_group_trained_when_all_its_ra
     assert Control.unpacked(control.packed()) == control
     assert Control.merged([said(weight=7), said(weight=9)]).weight == 16
     assert Control.merged([said(weight=7), said(weight=0)]).weight == 0
+    assert not Control.merged([said(), said(finite=False)]).finite
 
 
 # Simulated groups whose parameters are moved by hand

@@ -121,6 +121,14 @@ def test_what_several_fragments_tell_of_and_twice_with_a_recovery_is_no_error() 
         assert run.is_finite()
 
 
+def test_a_group_whose_norm_overflows_counts_where_all_its_values_are_finite() -> None:
+    run = Run(**ONE, compression="fp32", mixing=0.0)
+    run.until(3)
+    (landing,) = run.step(then=lambda models: [parameter.fill_(1e38) for parameter in models[1].parameters()])
+    assert landing.left_out == ()
+    assert min(float(values.abs().max()) for values in run.groups.outer_state_dict().values()) > 1e37
+
+
 def test_all_groups_not_finite_is_an_error_that_names_them() -> None:
     run = Run(**ONE)
     run.until(3)

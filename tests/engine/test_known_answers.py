@@ -124,6 +124,12 @@ def test_a_landing_keeps_the_share_of_the_local_values_whatever_their_dtype() ->
         assert [model.weight.tolist() for model in models] == [[5.5] * 3, [6.5] * 3]
         assert [model.buffer_0.item() for model in models] == [5.5, 6.5]
 
+    def write_exactly(model: Any, group: int) -> None:
+        model.weight.fill_((4.0, 8.0)[group] + 2**-40)
+
+    models, _ = played(1, 1, torch.no_grad()(write_exactly), lambda: Counted(1, torch.float64), **choices)
+    assert models[0].weight.tolist() == [5.5 + 2**-42] * 3, "the own share is not rounded to float32"
+
 
 def test_within_the_warmup_the_outer_model_is_the_local_one_and_who_finishes_leaves_the_mean_in_float32() -> None:
     model = nn.Sequential(*mlp(), nn.BatchNorm1d(3))
