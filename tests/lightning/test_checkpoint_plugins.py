@@ -106,7 +106,7 @@ class Fail(pl.Callback):  # type: ignore[misc, name-defined]
             raise ArithmeticError("the user's own")
 
 
-@pytest.mark.parametrize(("world_size", "failing", "save_last"), [(2, 0, True), (2, 1, "link"), (4, 3, True)])
+@pytest.mark.parametrize(("world_size", "failing", "save_last"), [(2, 1, "link"), (4, 3, True)])
 def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(
     world_size: int, failing: int, save_last: Any, tmp_path: Path
 ) -> None:
@@ -235,8 +235,7 @@ def test_every_file_that_is_written_late_can_be_resumed(tmp_path: Path, uninterr
     for name in names:
         assert_whole(tmp_path / name)
         assert len(saves_of(tmp_path / name)) == 1
-    for step in (5, 13):
-        assert_continues(tmp_path / f"step={step}.ckpt", uninterrupted)
+    assert_continues(tmp_path / "step=13.ckpt", uninterrupted)
 
 
 def test_an_older_folder_stays_until_the_file_of_a_later_save_stands(tmp_path: Path, uninterrupted: Any) -> None:
@@ -283,7 +282,6 @@ def test_an_older_folder_stays_until_the_file_of_a_later_save_stands(tmp_path: P
     for one, other in zip(run_processes(run, 2, False), uninterrupted, strict=True):
         assert_same(one["outer"], other["outer"])
     assert torch.load(path, weights_only=True)["global_step"] == 12
-    assert_continues(path, uninterrupted)
     # Killed with two saves waiting: the file that stands there still has its folder, and the next save tidies up.
     run_processes(run, 2, True, expect_failure=True)
     assert torch.load(path, weights_only=True)["global_step"] == 10
@@ -299,13 +297,14 @@ def test_an_older_folder_stays_until_the_file_of_a_later_save_stands(tmp_path: P
 
 
 def test_a_checkpoint_that_is_removed_before_its_turn_is_not_written(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> None:
+    def run(rank: int, world_size: int) -> bool:
         io = Gated()
         keep = saving(tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
         scenes = Scenes(after_2=lambda trainer: io.gate.clear(), after_6=lambda trainer: io.gate.set())
         run_fit(rank, world_size, 8, [scenes, keep], plugins=[AsyncCheckpointIO(io)])
+        return "save_checkpoint" not in vars(io) and (io.written > 0) == (rank == 0)
 
-    run_processes(run, 2)
+    assert run_processes(run, 2) == [True, True], "the plugin is given back as it was"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=8.ckpt", "step=8.ckpt.sdiloco"]
     assert_whole(tmp_path / "step=8.ckpt")
 
@@ -317,16 +316,6 @@ def test_writing_does_not_disturb_a_thread_that_is_in_a_transaction(tmp_path: Pa
         files.write_rank(str(tmp_path / "a.ckpt"), "save", 0, {"ours": 1})
         assert (tmp_path / "a.ckpt.sdiloco/save/rank_00000.pt").exists()
     assert (tmp_path / "theirs").read_bytes() == b"theirs"
-
-
-def test_the_plugin_is_given_back_as_it_was(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> bool:
-        io = Gated()
-        scenes = Scenes(after_3=lambda trainer: trainer.save_checkpoint(tmp_path / "a.ckpt"))
-        run_fit(rank, world_size, 5, [scenes], plugins=[AsyncCheckpointIO(io)])
-        return "save_checkpoint" not in vars(io) and io.written == (rank == 0)
-
-    assert run_processes(run, 2) == [True, True]
 
 
 # Other writers
@@ -345,18 +334,16 @@ class Boxed(pl.plugins.CheckpointIO):  # type: ignore[misc, name-defined]
         Path(path).unlink()
 
 
-@pytest.mark.parametrize("through", ["plugins", "checkpoint_io"])
-def test_a_checkpoint_io_of_the_user(through: str, tmp_path: Path, uninterrupted: Any) -> None:
-    def given() -> dict[str, Any]:
-        return {"plugins": [Boxed()]} if through == "plugins" else {"choices": {**CHOICES, "checkpoint_io": Boxed()}}
+def test_a_checkpoint_io_of_the_user(tmp_path: Path, uninterrupted: Any) -> None:
+    """Given to the Trainer, and to the strategy."""
 
     def run(rank: int, world_size: int) -> Any:
         keep = saving(tmp_path, every_n_train_steps=11, save_top_k=1, monitor="step", mode="max")
-        return run_fit(rank, world_size, STEPS, [keep], **given())
+        return run_fit(rank, world_size, STEPS, [keep], plugins=[Boxed()])
 
     run_processes(run, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=22.ckpt", "step=22.ckpt.sdiloco"]
-    assert_continues(tmp_path / "step=22.ckpt", uninterrupted, **given())
+    assert_continues(tmp_path / "step=22.ckpt", uninterrupted, choices={**CHOICES, "checkpoint_io": Boxed()})
 
 
 class Elsewhere(LocalFileSystem):
@@ -398,7 +385,7 @@ def test_checkpoints_on_another_file_system(late: bool, tmp_path: Path, uninterr
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(stands + [f"{n}.sdiloco" for n in stands])
     for name in ("a/last.ckpt", "a/step=24.ckpt", "b/only.ckpt"):
         assert len(saves_of(tmp_path / name)) == 1
-        assert_continues(f"elsewhere://{name}", uninterrupted)
+    assert_continues("elsewhere://a/last.ckpt" if late else "elsewhere://b/only.ckpt", uninterrupted)
 
 
 def test_a_file_takes_its_place_in_one_step_wherever_temporary_files_lie(tmp_path: Path) -> None:
@@ -453,8 +440,7 @@ def test_a_copy_as_the_last_checkpoint_has_a_folder_of_its_own(tmp_path: Path, u
         assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
         folders = [f"{name}.sdiloco" for name in stands if save_last is True or name != "last.ckpt"]
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted(stands + folders)
-        for name in stands[:2] if save_last is True else stands[:1]:
-            assert_continues(tmp_path / name, uninterrupted)
+        assert_continues(tmp_path / "last.ckpt", uninterrupted)
 
 
 def test_saving_over_a_link_leaves_the_checkpoint_that_it_pointed_to(tmp_path: Path, uninterrupted: Any) -> None:
@@ -583,11 +569,8 @@ def test_state_dict_has_the_dtypes_of_the_parameters_and_resuming_the_float32_va
     assert_continues(path, expected, make=half, precision="bf16-true")
 
 
-@pytest.mark.parametrize("ddp_kwargs", [{"find_unused_parameters": True}, {"bucket_cap_mb": 0.0005}])
-def test_a_group_of_three_ranks_resumes_to_the_same_bits_whatever_ddp_does(
-    ddp_kwargs: dict[str, Any], tmp_path: Path
-) -> None:
-    choices = {**CHOICES, "ddp_kwargs": ddp_kwargs}
+def test_a_group_of_three_ranks_resumes_to_the_same_bits_whatever_ddp_does(tmp_path: Path) -> None:
+    choices = {**CHOICES, "ddp_kwargs": {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}}
 
     def run(rank: int, world_size: int) -> Any:
         return run_fit(rank, world_size, STEPS, [saving(tmp_path, every_n_train_steps=11)], groups=1, choices=choices)
@@ -653,7 +636,7 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(late: bool
         run_fit(rank, world_size, 1000, [Scenes(after_9=arm), Overwrite(), keep], choices=choices, plugins=plugins)
 
     moments = random.Random(0)
-    for attempt in range(4):
+    for attempt in range(2):
         run_processes(run, 2, attempt % 2, moments.uniform(0.0, 0.15), expect_failure=True)
         step = torch.load(tmp_path / "only.ckpt", weights_only=True)["global_step"]
         assert step >= 7
