@@ -185,23 +185,16 @@ def fit(
     return {"trace": model.trace, "outer": strategy.outer_state_dict(), "report": strategy.report()}
 
 
-# 7: two fragments in flight.
 @needs_muon
-@pytest.mark.parametrize(("world_size", "is_sharded", "steps"), [(2, False, (4,)), (4, True, (7,))])
-def test_a_fit_resumed_from_any_step_gives_the_same_bits(
-    world_size: int, is_sharded: bool, steps: tuple[int, ...], tmp_path: Path
-) -> None:
-    plain = run_processes(fit, world_size, is_sharded, tmp_path, None, timeout=180.0)
+def test_a_fit_resumed_gives_the_same_bits(tmp_path: Path) -> None:
+    plain = run_processes(fit, 2, False, tmp_path, None)
     assert plain[0]["report"]["landings"] > 4, "fragments were exchanged"
     assert same(list(plain[0]["outer"].values()), list(plain[1]["outer"].values()))
-    for step in steps:
-        path = tmp_path / f"step={step}.ckpt"
-        resumed = run_processes(fit, world_size, is_sharded, None, path, timeout=180.0)
-        for one, other in zip(resumed, plain, strict=True):
-            assert sorted(one["trace"]) == list(range(step, STEPS))
-            for at, values in one["trace"].items():
-                assert values.keys() == other["trace"][at].keys()
-                assert all(torch.equal(value, other["trace"][at][name]) for name, value in values.items())
+    for one, other in zip(run_processes(fit, 2, False, None, tmp_path / "step=4.ckpt"), plain, strict=True):
+        assert sorted(one["trace"]) == list(range(4, STEPS))
+        for at, values in one["trace"].items():
+            assert values.keys() == other["trace"][at].keys()
+            assert all(torch.equal(value, other["trace"][at][name]) for name, value in values.items())
 
 
 @needs_muon

@@ -252,64 +252,6 @@ def test_every_rank_sees_its_own_share_of_the_data() -> None:
     assert sorted(sum(ranks, [])) == list(range(48))
 
 
-def two_optimizers(distribution: str, inner: str, seed: int) -> Any:
-    base = type(fits.module(distribution, inner, seed))
-
-    class Manual(base):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-            for optimizer in self.optimizers():
-                self.toggle_optimizer(optimizer)
-                optimizer.zero_grad()
-                self.manual_backward(super().training_step(parts, index))
-                optimizer.step()
-                self.untoggle_optimizer(optimizer)
-
-        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-            return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
-
-    return Manual()
-
-
-@pytest.mark.parametrize(
-    ("make", "trainer_choices", "steps", "inner_steps"),
-    [
-        (fits.module, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 6, 6),
-        (two_optimizers, {}, 20, 10),
-        (fits.module, {"precision": "bf16-true", "accumulate_grad_batches": 3}, 7, 7),
-        (fits.module, {"precision": "64-true"}, 9, 9),
-    ],
-)
-def test_inner_steps_are_batches_in_which_an_optimizer_stepped(
-    make: Any, trainer_choices: dict[str, Any], steps: int, inner_steps: int
-) -> None:
-    def run(rank: int, world_size: int) -> Any:
-        def cast(distribution: str, inner: str, seed: int) -> Any:
-            base = type(make(distribution, inner, seed))
-            dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(trainer_choices.get("precision", ""))
-
-            class Cast(base):  # type: ignore[misc, valid-type]
-                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Any:
-                    return super().training_step(tuple(part.to(dtype) for part in parts), index)
-
-            return Cast()
-
-        # Each of two optimizers trains layers of its own, which DDP wants to know.
-        choices = {**SHORT, "ddp_kwargs": {"find_unused_parameters": make is two_optimizers}}
-        return fit(rank, world_size, 2, steps, choices, trainer_choices=trainer_choices, make=cast)
-
-    one, other = run_processes(run, 2)
-    assert one["report"]["inner_steps"] == inner_steps
-    for name, values in one["outer"].items():
-        assert values.dtype == torch.float32
-        assert torch.equal(values, other["outer"][name])
-        assert torch.equal(one["model"][name], other["model"][name])
-        assert torch.equal(values.to(one["model"][name].dtype), one["model"][name])
-
-
 def test_a_step_that_a_scaler_skips_counts() -> None:
     def run(rank: int, world_size: int) -> dict[str, float]:
         def overflowing(distribution: str, inner: str, seed: int) -> Any:
@@ -405,40 +347,6 @@ def test_a_second_fit_starts_where_the_first_ended_and_counts_anew() -> None:
     (first, second, outer), (_, _, other) = run_processes(run, 2)
     assert (first, second) == (9, 5)
     assert all(torch.equal(values, other[name]) for name, values in outer.items())
-
-
-def test_early_stopping_finishes_too() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        class Stop(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
-            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-                trainer.should_stop = trainer.global_step == 11
-
-        trained = fit(rank, world_size, 2, 1000, SHORT, trainer_choices={"callbacks": [Stop()]})
-        return trained["outer"], trained["model"], trained["report"]
-
-    one, other = run_processes(run, 2)
-    assert one[2]["inner_steps"] == 11
-    assert one[2]["launches"] == one[2]["landings"]
-    for name, values in one[0].items():
-        assert torch.equal(values, one[1][name])
-        assert torch.equal(values, other[1][name])
-
-
-def test_tied_and_frozen_parameters() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        def tied(distribution: str, inner: str, seed: int) -> Any:
-            torch.manual_seed(seed)
-            net = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-            net[2].weight = net[1].weight
-            net[0].bias.requires_grad_(False)
-            return fits.module(distribution, inner, seed, net)
-
-        return fit(rank, world_size, 2, 9, {**SHORT, "fragments": [["net.0.*"], ["net.[12].*"]]}, make=tied)
-
-    one, other = run_processes(run, 2)
-    assert sorted(one["outer"]) == ["0.weight", "1.bias", "1.weight", "2.bias"]
-    for name, values in one["model"].items():
-        assert torch.equal(values, other["model"][name])
 
 
 def test_fragments_and_schedule_are_known_when_training_starts() -> None:
