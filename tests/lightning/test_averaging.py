@@ -418,7 +418,7 @@ def test_callbacks_that_cannot_work_are_refused() -> None:
             ("ModelPruning chooses what to prune from the local weights",),
         ),
         ([spikes()], {}, ("SpikeDetection asks all ranks after every batch",)),
-        ([], {"val_check_interval": "00:00:10:00"}, ("val_check_interval", "is a time")),
+        ([], {"val_check_interval": "00:00:10:00"}, ("val_check_interval is a time, 600 s: ",)),
     ]
 
     def run(rank: int, world_size: int) -> list[str]:

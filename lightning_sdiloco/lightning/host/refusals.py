@@ -46,11 +46,11 @@ def refuse_what_cannot_work(trainer: Any, shares: bool = True) -> None:
 
 def _refuse_validation_by_the_clock(trainer: Any) -> None:
     # Lightning before 2.6 has no such validation.
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
+    if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
         raise ValueError(
-            f"val_check_interval={trainer.val_check_interval!r} is a time: each rank would go by its own clock and"
-            " validate after another batch, where it waits for the others. Give it as a number of batches, or as a"
-            " share of the epoch."
+            f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock and validate after"
+            " another batch, where it waits for the others. Give it as a number of batches, or as a share of the"
+            " epoch."
         )
 
 
