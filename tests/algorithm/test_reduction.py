@@ -69,6 +69,16 @@ def simulated(groups: int, steps: int, **choices: Any) -> tuple[SimulatedGroups,
     return run, [*seen, bits(run.outer_state_dict())]
 
 
+def test_what_is_remembered_of_a_padded_part_is_what_was_not_sent_of_it() -> None:
+    for exchange in ("two_shot", "gather"):
+        all_reduce = all_reduce_for(exchange, 3, ErrorFeedback(FP4()), 0.0)
+        gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+        encoded = all_reduce.encode(gradient, None)
+        assert encoded.memory is not None
+        sent = all_reduce.decode_own(encoded.payloads, gradient)
+        torch.testing.assert_close(sent + encoded.memory, gradient, rtol=0, atol=1e-6)
+
+
 # Agreement
 
 
