@@ -75,9 +75,7 @@ def difference(one: Seen, other: Seen) -> Found:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Encoding, the mean and the digest
-# ---------------------------------------------------------------------------------------------------------------------
 
 CODECS: dict[str, Compression] = {
     **COMPRESSIONS,
@@ -121,9 +119,7 @@ def assert_same(one: Tensor, other: Tensor, message: str) -> None:
     assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8)), message
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Streams, memory and waits
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def offload(name: str, place: Place, rank: int, world_size: int) -> Found:
@@ -253,19 +249,24 @@ def memory(place: Place, rank: int, world_size: int) -> Found:
 
 
 @contextmanager
-def waits_of_threads() -> Iterator[list[str]]:
-    """The names of the threads that wait for a CUDA device inside a ``with`` block."""
+def waits_on(place: Place) -> Iterator[list[str]]:
+    """The names of the threads that wait for a device inside a ``with`` block."""
     waits: list[str] = []
+    if place.device == "pretend":
+        from tests.pretend import synchronisations
+
+        with synchronisations() as log:
+            yield waits
+        waits += [entry.thread for entry in log]
+        return
+    if not place.is_cuda:
+        raise NotHere("a CPU has no streams to wait for")
 
     def noted(*args: Any, **kwargs: Any) -> None:
         waits.append(threading.current_thread().name)
 
     def waiting(synchronize: Any) -> Any:
-        def noting(self: Any) -> None:
-            noted()
-            synchronize(self)
-
-        return noting
+        return lambda self: (noted(), synchronize(self))[1]  # type: ignore[func-returns-value]
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -278,23 +279,6 @@ def waits_of_threads() -> Iterator[list[str]]:
                 yield waits
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-@contextmanager
-def waits_on(place: Place) -> Iterator[list[str]]:
-    """The names of the threads that wait for a device inside a ``with`` block."""
-    if place.is_cuda:
-        with waits_of_threads() as waits:
-            yield waits
-    elif place.device == "pretend":
-        from tests.pretend import synchronisations
-
-        found: list[str] = []
-        with synchronisations() as log:
-            yield found
-        found += [entry.thread for entry in log]
-    else:
-        raise NotHere("a CPU has no streams to wait for")
 
 
 def waits(place: Place, rank: int, world_size: int) -> Found:
@@ -315,9 +299,7 @@ def waits(place: Place, rank: int, world_size: int) -> Found:
     return counts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Going on, and NCCL
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def resumed(name: str, place: Place, rank: int, world_size: int) -> Found:
@@ -373,11 +355,7 @@ def between_devices(place: Place, rank: int, world_size: int) -> Found:
 
 
 def backend_on(place: Place, rank: int) -> DeviceBackend:
-    """Returns what joins two processes on one device, if anything does.
-
-    Raises:
-        NotHere: If nothing does, and why.
-    """
+    """What joins two processes on one device; `NotHere` if nothing does."""
     if place.device == "cpu":
         raise NotHere("a CPU has gloo")
     if place.device == "pretend":

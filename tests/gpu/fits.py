@@ -5,6 +5,7 @@ NCCL refuses two ranks on one device.
 """
 
 import gzip
+import hashlib
 import json
 import logging
 import warnings
@@ -126,8 +127,6 @@ def trained(precision: str, compiler: str | None, place: Place, rank: int, world
 
 def fingerprint(strategy: StreamingDiLoCoStrategy) -> str:
     """A number that stands for the bits of the outer model."""
-    import hashlib
-
     state = strategy.outer_state_dict()
     return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
 
@@ -167,9 +166,7 @@ class Skipping(Regression):
         return super().training_step((x.to(self.device), y.to(self.device)), batch_idx)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The trace of a profiler
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Traced(Callback):
@@ -199,12 +196,7 @@ class Traced(Callback):
 
 
 def waits_in(events: Sequence[dict[str, Any]], ranges: Sequence[str]) -> list[Found]:
-    """Returns the calls in which the thread of some ranges waits for a device inside one of them.
-
-    Args:
-        events: Those of a trace, as the profiler writes them.
-        ranges: The names of the ranges.
-    """
+    """The calls of a trace in which the thread of some ranges waits for a device inside one of them."""
     spans = [event for event in events if event.get("name") in ranges and event.get("cat") == "user_annotation"]
     calls = [event for event in events if event.get("cat") == "cuda_runtime" and event.get("name") in WAITING]
     return [

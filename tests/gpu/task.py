@@ -29,19 +29,12 @@ class NotHere(Exception):
 
 
 class Place(NamedTuple):
-    """Where and how a piece of work is done.
+    """Where and how a piece of work is done."""
 
-    Attributes:
-        device: The type of the device: ``"cuda"``, ``"cpu"``, or ``"pretend"`` for the one of `tests.pretend`.
-        folder: A folder for files, the same on all ranks.
-        quick: Whether as little is done as shows that it runs.
-        seconds: How long it may take.
-    """
-
-    device: str
-    folder: Path
-    quick: bool
-    seconds: float = 60.0
+    device: str  # "cuda", "cpu", or "pretend" for the one of `tests.pretend`
+    folder: Path  # for files, the same on all ranks
+    quick: bool  # whether as little is done as shows that it runs
+    seconds: float = 60.0  # that it may take
 
     @property
     def module(self) -> Any:
@@ -61,52 +54,28 @@ def first(found: Sequence[Found]) -> Found:
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of work.
+    """A piece of work; `run` raises `NotHere` or an error, or returns what it has found."""
 
-    Attributes:
-        about: What it shows.
-        run: Called with a place, rank and number of ranks in every process. Raises `NotHere` or an error, or returns
-            what it has found.
-        ranks: Number of processes.
-        connected: Whether they are connected over gloo; if not, they have the environment of a node with one rank each.
-        seconds: How long it may take.
-        judge: From what the ranks have found to what is written down; it may raise an error too.
-    """
-
-    about: str
-    run: Callable[[Place, int, int], Found]
+    about: str  # what it shows
+    run: Callable[[Place, int, int], Found]  # with a place, rank and number of ranks, in every process
     ranks: int = 1
-    connected: bool = True
+    connected: bool = True  # over gloo; if not, each has the environment of a node with one rank
     seconds: float = 60.0
-    judge: Callable[[Sequence[Found]], Found] = first
+    judge: Callable[[Sequence[Found]], Found] = first  # of what the ranks have found; it may raise an error too
 
 
 class Outcome(NamedTuple):
-    """How a piece of work ended.
-
-    Attributes:
-        status: ``"done"``, ``"not here"``, ``"failed"`` or ``"timed out"``.
-        seconds: How long it took.
-        found: What it has found.
-        reason: Why there is nothing, in one line.
-        trace: All that is known of an error.
-    """
+    """How a piece of work ended: "done", "not here", "failed" or "timed out"."""
 
     status: str
     seconds: float
     found: Found
-    reason: str = ""
-    trace: str = ""
+    reason: str = ""  # why there is nothing, in one line
+    trace: str = ""  # all that is known of an error
 
 
 def do(task: Task, place: Place, log: Path) -> Outcome:
-    """Does a piece of work in processes of its own.
-
-    Args:
-        task: The work, which is given up when its own time is over, or that of the place.
-        place: Where.
-        log: The file for all that the processes print.
-    """
+    """Does a piece of work in processes of its own, whose output goes to a file; the shorter time limit holds."""
     began, limit = time.monotonic(), min(place.seconds, task.seconds)
     start = run_ranks if task.connected and task.ranks > 1 else partial(run_processes, ranks_per_node=1)
     try:
@@ -137,11 +106,7 @@ def _in_rank(task: Task, place: Place, log: Path, rank: int, world_size: int) ->
 
 
 def prepare(device: str) -> None:
-    """Makes a device the one of this process.
-
-    Raises:
-        NotHere: If torch does not see one.
-    """
+    """Makes a device the one of this process; `NotHere` if torch does not see one."""
     if device == "pretend":
         from tests import pretend
 

@@ -123,19 +123,14 @@ def wanting(place: Place, rank: int, world_size: int) -> Found:
     raise NotHere("there is none of these")
 
 
-@pytest.mark.parametrize(
-    ("run", "status", "reason"),
-    [
+def test_what_fails_hangs_or_cannot_be_had_is_told_and_spoils_nothing(tmp_path: Path) -> None:
+    for run, status, reason in (
         (failing, "failed", "AssertionError: something is wrong"),
         (hanging, "timed out", "not over within 1 s"),
         (wanting, "not here", "there is none of these"),
-    ],
-)
-def test_what_fails_hangs_or_cannot_be_had_is_told_and_spoils_nothing(
-    run: Any, status: str, reason: str, tmp_path: Path
-) -> None:
-    outcome = do(Task("a trial", run), Place("cpu", tmp_path, quick=True, seconds=1), tmp_path / "log")
-    assert (outcome.status, outcome.reason) == (status, reason)
+    ):
+        outcome = do(Task("a trial", run), Place("cpu", tmp_path, quick=True, seconds=1), tmp_path / "log")
+        assert (outcome.status, outcome.reason) == (status, reason)
 
 
 def test_a_wait_is_found_in_a_trace_by_the_thread_and_the_time_of_a_step() -> None:

@@ -19,7 +19,7 @@ from lightning_sdiloco.engine import files
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.fits import LIGHTNING, since
-from tests.large.models import FEATURES, TARGETS, Large, made, same
+from tests.large.models import FEATURES, TARGETS, made, same
 from tests.large.test_fits import Batches
 from tests.ranks import run_processes, run_ranks
 
@@ -230,43 +230,36 @@ def test_an_exception_saves_what_the_rank_holds_and_says_so(tmp_path: Path) -> N
     assert all(torch.equal(local[name], values) for name, values in zip(names, state["engine"]["local"], strict=False))
 
 
-def test_a_loop_of_ones_own_saves_the_mean(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> None:
-        model = made("wide", rank)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        engine = StreamingDiLoCo(model, inner_optimizers=[optimizer])
-        for step in range(1, 41):
-            x, y = task(rank, step)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            engine.step()
+def trained_alone(rank: int, steps: int) -> tuple[nn.Module, StreamingDiLoCo]:
+    """A loop of one's own that ends before anything has launched."""
+    model = made("wide", rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    engine = StreamingDiLoCo(model, inner_optimizers=[optimizer])
+    for step in range(1, steps + 1):
+        x, y = task(rank, step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        engine.step()
+    return model, engine
+
+
+def test_a_loop_of_ones_own_saves_the_mean_and_what_is_frozen_keeps_the_mean_of_what_it_learnt(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> Any:
+        _, engine = trained_alone(rank, 40)
         engine.save(tmp_path / "a.pt")
         engine.close()
-
-    run_ranks(run, 2)
-    held, initial = torch.load(tmp_path / "a.pt", weights_only=True)["state_dict"], error_of(made("wide").state_dict())
-    assert error_of(held) < 0.5 * initial
-
-
-def test_what_is_frozen_before_it_has_landed_keeps_the_mean_of_what_it_learnt() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        model = made("wide", rank)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        engine = StreamingDiLoCo(model, inner_optimizers=[optimizer])
-        for step in range(1, 31):
-            x, y = task(rank, step)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            engine.step()
-        local = model[1][0].weight.detach().clone()
-        model[1].requires_grad_(False)
+        model, engine = trained_alone(rank, 30)
+        layer = model[1][0]  # type: ignore[index]
+        local = layer.weight.detach().clone()
+        layer.requires_grad_(False)
         engine.recut()
         engine.close()
-        return local, model[1][0].weight.detach().clone()
+        return local, layer.weight.detach().clone()
 
     (mine, one), (theirs, other) = run_ranks(run, 2)
+    held, initial = torch.load(tmp_path / "a.pt", weights_only=True)["state_dict"], error_of(made("wide").state_dict())
+    assert error_of(held) < 0.5 * initial
     assert torch.equal(one, other)
     torch.testing.assert_close(one, (mine + theirs) / 2)
 
@@ -341,7 +334,3 @@ def test_a_loop_of_fabric_that_saves_on_an_exception_waits_for_nobody(tmp_path: 
 
     local, _ = run_processes(run, 2)
     assert same(torch.load(tmp_path / "interrupted.pt")["model"], local)
-
-
-def test_large_is_the_model_of_these_tests() -> None:
-    assert sum(parameter.numel() for parameter in Large("wide").parameters()) > 100_000

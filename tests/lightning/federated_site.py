@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed.run
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
@@ -24,7 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_sdiloco import (
     DropCompute,
     Federation,
-    StreamingDiLoCoFabricStrategy,
     StreamingDiLoCoModelParallelStrategy,
     StreamingDiLoCoMonitor,
     StreamingDiLoCoStrategy,
@@ -47,8 +44,6 @@ class Place:
     rank: int = 0
     ranks: int = 1
     late: Literal["carry", "drop"] = "drop"
-    lease: float = 2.0
-    grace: float | Literal["auto"] = "auto"
 
     @property
     def name(self) -> str:
@@ -56,8 +51,7 @@ class Place:
 
     @cached_property
     def federation(self) -> Federation:
-        times: dict[str, Any] = {"lease": self.lease, "grace": self.grace}
-        return Federation(hub=self.hub, run="run", site=self.site, keys=self.keys, late=self.late, **times)
+        return Federation(hub=self.hub, run="run", site=self.site, keys=self.keys, late=self.late, lease=2.0)
 
     def settle(self) -> None:
         """Prepares this process."""
@@ -139,9 +133,6 @@ def train(
     seconds: float,
     sharded: bool = False,
     validates: int = 0,
-    choices: dict[str, Any] = CHOICES,
-    resumes: str = "last.ckpt",
-    watch: Callable[[Notes, Path], Callback] | None = None,
 ) -> None:
     """Trains a site until it has made so many inner steps, each of which takes some seconds at least.
 
@@ -151,18 +142,15 @@ def train(
         seconds: How long a step takes.
         sharded: Whether its ranks share one model.
         validates: After how many steps it validates, and saves the best model; 0: it saves every 25 steps.
-        choices: The settings.
-        resumes: From which checkpoint it goes on, if that is there.
-        watch: Makes one more callback, from notes and the folder of the site.
     """
     place.settle()
     folder = place.folder / place.site
-    last = folder / resumes
+    last = folder / "last.ckpt"
     if sharded:
         sizes = {"data_parallel_size": place.ranks}
-        strategy = StreamingDiLoCoModelParallelStrategy(federation=place.federation, **sizes, **choices)
+        strategy = StreamingDiLoCoModelParallelStrategy(federation=place.federation, **sizes, **CHOICES)
     else:
-        strategy = StreamingDiLoCoStrategy(federation=place.federation, **choices)
+        strategy = StreamingDiLoCoStrategy(federation=place.federation, **CHOICES)
     saves: dict[str, Any] = {"monitor": "seen"} if validates else {"every_n_train_steps": 25, "save_top_k": 0}
     notes = Notes(place.folder / f"{place.name}.jsonl")
     trainer = pl.Trainer(
@@ -178,7 +166,6 @@ def train(
         limit_val_batches=2 if validates else 0,
         callbacks=[
             notes,
-            *([watch(notes, folder)] if watch else []),
             StreamingDiLoCoMonitor(folder=f"{folder}.records", diagnostics=False),
             ModelCheckpoint(dirpath=folder, save_last=True, **saves),
         ],
@@ -251,29 +238,6 @@ def train_dropping(place: Place, steps: int, seconds: float, budget: Any) -> Non
     Notes(place.folder / f"{place.name}.jsonl").write(
         ended=True, trained=2 * trained, dropped=loader.dropped, budget=loader.budget, same=same
     )
-
-
-def train_in_fabric(place: Place, steps: int, size: int) -> None:
-    """Trains a site in a loop of Fabric, with batches of some size in two halves."""
-    place.settle()
-    strategy = StreamingDiLoCoFabricStrategy(federation=place.federation, **CHOICES)
-    fabric = Fabric(accelerator="cpu", devices=place.ranks, strategy=strategy)
-    fabric.launch()
-    model = wide()
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    batches = iter(fabric.setup_dataloaders(DataLoader(place.data(), batch_size=size)))
-    for step in range(steps):
-        time.sleep(0.03)
-        x, y = next(batches)
-        for half, target in zip(x.chunk(2), y.chunk(2), strict=True):
-            fabric.backward(nn.functional.mse_loss(model(half), target) / 2)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step in (3, 30):
-            with fabric.strategy.evaluate(), torch.no_grad():
-                model(x)
-    fabric.strategy.finish()
-    Notes(place.folder / f"{place.name}.jsonl").write(ended=True, report=strategy.report())
 
 
 if __name__ == "__main__":

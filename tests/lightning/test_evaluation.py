@@ -14,7 +14,6 @@ from tests.fits import LIGHTNING, SomeBatches
 from tests.lightning.test_checkpoint import assert_same, traced
 from tests.ranks import run_processes
 
-DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
 
 
@@ -61,8 +60,7 @@ def net_of(values: dict[str, Tensor]) -> dict[str, Tensor]:
 # Inside a fit
 
 
-@pytest.mark.parametrize("world_size", [4])
-def test_validation_with_fragments_in_flight_leaves_everything_as_it_was(world_size: int) -> None:
+def test_validation_with_fragments_in_flight_leaves_everything_as_it_was() -> None:
     """Local parameters, statistics of BatchNorm and inner optimizer state, before every step."""
 
     def run(rank: int, world_size: int, choices: dict[str, Any]) -> Any:
@@ -80,8 +78,8 @@ def test_validation_with_fragments_in_flight_leaves_everything_as_it_was(world_s
         trainer.fit(model, SomeBatches(rank, 20), SomeBatches(rank, 2))
         return model.trace, model.seen, in_flight
 
-    plain = run_processes(run, world_size, {"limit_val_batches": 0})
-    validated = run_processes(run, world_size, {"val_check_interval": 1})
+    plain = run_processes(run, 4, {"limit_val_batches": 0})
+    validated = run_processes(run, 4, {"val_check_interval": 1})
     for (trace, seen, in_flight), (expected, _, _) in zip(validated, plain, strict=True):
         assert max(in_flight) > 1
         assert len(seen) == 2 * len(in_flight)
@@ -99,6 +97,9 @@ def test_validation_with_fragments_in_flight_leaves_everything_as_it_was(world_s
 def test_with_evaluate_local_validation_sees_the_model_of_the_group_and_checkpoints_hold_the_outer_one(
     distribution: str, tmp_path: Path
 ) -> None:
+    with pytest.raises(ValueError, match=r"evaluate='inner' is not known: .*Choose one of them"):
+        fits.strategy(distribution, evaluate="inner")
+
     def run(rank: int, world_size: int) -> Any:
         local: list[dict[str, Tensor]] = []
         outer: list[dict[str, Tensor]] = []
@@ -138,11 +139,6 @@ def test_with_evaluate_local_validation_sees_the_model_of_the_group_and_checkpoi
     assert_same(saved[9], outer)
 
 
-def test_another_choice_of_model_to_evaluate_is_refused(distribution: str) -> None:
-    with pytest.raises(ValueError, match=r"evaluate='inner' is not known: .*Choose one of them"):
-        fits.strategy(distribution, evaluate="inner")
-
-
 def test_metrics_of_validation_agree_on_all_ranks(distribution: str) -> None:
     def run(rank: int, world_size: int) -> Any:
         numbers: list[dict[str, float]] = []
@@ -169,8 +165,7 @@ def test_metrics_of_validation_agree_on_all_ranks(distribution: str) -> None:
 # Outside a fit
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-def test_evaluating_before_between_and_after_fits_overwrites_nothing(distribution: str, inference_mode: bool) -> None:
+def test_evaluating_before_between_and_after_fits_overwrites_nothing(distribution: str) -> None:
     def run(rank: int, world_size: int) -> Any:
         model = evaluated(distribution)
         strategy = fits.strategy(distribution, **SHORT)
@@ -181,7 +176,6 @@ def test_evaluating_before_between_and_after_fits_overwrites_nothing(distributio
             max_steps=6,
             num_sanity_val_steps=0,
             limit_val_batches=0,
-            inference_mode=inference_mode,
         )
 
         def evaluate() -> list[Any]:
@@ -201,6 +195,8 @@ def test_evaluating_before_between_and_after_fits_overwrites_nothing(distributio
         trainer.fit_loop.epoch_loop.max_steps = 13
         trainer.fit(model, SomeBatches(rank, 20))
         results.append(evaluate())
+        # Lightning evaluates in inference mode, whose tensors could not be trained again.
+        assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
         outer = strategy.outer_state_dict()
         return results, strategy.report()["inner_steps"], same(net_of(held(model)), outer), outer
 
@@ -214,19 +210,7 @@ def test_evaluating_before_between_and_after_fits_overwrites_nothing(distributio
     assert [result[:3] + result[4:5] for result in results] == [[True, 6, True, 2]] * 3
 
 
-def test_parameters_can_be_trained_again_after_an_evaluation_in_inference_mode() -> None:
-    def run(rank: int, world_size: int) -> list[bool]:
-        model = evaluated()
-        trainer = fits.trainer(strategy=fits.strategy(**SHORT), devices=2, max_steps=5)
-        trainer.validate(model, SomeBatches(rank, 1), verbose=False)
-        trainer.fit(model, SomeBatches(rank, 20), SomeBatches(rank, 1))
-        return [tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())]
-
-    assert not any(run_processes(run, 2)[0])
-
-
-@pytest.mark.parametrize("interval", ["batch", "epoch"])
-def test_every_rank_writes_the_predictions_of_the_outer_model(distribution: str, interval: str, tmp_path: Path) -> None:
+def test_every_rank_writes_the_predictions_of_the_outer_model(distribution: str, tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> Any:
         class Writer(importlib.import_module(distribution).callbacks.BasePredictionWriter):  # type: ignore[misc]
             def write_on_batch_end(
@@ -244,7 +228,7 @@ def test_every_rank_writes_the_predictions_of_the_outer_model(distribution: str,
             devices=2,
             max_steps=7,
             limit_val_batches=0,
-            callbacks=[Writer(interval)],
+            callbacks=[Writer("batch_and_epoch")],
         )
         trainer.fit(model, SomeBatches(rank, 20))
         trainer.predict(model, SomeBatches(rank, 3), return_predictions=False)
@@ -252,15 +236,14 @@ def test_every_rank_writes_the_predictions_of_the_outer_model(distribution: str,
             return [model.net(parts[0]) for parts in SomeBatches(rank, 3)]
 
     for rank, expected in enumerate(run_processes(run, 2)):
-        names = [f"{rank}-all.pt"] if interval == "epoch" else [f"{rank}-{index}.pt" for index in range(3)]
-        written = sum((torch.load(tmp_path / name) for name in names), [])
-        assert len(written) == 3
-        assert all(torch.equal(one, other) for one, other in zip(written, expected, strict=True))
+        for names in ([f"{rank}-all.pt"], [f"{rank}-{index}.pt" for index in range(3)]):
+            written = sum((torch.load(tmp_path / name) for name in names), [])
+            assert len(written) == 3
+            assert all(torch.equal(one, other) for one, other in zip(written, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["steps", "epochs"])
 def test_the_last_checkpoint_holds_the_finished_model_and_gives_what_validation_gives(
-    kind: str, distribution: str, tmp_path: Path
+    distribution: str, tmp_path: Path
 ) -> None:
     def run(rank: int, world_size: int) -> Any:
         callbacks = importlib.import_module(distribution).callbacks
@@ -272,7 +255,7 @@ def test_the_last_checkpoint_holds_the_finished_model_and_gives_what_validation_
             devices=2,
             callbacks=[save],
             enable_checkpointing=True,
-            **({"max_steps": 10} if kind == "steps" else {"max_epochs": 2}),
+            max_epochs=2,
         )
         loader = SomeBatches(rank, 2)
         trainer.fit(model, SomeBatches(rank, 5), loader)

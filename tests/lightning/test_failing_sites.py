@@ -83,6 +83,9 @@ def test_a_grace_of_ones_own_may_hold_training_up_for_as_long_and_a_second(tmp_p
     # It has waited, and then trained on, though the other one did not come.
     assert max(note["stalled"] for note in steps if note["at"] < stopped.ended) > 0.25
     assert sum(stopped.began < note["at"] < stopped.ended for note in steps) > SYNC_EVERY
+    if victim == HUB:
+        # Four beats of a second without an answer.
+        assert not any(note["reachable"] for note in steps if stopped.began + 6 < note["at"] < stopped.ended)
     found = examined(told, BATCH)
     assert [problem for problem in found["problems"] if "stood still" not in problem] == []
 

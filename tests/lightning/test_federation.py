@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -41,24 +42,21 @@ def counted_without(told: Told, span: Span) -> set[str]:
 
 
 @pytest.mark.timeout(400)
-def test_sites_and_the_hub_fail_the_others_go_on_at_their_pace_and_all_return(tmp_path: Path) -> None:
+def test_sites_fail_the_others_go_on_at_their_pace_and_all_return(tmp_path: Path) -> None:
     require_extra()
-    with World(tmp_path, "abc", 0.02) as world:
-        told, found = played(world, Fault("stop", "c", 4.0), Fault("stop", "hub", 7.0), Fault("kill", "b", 1.0))
+    with World(tmp_path, "abc", seconds=0.02) as world:
+        told, found = played(world, Fault("stop", "c", 3.0), Fault("kill", "b", 0.5))
     # No stall, other digest, or sample that counts twice, and one model at the end.
     assert found["problems"] == []
-    stopped, hub, killed = told.spans()
+    stopped, killed = told.spans()
     assert counted_without(told, stopped) == {"a", "b"}
     assert counted_without(told, killed) == {"a", "c"}
-    for site in world.sites:
-        during = [note for note in told.steps(site) if hub.began + 6 < note["at"] < hub.ended]
-        assert during
-        # Four beats of a second without an answer.
-        assert not any(note["reachable"] for note in during)
-    # It was not started again.
-    assert len([note for note in told.sites["c"] if note["what"] == "up"]) == 1
+    starts = {site: [note["step"] for note in told.sites[site] if note["what"] == "training"] for site in "bc"}
+    assert starts["c"] == [0], "it was not started again"
+    first, second = starts["b"]
     # It went on from its own checkpoint.
-    assert [note["step"] > 0 for note in told.sites["b"] if note["what"] == "training"] == [False, True]
+    made = max(note["step"] for note in told.steps("b") if note["at"] < killed.ended)
+    assert first == 0 < second <= made
 
 
 @pytest.mark.slow
@@ -79,57 +77,40 @@ def test_sites_behind_a_nat_are_cut_off_and_return_by_themselves(tmp_path: Path)
     assert [returned(told, spans, span, "b").get("interrupted") for span in spans] == [None] * 4
 
 
-@pytest.mark.parametrize(
-    ("choice", "told"),
-    [
-        ({"exchange": "two_shot"}, "exchange='two_shot' does not go with a federation"),
-        ({"warmup_steps": 10}, "warmup_steps=10 does not go with a federation"),
-        (
-            {"outer_optimizer": OuterOptimizer(outlier_guard=3.0)},
-            "outlier_guard=3.0 of outer_optimizer does not go with a federation",
-        ),
-        ({"exchange": "auto:nccl"}, "exchange='auto:nccl' does not go with a federation"),
-        ({"evaluate": "mean"}, "evaluate='mean' does not go with a federation"),
-        ({"resume": "restart"}, "resume='restart' does not go with a federation"),
-        ({"worker_groups": 2}, "worker_groups=2 does not go with a federation"),
-        ({"sync_every": "auto"}, "sync_every='auto' does not go with a federation: .* Give a number or name"),
-        ({"compression": "auto"}, "compression='auto' does not go with a federation"),
-    ],
-)
-def test_a_strategy_refuses_by_name_what_a_federation_cannot_do(choice: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        StreamingDiLoCoStrategy(federation=lightning_sdiloco.Federation("hub:1", "run", "a", insecure=True), **choice)
+def test_a_strategy_refuses_by_name_what_a_federation_cannot_do() -> None:
+    federation = lightning_sdiloco.Federation("hub:1", "run", "a", insecure=True)
+    choices: dict[str, Any] = {
+        "exchange": "two_shot",
+        "warmup_steps": 10,
+        "evaluate": "mean",
+        "resume": "restart",
+        "worker_groups": 2,
+        "sync_every": "auto",
+        "compression": "auto",
+    }
+    for name, value in choices.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r} does not go with a federation"):
+            StreamingDiLoCoStrategy(federation=federation, **{name: value})
+    with pytest.raises(ValueError, match="exchange='auto:nccl' does not go with a federation"):
+        StreamingDiLoCoStrategy(federation=federation, exchange="auto:nccl")
+    with pytest.raises(ValueError, match="outlier_guard=3.0 of outer_optimizer does not go with a federation"):
+        StreamingDiLoCoStrategy(federation=federation, outer_optimizer=OuterOptimizer(outlier_guard=3.0))
 
 
-@pytest.mark.parametrize(
-    ("quorum", "made"),
-    [
-        ("3", 3),
-        ("{class_path: lightning_sdiloco.DynamicBackup, init_args: {least: 0.25}}", DynamicBackup(0.25)),
-        ("{class_path: tests.own_quorum.Core, init_args: {core: [site-a]}}", Core(["site-a"])),
-    ],
-)
-def test_a_federation_is_given_in_yaml_by_its_class_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quorum: str, made: Any
-) -> None:
+def test_a_federation_is_given_in_yaml_by_its_class_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     init_keys("keys", "llm-7b")
     add_keys("keys", "site-b").rename("site-b.bundle")
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        """
-trainer:
-  accelerator: cpu
-  strategy:
-    class_path: lightning_sdiloco.StreamingDiLoCoStrategy
-    init_args:
-      federation:
-        class_path: lightning_sdiloco.Federation
-        init_args:
-          {hub: "a.example:29400", run: llm-7b, site: site-b, keys: site-b.bundle, lease: 5, quorum: QUORUM}
-""".replace("QUORUM", quorum)
-    )
-    cli = LightningCLI(BoringModel, run=False, args=["--config", str(config)], save_config_callback=None)
-    federation = cli.trainer.strategy._options.federation
-    assert (federation.site, federation.lease, federation.grace) == ("site-b", 5, "auto")
-    assert federation.quorum == made
+    chosen: dict[str, Any] = {"hub": "a.example:29400", "run": "llm-7b", "site": "site-b", "keys": "site-b.bundle"}
+    for quorum, made in (
+        (3, 3),
+        ({"class_path": "lightning_sdiloco.DynamicBackup", "init_args": {"least": 0.25}}, DynamicBackup(0.25)),
+        ({"class_path": "tests.own_quorum.Core", "init_args": {"core": ["site-a"]}}, Core(["site-a"])),
+    ):
+        own = {"class_path": "lightning_sdiloco.Federation", "init_args": {**chosen, "lease": 5, "quorum": quorum}}
+        strategy = {"class_path": "lightning_sdiloco.StreamingDiLoCoStrategy", "init_args": {"federation": own}}
+        Path("config.yaml").write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "strategy": strategy}}))
+        cli = LightningCLI(BoringModel, run=False, args=["--config", "config.yaml"], save_config_callback=None)
+        federation = cli.trainer.strategy._options.federation
+        assert (federation.site, federation.lease, federation.grace) == ("site-b", 5, "auto")
+        assert federation.quorum == made

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -39,137 +40,100 @@ if __name__ == "__main__":
                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False))
 """
 
-YAML = """
-trainer:
-  strategy:
-    class_path: {class_path}
-    init_args: {{sync_every: 2, overlap_steps: 1, compression: fp4, fragments: "strided:1", start_method: fork}}
-"""
-
 OURS = {
     "lightning.pytorch": "lightning_sdiloco.StreamingDiLoCoStrategy",
     "pytorch_lightning": "lightning_sdiloco.pytorch_lightning.StreamingDiLoCoStrategy",
 }
+SHORT: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "fragments": "strided:1", "start_method": "fork"}
+WRAPPED = {
+    "class_path": "lightning_sdiloco.compression.ErrorFeedback",
+    "init_args": {
+        "decay": 0.9,
+        "compression": {
+            "class_path": "lightning_sdiloco.compression.TopK",
+            "init_args": {"share": 0.02, "values": {"class_path": "lightning_sdiloco.compression.Int2"}},
+        },
+    },
+}
+OUTER = {
+    "class_path": "lightning_sdiloco.OuterOptimizer",
+    "init_args": {
+        "clip_norm": 1.0,
+        "make": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.4, "momentum": 0.9, "nesterov": True}},
+        "lr_schedule": {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 4}},
+    },
+}
 
 
-def script_of(folder: Path, distribution: str) -> Path:
-    script = folder / "train.py"
+def run(
+    folder: Path, *arguments: str, distribution: str = "lightning.pytorch", fresh: bool = False, **given: Any
+) -> str:
+    """What the script prints with arguments of the strategy from a YAML file and others from the command line."""
+    script, config = folder / "train.py", folder / "settings.yaml"
     script.write_text(SCRIPT.format(distribution=distribution))
-    return script
+    (folder / "config.yaml").unlink(missing_ok=True)  # what a fit before this one has saved
+    kind = "DiLoCoModelParallel" if given.pop("sharded", False) else "DiLoCo"
+    name = OURS[distribution].replace("DiLoCo", kind)
+    config.write_text(yaml.safe_dump({"trainer": {"strategy": {"class_path": name, "init_args": given}}}))
+    if not fresh:
+        return run_script(script, "fit", "--config", "settings.yaml", *arguments)
+    command = [sys.executable, str(script), "fit", "--config", "settings.yaml", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def run(folder: Path, distribution: str, *arguments: str) -> str:
-    return run_script(script_of(folder, distribution), *arguments)
+def overriding(**given: Any) -> list[str]:
+    return [f"--trainer.strategy.{name}={value}" for name, value in given.items()]
 
 
-@pytest.mark.parametrize("distribution", OURS)
-def test_a_yaml_file_is_enough(distribution: str, tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS[distribution]))
-    script, arguments = script_of(tmp_path, distribution), ("fit", "--config", "settings.yaml")
-    if distribution == "lightning.pytorch":
-        command = [sys.executable, str(script), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False)
-        assert done.returncode == 0, done.stderr
-        output = done.stdout
-    else:
-        output = run_script(script, *arguments)
+def test_a_yaml_file_is_enough_in_a_script_that_does_not_import_us(tmp_path: Path) -> None:
     # Five batches a rank: fragment 0 launches at 2 and 4, fragment 1 at 3 and 5.
-    assert "RESULT 4 1 SGD" in output
-
-
-def test_arguments_override_the_yaml_file_and_an_outer_optimizer_comes_by_its_class_path(tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS["lightning.pytorch"]))
-    output = run(
-        tmp_path,
-        "lightning.pytorch",
-        "fit",
-        "--config=settings.yaml",
-        "--trainer.strategy.overlap_steps=0",
-        "--trainer.strategy.outer_optimizer=torch.optim.AdamW",
-        "--trainer.strategy.outer_optimizer.lr=0.01",
-        "--trainer.strategy.compression.class_path=lightning_sdiloco.compression.BFloat16",
-        '--trainer.strategy.fragments=[["net.0.*"],["net.1.*"]]',
-    )
-    assert "RESULT 4 0 AdamW" in output
-
-
-def test_auto_is_an_argument_like_any_other(tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS["lightning.pytorch"]))
-    arguments = ("sync_every=auto", "overlap_steps=auto", "fragments=auto")
-    overriding = (f"--trainer.strategy.{argument}" for argument in arguments)
-    output = run(tmp_path, "lightning.pytorch", "fit", "--config=settings.yaml", "--trainer.max_epochs=3", *overriding)
-    # Without a choice there would be no overlap. Fifteen inner steps are too few for a launch.
-    assert re.search("RESULT 0 [1-9][0-9]? SGD", output)
-
-
-WRAPPED = """
-trainer:
-  strategy:
-    class_path: {class_path}
-    init_args:
-      sync_every: 2
-      overlap_steps: 1
-      fragments: "strided:1"
-      start_method: fork
-      compression:
-        class_path: lightning_sdiloco.compression.ErrorFeedback
-        init_args:
-          decay: 0.9
-          compression:
-            class_path: lightning_sdiloco.compression.TopK
-            init_args:
-              share: 0.02
-              values: {{class_path: lightning_sdiloco.compression.Int2}}
-"""
+    assert "RESULT 4 1 SGD" in run(tmp_path, fresh=True, **SHORT, compression="fp4")
 
 
 @pytest.mark.parametrize("distribution", OURS)
-def test_compressions_wrap_each_other_in_a_yaml_file(distribution: str, tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text(WRAPPED.format(class_path=OURS[distribution]))
-    output = run(tmp_path, distribution, "fit", "--config", "settings.yaml")
+def test_compressions_and_schedules_come_by_their_class_paths(distribution: str, tmp_path: Path) -> None:
+    output = run(tmp_path, distribution=distribution, **SHORT, outer_optimizer=OUTER, compression=WRAPPED)
+    assert "RESULT 4 1 SGD" in output
     assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.02, values=Int2()), decay=0.9)" in output
-
-
-def test_every_compression_has_a_name_on_the_command_line(tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text(YAML.format(class_path=OURS["lightning.pytorch"]))
-    arguments = ("fit", "--config=settings.yaml", "--trainer.strategy.compression=sparse")
-    output = run(tmp_path, "lightning.pytorch", *arguments)
-    assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.015625, values=Int2()), decay=0.95)" in output
-
-
-SCHEDULED = """
-trainer:
-  strategy:
-    class_path: {class_path}
-    init_args:
-      sync_every: 2
-      overlap_steps: 1
-      fragments: "strided:1"
-      start_method: fork
-      outer_optimizer:
-        class_path: lightning_sdiloco.OuterOptimizer
-        init_args:
-          clip_norm: 1.0
-          make: {{class_path: torch.optim.SGD, init_args: {{lr: 0.4, momentum: 0.9, nesterov: true}}}}
-          lr_schedule:
-            class_path: torch.optim.lr_scheduler.CosineAnnealingLR
-            init_args: {{T_max: 4}}
-"""
-
-
-@pytest.mark.parametrize("distribution", OURS)
-def test_a_schedule_of_the_outer_learning_rate_comes_by_its_class_path(distribution: str, tmp_path: Path) -> None:
-    (tmp_path / "settings.yaml").write_text(SCHEDULED.format(class_path=OURS[distribution]))
-    output = run(tmp_path, distribution, "fit", "--config", "settings.yaml")
-    assert "RESULT 4 1 SGD" in output
     # 0.4 * (1 + cos(pi * round / 4)) / 2
     assert "SCHEDULE CosineAnnealingLR (0.4, 0.341" in output
 
 
+def test_arguments_override_the_yaml_file(tmp_path: Path) -> None:
+    nested = {
+        "outer_optimizer": "torch.optim.AdamW",
+        "outer_optimizer.lr": 0.01,
+        "compression.class_path": "lightning_sdiloco.compression.BFloat16",
+        "fragments": '[["net.0.*"],["net.1.*"]]',
+    }
+    assert "RESULT 4 0 AdamW" in run(tmp_path, *overriding(overlap_steps=0, **nested), **SHORT)
+    # Without a choice there would be no overlap. Fifteen inner steps are too few for a launch.
+    auto = dict.fromkeys(("sync_every", "overlap_steps", "fragments"), "auto")
+    chosen = overriding(**auto, compression="sparse")
+    output = run(tmp_path, "--trainer.max_epochs=3", *chosen, **SHORT)
+    assert re.search("RESULT 0 [1-9][0-9]? SGD", output)
+    assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.015625, values=Int2()), decay=0.95)" in output
+
+
+def test_names_that_are_no_arguments_are_refused_with_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as refused:
+        run(tmp_path, **{**SHORT, "layers_per_fragment": 1, "tau": 3})
+    assert "layers_per_fragment=1 is part of fragments: give fragments='strided:1'" in str(refused.value)
+    assert "tau=3 is called overlap_steps here." in str(refused.value)
+
+
+def printed(folder: Path, **given: Any) -> dict[str, Any]:
+    """The arguments of the strategy as ``--print_config`` shows them."""
+    arguments: dict[str, Any] = yaml.safe_load(run(folder, "--print_config", **given))["trainer"]["strategy"][
+        "init_args"
+    ]
+    return arguments
+
+
 def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> None:
-    chosen = f"--trainer.strategy.class_path={OURS['lightning.pytorch']}"
-    printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", chosen, "--print_config"))
-    assert printed["trainer"]["strategy"]["init_args"] == {
+    assert printed(tmp_path) == {
         "worker_groups": "auto",
         "sync_every": 100,
         "overlap_steps": 5,
@@ -197,13 +161,8 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         "checkpoint_io": None,
         "precision_plugin": None,
     }
-
-
-def test_print_config_shows_the_arguments_of_the_strategy_for_sharded_models(tmp_path: Path) -> None:
-    name = OURS["lightning.pytorch"].replace("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
-    chosen = f"--trainer.strategy.class_path={name}"
-    printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", chosen, "--print_config"))
-    arguments = printed["trainer"]["strategy"]["init_args"]
+    # And of the strategy for sharded models.
+    arguments = printed(tmp_path, sharded=True)
     own = {"data_parallel_size": "auto", "tensor_parallel_size": "auto", "save_distributed_checkpoint": True}
     own["process_group_backend"] = None
     assert list(arguments)[:2] == ["worker_groups", "sync_every"]
@@ -212,7 +171,7 @@ def test_print_config_shows_the_arguments_of_the_strategy_for_sharded_models(tmp
 
 
 def test_help_shows_the_text_of_every_argument(tmp_path: Path) -> None:
-    shown = run(tmp_path, "lightning.pytorch", "fit", f"--trainer.strategy.help={OURS['lightning.pytorch']}")
+    shown = run(tmp_path, f"--trainer.strategy.help={OURS['lightning.pytorch']}")
     text = " ".join(shown.split())
     for sentence in (
         "--trainer.strategy.sync_every SYNC_EVERY Inner steps between two launches of the same fragment (H in the",
@@ -223,47 +182,24 @@ def test_help_shows_the_text_of_every_argument(tmp_path: Path) -> None:
         assert sentence in text
 
 
-def test_names_that_are_no_arguments_are_refused_with_what_to_write(tmp_path: Path) -> None:
-    old = YAML.replace('fragments: "strided:1"', "layers_per_fragment: 1, tau: 3")
-    (tmp_path / "settings.yaml").write_text(old.format(class_path=OURS["lightning.pytorch"]))
-    command = [sys.executable, str(script_of(tmp_path, "lightning.pytorch")), "fit", "--config", "settings.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100, check=False)
-    assert done.returncode != 0
-    assert "layers_per_fragment=1 is part of fragments: give fragments='strided:1'" in done.stderr
-    assert "tau=3 is called overlap_steps here." in done.stderr
-
-
-def test_policies_are_chosen_by_class_path(tmp_path: Path) -> None:
-    config = tmp_path / "policies.yaml"
-    chosen = {
-        "class_path": OURS["lightning.pytorch"],
-        "init_args": {
-            "schedule": {"class_path": "lightning_sdiloco.Selective", "init_args": {"threshold": 0.2, "most": 3}},
-            "weighing": {"class_path": "tests.engine.test_policies.Loudest"},
-            "compression": {
-                "class_path": "lightning_sdiloco.compression.ByLink",
-                "init_args": {"menu": ["fp4", "sparse"], "within": 2.0},
-            },
-            "mixing": {"class_path": "tests.engine.test_policies.DelayCompensation", "init_args": {"strength": 0.1}},
-            "exchange": {"class_path": "lightning_sdiloco.TwoShot", "init_args": {"links": [1.0, 1.0, 0.5]}},
+def test_policies_and_routes_are_chosen_by_class_path(tmp_path: Path) -> None:
+    chosen: dict[str, Any] = {
+        "schedule": {"class_path": "lightning_sdiloco.Selective", "init_args": {"threshold": 0.2, "most": 3}},
+        "weighing": {"class_path": "tests.engine.test_policies.Loudest"},
+        "compression": {
+            "class_path": "lightning_sdiloco.compression.ByLink",
+            "init_args": {"menu": ["fp4", "sparse"], "within": 2.0},
         },
+        "mixing": {"class_path": "tests.engine.test_policies.DelayCompensation", "init_args": {"strength": 0.1}},
+        "exchange": {"class_path": "lightning_sdiloco.TwoShot", "init_args": {"links": [1.0, 1.0, 0.5]}},
     }
-    config.write_text(yaml.safe_dump({"trainer": {"strategy": chosen}}))
-    printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", f"--config={config}", "--print_config"))
-    arguments = printed["trainer"]["strategy"]["init_args"]
+    arguments = printed(tmp_path, **chosen)
     for name in ("schedule", "compression"):
-        assert arguments[name] == chosen["init_args"][name]  # type: ignore[index]
+        assert arguments[name] == chosen[name]
     assert arguments["weighing"]["class_path"] == "tests.engine.test_policies.Loudest"
     assert arguments["mixing"]["init_args"] == {"strength": 0.1, "kept": 0.0}
     # A dataclass that stands for itself is shown by its fields alone.
     assert arguments["exchange"] == {"parts": "by_bandwidth", "links": [1.0, 1.0, 0.5], "backend": "gloo"}
-
-
-@pytest.mark.parametrize("name", ["lightning_sdiloco.Ring", "tests.engine.test_routes.Neighbours"])
-def test_a_route_is_chosen_by_class_path(tmp_path: Path, name: str) -> None:
-    chosen = {"route": {"class_path": name}, "compression": "int8"}
-    strategy = {"class_path": OURS["lightning.pytorch"], "init_args": chosen}
-    (tmp_path / "route.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
-    arguments = [f"--config={tmp_path / 'route.yaml'}", "--print_config"]
-    printed = yaml.safe_load(run(tmp_path, "lightning.pytorch", "fit", *arguments))
-    assert printed["trainer"]["strategy"]["init_args"]["route"]["class_path"] == name
+    for name in ("lightning_sdiloco.Ring", "tests.engine.test_routes.Neighbours"):
+        route = printed(tmp_path, route={"class_path": name}, compression="int8")["route"]
+        assert route["class_path"] == name

@@ -24,7 +24,6 @@ from tests.lightning.test_checkpoint import CHOICES, StatefulBatches, assert_sam
 from tests.ranks import run_processes
 from tests.training import batch
 
-DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
 STEPS = 30
 # With CHOICES fragment p launches after 8 + 2p, 16 + 2p, ... and lands five steps later.
 SIGNALLED, ENDED = 14, 19
@@ -144,130 +143,121 @@ def run(
     }
 
 
-TERMINATED = {"training_step": {SIGNALLED: [signal.SIGTERM]}}
+def played(world_size: int, folder: Path, *cases: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """What each rank did in each of several fits, one after the other; each has its own folder if it names none."""
+
+    def play(rank: int, world_size: int) -> list[dict[str, Any]]:
+        found = []
+        for number, case in enumerate(cases):
+            makes = case.get("makes", dict)
+            more = {name: value for name, value in case.items() if name not in ("makes", "signalled", "folder")}
+            own = folder / str(case.get("folder", number))
+            found.append(run(rank, world_size, own, case.get("signalled", {}), **more, **makes()))
+        return found
+
+    return [list(ranks) for ranks in zip(*run_processes(play, world_size, timeout=150.0), strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("distribution", "world_size", "signalled"),
-    [(LIGHTNING, 2, 0), ("pytorch_lightning", 4, 2)],
-)
-def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_happened(
-    distribution: str, world_size: int, signalled: int, tmp_path: Path, caplog: Any
-) -> None:
-    plain = run_processes(run, world_size, tmp_path, {}, None, distribution)
-    ended = run_processes(run, world_size, tmp_path, {signalled: TERMINATED}, None, distribution)
-    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * world_size
-    saved = tmp_path / "checkpoints" / f"terminated-step={ENDED}.ckpt"
-    assert list(tmp_path.rglob("*.ckpt")) == [saved]
-    for one, other in zip(run_processes(run, world_size, tmp_path, {}, str(saved), distribution), plain, strict=True):
+def assert_goes_on(resumed: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
+    """From the step after which a signal ended it, a fit has the bits of one that had none."""
+    for one, other in zip(resumed, plain, strict=True):
         assert one["ended"] == ""
-        assert sorted(one["trace"]) == list(range(ENDED, STEPS))
-        for at, values in one["trace"].items():
-            assert_same(values, other["trace"][at])
-        assert_same(one["outer"], other["outer"])
-
-
-BY_EPOCHS = {"max_epochs": 4, "max_steps": -1}
-BY_STEPS = {"max_steps": 32}
-
-
-@pytest.mark.parametrize(
-    ("length", "limits", "place"),
-    [
-        (19, BY_EPOCHS, "the end of an epoch with its validation"),
-        (19, {**BY_STEPS, "limit_val_batches": 0}, "the end of an epoch without validation"),
-        (
-            8,
-            {**BY_EPOCHS, "val_check_interval": 19, "check_val_every_n_epoch": None},
-            "a validation in the middle of an epoch",
-        ),
-        (8, {**BY_STEPS, "check_val_every_n_epoch": 2}, "in the middle of an epoch"),
-    ],
-)
-def test_what_is_due_where_a_fit_ends_is_done_once(
-    length: int, limits: dict[str, Any], place: str, tmp_path: Path
-) -> None:
-    def fit(signalled: dict[int, Signalled], resume: str | None = None) -> Any:
-        return run_processes(run, 2, tmp_path, signalled, resume, LIGHTNING, length, limits)
-
-    plain, ended = fit({}), fit({1: TERMINATED})
-    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * 2
-    resumed = fit({}, str(tmp_path / "checkpoints" / f"terminated-step={ENDED}.ckpt"))
-    for one, first, other in zip(resumed, ended, plain, strict=True):
-        assert [*first["said"], *one["said"]] == [
-            *other["said"][: len(first["said"]) - 1],
-            f"save after step {ENDED}",
-            *other["said"][len(first["said"]) - 1 :],
-        ]
         assert one["trace"].keys() == {at for at in other["trace"] if at >= ENDED}
         for at, values in one["trace"].items():
             assert_same(values, other["trace"][at])
         assert_same(one["outer"], other["outer"])
 
 
-@pytest.mark.parametrize(
-    "quiet", [{"checkpoints": False}, {"fast_dev_run": 30}, {"barebones": True, "checkpoints": False}]
-)
-def test_where_the_trainer_saves_no_checkpoints_a_terminated_fit_saves_none(
-    quiet: dict[str, Any], tmp_path: Path
-) -> None:
-    def quietly(rank: int, world_size: int) -> dict[str, Any]:
-        return run(rank, world_size, tmp_path, {1: TERMINATED}, **quiet)
+TERMINATED = {"training_step": {SIGNALLED: [signal.SIGTERM]}}
+SAVED = f"checkpoints/terminated-step={ENDED}.ckpt"
 
-    ended = run_processes(quietly, 2)
-    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * 2
-    assert [rank["said"] for rank in ended] == [[], []]
-    assert list(tmp_path.rglob("*.ckpt*")) == []
+
+def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    of: dict[str, Any] = {"distribution": "pytorch_lightning", "folder": "it"}
+    resume = str(tmp_path / "it" / SAVED)
+    fits = {**of, "folder": "plain"}, {**of, "signalled": {2: TERMINATED}}, {**of, "resume": resume}
+    plain, ended, resumed = played(4, tmp_path, *fits)
+    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * 4
+    assert list(tmp_path.rglob("*.ckpt")) == [Path(resume)]
+    assert_goes_on(resumed, plain)
+
+
+BY_EPOCHS = {"max_epochs": 4, "max_steps": -1}
+BY_STEPS = {"max_steps": 32}
+DUE: list[tuple[int, dict[str, Any]]] = [
+    (19, BY_EPOCHS),  # the end of an epoch with its validation
+    (19, {**BY_STEPS, "limit_val_batches": 0}),  # the end of an epoch without validation
+    (8, {**BY_EPOCHS, "val_check_interval": 19, "check_val_every_n_epoch": None}),  # in the middle, with a validation
+    (8, {**BY_STEPS, "check_val_every_n_epoch": 2}),  # in the middle of an epoch
+]
+
+
+def test_what_is_due_where_a_fit_ends_is_done_once(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = []
+    for number, (length, limits) in enumerate(DUE):
+        of = {"length": length, "limits": limits, "folder": number}
+        cases += [of, {**of, "signalled": {1: TERMINATED}}, {**of, "resume": str(tmp_path / str(number) / SAVED)}]
+    found = played(2, tmp_path, *cases)
+    for plain, ended, resumed in zip(found[::3], found[1::3], found[2::3], strict=True):
+        assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * 2
+        assert_goes_on(resumed, plain)
+        for one, first, other in zip(resumed, ended, plain, strict=True):
+            assert [*first["said"], *one["said"]] == [
+                *other["said"][: len(first["said"]) - 1],
+                f"save after step {ENDED}",
+                *other["said"][len(first["said"]) - 1 :],
+            ]
 
 
 MANY = [signal.SIGTERM, signal.SIGTERM]
+WHENEVER: list[tuple[dict[int, Signalled], int]] = [
+    ({rank: {"training_step": {SIGNALLED: MANY}} for rank in range(2)}, ENDED),
+    ({0: TERMINATED, 1: {"training_step": {SIGNALLED + 1: MANY, SIGNALLED + 3: MANY}}}, ENDED),
+    ({1: {"validation_step": {0: MANY}}}, 13),  # the sanity check
+    ({1: {"validation_step": {12: MANY}}}, 19),
+    ({0: TERMINATED, 1: {"on_save_checkpoint": {ENDED: MANY}}}, ENDED),
+    ({1: {"training_step": {STEPS: MANY}}}, STEPS),
+    ({1: {"on_train_end": {STEPS: MANY}}}, STEPS),
+    ({rank: {"on_train_end": {STEPS: MANY}} for rank in range(2)}, STEPS),
+]
 
 
-@pytest.mark.parametrize(
-    ("signalled", "step"),
-    [
-        ({rank: {"training_step": {SIGNALLED: MANY}} for rank in range(2)}, ENDED),
-        ({0: TERMINATED, 1: {"training_step": {SIGNALLED + 1: MANY, SIGNALLED + 3: MANY}}}, ENDED),
-        ({1: {"validation_step": {0: MANY}}}, 13),  # the sanity check
-        ({1: {"validation_step": {12: MANY}}}, 19),
-        ({0: TERMINATED, 1: {"on_save_checkpoint": {ENDED: MANY}}}, ENDED),
-        ({1: {"training_step": {STEPS: MANY}}}, STEPS),
-        ({1: {"on_train_end": {STEPS: MANY}}}, STEPS),
-        ({rank: {"on_train_end": {STEPS: MANY}} for rank in range(2)}, STEPS),
-    ],
-)
-def test_whenever_signals_come_all_ranks_end_together_with_one_save(
-    signalled: dict[int, Signalled], step: int, tmp_path: Path
-) -> None:
+def test_whenever_signals_come_all_ranks_end_together_with_one_save(tmp_path: Path) -> None:
+    """None where the Trainer saves no checkpoints."""
     limits = {"num_sanity_val_steps": 1, "val_check_interval": 12, "check_val_every_n_epoch": None}
-    ended = run_processes(run, 2, tmp_path, signalled, None, LIGHTNING, 100, limits)
-    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", step)] * 2
-    assert [sum("save" in words for words in rank["said"]) for rank in ended] == [1, 1]
-    assert list(tmp_path.rglob("*.ckpt")) == [tmp_path / "checkpoints" / f"terminated-step={step}.ckpt"]
+    quiet = [{"checkpoints": False}, {"fast_dev_run": 30}, {"barebones": True, "checkpoints": False}]
+    cases = [{"signalled": signalled, "limits": limits} for signalled, _ in WHENEVER]
+    found = played(2, tmp_path, *cases, *({"signalled": {1: TERMINATED}, **how} for how in quiet))
+    for number, ended in enumerate(found):
+        step = WHENEVER[number][1] if number < len(WHENEVER) else ENDED
+        assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", step)] * 2, number
+        saved = [tmp_path / str(number) / "checkpoints" / f"terminated-step={step}.ckpt"] * (number < len(WHENEVER))
+        assert list((tmp_path / str(number)).rglob("*.ckpt" if saved else "*.ckpt*")) == saved, number
+        assert [sum("save" in words for words in rank["said"]) for rank in ended] == [len(saved)] * 2, number
 
 
-def test_a_checkpoint_that_was_saved_while_a_signal_waited_does_not_end_the_fit_that_resumes_from_it(
-    tmp_path: Path,
-) -> None:
-    def saving(rank: int, world_size: int, resume: str | None) -> dict[str, Any]:
-        saver = importlib.import_module(LIGHTNING).callbacks.ModelCheckpoint(
-            tmp_path, filename="{step}", every_n_train_steps=16
-        )
-        signalled = {} if resume else {0: TERMINATED}
-        return run(
-            rank,
-            world_size,
-            tmp_path,
-            signalled,
-            resume,
-            checkpoints=False,
-            callbacks=[saver],
-            enable_checkpointing=True,
-        )
+def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_one_that_resumes_from_them(tmp_path: Path) -> None:
+    """One that was saved while the signal waited, and one that a callback saved on the exception, on all ranks."""
 
-    assert [rank["step"] for rank in run_processes(saving, 2, None)] == [ENDED, ENDED]
-    resumed = run_processes(saving, 2, str(tmp_path / "step=16.ckpt"))
-    assert [(rank["ended"], rank["step"]) for rank in resumed] == [("", STEPS)] * 2
+    def saving(**how: Any) -> Any:
+        made = importlib.import_module(LIGHTNING).callbacks.ModelCheckpoint
+        return lambda: {"callbacks": [made(tmp_path / "it", filename="{step}", **how)], "enable_checkpointing": True}
+
+    of: dict[str, Any] = {"checkpoints": False, "folder": "it", "signalled": {0: TERMINATED}}
+    waiting, excepted = str(tmp_path / "it" / "step=16.ckpt"), str(tmp_path / "it" / f"step={ENDED}.ckpt")
+    *ended, first, second = played(
+        2,
+        tmp_path,
+        {**of, "makes": saving(every_n_train_steps=16)},
+        {**of, "makes": saving(save_on_exception=True)},
+        {"resume": waiting},
+        {"resume": excepted},
+    )
+    for ranks in ended:
+        assert [(rank["ended"], rank["step"]) for rank in ranks] == [("SIGTERMException", ENDED)] * 2
+    for rank in (*first, *second):
+        assert (rank["ended"], rank["step"]) == ("", STEPS)
+    assert [min(rank["trace"]) for rank in (*first, *second)] == [16, 16, ENDED, ENDED]
 
 
 def test_what_was_launched_just_when_it_was_done_is_not_done_again() -> None:
@@ -277,20 +267,6 @@ def test_what_was_launched_just_when_it_was_done_is_not_done_again() -> None:
     assert requests.land([landing(launched_at=12)]) == Request.TERMINATE
     assert requests.land([landing(launched_at=14), landing(launched_at=16)]) == 0
     assert requests.land([landing(launched_at=18)]) == Request.TERMINATE
-
-
-def test_a_callback_that_saves_on_exceptions_saves_a_terminated_fit_on_all_ranks(tmp_path: Path) -> None:
-    def saving(rank: int, world_size: int) -> dict[str, Any]:
-        callbacks = importlib.import_module(LIGHTNING).callbacks
-        saver = callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_on_exception=True)
-        return run(rank, world_size, tmp_path, {1: TERMINATED}, callbacks=[saver])
-
-    assert [rank["ended"] for rank in run_processes(saving, 2)] == ["SIGTERMException"] * 2
-    names = sorted(path.name for path in tmp_path.glob("*.ckpt"))
-    assert names == [f"step={ENDED}.ckpt", f"terminated-step={ENDED}.ckpt"]
-    for name in names:
-        for rank in run_processes(run, 2, tmp_path, {}, str(tmp_path / name)):
-            assert sorted(rank["trace"]) == list(range(ENDED, STEPS))
 
 
 # SLURM
@@ -319,10 +295,9 @@ def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]
     return function()
 
 
-@pytest.mark.parametrize(("distribution", "world_size"), [("pytorch_lightning", 4)])
-def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(
-    distribution: str, world_size: int, tmp_path: Path
-) -> None:
+def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(distribution: str, tmp_path: Path) -> None:
+    world_size = 2
+
     def job(rank: int, world_size: int, signalled: dict[int, Signalled]) -> dict[str, Any]:
         fit = partial(run, rank, world_size, tmp_path / "run", signalled, distribution=distribution)
         return dict(as_job(rank, world_size, tmp_path, fit))
@@ -356,19 +331,15 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(
 # How long a signal waits
 
 
-@pytest.mark.parametrize(
-    ("step_seconds", "in_slurm", "enough"),
-    [
+def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(tmp_path: Path) -> None:
+    cases = [
         (0.1, True, ""),
         (8.5, False, ""),
         (10.0, False, "Allow 130 s from SIGTERM to SIGKILL"),
         (10.0, True, "--signal=USR1@130"),
-    ],
-)
-def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(
-    step_seconds: float, in_slurm: bool, enough: str, tmp_path: Path
-) -> None:
-    def slow(rank: int, world_size: int) -> tuple[list[str], float]:
+    ]
+
+    def slow(rank: int, world_size: int, step_seconds: float, in_slurm: bool) -> tuple[list[str], float]:
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -379,14 +350,15 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(
         as_job(rank, world_size, tmp_path, fit) if in_slurm else fit()
         return said, next(clock) / step_seconds
 
-    (first, looks), (other, never) = run_processes(slow, 2)
-    first = [words for words in first if "termination signal" in words]
-    # Launches are two steps apart, and land five steps later.
-    told = "up to 7 inner steps, which take about 70 s (10 s each)", enough
-    assert [all(part in words for part in told) for words in first] == [True] * bool(enough)
-    assert all(("SLURM" in words or "sbatch" in words or "USR1" in words) is in_slurm for words in first)
-    assert round(looks) == 10, "only the first steps are measured"
-    assert (other, never) == ([], 0)
+    for step_seconds, in_slurm, enough in cases:
+        (first, looks), (other, never) = run_processes(slow, 2, step_seconds, in_slurm)
+        first = [words for words in first if "termination signal" in words]
+        # Launches are two steps apart, and land five steps later.
+        told = "up to 7 inner steps, which take about 70 s (10 s each)", enough
+        assert [all(part in words for part in told) for words in first] == [True] * bool(enough)
+        assert all(("SLURM" in words or "sbatch" in words or "USR1" in words) is in_slurm for words in first)
+        assert round(looks) == 10, "only the first steps are measured"
+        assert (other, never) == ([], 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

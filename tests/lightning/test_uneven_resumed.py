@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from tests.fits import LIGHTNING
 from tests.lightning.uneven_fits import (
     CHOICES,
-    Announced,
     Place,
     Stateful,
     Stream,
@@ -89,15 +88,12 @@ class Case:
 
 EVERY_STEP = {"every_n_train_steps": 1}
 CASES = {
-    # 5: the last batch; 7: idle; 9: idle, the request in flight; 11: in the next epoch; 16: idle, just launched.
+    # 5: the last batch; 9: idle, the request in flight; 11: in the next epoch; 16: idle, just launched.
     "while a group is idle": Case(
-        lambda place, _: Stateful(place, 5 + 20 * place[0]), [10, 8, 8], EVERY_STEP, (5, 7, 9, 11, 16, 18)
+        lambda place, _: Stateful(place, 5 + 20 * place[0]), [10, 8, 8], EVERY_STEP, (5, 9, 11, 16)
     ),
     "after an epoch": Case(
-        lambda place, _: Stateful(place, 5 + 20 * place[0]), [10, 8, 8], {"every_n_epochs": 1}, (10, 18), True
-    ),
-    "after an epoch of known length": Case(
-        lambda place, _: Announced(place, 5 + 20 * place[0]), [5, 5, 5], {"every_n_epochs": 1}, (5, 10), True
+        lambda place, _: Stateful(place, 5 + 20 * place[0]), [10, 8, 8], {"every_n_epochs": 1}, (10,), True
     ),
     # The loader of the second group is cut short.
     "with the last batch of an epoch of known length": Case(
@@ -108,15 +104,7 @@ CASES = {
         lambda place, _: Stateful(place, 5),
         [5, 5, 3],
         EVERY_STEP,
-        (4, 5, 6, 9, 10),
-        choices={"max_steps": 13, "max_epochs": -1},
-    ),
-    "after a validation": Case(
-        lambda place, _: Stateful(place, 5),
-        [5, 5, 3],
-        {"every_n_epochs": 1, "save_on_train_epoch_end": False},
-        (5, 10),
-        True,
+        (5, 6, 9),
         choices={"max_steps": 13, "max_epochs": -1},
     ),
     "without data in the next epoch": Case(

@@ -19,8 +19,6 @@ from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
 
-OTHER = "pytorch_lightning"
-
 
 def measuring(distribution: str, metrics: MetricCollection) -> Any:
     """A module that has its metrics as an argument, as a hyperparameter and in a list."""

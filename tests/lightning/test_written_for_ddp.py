@@ -18,9 +18,6 @@ from tests.fits import LIGHTNING
 from tests.ranks import run_processes
 from tests.training import mlp
 
-OTHER = "pytorch_lightning"
-DISTRIBUTIONS = pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
-
 # A model that knows no trainer
 
 
@@ -57,13 +54,14 @@ def test_a_trainer_that_is_given_after_connecting_is_in_time_for_the_setup(distr
         functions = importlib.import_module(f"{distribution}.trainer.states").TrainerFn
         wrapped = []
         for function in (functions.FITTING, functions.VALIDATING, functions.FITTING):
-            strategy = fits.strategy(distribution)
+            strategy = fits.strategy(distribution, process_group_backend="cpu:gloo")
             trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, max_steps=1)
             trainer.state.fn = function
             strategy.connect(fits.module(distribution))
             trainer.lightning_module.trainer = trainer
             strategy.setup_environment()
             strategy.setup(trainer)
+            assert str(dist.get_backend_config()) == "cpu:gloo"
             wrapped.append(isinstance(trainer.model, DistributedDataParallel))
             attached = [type(callback).__name__ for callback in trainer.callbacks]
             assert attached.count("StreamingDiLoCoCallback") == wrapped[-1]
@@ -115,16 +113,6 @@ def test_the_wrapper_of_a_single_rank_has_no_buckets_and_all_that_one_may_ask_of
         assert buckets == [("told", sum(parameter.numel() for parameter in single.parameters()))]
 
     run_processes(run, 1)
-
-
-def test_the_backend_of_process_groups_is_that_of_the_argument(distribution: str) -> None:
-    def run(rank: int, world_size: int) -> str:
-        strategy = fits.strategy(distribution, process_group_backend="cpu:gloo")
-        trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, max_steps=1)
-        trainer.fit(fits.module(distribution), DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
-        return str(dist.get_backend_config())
-
-    assert run_processes(run, 2) == ["cpu:gloo", "cpu:gloo"]
 
 
 # Metrics that not every rank logs
