@@ -13,45 +13,23 @@ from typing import TYPE_CHECKING, Any
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.charter import ANCHOR_EVERY, LONGEST_GRACE, RETENTION, Charter, ChosenQuorum, Terms
 from lightning_sdiloco.federation.client import HubClient, hub_addresses
-from lightning_sdiloco.federation.codec import CLASS_PATH, NAME, decoded, encoded, key_of, plain, read
+from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.connection import (
     Called,
-    Connection,
     Lost,
     Recorded,
-    Shards,
     StateArrived,
     StateWanted,
     Told,
     Waiting,
-    Wanted,
     Welcomed,
 )
 from lightning_sdiloco.federation.coordinator import Coordinator
-from lightning_sdiloco.federation.events import from_plain, to_plain
 from lightning_sdiloco.federation.follower import Follower, MergeAction, Progress
-from lightning_sdiloco.federation.journal import History, LedgerError, SQLiteLedger
-from lightning_sdiloco.federation.keys import (
-    MAY,
-    ROLES,
-    Peer,
-    Role,
-    add_keys,
-    bundle_of,
-    identity_of,
-    init_keys,
-    revoke_keys,
-    valid_until,
-)
+from lightning_sdiloco.federation.journal import LedgerError, SQLiteLedger
+from lightning_sdiloco.federation.keys import ROLES, Role, add_keys, identity_of, init_keys, revoke_keys, valid_until
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
-from lightning_sdiloco.federation.memory import (
-    InProcessConnection,
-    InProcessHub,
-    InProcessShards,
-    VirtualHub,
-    VirtualLink,
-    VirtualTime,
-)
+from lightning_sdiloco.federation.memory import Connection, InProcessHub, VirtualHub, VirtualLink, VirtualTime
 from lightning_sdiloco.federation.messages import (
     Beat,
     Call,
@@ -65,19 +43,16 @@ from lightning_sdiloco.federation.messages import (
     Timing,
     Welcome,
 )
-from lightning_sdiloco.federation.quorum import All, DynamicBackup, Quorum, built_in, chosen, quorum_of
-from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of, places_of
+from lightning_sdiloco.federation.quorum import All, DynamicBackup, Quorum, chosen, quorum_of
+from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of
 from lightning_sdiloco.federation.server import Hub, HubService
 from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.federation.wire import (
     EVERYTHING,
-    MAX_BLOB,
-    MAX_RECORD,
     Altered,
     Busy,
     Denied,
     Event,
-    Header,
     HubUnreachable,
     MailboxError,
     Missing,
@@ -96,7 +71,6 @@ __all__ = [
     "Beat",
     "BlobStore",
     "Busy",
-    "CLASS_PATH",
     "Call",
     "Called",
     "Charter",
@@ -111,33 +85,24 @@ __all__ = [
     "Federation",
     "Follower",
     "Founding",
-    "Header",
     "Hello",
-    "History",
     "Hub",
     "HubClient",
     "HubConnection",
     "HubService",
     "HubShards",
     "HubUnreachable",
-    "InProcessConnection",
     "InProcessHub",
-    "InProcessShards",
     "LONGEST_GRACE",
     "Ledger",
     "LedgerError",
     "Lost",
-    "MAX_BLOB",
-    "MAX_RECORD",
-    "MAY",
     "MailboxError",
     "Malformed",
     "MergeAction",
     "Missing",
-    "NAME",
     "NoSpace",
     "Payload",
-    "Peer",
     "Position",
     "Progress",
     "Quorum",
@@ -149,7 +114,6 @@ __all__ = [
     "Role",
     "Round",
     "SQLiteLedger",
-    "Shards",
     "Standing",
     "StateArrived",
     "StateHeader",
@@ -162,28 +126,18 @@ __all__ = [
     "VirtualTime",
     "Waiting",
     "Waits",
-    "Wanted",
     "Way",
     "Welcome",
     "Welcomed",
     "add_keys",
-    "built_in",
-    "bundle_of",
     "chosen",
-    "decoded",
-    "encoded",
-    "from_plain",
     "hub_addresses",
     "identity_of",
     "init_keys",
     "key_of",
     "payloads_of",
-    "places_of",
-    "plain",
     "quorum_of",
-    "read",
     "revoke_keys",
-    "to_plain",
     "valid_until",
     "waits",
 ]

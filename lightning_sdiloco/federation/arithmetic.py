@@ -43,11 +43,10 @@ from lightning_sdiloco.engine import (
     span_from,
     whole_norm,
 )
-from lightning_sdiloco.federation.codec import key_of
+from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
 from lightning_sdiloco.federation.remote import places_of
 
-Bytes = bytes | bytearray | memoryview
 _Fetched = tuple[int, int, Payload]
 """A payload that a rank fetches: of which site in the record, of which rank there, and its name."""
 
@@ -134,7 +133,6 @@ class SiteArithmetic:
         )
 
     def apply(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, own: Encoded | None) -> Stepped:
-        """Applies a record."""
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
         memory, tuning = (None, None) if own is None else (own.memory, own.tuning)
         values = fragment.storage.load(before.values)
@@ -170,7 +168,6 @@ class SiteArithmetic:
         return Stepped(digests[0], digests[1], moved, arrival)
 
     def bytes_fetched(self, record: Record, site: str) -> int:
-        """Returns how many bytes of a record this rank fetches: those of other sites."""
         fetched = _fetched_by(self._rank, self._ranks, record)
         return sum(payload.size for index, _, payload in fetched if record.counted[index].site != site)
 
@@ -202,7 +199,6 @@ class SiteArithmetic:
                 sites[site].payloads.setdefault(place, part)
 
     def _mean(self, fragment: FragmentState, sites: Sequence[_Site], count: Count, like: Tensor) -> Tensor:
-        """Returns the mean of what sites sent: that of this rank's shard."""
         layout, all_reduce = fragment.layout, sites[0].all_reduce
         if all(site.ranks == self._ranks and site.all_reduce is all_reduce for site in sites):
             end = all_reduce.payload_bytes(layout.length)
@@ -219,7 +215,6 @@ class SiteArithmetic:
     def _stretch(
         self, layout: FragmentLayout, site: _Site, read: Callable[[Tensor, Tensor], None], like: Tensor
     ) -> Tensor:
-        """Reads what of a site's payloads belongs to the shard of this rank."""
         stretch, position = torch.zeros_like(like), 0
         for place, length in enumerate(layout.shard_lengths(site.ranks)):
             first, last = max(position, layout.start), min(position + length, layout.start + layout.length)
@@ -250,7 +245,6 @@ class SiteArithmetic:
 
 
 def _fetched_by(rank: int, ranks: int, record: Record) -> list[_Fetched]:
-    """Returns which payloads of a record a rank fetches."""
     return [
         (site, place, own.payloads[place])
         for site, own in enumerate(record.counted)
@@ -265,13 +259,11 @@ def digests_of(values: Sequence[Tensor], starts: Sequence[int], ranks: Communica
 
 
 def to_bytes(values: Tensor) -> bytes:
-    """Copies a uint8 tensor to bytes."""
     on_host = values.to("cpu").contiguous()
     return ctypes.string_at(on_host.data_ptr(), on_host.numel()) if on_host.numel() else b""
 
 
 def to_tensor(data: Bytes) -> Tensor:
-    """Copies bytes to a uint8 tensor on the host."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

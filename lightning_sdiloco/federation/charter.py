@@ -85,7 +85,6 @@ class Terms:
         return self.grace + 1.0
 
     def is_last(self, round: int) -> bool:
-        """Tells whether a round is the last by the charter."""
         return self.rounds is not None and round >= self.rounds
 
 

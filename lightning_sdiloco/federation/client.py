@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_sdiloco.errors import Malformed, Refused
+from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.keys import Identity, Role, bundle_of, host_of
 from lightning_sdiloco.federation.wire import (
     CHUNK,
@@ -23,7 +24,6 @@ from lightning_sdiloco.federation.wire import (
     PROTOCOL,
     SERVICE,
     Altered,
-    Bytes,
     Event,
     Failure,
     Header,
@@ -33,7 +33,6 @@ from lightning_sdiloco.federation.wire import (
     checked_size,
     error_of,
     extra,
-    key_of,
     pack,
     unpack,
 )
@@ -61,7 +60,6 @@ _Parts = list[list[int]]
 
 
 def hub_addresses(hub: str) -> list[tuple[str, int]]:
-    """Returns host and port of each place where the hub may be."""
     if "://" in hub or hub.startswith("/"):
         raise ValueError(
             f"hub={hub!r} is a folder or bucket, and sites meet at a hub: start one on a machine that all of them reach"
@@ -130,7 +128,6 @@ class HubClient:
     def call(
         self, name: str, about: Header | None = None, body: bytes = b"", timeout: float | None = None
     ) -> tuple[Header, bytes]:
-        """Asks the hub something, such as its status."""
         message = pack(self._header(about) | {"call": name}, body)
         return self._from_any(lambda: unpack(self._asked(message, None, timeout)))
 
@@ -217,7 +214,6 @@ class HubClient:
         return burst(at_once, size, most, time.perf_counter() + seconds)
 
     def close(self) -> None:
-        """Ends all connections, and every `events`."""
         self._closed.set()
         self._cancel_all()
         for channel in self._channels:
@@ -248,7 +244,6 @@ class HubClient:
             missing = [] if missing or not answers else _checked_parts(answers[-1].get("missing"), len(blob))
 
     def _messages(self, header: Header, blob: memoryview, start: int, progress: list[int]) -> Iterator[bytes]:
-        """Yields the messages that carry a blob from some byte on."""
         yield pack(header | {"start": start})
         for at in range(start, len(blob), CHUNK):
             progress[0] += 1
@@ -293,11 +288,9 @@ class HubClient:
             missing = [part for part in parts if part[0] < part[1]]
 
     def _size_of(self, call: Any) -> int:
-        """Returns the size of a blob that begins to come: its first message says it."""
         return checked_size(unpack(next(iter(call), b""))[0].get("size"), self.max_blob, "blob")
 
     def _parts(self, missing: _Parts) -> _Parts:
-        """Cuts what is missing of a blob, for all connections."""
         each = max(CHUNK, -(-sum(end - start for start, end in missing) // (len(self._channels) - 1)))
         return [[at, min(at + each, end)] for start, end in missing for at in range(start, end, each)]
 
@@ -375,7 +368,6 @@ class HubClient:
                 self._running.difference_update(calls)
 
     def require(self) -> None:
-        """Looks whether the hub may be asked."""
         if self._closed.is_set():
             raise HubUnreachable(f"the connection to hub {self._hub} has been closed.")
         if (why := self._away) is not None:
@@ -388,7 +380,6 @@ class HubClient:
         self._look_elsewhere()
 
     def _look_elsewhere(self) -> None:
-        """Makes all connections anew, to the next address."""
         self._turn = (self._turn + 1) % len(self._hubs)
         before = self._channels
         if not self._closed.is_set():
@@ -411,7 +402,6 @@ class HubClient:
         return self._grpc.secure_channel(self._hub, credentials, [*CLIENT_OPTIONS, name])
 
     def _error(self, error: BaseException) -> Failure:
-        """Returns what an error of gRPC stands for."""
         if isinstance(error, Failure):
             return error
         if isinstance(error, self._grpc.RpcError):
@@ -423,7 +413,6 @@ class HubClient:
         raise error
 
     def _connection(self, hello: Header, beat: Callable[[], Header], patience: float) -> Iterator[Event]:
-        """Yields what comes on one connection, beats included."""
         ear = _Ear(min(self._timeout, patience))
         over = threading.Event()
 
@@ -465,7 +454,6 @@ class _Attempts:
         self._ever, self._stuck = False, 0
 
     def left(self) -> float:
-        """Returns the seconds that are left."""
         self._client.require()
         left = self._deadline - time.monotonic()
         if left <= 0:
@@ -486,7 +474,6 @@ class _Attempts:
 
 
 def _checked_parts(parts: Any, size: int) -> _Parts:
-    """Returns what a hub says that it lacks of a blob."""
     if not isinstance(parts, list):
         raise Malformed("what is missing of a blob is a list of pairs.")
     end = 0
@@ -522,10 +509,8 @@ class _Ear:
             self._since = self._since and time.monotonic()
 
     def silent(self) -> bool:
-        """Whether the hub is silent."""
         since = self._since
         return since is not None and time.monotonic() - since > self.patience
 
     def error(self, hub: str) -> HubUnreachable:
-        """Returns the error of a silent hub."""
         return HubUnreachable(f"hub {hub} has been silent for {self.patience:g} s.")

@@ -29,6 +29,7 @@ MOST_SITES = 1024
 MOST_FRAGMENTS = 65_536
 LONGEST_TEXT = 1 << 12
 
+Bytes = bytes | bytearray | memoryview
 Name = Annotated[str, NAME]
 Life = Annotated[str, LIFE]
 Key = Annotated[str, KEY]
@@ -48,13 +49,11 @@ class Message:
     """Whether the text holds its own key, so that no bit of it changes unseen."""
 
     def to_bytes(self) -> bytes:
-        """Returns its text: equal messages have equal bytes."""
         said = plain(self)
         return encoded({**said, "key": key_of(encoded(said))} if self.sealed else said)
 
     @classmethod
     def from_bytes(cls: type[Said], data: bytes) -> Said:
-        """Reads its text; raises `Malformed` if it is none."""
         value = decoded(data, cls.most_bytes)
         if cls.sealed and isinstance(value, dict):
             value.pop("key", None)
@@ -69,8 +68,7 @@ def unsaid(default: Any) -> Any:
     return field(default=default, metadata={"unsaid": True})
 
 
-def key_of(data: bytes) -> str:
-    """Returns the SHA-256 of bytes, in hexadecimal."""
+def key_of(data: Bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
@@ -109,7 +107,6 @@ def _may_lack(kind: Any) -> frozenset[str]:
 
 
 def decoded(data: bytes, most: int) -> Any:
-    """Reads JSON of so many bytes at most."""
     if len(data) > most:
         raise Malformed(f"{len(data):,} bytes are more than the {most:,} that are read")
     try:

@@ -14,9 +14,9 @@ from lightning_sdiloco.federation.arithmetic import SiteArithmetic, self_test
 from lightning_sdiloco.federation.charter import LONGEST_GRACE, Charter, ChosenQuorum, Terms
 from lightning_sdiloco.federation.client import hub_addresses
 from lightning_sdiloco.federation.codec import NAME
-from lightning_sdiloco.federation.connection import Connection, Shards
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import bundle_of
+from lightning_sdiloco.federation.memory import Connection, Shards
 from lightning_sdiloco.federation.quorum import Quorum, chosen
 from lightning_sdiloco.federation.ranks import SharedConnection
 from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of
@@ -116,7 +116,6 @@ class Federation:
 
     @property
     def quorum_of_terms(self) -> int | ChosenQuorum:
-        """The quorum for the charter."""
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
     def connect(self, ranks: int = 1) -> Connection:
@@ -226,7 +225,6 @@ class Federation:
 
 
 def charter_of(federation: Federation, rounds: Rounds) -> Charter:
-    """Returns what this site would found the run on."""
     settings = rounds.settings
     terms = Terms(
         fragments=len(rounds.fragments),

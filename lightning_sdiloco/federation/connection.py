@@ -1,4 +1,4 @@
-"""A site's connection to its hub: what training says and hears, without waiting for the network.
+"""What hub and sites tell each other: what training hears from its connection, and its texts on the wire.
 
 [Note: how a site uses its connection] One thread, that of training, owns the follower and makes all calls:
 
@@ -28,15 +28,14 @@ copied, so it needs no lock. A connection that breaks is made again, hello is sa
 sent again: the caller does nothing for it. Everything may therefore be heard twice; the follower knows what to do then.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, get_args
 
-from lightning_sdiloco.federation.charter import Charter
-from lightning_sdiloco.federation.follower import Follower
+from lightning_sdiloco.errors import Malformed
+from lightning_sdiloco.federation.codec import Bytes, decoded, encoded, plain, read
 from lightning_sdiloco.federation.messages import Call, Contribution, Payload, Record, StateHeader, Welcome
-
-Bytes = bytes | bytearray | memoryview
+from lightning_sdiloco.federation.wire import Event
 
 Wanted = Callable[[Contribution], Sequence[Payload]]
 """Which payloads of a contribution a rank fetches."""
@@ -104,69 +103,76 @@ Told = Waiting | Welcomed | Called | Recorded | StateWanted | StateArrived | Los
 """What a site hears from its connection."""
 
 
-class Connection(Protocol):
-    """Connects one site with the hub of its run; see [Note: how a site uses its connection]."""
+# On the wire
 
-    site: str
-    life: str
-    sends_bytes_per_s: float
-
-    def agree(self, charter: Charter) -> Charter:
-        """Brings the charter of this site; waits for the hub."""
-
-    def hello(self, follower: Follower) -> None:
-        """Says hello, now and on every new connection: at the beginning, and after a state was adopted."""
-
-    def beat(self, follower: Follower) -> None:
-        """Takes what the follower says of itself and is outstanding; it is sent with the next signs of life."""
-
-    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """Sends what a site launches."""
-
-    def skip(self, call: Call) -> None:
-        """Tells the hub that a call will not be answered."""
-
-    def ask(self, without: Collection[str] = ()) -> None:
-        """Asks for a state, unless that is on its way already. `StateArrived` brings it, from whoever has one."""
-
-    def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
-        """Gives the state that was wanted."""
-
-    def now(self) -> float:
-        """Returns the time in seconds, on a clock that never goes back: that by which training waits."""
-
-    def events(self) -> list[Told]:
-        """Returns what was heard since the last call."""
-
-    def wait(self, timeout: float) -> bool:
-        """Waits until there is something to hear; for training that must wait for a landing, and for the beginning."""
-
-    def leave(self) -> None:
-        """Says that this site has ended: nobody waits for it any more."""
-
-    def close(self, timeout: float = 5.0) -> None:
-        """Ends the connection, when what is still to be said has been, or the time is over."""
+Parts = Annotated[tuple[Payload, ...], range(1, 513)]
+"""The names of the blobs of a state, of which there may be so many."""
+_MOST_BYTES = 1 << 18  # as much as two messages: a welcome and an anchor, or a call and a contribution
 
 
-class Shards(Protocol):
-    """Moves the payloads of a rank that is not the first of its site; see [Note: a site of several ranks]."""
+@dataclass(frozen=True)
+class StateOffered:
+    """Says where a state lies, and whose it is."""
 
-    sends_bytes_per_s: float
+    source: str
+    header: StateHeader
+    parts: Parts
 
-    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """Sends the payloads of this rank, and sends them again until they are there or overtaken."""
 
-    def keep(self, outstanding: Collection[Contribution]) -> None:
-        """Stops sending what does not belong to one of these."""
+Said = Waiting | Welcomed | Called | Recorded | StateWanted | StateOffered | Lost
 
-    def prefetch(self, own: Contribution) -> None:
-        """Begins to fetch what this rank needs of a contribution if it counts."""
+_KINDS: dict[str, type[Said]] = {
+    "waiting": Waiting,
+    "welcome": Welcomed,
+    "call": Called,
+    "wanted": StateWanted,
+    "state": StateOffered,
+}
+_TOLD: dict[str, type[Told]] = {kind.__name__: kind for kind in get_args(Told)}
 
-    def fetch(self, record: Record) -> None:
-        """Fetches what this rank needs of a record."""
 
-    def fetched(self) -> Fetched:
-        """Returns what was fetched since the last call: payloads by the key of their record, None if some are gone."""
+Tell = Callable[..., None]
+"""Tells an event to all sites, or to those named (``to=``), without waiting for them."""
 
-    def close(self) -> None:
-        """Ends it."""
+
+def event_of(said: Waiting | Welcomed | Called | StateWanted | StateOffered) -> Event:
+    return Event(next(kind for kind, own in _KINDS.items() if own is type(said)), {}, encoded(plain(said)))
+
+
+def record_event(text: bytes) -> Event:
+    return Event("record", {}, text)
+
+
+def said_in(event: Event) -> Said | None:
+    """Reads an event; a record without its payloads. None if it is of a kind that only a newer hub knows."""
+    if event.kind == "record":
+        return Recorded(Record.from_bytes(event.body), None)
+    if event.kind == "lost":
+        # The connection says it, no hub.
+        return Lost(str(event.header.get("why")), event.header.get("kind") == "Busy")
+    if event.kind not in _KINDS:
+        return None
+    said: Said = read(_KINDS[event.kind], decoded(event.body, _MOST_BYTES), event.kind)
+    return said
+
+
+def to_plain(told: Told) -> tuple[str, Any]:
+    """Returns what a site has heard as lists, texts and bytes, for its other ranks."""
+    return type(told).__name__, plain(told)
+
+
+def from_plain(value: tuple[str, Any]) -> Told:
+    name, said = value
+    if name not in _TOLD:
+        raise Malformed("what another rank passed on is nothing that a hub tells")
+    told: Told = read(_TOLD[name], said, name.lower())
+    return told
+
+
+def anchor_text(header: StateHeader, parts: Sequence[Payload]) -> bytes:
+    return encoded(plain((header, parts)))
+
+
+def anchor_of(text: bytes) -> tuple[StateHeader, tuple[Payload, ...]]:
+    header, parts = read(tuple[StateHeader, Parts], decoded(text, _MOST_BYTES), "anchor")
+    return header, parts

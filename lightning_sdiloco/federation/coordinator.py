@@ -16,8 +16,16 @@ from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.charter import RETENTION, Charter
-from lightning_sdiloco.federation.connection import Called, StateWanted, Waiting, Welcomed
-from lightning_sdiloco.federation.events import StateOffered, Tell, event_of, record_event
+from lightning_sdiloco.federation.connection import (
+    Called,
+    StateOffered,
+    StateWanted,
+    Tell,
+    Waiting,
+    Welcomed,
+    event_of,
+    record_event,
+)
 from lightning_sdiloco.federation.journal import History
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
 from lightning_sdiloco.federation.messages import (
@@ -83,7 +91,6 @@ class StateTransfers:
             self._ask_donor(founder, founding=True)
 
     def ask(self, ledger: Ledger, site: str, without: frozenset[str]) -> None:
-        """Gets a state for a site: from a donor, who is told, or from the anchor."""
         now, source = self._clock(), None
         if any(site in request.askers for request in self._requests.values()):
             return
@@ -103,13 +110,11 @@ class StateTransfers:
             self._tell(event_of(Waiting("nobody has a state: a site that comes back with one is waited for")), [site])
 
     def begins(self, site: str) -> None:
-        """Hears that a donor begins to send."""
         for request in self._requests.values():
             if request.donor == site:
                 request.until = max(request.until, self._clock() + SENDING)
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload], charter: Charter) -> None:
-        """Takes the state that a site gives; its blobs may still be on their way."""
         request = self._requests.get(name)
         if request is None or request.donor != site:
             raise Refused(f"nobody waits for this state of {site} any more")
@@ -121,11 +126,9 @@ class StateTransfers:
         request.given = header, tuple(parts)
 
     def complete(self) -> list[StateRequest]:
-        """Returns the requests that were answered, with all blobs in the store, and not handed on."""
         return [one for one in self._requests.values() if one.given and self._history.holds(one.given[1])]
 
     def hand_on(self, ledger: Ledger, request: StateRequest) -> None:
-        """Hands a state that is complete to those who wanted it."""
         assert request.given is not None, "the request is complete"
         header, parts = request.given
         if request.for_anchor:
@@ -150,7 +153,6 @@ class StateTransfers:
         return founder
 
     def ask_for_anchor(self, ledger: Ledger) -> None:
-        """Asks somebody for a state that stays here, if one is due."""
         now = self._clock()
         if now < self._anchor_at or not ledger.anchors.is_due(at.round for at in ledger.closed):
             return
@@ -200,37 +202,30 @@ class Statistics:
         self._recent: dict[int, deque[Record]] = {}
 
     def of(self, site: str, now: float = 0.0) -> SiteStatistics:
-        """Returns what is counted of a site."""
         return self.sites.setdefault(site, SiteStatistics(now))
 
     def joined(self, site: str, now: float, life: str) -> None:
-        """Counts a hello."""
         own = self.of(site, now)
         own.heard_at, own.lives, own.life = now, own.lives + (life != own.life), life
 
     def beat(self, site: str, now: float) -> None:
-        """Counts a sign of life."""
         self.of(site, now).heard_at = now
 
     def late(self, site: str) -> None:
-        """Counts a contribution that came too late."""
         self.of(site).late += 1
 
     def begins(self, site: str, key: str, now: float) -> None:
-        """Hears that a blob begins to come, or another connection for it."""
         began = self.of(site, now).began
         if len(began) < _MOST_BEGUN:
             began.setdefault(key, now)
 
     def arrived(self, site: str, key: str, size: int, now: float) -> None:
-        """Counts a blob."""
         own = self.of(site, now)
         began = own.began.pop(key, now)
         own.bytes += size
         own.rate = size / (now - began) if now > began else own.rate
 
     def record(self, record: Record) -> None:
-        """Counts a record."""
         self.rounds += 1
         self._recent.setdefault(record.fragment, deque(maxlen=_RECENT)).append(record)
 
@@ -243,7 +238,6 @@ class Statistics:
 
 
 def status_of(ledger: Ledger, statistics: Statistics, now: float) -> Status:
-    """Returns what is to be seen of a run: its sites, its fragments, its anchors."""
     shares = statistics.shares()
     names = sorted({*ledger.members, *statistics.sites})
     return {
@@ -324,17 +318,14 @@ class Coordinator:
         self._states = StateTransfers(history, clock, lambda event, to=None: self._tell(event, to))
 
     def start(self, tell: Tell, wake: Callable[[], None]) -> None:
-        """Takes what it tells sites with, and what it calls when `tick` may have something to do."""
         self._tell, self._wake = tell, wake
 
     @property
     def charter(self) -> Charter | None:
-        """The charter of the run, once it has been founded."""
         return self.history.charter
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger of the run."""
         if self._ledger is None:
             raise Refused(f"run {self.run!r} has not been founded yet: {self._founding.missing} more sites are needed")
         return self._ledger
@@ -347,7 +338,6 @@ class Coordinator:
             return self.charter or self._founding.propose(site, charter)
 
     def hello(self, hello: Hello, brought: Callable[[], Charter]) -> Iterator[Event]:
-        """Takes a site in."""
         if hello.run != self.run:
             raise Refused(f"this hub serves run {self.run!r}, and not {hello.run!r}")
         with self._lock:
@@ -393,7 +383,6 @@ class Coordinator:
         return itertools.chain([event_of(Welcomed(welcome, ledger.anchors.best))], records, calls)
 
     def beat(self, beat: Beat) -> None:
-        """Renews the lease of a site."""
         with self._lock:
             if self._ledger is None:
                 return
@@ -410,7 +399,6 @@ class Coordinator:
             self._wake()
 
     def gone(self, site: str, life: str) -> None:
-        """Hears that a site has left, or that its connection has ended."""
         with self._lock:
             if self._ledger is None:
                 self._founding.gone(site)
@@ -447,21 +435,18 @@ class Coordinator:
         return Answer.OPEN.value
 
     def require_here(self, site: str, life: str) -> None:
-        """Refuses a site that has not been let in."""
         with self._lock:
             member = self._ledger.members.get(site) if self._ledger else self._founding.hellos.get(site)
             if member is None or member.life != life:
                 raise Refused(f"{site} has not said hello")
 
     def begins(self, site: str, key: str, state: bool) -> None:
-        """Hears that a site begins to send a blob."""
         with self._lock:
             self.statistics.begins(site, key, self._clock())
             if state:
                 self._states.begins(site)
 
     def stored(self, site: str, key: str = "", size: int = 0) -> None:
-        """Hears that a blob of a site is in the store: something that waited for it may be complete."""
         with self._lock:
             self.statistics.arrived(site, key, size, self._clock())
             for own, life in [own for place, own in self._arriving.items() if place[1] == site]:
@@ -472,7 +457,6 @@ class Coordinator:
             self._hand_on()
 
     def skip(self, site: str, life: str, call: Call) -> None:
-        """Hears that a site does not answer a call."""
         with self._lock:
             self.ledger.skip(site, life, call, self._clock())
         self._wake()
@@ -480,19 +464,16 @@ class Coordinator:
     # States
 
     def ask(self, site: str, without: Collection[str] = ()) -> None:
-        """Gets a state for a site: from a donor, who is told, or from the anchor."""
         with self._lock:
             self._states.ask(self.ledger, site, frozenset(without))
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
-        """Takes the state that a site gives, and hands it on when its blobs are in the store."""
         with self._lock:
             self._states.give(site, name, header, parts, self.charter or self._founding.charter)
             self._hand_on()
         self._wake()
 
     def _hand_on(self) -> None:
-        """Hands on what was given and is complete."""
         for request in self._states.complete():
             if request.founding and request.given:
                 self._found(*request.given)
@@ -507,14 +488,12 @@ class Coordinator:
                 self._tell(event, [hello.site])
 
     def _ask_others(self, gone: str | None = None) -> None:
-        """Asks somebody else where a donor does not answer."""
         if self._states.ask_others(self._ledger, gone):
             self._ask_founder()
 
     # What an operator asks
 
     def evict(self, site: str) -> None:
-        """Throws a site out. A new start of it may join again, with a state of the others."""
         with self._lock:
             ledger = self.ledger
             member = ledger.members.get(site)
@@ -547,7 +526,6 @@ class Coordinator:
         return count
 
     def status(self) -> Status:
-        """Returns what is to be seen of the run."""
         with self._lock:
             status: Status = {"run": self.run, "founded": self._ledger is not None, "trouble": self.trouble}
             if self._ledger is None:

@@ -92,7 +92,6 @@ class Progress:
 
     @property
     def next_round(self) -> int:
-        """The round that lands next."""
         return self.applied.round + 1
 
     @property
@@ -109,7 +108,6 @@ class Progress:
 
     @property
     def called(self) -> Call | None:
-        """The call of the round that lands next, if it was heard."""
         return self.call if self.call and self.call.round == self.next_round else None
 
     def is_last(self, terms: Terms) -> bool:
@@ -152,7 +150,6 @@ class Progress:
         self.drop()
 
     def drop(self) -> None:
-        """Holds nothing any more."""
         self.steps = self.samples = 0
 
     def forget(self) -> None:
@@ -174,7 +171,6 @@ class Progress:
     # Launching
 
     def launches(self, step: int, terms: Terms, finishing: bool) -> bool:
-        """Tells whether the fragment launches after an inner step."""
         # If the round is closed already, a launch would be late.
         if self.flight or self.ended or self.stands or self.closed > self.applied.round:
             return False
@@ -200,7 +196,6 @@ class Progress:
     # Landing
 
     def learn(self, record: Record) -> None:
-        """Takes a record; see `Follower.learn`."""
         self.closed = max(self.closed, record.round)
         if record.round < self.applied.round or record.position == self.applied:
             return
@@ -220,7 +215,6 @@ class Progress:
         )
 
     def due(self, step: int, overlap_steps: int) -> Record | None:
-        """Returns the record that lands after an inner step, if one does."""
         early = self.flight is not None and step < self.flight.launched_at + overlap_steps and not self.is_overtaken
         return None if early or self.digest is None else self.records.get(self.next_round)
 
@@ -239,7 +233,6 @@ class Progress:
         return MergeAction.CARRY if holds and self._is_apart(mine) else MergeAction.TAKE
 
     def land(self, landing: MergeAction, applied: Position, digest: int) -> None:
-        """Does to what is held what a landing says, and moves on."""
         if self.flight and self.flight.own.round <= applied.round:
             if landing is MergeAction.CARRY:
                 self.steps += self.flight.steps
@@ -273,12 +266,10 @@ class Progress:
     # Checkpoints
 
     def described(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of it, as plain numbers and texts."""
         return {name: plain(getattr(self, name)) for name in _SAVED}
 
     @staticmethod
     def restored(fragment: int, saved: Mapping[str, Any], late: MergeAction = MergeAction.CARRY) -> "Progress":
-        """Returns what was `described`."""
         hints = get_type_hints(Progress, include_extras=True)
         own = Progress(fragment, late=late, **{name: read(hints[name], saved[name], name) for name in _SAVED})
         own.closed = own.applied.round
@@ -382,17 +373,14 @@ class Follower:
         return not self.wants_state
 
     def beat(self) -> Beat:
-        """Returns the sign of life."""
         return Beat(self.site, self.life, self.follows, tuple(own.applied.round for own in self.fragments))
 
     def hear(self, call: Call) -> None:
-        """Hears that somebody has launched."""
         own = self.fragments[call.fragment]
         if own.call is None or call.round >= own.call.round:
             own.call = call
 
     def learn(self, record: Record) -> None:
-        """Takes a record, in any order, once or more often."""
         self.fragments[record.fragment].learn(record)
 
     # Training
@@ -404,7 +392,6 @@ class Follower:
             own.samples += samples
 
     def finish(self) -> None:
-        """Hears that the site trains no more. All that it holds is launched; then it is `finished`."""
         self._finishing = True
 
     @property
@@ -416,7 +403,6 @@ class Follower:
     # Launching
 
     def launches(self, step: int) -> list[int]:
-        """Returns the fragments that launch after an inner step, in order."""
         if not self.follows:
             return []
         return [own.fragment for own in self.fragments if own.launches(step, self.terms, self._finishing)]
@@ -435,7 +421,6 @@ class Follower:
         finite: bool = True,
         norm_squared: float = 0.0,
     ) -> Contribution | None:
-        """Launches a fragment."""
         begun = self.begin(fragment, step)
         return self.complete(replace(begun, digest=digest, payloads=payloads, finite=finite, norm_squared=norm_squared))
 
@@ -460,7 +445,6 @@ class Follower:
         return sent
 
     def complete(self, sent: Contribution) -> Contribution | None:
-        """Does the second half of `launch`."""
         own = self.fragments[sent.fragment]
         if own.flight is None or own.flight.own.payloads or own.flight.own.round != sent.round:
             return None
@@ -478,7 +462,6 @@ class Follower:
     # Landing
 
     def due(self, step: int) -> list[Record]:
-        """Returns the records that land after an inner step, at most one of every fragment; ask again after landing."""
         # Who trains no more has nothing to overlap with.
         overlap = 0 if self._finishing else self.terms.overlap_steps
         return [record for own in self.fragments if (record := own.due(step, overlap))]
@@ -490,7 +473,6 @@ class Follower:
         return max((flight.waits(step, now, self.terms) for flight in flights), default=0.0)
 
     def land(self, record: Record, before: int, after: int) -> MergeAction:
-        """Lands a record."""
         own = self.fragments[record.fragment]
         if before != record.digest:
             own.refuse(record.round)
@@ -525,7 +507,6 @@ class Follower:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint of this site holds, as plain numbers and texts."""
         return {"fragments": [own.described() for own in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Any], digests: Sequence[int]) -> None:

@@ -15,25 +15,17 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.charter import Charter
-from lightning_sdiloco.federation.codec import CLASS_PATH
-from lightning_sdiloco.federation.events import anchor_of, anchor_text
+from lightning_sdiloco.federation.codec import CLASS_PATH, Bytes
+from lightning_sdiloco.federation.connection import anchor_of, anchor_text
 from lightning_sdiloco.federation.ledger import Ledger
 from lightning_sdiloco.federation.messages import Contribution, Payload, Position, Record, StateHeader
 from lightning_sdiloco.federation.quorum import Quorum, built_in, quorum_of
-from lightning_sdiloco.federation.store import sync_folder
-from lightning_sdiloco.federation.wire import (
-    EVERYTHING,
-    MAX_RECORD,
-    Bytes,
-    MailboxError,
-    Missing,
-    NoSpace,
-    checked_size,
-)
+from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, sync_folder
+from lightning_sdiloco.federation.wire import EVERYTHING, MAX_RECORD, MailboxError, Missing, NoSpace, checked_size
 
 _HEAD = 100  # bytes that SQLite keeps for itself at the beginning of a file
 _APPLICATION = 0x5D110C0  # says in the head of the file whose it is
@@ -85,7 +77,6 @@ class SQLiteLedger:
 
     @property
     def last(self) -> int:
-        """The number of the last record, or `EVERYTHING` if there is none."""
         return self._count + EVERYTHING
 
     @property
@@ -94,7 +85,6 @@ class SQLiteLedger:
         return self._chain.hex()
 
     def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> bool:
-        """Gives a number to a record and notes what changes with it, both or neither."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._lock:
             if not 0 <= seq <= self._count:
@@ -109,7 +99,6 @@ class SQLiteLedger:
             return True
 
     def read(self, after: int = EVERYTHING) -> Iterator[tuple[int, bytes]]:
-        """Yields the records after a number, with theirs."""
         while True:
             after += 1
             with self._lock:
@@ -124,7 +113,6 @@ class SQLiteLedger:
             self._write(_of_notes(notes))
 
     def notes(self, prefix: str = "") -> dict[str, bytes]:
-        """Returns the notes whose names begin with a prefix."""
         with self._lock:
             rows = self._database.execute(
                 "select name, value from notes where substr(name, 1, ?) = ? order by name", (len(prefix), prefix)
@@ -138,7 +126,6 @@ class SQLiteLedger:
             self._count, self._chain = self._verified()
 
     def close(self) -> None:
-        """Closes the file."""
         with self._lock:
             self._database.close()
 
@@ -194,7 +181,6 @@ class SQLiteLedger:
 
 
 def _make(path: Path) -> None:
-    """Makes an empty ledger, whole or not at all."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     try:
         with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as database:
@@ -210,7 +196,6 @@ def _make(path: Path) -> None:
 
 
 def chained(chain: bytes, seq: int, record: Bytes) -> bytes:
-    """Returns the digest of a record and all before it."""
     return hashlib.sha256(chain + seq.to_bytes(8, "big") + bytes(record)).digest()
 
 
@@ -230,7 +215,6 @@ class Quorums:
         self._named = {} if named is None else {named: imported(named)}
 
     def __call__(self, path: str) -> type[Any]:
-        """Returns the class."""
         try:
             return self._named.get(path) or built_in(path)
         except Refused as error:
@@ -254,23 +238,12 @@ def imported(path: str) -> type[Quorum]:
     return found
 
 
-class Store(Protocol):
-    """Where blobs are kept, such as `BlobStore`."""
-
-    def get(self, key: str) -> bytes:
-        """Returns a blob, verified."""
-
-    def size(self, key: str) -> int:
-        """Returns the size of a blob; raises `Missing` if it is not there."""
-
-    def retain(self, keys: Collection[str], age: float = ...) -> int:
-        """Drops all blobs but those named, and those that came lately."""
-
-
 class History:
     """Reads and writes what is durable; see [Note: what lies where]."""
 
-    def __init__(self, journal: SQLiteLedger, store: Store, quorums: Callable[[str], type[Any]] | None = None) -> None:
+    def __init__(
+        self, journal: SQLiteLedger, store: BlobStore | InMemoryStore, quorums: Callable[[str], type[Any]] | None = None
+    ) -> None:
         self.journal, self.store, self.quorums = journal, store, quorums or Quorums()
         text = journal.notes("charter").get("charter")
         self.charter = Charter.from_bytes(text) if text else None
@@ -279,7 +252,6 @@ class History:
         self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
 
     def ledger(self, now: float) -> Ledger:
-        """Returns the ledger as it is durable, of a run that has been founded."""
         assert self.charter is not None, "the run has been founded"
         terms = self.charter.terms
         self._numbers = [array("q") for _ in range(terms.fragments)]
@@ -310,7 +282,6 @@ class History:
         self._named[record.fragment].append((record.round, keys))
 
     def holds(self, parts: Sequence[Payload]) -> bool:
-        """Tells whether blobs are in the store, each with the size that is said."""
         try:
             return all(self.store.size(part.key) == part.size for part in parts)
         except Missing:
@@ -324,11 +295,9 @@ class History:
         self.charter, self.anchors = charter, [(header, tuple(parts))]
 
     def take(self, own: Contribution) -> None:
-        """Writes a contribution whose payloads are in the store."""
         self.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
 
     def append(self, record: Record) -> None:
-        """Writes a record; what was contributed to its round is no longer open."""
         gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
         if not self.journal.append(record.seq, record.to_bytes(), gone):
             raise AgreementError(
@@ -342,17 +311,14 @@ class History:
         self.journal.note({**gone, **({f"evicted/{site}/{life}": b""} if life else {})})
 
     def end(self) -> None:
-        """Writes that an operator has ended the run."""
         self.journal.note({"ending": b"1"})
 
     def anchor(self, header: StateHeader, parts: Sequence[Payload]) -> None:
-        """Writes a state that is in the store."""
         last = max(self.journal.notes("anchor/"), default="anchor/000000")
         self.journal.note({f"anchor/{int(last[7:]) + 1:06d}": anchor_text(header, parts)})
         self.anchors.append((header, tuple(parts)))
 
     def keep_anchors(self, headers: Sequence[StateHeader]) -> None:
-        """Drops the states that are not needed any more."""
         if len(headers) != len(self.anchors):
             names = self.journal.notes("anchor/")
             self.journal.note({name: None for name, text in names.items() if anchor_of(text)[0] not in headers})
@@ -382,7 +348,6 @@ class History:
     # What is needed
 
     def missing(self, applied: Sequence[Position], kept: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yields the records that a site lacks, with their numbers."""
         first = [max(at.round, 0 if at.round else kept[p] - 1) for p, at in enumerate(applied)]
         # The number of the first record of each fragment that is lacking.
         numbers = {p: own[first[p]] for p, own in enumerate(self._numbers) if first[p] < len(own)}

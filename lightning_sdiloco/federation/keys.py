@@ -44,7 +44,6 @@ class Identity(NamedTuple):
 
     @classmethod
     def of_uri(cls, uri: str) -> "Identity | None":
-        """Returns the identity that a URI stands for; None if it is another URI."""
         scheme, _, rest = uri.partition("://")
         parts = rest.split("/")
         if scheme != "sdiloco" or len(parts) != 3 or parts[1] not in ROLES:
@@ -90,7 +89,6 @@ class Bundle(NamedTuple):
 
 
 def checked_name(what: str, name: str) -> str:
-    """Returns the name of a run or holder, if it can be one."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"{what}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes and underscores, and "
@@ -105,7 +103,6 @@ def host_of(run: str) -> str:
 
 
 def fingerprint(certificate: bytes) -> str:
-    """Returns the SHA-256 fingerprint of a certificate in PEM."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).hexdigest()
 
 
@@ -181,7 +178,6 @@ def revoke_keys(folder: str | Path, name: str) -> list[str]:
 
 
 def load(keys: str | Path, name: str = "hub") -> Bundle:
-    """Returns the bundle of a holder."""
     path = Path(keys)
     folder = path if path.is_dir() else None
     if folder is not None:
@@ -195,14 +191,12 @@ def load(keys: str | Path, name: str = "hub") -> Bundle:
 
 
 def identity_of(keys: str | Path) -> Identity:
-    """Returns for whom a bundle speaks."""
     if Path(keys).is_dir():
         raise ValueError(f"{keys} is the folder of the authority. Give a bundle, such as {Path(keys) / 'NAME.bundle'}.")
     return load(keys).identity
 
 
 def valid_until(keys: str | Path) -> datetime.datetime:
-    """Returns until when the certificate of a bundle is valid."""
     ends: datetime.datetime = (
         extra("cryptography.x509").load_pem_x509_certificate(load(keys).certificate).not_valid_after_utc
     )
@@ -290,7 +284,6 @@ def _add_lines(path: Path, lines: list[str]) -> None:
 
 
 def _fingerprints(path: Path, name: str | None = None) -> frozenset[str]:
-    """Returns the fingerprints in a file, those of a name or all."""
     lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return frozenset(line[0] for line in lines if line and name in (None, line[-1]))
 
@@ -301,7 +294,6 @@ def _run_of(folder: Path) -> str:
 
 
 def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
-    """Returns the keys of a site, if it shall have some."""
     if (keys is None) != insecure:
         raise ValueError(
             f"To reach hub {hub} site {name!r} needs either keys or insecure=True. Ask whoever has the folder of keys "
@@ -361,7 +353,6 @@ class Access:
         self._certified, self._revoked = certified, revoked
 
     def peer(self, call: str, header: Header, context: Any) -> Peer:
-        """Returns who makes a call."""
         claimed, life = _claimed(header)
         if self._certified:
             self._check(claimed, context)

@@ -82,7 +82,6 @@ class Founding:
         return self._proposed[site]
 
     def hello(self, hello: Hello, charter: Charter) -> None:
-        """Takes a site in."""
         self._require_quorum(charter)
         for other in (own for site, own in self._charters.items() if site != hello.site):
             charter.require_same(other)
@@ -95,7 +94,6 @@ class Founding:
             raise Refused(str(error)) from None
 
     def gone(self, site: str) -> None:
-        """Takes back a site that went away before there were enough."""
         for own in (self._charters, self.hellos, self._proposed):
             own.pop(site, None)
         if site == self._founder:
@@ -103,12 +101,10 @@ class Founding:
 
     @property
     def missing(self) -> int:
-        """How many sites there are too few."""
         return max(0, self._sites - len(self._charters))
 
     @property
     def charter(self) -> Charter:
-        """The charter that all brought."""
         return next(iter(self._charters.values()))
 
     @property
@@ -187,7 +183,6 @@ class Ledger:
     # Who is there
 
     def hello(self, hello: Hello, now: float) -> Welcome:
-        """Takes a site in. It is not waited for before it has beaten."""
         member = self.members.get(hello.site)
         if (hello.site, hello.life) in self.evicted:
             raise Refused(f"{hello.site} was evicted from the run: ask its operator")
@@ -207,7 +202,6 @@ class Ledger:
         return tuple(Standing(fragment, one.life) for fragment, one in own if not one.reason)
 
     def beat(self, beat: Beat, now: float) -> None:
-        """Renews the lease of a site."""
         member = self._member(beat.site, beat.life)
         member.until = now + self.terms.lease
         member.follows, member.applied = beat.follows, beat.applied
@@ -236,7 +230,6 @@ class Ledger:
         return member
 
     def present(self, now: float) -> list[str]:
-        """Returns the sites whose lease is valid, by name."""
         return sorted(site for site, member in self.members.items() if member.until > now)
 
     def behind(self, site: str) -> int:
@@ -375,7 +368,6 @@ class Ledger:
         return Record(seq, fragment, call.round, key, tuple(camp), left_out, call.final, timings)
 
     def append(self, record: Record) -> None:
-        """Takes a record that is durable."""
         closed = self.closed[record.fragment]
         if (record.seq, record.round, record.previous) != (self.seq, closed.round + 1, closed.key):
             raise AgreementError(
@@ -399,11 +391,9 @@ class Ledger:
     # The end
 
     def end(self) -> None:
-        """Ends the run, by the word of an operator, and again after every start; see [Note: the last round]."""
         self._ending = True
 
     def has_ended(self, fragment: int) -> bool:
-        """Tells whether the last round of a fragment is over."""
         return any(record.final for record in self._history[fragment])
 
     # States
@@ -435,7 +425,6 @@ class Anchors:
 
     @property
     def headers(self) -> list[StateHeader]:
-        """The states that are kept, the oldest first. What is not among them can be deleted."""
         return [header for header, _ in self._states]
 
     @property
@@ -444,7 +433,6 @@ class Anchors:
         return self._states[0][0] if self._states else None
 
     def add(self, header: StateHeader) -> None:
-        """Takes a state that is durable at the hub."""
         self._states.append((header, set()))
 
     def check(self, record: Record) -> None:
@@ -461,7 +449,6 @@ class Anchors:
         self._states = sound[last:]
 
     def is_due(self, rounds: Iterable[int]) -> bool:
-        """Tells whether it is time for a new state."""
         if not self._states:
             return True
         newest = self._states[-1][0].applied
@@ -480,7 +467,6 @@ class Timings:
         self._untold: dict[int, dict[tuple[str, int], Timing]] = {}
 
     def arrives(self, own: Contribution, now: float, opened: float | None) -> None:
-        """Hears of a contribution."""
         self._came[own.fragment, own.site] = own.round, now
         if opened is not None:
             late = round(now - opened, 3)
@@ -500,7 +486,6 @@ class Timings:
         return float(f"{(now - since) / own.steps:.4g}") if life == own.life and own.steps else None
 
     def of(self, fragment: int) -> tuple[Timing, ...]:
-        """Returns what the next record of a fragment tells, by name of the site."""
         return tuple(own for _, own in sorted(self._untold.get(fragment, {}).items()))
 
     def closes(self, record: Record, opened: float | None) -> None:

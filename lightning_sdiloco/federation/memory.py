@@ -18,55 +18,26 @@ from typing_extensions import override
 
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.charter import Charter
+from lightning_sdiloco.federation.codec import Bytes
 from lightning_sdiloco.federation.connection import (
-    Bytes,
     Fetched,
     Lost,
     Recorded,
+    Said,
     StateArrived,
+    StateOffered,
     Told,
     Waiting,
     Wanted,
+    said_in,
 )
 from lightning_sdiloco.federation.coordinator import Coordinator
-from lightning_sdiloco.federation.events import Said, StateOffered, said_in
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.journal import MEMORY, History, SQLiteLedger, imported
 from lightning_sdiloco.federation.messages import Beat, Call, Contribution, Hello, Payload, Record, StateHeader
-from lightning_sdiloco.federation.remote import Outbox, all_payloads
-from lightning_sdiloco.federation.wire import Busy, Event, MailboxError, Missing, key_of
-
-
-class InMemoryStore:
-    """Blobs in memory; see `Store`."""
-
-    def __init__(self) -> None:
-        self._blobs: dict[str, bytes] = {}
-
-    def put(self, blob: Bytes) -> str:
-        """Keeps a blob; returns its key."""
-        self._blobs[key := key_of(blob)] = bytes(blob)
-        return key
-
-    def get(self, key: str) -> bytes:
-        if key not in self._blobs:
-            raise Missing(f"there is no blob {key}.")
-        return self._blobs[key]
-
-    def size(self, key: str) -> int:
-        return len(self.get(key))
-
-    def payloads(self, record: Record, wanted: Wanted) -> dict[str, Bytes] | None:
-        """Returns what a rank needs of the payloads that count; None if some of it is gone."""
-        try:
-            return {payload.key: self.get(payload.key) for own in record.counted for payload in wanted(own)}
-        except Missing:
-            return None
-
-    def retain(self, keys: Collection[str], age: float = 0.0) -> int:
-        before = len(self._blobs)
-        self._blobs = {key: blob for key, blob in self._blobs.items() if key in keys}
-        return before - len(self._blobs)
+from lightning_sdiloco.federation.remote import HubConnection, HubShards, Outbox, all_payloads
+from lightning_sdiloco.federation.store import InMemoryStore
+from lightning_sdiloco.federation.wire import Busy, Event, MailboxError, Missing
 
 
 class InProcessHub:
@@ -87,12 +58,17 @@ class InProcessHub:
         self.coordinator = self._started()
 
     def connect(self, site: str, wanted: Wanted = all_payloads) -> "InProcessConnection":
-        """Returns the connection of a site that has just been started."""
         return InProcessConnection(self, site, wanted)
 
     def connect_shards(self, site: str, wanted: Wanted) -> "InProcessShards":
-        """Returns what moves the payloads of another rank of a site."""
         return InProcessShards(self, site, wanted)
+
+    def payloads(self, record: Record, wanted: Wanted) -> dict[str, Bytes] | None:
+        """Returns what a rank needs of the payloads that count; None if some of it is gone."""
+        try:
+            return {payload.key: self.store.get(payload.key) for own in record.counted for payload in wanted(own)}
+        except Missing:
+            return None
 
     def restart(self) -> None:
         """Dies, and starts again from what is durable; all connections are lost meanwhile, and made again."""
@@ -200,7 +176,6 @@ class InProcessConnection:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the hub hears this site."""
         return self._hub.connections.get(self.site) is self
 
     def lose(self, why: str) -> None:
@@ -211,7 +186,6 @@ class InProcessConnection:
         self._told.append(Lost(why))
 
     def hear(self, event: Event) -> None:
-        """Takes what the hub tells."""
         told = self._read(said_in(event))
         with self._lock:
             self._told.append(told)
@@ -261,7 +235,7 @@ class InProcessConnection:
         assert said is not None, "the hub is of this version"
         if isinstance(said, Recorded):
             self._outbox.hear(said.record)
-            return Recorded(said.record, self._hub.store.payloads(said.record, self._wanted))
+            return Recorded(said.record, self._hub.payloads(said.record, self._wanted))
         if isinstance(said, StateOffered):
             self._asked_at = -1.0
             parts = tuple(self._hub.store.get(part.key) for part in said.parts)
@@ -270,7 +244,7 @@ class InProcessConnection:
 
 
 class InProcessShards:
-    """Moves payloads to and from a hub in this process; see `Shards`."""
+    """Moves payloads to and from a hub in this process."""
 
     def __init__(self, hub: InProcessHub, site: str, wanted: Wanted) -> None:
         self._hub, self._site, self._wanted = hub, site, wanted
@@ -283,21 +257,27 @@ class InProcessShards:
             self._hub.coordinator.stored(self._site, key, len(blob))
 
     def keep(self, outstanding: Collection[Contribution]) -> None:
-        """See `Shards`."""
+        pass
 
     def prefetch(self, own: Contribution) -> None:
-        """See `Shards`."""
+        pass
 
     def fetch(self, record: Record) -> None:
-        self._fetched[record.key] = self._hub.store.payloads(record, self._wanted)
+        self._fetched[record.key] = self._hub.payloads(record, self._wanted)
 
     def fetched(self) -> Fetched:
         fetched, self._fetched = self._fetched, {}
         return fetched
 
     def close(self) -> None:
-        """See `Shards`."""
+        pass
 
+
+Connection = HubConnection | InProcessConnection
+"""Connects one site with the hub of its run; see [Note: how a site uses its connection]."""
+
+Shards = HubShards | InProcessShards
+"""Moves the payloads of a rank that is not the first of its site; see [Note: a site of several ranks]."""
 
 _BEATS = 4  # signs of life in a lease
 
@@ -341,7 +321,6 @@ class VirtualTime:
         self.now = own
 
     def ends(self, site: int) -> None:
-        """Gives a site no turn any more."""
         self._clocks[site] = math.inf
 
 
@@ -363,7 +342,6 @@ class VirtualHub(InProcessHub):
         super().__init__(run, sites, clock=lambda: time.now)
 
     def connect_over(self, site: str, number: int, link: VirtualLink, moment: float) -> "VirtualConnection":
-        """Returns the connection of a site."""
         return VirtualConnection(self, site, number, link, moment)
 
 

@@ -123,16 +123,13 @@ class Record(Message):
 
     @property
     def position(self) -> Position:
-        """Where somebody is who has applied it."""
         return Position(self.round, self.key)
 
     def of(self, site: str) -> Contribution | None:
-        """Returns the contribution of a site that counts, if there is one."""
         return next((own for own in self.counted if own.site == site), None)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Record":
-        """Reads its text."""
         record = super().from_bytes(data)
         _require_one_round(record)
         return record

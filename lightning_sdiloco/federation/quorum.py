@@ -165,7 +165,6 @@ _BUILT_IN: Mapping[str, type[Quorum]] = {"lightning_sdiloco.DynamicBackup": Dyna
 
 
 def chosen(quorum: Quorum) -> ChosenQuorum:
-    """Returns what stands in the charter for a quorum."""
     kind = type(quorum)
     path = next((path for path, own in _BUILT_IN.items() if own is kind), f"{kind.__module__}.{kind.__qualname__}")
     if not isinstance(quorum, Quorum) or not is_dataclass(quorum):
@@ -189,14 +188,12 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
 
 
 def built_in(path: str) -> type[Quorum]:
-    """Returns a quorum of this package by its class path."""
     if path not in _BUILT_IN:
         raise Malformed(f"it is none of this package: {', '.join(_BUILT_IN)}")
     return _BUILT_IN[path]
 
 
 def quorum_of(terms_quorum: int | ChosenQuorum, find: Callable[[str], type[Any]] = built_in) -> Quorum:
-    """Makes the quorum that stands in a charter."""
     if isinstance(terms_quorum, int):
         return All(terms_quorum)
     try:

@@ -7,9 +7,10 @@ from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine import Pending
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.charter import Charter
-from lightning_sdiloco.federation.connection import Bytes, Called, Connection, Recorded, Shards, Told
-from lightning_sdiloco.federation.events import from_plain, to_plain
+from lightning_sdiloco.federation.codec import Bytes
+from lightning_sdiloco.federation.connection import Called, Recorded, Told, from_plain, to_plain
 from lightning_sdiloco.federation.follower import Follower
+from lightning_sdiloco.federation.memory import Connection, Shards
 from lightning_sdiloco.federation.messages import Contribution, Record
 
 _ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
@@ -57,7 +58,6 @@ class SharedConnection:
             raise
 
     def agree(self, charter: Charter) -> Charter:
-        """Returns the charter of the run, which is this one where it is founded."""
         said = all_say(self._ranks, lambda: self.hub and self.hub.agree(charter).to_bytes())[0]
         return Charter.from_bytes(said)
 
@@ -125,7 +125,6 @@ class SharedConnection:
         return ready
 
     def wait(self, timeout: float) -> None:
-        """Waits for something to hear, at rank 0. The others wait where they hear it."""
         if self.hub is not None:
             self.hub.wait(timeout)
 
@@ -138,21 +137,18 @@ class SharedConnection:
     # What is said
 
     def beat(self, follower: Follower) -> None:
-        """Says what is new of the follower."""
         if self.hub:
             self.hub.beat(follower)
         if self._shards:
             self._shards.keep(follower.outstanding())
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """Sends what the site launches: each rank its own payload."""
         if self._shards:
             self._shards.contribute(own, blobs)
         if self.hub:
             self.hub.contribute(own, blobs)
 
     def close(self) -> None:
-        """Leaves, and ends the connections."""
         if self.hub:
             self.hub.leave()
             self.hub.close()

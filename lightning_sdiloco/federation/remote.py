@@ -1,10 +1,10 @@
-"""A site's end of the connection to its hub over gRPC: `Connection` and `Shards` say what it promises.
+"""A site's end of the connection to its hub over gRPC: see [Note: how a site uses its connection].
 
-[Note: a site of several ranks] The first rank has the `Connection` of the site: it says hello, contributes, and hears.
-Every other rank has `Shards`, under the same name and life, which move payloads and nothing else. A contribution names
-the payloads of all ranks, and the hub takes it when the last of them is in its store: one rank's alone never counts.
-So what a site sends does not grow with its ranks, and neither does what it fetches: `places_of` gives every payload of
-another site to one rank.
+[Note: a site of several ranks] The first rank has the `HubConnection` of the site: it says hello, contributes, and
+hears. Every other rank has `HubShards`, under the same name and life, which move payloads and nothing else. A
+contribution names the payloads of all ranks, and the hub takes it when the last of them is in its store: one rank's
+alone never counts. So what a site sends does not grow with its ranks, and neither does what it fetches: `places_of`
+gives every payload of another site to one rank.
 """
 
 import logging
@@ -18,23 +18,25 @@ from typing import Any
 from lightning_sdiloco.errors import ExchangeError, Refused
 from lightning_sdiloco.federation.charter import Charter
 from lightning_sdiloco.federation.client import HubClient
-from lightning_sdiloco.federation.codec import plain
+from lightning_sdiloco.federation.codec import Bytes, key_of, plain
 from lightning_sdiloco.federation.connection import (
     Called,
     Fetched,
     Lost,
     Recorded,
+    Said,
     StateArrived,
+    StateOffered,
     StateWanted,
     Told,
     Waiting,
     Wanted,
     Welcomed,
+    said_in,
 )
-from lightning_sdiloco.federation.events import Said, StateOffered, said_in
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.messages import Call, Contribution, Payload, Record, StateHeader
-from lightning_sdiloco.federation.wire import MAX_BLOB, Busy, Bytes, HubUnreachable, MailboxError, key_of
+from lightning_sdiloco.federation.wire import MAX_BLOB, Busy, HubUnreachable, MailboxError
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,6 @@ Done = Callable[[Mapping[str, Bytes] | None], None]
 
 
 def all_payloads(own: Contribution) -> Sequence[Payload]:
-    """Returns all payloads of a contribution."""
     return own.payloads
 
 
@@ -90,34 +91,28 @@ class Outbox:
             return is_first
 
     def put(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        """Keeps a contribution in place of an earlier one."""
         with self._lock:
             self._kept[own.fragment] = own, blobs
 
     def blobs(self, own: Contribution) -> Mapping[str, Bytes] | None:
-        """Returns the payloads of a contribution; None if it has been overtaken."""
         kept = self._kept.get(own.fragment)
         return kept[1] if kept and kept[0] == own else None
 
     def all_blobs(self) -> dict[str, Bytes]:
-        """Returns all payloads that are kept, under their keys."""
         with self._lock:
             return {key: blob for _, blobs in self._kept.values() for key, blob in blobs.items()}
 
     def outstanding(self) -> list[Contribution]:
-        """Returns what is kept."""
         with self._lock:
             return [own for own, _ in self._kept.values()]
 
     def hear(self, record: Record) -> None:
-        """Drops what a record has overtaken."""
         with self._lock:
             kept = self._kept.get(record.fragment)
             if kept and kept[0].round <= record.round:
                 del self._kept[record.fragment]
 
     def only(self, owns: Collection[Contribution]) -> None:
-        """Drops all but these."""
         with self._lock:
             self._kept = {fragment: kept for fragment, kept in self._kept.items() if kept[0] in owns}
 
@@ -131,13 +126,11 @@ class Inbox:
         self._error: Exception | None = None
 
     def put(self, told: Told) -> None:
-        """Adds what was heard."""
         with self._changed:
             self._told.append(told)
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Adds the last word; the first one stays."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -152,7 +145,6 @@ class Inbox:
             return told
 
     def wait(self, timeout: float) -> bool:
-        """Waits until there is something to take."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._told or self._error), timeout)
 
@@ -181,7 +173,6 @@ class Fetching:
                     self._early[payload.key] = own.fragment, own.round, self._begin(payload)
 
     def fetch(self, payloads: Sequence[Payload], here: Mapping[str, Bytes], done: Done) -> None:
-        """Gets blobs, and then calls."""
         found = {key: here[key] for key, _ in payloads if key in here}
         futures = {payload.key: self._future(payload) for payload in payloads if payload.key not in here}
         if not futures:
@@ -205,7 +196,6 @@ class Fetching:
             self._early = {key: early for key, early in self._early.items() if early[0] != fragment or early[1] > round}
 
     def close(self) -> None:
-        """Fetches nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _future(self, payload: Payload) -> "Future[Bytes]":
@@ -234,7 +224,6 @@ class Fetching:
 
 
 def each_once(payloads: Sequence[Payload]) -> list[Payload]:
-    """Returns payloads, each once."""
     return list(dict.fromkeys(payloads))
 
 
@@ -276,7 +265,6 @@ class RecordsToFetch:
         self.go_on()
 
     def hear(self, record: Record) -> None:
-        """Takes a record that the hub told."""
         with self._lock:
             told_before = record.key in self._coming
             dropped = bool(self._kept) and record.round < self._kept[record.fragment]
@@ -326,7 +314,7 @@ class RecordsToFetch:
 
 
 class HubShards:
-    """Moves the payloads of a rank to and from a hub; see `Shards`. It has threads of its own."""
+    """Moves the payloads of a rank to and from a hub. It has threads of its own."""
 
     def __init__(
         self,
@@ -354,7 +342,6 @@ class HubShards:
         self._closed, self._nudge = threading.Event(), threading.Event()
 
     def reach(self, timeout: float = 60.0) -> None:
-        """Waits until this rank has reached the hub."""
         until = time.monotonic() + timeout
         while True:
             try:
@@ -470,7 +457,7 @@ class HubShards:
 
 
 class HubConnection(HubShards):
-    """A site's connection to a hub over gRPC; see `Connection`. It has threads of its own."""
+    """A site's connection to a hub over gRPC. It has threads of its own."""
 
     def __init__(
         self,

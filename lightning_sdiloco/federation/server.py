@@ -17,8 +17,8 @@ from typing import Any
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.charter import Charter
 from lightning_sdiloco.federation.codec import read
+from lightning_sdiloco.federation.connection import Parts
 from lightning_sdiloco.federation.coordinator import Coordinator, Status
-from lightning_sdiloco.federation.events import Parts
 from lightning_sdiloco.federation.journal import History, Quorums, SQLiteLedger
 from lightning_sdiloco.federation.keys import LOOKING, Access, Peer, load, speaks_for_itself
 from lightning_sdiloco.federation.messages import Beat, Call, Contribution, Hello, StateHeader
@@ -85,7 +85,6 @@ class Session:
         self._error: Failure | None = None
 
     def push(self, event: Event) -> None:
-        """Adds an event to what is to be told."""
         with self._changed:
             if len(self._waiting) >= MAX_EVENTS:
                 self._ended, self._error = True, NoSpace(f"{self.peer.name!r} does not read what it is told.")
@@ -95,7 +94,6 @@ class Session:
             self._changed.notify_all()
 
     def end(self, error: Failure | None = None) -> None:
-        """Ends it, after all that waits has been told; the first reason stays."""
         with self._changed:
             if not self._ended:
                 self._ended, self._error = True, error
@@ -125,7 +123,6 @@ class Sessions:
         self._of_site: dict[str, Session] = {}
 
     def opened(self, peer: Peer) -> Session:
-        """Returns a session, to which all that is pushed from now on is added."""
         session = Session(peer)
         with self._lock:
             if sum(other.peer.name == peer.name for other in self._all) >= MAX_WATCHING:
@@ -145,7 +142,6 @@ class Sessions:
             before.end(Refused(f"site {session.peer.name!r} watches from elsewhere."))
 
     def closed(self, session: Session) -> bool:
-        """Forgets a session; tells whether it had been let in, and nobody has taken its place."""
         session.end()
         with self._lock:
             self._all.remove(session)
@@ -166,14 +162,12 @@ class Sessions:
             )
 
     def push(self, event: Event, to: Collection[str] | None) -> None:
-        """Adds an event to all sessions, or to those of some sites."""
         with self._lock:
             told = [session for session in self._all if to is None or session.peer.name in to]
         for session in told:
             session.push(event)
 
     def end_all(self) -> None:
-        """Ends all sessions."""
         with self._lock:
             ended = list(self._all)
         for session in ended:
@@ -189,7 +183,6 @@ class Uploads:
         self._arriving: dict[tuple[str, str, str], Upload] = {}
 
     def of(self, peer: Peer, key: str, size: int) -> Upload:
-        """Returns the upload that a connection belongs to."""
         place, now = (peer.role, peer.name, key), time.monotonic()
         with self._lock:
             for other in [own for own, upload in self._arriving.items() if upload.used < now - _GIVEN_UP]:
@@ -223,7 +216,6 @@ class CoordinatorHandler:
         self._push = push
 
     def hello(self, peer: Peer, about: Header) -> Iterable[Event]:
-        """Lets a site in. Others may watch, and are told what all are told."""
         return self._events(peer, about) if peer.role == "site" else ()
 
     def _events(self, peer: Peer, about: Header) -> Iterable[Event]:
@@ -371,17 +363,14 @@ class Hub:
         self.port = self._listen(listen, None if keys is None else bundle)
 
     def start(self) -> None:
-        """Begins to serve."""
         self._handler.start(self.push)
         self._server.start()
 
     def close(self, grace: float = 0.5) -> None:
-        """Ends all connections."""
         self._sessions.end_all()
         self._server.stop(grace).wait()
 
     def push(self, event: Event, to: Collection[str] | None = None) -> None:
-        """Tells something to all who watch, or to some of them, without waiting for anybody."""
         self._sessions.push(event, to)
 
     def _listen(self, listen: str, bundle: Any) -> int:
@@ -568,17 +557,14 @@ class HubService:
         self._ticker = threading.Thread(target=self._tick, name="hub-clock", daemon=True)
 
     def start(self) -> None:
-        """Begins to serve."""
         self.coordinator.start(self._hub.push, self._awake.set)
         self._hub.start()
         self._ticker.start()
 
     def status(self) -> Status:
-        """Returns what is to be seen of the run."""
         return self.coordinator.status()
 
     def close(self) -> None:
-        """Ends all connections. What is durable is there for the next start."""
         self._closed.set()
         self._awake.set()
         if self._ticker.ident is not None:

@@ -33,7 +33,8 @@ from lightning_sdiloco.engine import (
     Work,
     completed,
 )
-from lightning_sdiloco.federation.arithmetic import Bytes, Encoded, SiteArithmetic, Stepped
+from lightning_sdiloco.federation.arithmetic import Encoded, SiteArithmetic, Stepped
+from lightning_sdiloco.federation.codec import Bytes
 from lightning_sdiloco.federation.connection import (
     Called,
     Lost,
@@ -100,7 +101,6 @@ class FederatedWorld:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last round of every fragment has landed."""
         return all(own.ended for own in self.follower.fragments)
 
     def join(self, step: int) -> None:
@@ -151,7 +151,6 @@ class FederatedWorld:
         self._rounds.flights.append(flight)
 
     def _send(self, wait: bool = False) -> None:
-        """Sends what has been encoded."""
         encoding = {index: one.pending for index, one in self._launched.items() if one.encoded is None}
         for index in encoding if wait else self._connection.ready(encoding):
             launched = self._launched[index]
@@ -211,7 +210,6 @@ class FederatedWorld:
         return iter(())
 
     def close(self) -> None:
-        """Leaves the federation: nobody waits for this site any more."""
         if not self._has_left:
             self._has_left = True
             self._connection.beat(self.follower)
@@ -295,7 +293,6 @@ class FederatedWorld:
         return self._report(record, stepped, launched, step, wait or (arrived, arrived), was_finite)
 
     def _tell_of_drop(self, record: Record) -> None:
-        """Says once that this site comes too late."""
         if not self._has_told_of_drop:
             self._has_told_of_drop = True
             _log.warning(
@@ -309,7 +306,6 @@ class FederatedWorld:
     def _report(
         self, record: Record, stepped: Stepped, launched: Launched | None, step: int, wait: Span, was_finite: bool
     ) -> Landing:
-        """Tells what landed, and what this rank sent and fetched for it."""
         sent = launched.encoded.blobs.values() if launched and launched.encoded else ()
         told = stepped.arrival.landing._replace(
             launched_at=step if launched is None else launched.flight.launch.step,
@@ -423,7 +419,6 @@ class FederatedWorld:
 
 
 def _in_background(background: Background, work: Callable[[], Any]) -> Pending[Any]:
-    """Starts work in the first stage of the background."""
 
     def in_one_stage() -> Work[Any]:
         yield from ()

@@ -12,7 +12,8 @@ from lightning_sdiloco.algorithm import Mix
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import FragmentState, OuterParameter, OuterState, Rounds, to_parameters
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation.arithmetic import Bytes, digests_of
+from lightning_sdiloco.federation.arithmetic import digests_of
+from lightning_sdiloco.federation.codec import Bytes
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import StateHeader
 
@@ -20,7 +21,6 @@ _log = logging.getLogger(__name__)
 
 
 def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
-    """Returns the outer state of a fragment as bytes, whole, by the names of its parameters."""
     parameters = to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
     buffers = {name: buffer.to("cpu") for name, buffer in fragment.buffers.named().items()}
     file = io.BytesIO()
@@ -49,7 +49,6 @@ class OuterStates:
         self._rounds, self._topology, self._follower = rounds, topology, follower
 
     def digests(self, values: Sequence[Tensor] | None = None) -> list[int]:
-        """Returns the digests of the outer parameters, by fragment; or of other values in their place."""
         fragments = self._rounds.fragments
         values = [own.outer.values for own in fragments] if values is None else values
         return digests_of(values, [own.layout.start for own in fragments], self._topology.in_site)

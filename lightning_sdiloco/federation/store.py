@@ -11,23 +11,22 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_sdiloco.errors import Malformed
+from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.wire import (
     CHUNK,
     MAX_BLOB,
     Altered,
-    Bytes,
     Missing,
     NoSpace,
     checked_blob,
     checked_key,
     checked_size,
-    key_of,
 )
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -75,7 +74,6 @@ class BlobStore:
         self._stored: dict[str, float] = {}  # when this process stored a blob, on the clock of time.monotonic()
 
     def put(self, blob: Bytes) -> str:
-        """Stores a blob and returns its key."""
         view = memoryview(blob).cast("B")
         upload = self.begin(key_of(view), len(view))
         with upload.discarded_on_error():
@@ -85,20 +83,16 @@ class BlobStore:
         return upload.key
 
     def begin(self, key: str, size: int) -> "Upload":
-        """Makes room for a blob that arrives in pieces."""
         return Upload(self, checked_key(key), checked_size(size, self.max_blob, "blob"), self._files)
 
     def get(self, key: str) -> bytes:
-        """Returns a blob, verified."""
         size = checked_size(self.size(key), self.max_blob, "blob")
         return checked_blob(key, self.read(key, 0, size), f"the store {self.url}")
 
     def size(self, key: str) -> int:
-        """Returns the size of a blob."""
         return self._files.size(checked_key(key))
 
     def read(self, key: str, start: int, end: int) -> bytes:
-        """Returns a part of a blob. It cannot be verified by itself: whoever puts the parts together does that."""
         return self._files.read(checked_key(key), start, end)
 
     def retain(self, keys: Collection[str], age: float = 600.0) -> int:
@@ -113,14 +107,37 @@ class BlobStore:
         return dropped
 
     def stored(self, key: str) -> None:
-        """Notes that a blob has been stored now."""
         self._stored[key] = time.monotonic()
+
+
+class InMemoryStore:
+    """Blobs in memory, in place of a `BlobStore`."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, bytes] = {}
+
+    def put(self, blob: Bytes) -> str:
+        self._blobs[key := key_of(blob)] = bytes(blob)
+        return key
+
+    def get(self, key: str) -> bytes:
+        if key not in self._blobs:
+            raise Missing(f"there is no blob {key}.")
+        return self._blobs[key]
+
+    def size(self, key: str) -> int:
+        return len(self.get(key))
+
+    def retain(self, keys: Collection[str], age: float = 0.0) -> int:
+        before = len(self._blobs)
+        self._blobs = {key: blob for key, blob in self._blobs.items() if key in keys}
+        return before - len(self._blobs)
 
 
 class Upload:
     """A blob on its way into a store, whose pieces come in any order and from several threads."""
 
-    def __init__(self, store: BlobStore, key: str, size: int, files: "_Files") -> None:
+    def __init__(self, store: BlobStore, key: str, size: int, files: "_LocalFiles | _RemoteFiles") -> None:
         self.key, self.size, self.used = key, size, time.monotonic()
         self._store, self._files = store, files
         self._path = files.spool / f"{key}.{secrets.token_hex(8)}"
@@ -161,12 +178,10 @@ class Upload:
 
     @property
     def complete(self) -> bool:
-        """Whether all of the blob is there."""
         return not self.missing
 
     @property
     def missing(self) -> Ranges:
-        """What has not arrived."""
         return lacking(self._there, self.size)
 
     def commit(self) -> None:
@@ -185,7 +200,6 @@ class Upload:
             self._store.stored(self.key)
 
     def discard(self) -> None:
-        """Drops what has arrived."""
         self._given_up = True
         self._path.unlink(missing_ok=True)
 
@@ -211,28 +225,7 @@ def _for_its_owner(path: str, flags: int) -> int:
 # Files
 
 
-class _Files(Protocol):
-    """The files of a store, by their keys: written whole under their name, or not at all."""
-
-    spool: Path
-
-    def size(self, key: str) -> int:
-        """Returns the size of a file."""
-
-    def read(self, key: str, start: int, end: int) -> bytes:
-        """Returns the bytes of a file between two offsets."""
-
-    def keys(self) -> list[str]:
-        """Returns the names of all files."""
-
-    def move_in(self, spooled: Path, key: str) -> None:
-        """Gives a name to a file that is complete and synced; if another has the name, it has the same bytes."""
-
-    def delete(self, key: str) -> None:
-        """Deletes a file, if it is there."""
-
-
-def _files_at(url: str) -> _Files:
+def _files_at(url: str) -> "_LocalFiles | _RemoteFiles":
     try:
         filesystem, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
@@ -241,7 +234,7 @@ def _files_at(url: str) -> _Files:
 
 
 class _LocalFiles:
-    """A folder of this machine, or one that it has mounted."""
+    """A folder of this machine, or one that it has mounted. A file is written whole under its key, or not at all."""
 
     def __init__(self, folder: Path) -> None:
         self._blobs, self.spool = folder / "blobs", folder / "incomplete"

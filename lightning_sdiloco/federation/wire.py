@@ -3,7 +3,6 @@
 A message is a strict JSON header, then raw bytes. Nothing is ever unpickled.
 """
 
-import hashlib
 import importlib
 import json
 import re
@@ -13,9 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation.codec import decoded
-
-Bytes = bytes | bytearray | memoryview
+from lightning_sdiloco.federation.codec import Bytes, decoded, key_of
 
 MAX_BLOB = 16 << 30
 """Bytes of the largest blob, if nothing smaller is chosen."""
@@ -61,16 +58,6 @@ Failure = MailboxError | Refused
 """What a call of a mailbox may raise."""
 
 
-def key_of(blob: Bytes) -> str:
-    """Returns the key of a blob: its SHA-256 digest.
-
-    Examples:
-        >>> key_of(b"")[:8]
-        'e3b0c442'
-    """
-    return hashlib.sha256(blob).hexdigest()
-
-
 def checked_key(key: Any) -> str:
     """Returns a key that has the form of one, so that it can be the name of a file."""
     if not isinstance(key, str) or not _KEY.fullmatch(key):
@@ -88,14 +75,12 @@ def checked_size(size: Any, limit: int, what: str) -> int:
 
 
 def checked_blob(key: str, blob: bytes, where: str) -> bytes:
-    """Returns a blob whose digest is its key."""
     if key_of(blob) != key:
         raise Altered(f"{where} holds other bytes than those whose digest is {key}: they have been altered.")
     return blob
 
 
 def extra(module: str) -> ModuleType:
-    """Imports what the extra ``federated`` brings."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -124,7 +109,6 @@ _LENGTH = struct.Struct(">I")
 
 
 def pack(header: Header, body: Bytes = b"") -> bytes:
-    """Returns a message of a header and bytes."""
     try:
         text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -135,7 +119,6 @@ def pack(header: Header, body: Bytes = b"") -> bytes:
 
 
 def unpack(message: bytes) -> tuple[Header, bytes]:
-    """Returns header and bytes of a message."""
     if len(message) < _LENGTH.size:
         raise Malformed("a message is shorter than the length of its header.")
     (length,) = _LENGTH.unpack_from(message)
@@ -218,12 +201,10 @@ _AWAY = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"}
 
 
 def status_of(error: Failure) -> Any:
-    """Returns gRPC's status code of an error."""
     return getattr(extra("grpc").StatusCode, CODES.get(type(error), "INTERNAL"))
 
 
 def error_of(error: Any, hub: str) -> Failure:
-    """Returns the error that gRPC's stands for."""
     code, details = error.code().name, error.details() or ""
     if code in _AWAY or details.startswith("Concurrent RPC limit"):
         if "andshake" in details or "erification" in details or "SSL" in details:
