@@ -53,8 +53,8 @@ from lightning_sdiloco.federation.wire import (
     Busy,
     Denied,
     Event,
+    HubError,
     HubUnreachable,
-    MailboxError,
     Missing,
     NoSpace,
 )
@@ -97,7 +97,7 @@ __all__ = [
     "Ledger",
     "LedgerError",
     "Lost",
-    "MailboxError",
+    "HubError",
     "Malformed",
     "MergeAction",
     "Missing",

@@ -27,8 +27,8 @@ from lightning_sdiloco.federation.wire import (
     Event,
     Failure,
     Header,
+    HubError,
     HubUnreachable,
-    MailboxError,
     checked_key,
     checked_size,
     error_of,
@@ -157,7 +157,7 @@ class HubClient:
                             yield event
                 except (Refused, Altered):
                     raise
-                except MailboxError as error:
+                except HubError as error:
                     why, kind = str(error), type(error).__name__
                 if self._closed.is_set():
                     return

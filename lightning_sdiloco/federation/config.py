@@ -116,6 +116,7 @@ class Federation:
 
     @property
     def quorum_of_terms(self) -> int | ChosenQuorum:
+        """The quorum for the charter."""
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
     def connect(self, ranks: int = 1) -> Connection:

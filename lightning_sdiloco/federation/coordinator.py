@@ -9,8 +9,8 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ from lightning_sdiloco.federation.messages import (
     Record,
     StateHeader,
 )
-from lightning_sdiloco.federation.wire import Busy, Event, MailboxError, NoSpace
+from lightning_sdiloco.federation.wire import Busy, Event, HubError, NoSpace
 
 log = logging.getLogger(__name__)
 
@@ -76,216 +76,17 @@ class StateRequest:
     given: tuple[StateHeader, tuple[Payload, ...]] | None = None
 
 
-class StateTransfers:
-    """Finds states for those who need one. The coordinator calls it under its lock, with the ledger as it stands."""
-
-    def __init__(self, history: History, clock: Callable[[], float], tell: Tell) -> None:
-        self._history, self._clock, self._tell = history, clock, tell
-        self._requests: dict[str, StateRequest] = {}
-        self._handed: list[tuple[float, tuple[Payload, ...]]] = []
-        self._anchor_at = clock()
-
-    def ask_founder(self, founder: str) -> None:
-        """Asks a site for the state on which the run is founded, unless somebody was asked."""
-        if not any(request.founding for request in self._requests.values()):
-            self._ask_donor(founder, founding=True)
-
-    def ask(self, ledger: Ledger, site: str, without: frozenset[str]) -> None:
-        now, source = self._clock(), None
-        if any(site in request.askers for request in self._requests.values()):
-            return
-        open_to_all = (one for one in self._requests.values() if not one.founding and not one.given)
-        request = next((one for one in open_to_all if one.donor not in {site, *without}), None)
-        if request is None:
-            source = ledger.source(site, now, without)
-            if isinstance(source, str):
-                request = self._ask_donor(source)
-        if request:
-            request.askers[site] = without
-        elif isinstance(source, StateHeader) and ANCHOR not in without:
-            parts = next(parts for header, parts in self._history.anchors if header == source)
-            self._tell(event_of(StateOffered(ANCHOR, source, tuple(parts))), [site])
-        else:
-            log.warning("%s needs a state, and nobody has one: waiting for a site that comes back with one", site)
-            self._tell(event_of(Waiting("nobody has a state: a site that comes back with one is waited for")), [site])
-
-    def begins(self, site: str) -> None:
-        for request in self._requests.values():
-            if request.donor == site:
-                request.until = max(request.until, self._clock() + SENDING)
-
-    def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload], charter: Charter) -> None:
-        request = self._requests.get(name)
-        if request is None or request.donor != site:
-            raise Refused(f"nobody waits for this state of {site} any more")
-        fragments = charter.terms.fragments
-        if not len(header.applied) == len(header.digests) == fragments:
-            raise Refused(f"a state of this run has {fragments} fragments")
-        if request.founding and any(at != Position(0, charter.key) for at in header.applied):
-            raise Refused("a run is founded on a state at round 0")
-        request.given = header, tuple(parts)
-
-    def complete(self) -> list[StateRequest]:
-        return [one for one in self._requests.values() if one.given and self._history.holds(one.given[1])]
-
-    def hand_on(self, ledger: Ledger, request: StateRequest) -> None:
-        assert request.given is not None, "the request is complete"
-        header, parts = request.given
-        if request.for_anchor:
-            self._history.anchor(header, parts)
-            ledger.anchors.add(header)
-            log.info("%s has left a state as an anchor", request.donor)
-        del self._requests[request.name]
-        if request.askers:
-            self._handed.append((self._clock() + _HANDED, parts))
-            self._tell(event_of(StateOffered(request.donor, header, tuple(parts))), list(request.askers))
-
-    def ask_others(self, ledger: Ledger | None, gone: str | None = None) -> bool:
-        """Asks somebody else where a donor does not answer, or has gone, or gives no sign of life."""
-        founder, now = False, self._clock()
-        silent = {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
-        for request in [own for own in self._requests.values() if own.until <= now or own.donor in {gone, *silent}]:
-            del self._requests[request.name]
-            founder = founder or request.founding
-            for site, without in request.askers.items():
-                if site != gone and ledger:
-                    self.ask(ledger, site, without | {request.donor})
-        return founder
-
-    def ask_for_anchor(self, ledger: Ledger) -> None:
-        now = self._clock()
-        if now < self._anchor_at or not ledger.anchors.is_due(at.round for at in ledger.closed):
-            return
-        self._anchor_at = now + _AGAIN
-        if any(request.for_anchor for request in self._requests.values()):
-            return
-        donor = ledger.source("", now)
-        if isinstance(donor, str):
-            self._ask_donor(donor).for_anchor = True
-
-    def needed(self) -> Collection[str]:
-        """Returns the keys of blobs that are still to be fetched."""
-        now = self._clock()
-        self._handed = [own for own in self._handed if own[0] > now]
-        given = [request.given[1] for request in self._requests.values() if request.given]
-        return {part.key for parts in (*given, *(own[1] for own in self._handed)) for part in parts}
-
-    def _ask_donor(self, donor: str, founding: bool = False) -> StateRequest:
-        request = StateRequest(secrets.token_hex(8), donor, self._clock() + PATIENCE, founding=founding)
-        self._requests[request.name] = request
-        self._tell(event_of(StateWanted(request.name, founding)), [donor])
-        return request
-
-
-# What is counted, and told to those who look
-
-
 @dataclass
 class SiteStatistics:
     """Holds what is counted of a site since the hub was started."""
 
-    heard_at: float
+    heard_at: float = 0.0
     life: str = ""
     lives: int = 0
     late: int = 0
     bytes: int = 0
     rate: float = 0.0
     began: dict[str, float] = field(default_factory=dict)
-
-
-class Statistics:
-    """Counts."""
-
-    def __init__(self) -> None:
-        self.sites: dict[str, SiteStatistics] = {}
-        self.rounds = 0
-        self._recent: dict[int, deque[Record]] = {}
-
-    def of(self, site: str, now: float = 0.0) -> SiteStatistics:
-        return self.sites.setdefault(site, SiteStatistics(now))
-
-    def joined(self, site: str, now: float, life: str) -> None:
-        own = self.of(site, now)
-        own.heard_at, own.lives, own.life = now, own.lives + (life != own.life), life
-
-    def beat(self, site: str, now: float) -> None:
-        self.of(site, now).heard_at = now
-
-    def late(self, site: str) -> None:
-        self.of(site).late += 1
-
-    def begins(self, site: str, key: str, now: float) -> None:
-        began = self.of(site, now).began
-        if len(began) < _MOST_BEGUN:
-            began.setdefault(key, now)
-
-    def arrived(self, site: str, key: str, size: int, now: float) -> None:
-        own = self.of(site, now)
-        began = own.began.pop(key, now)
-        own.bytes += size
-        own.rate = size / (now - began) if now > began else own.rate
-
-    def record(self, record: Record) -> None:
-        self.rounds += 1
-        self._recent.setdefault(record.fragment, deque(maxlen=_RECENT)).append(record)
-
-    def shares(self) -> dict[str, float]:
-        """Returns the share of each site in the weight of the last rounds."""
-        weights: Counter[str] = Counter()
-        for own in (own for records in self._recent.values() for record in records for own in record.counted):
-            weights[own.site] += own.weight
-        return {site: weight / weights.total() for site, weight in weights.items()}
-
-
-def status_of(ledger: Ledger, statistics: Statistics, now: float) -> Status:
-    shares = statistics.shares()
-    names = sorted({*ledger.members, *statistics.sites})
-    return {
-        "records": ledger.seq,
-        "sites": {name: _site(name, ledger, statistics.sites, shares, now) for name in names},
-        "fragments": [_fragment(fragment, ledger, now) for fragment in range(ledger.terms.fragments)],
-        "anchors": [[at.round for at in header.applied] for header in ledger.anchors.headers],
-    }
-
-
-def _site(
-    name: str, ledger: Ledger, counted: Mapping[str, SiteStatistics], shares: Mapping[str, float], now: float
-) -> Status:
-    member, own = ledger.members.get(name), counted.get(name)
-    return {
-        "state": _state(name, ledger, now),
-        "life": member.life if member else None,
-        "last_beat": round(now - own.heard_at, 3) if own else None,
-        "rounds_behind": ledger.behind(name) if member else None,
-        "share": round(shares.get(name, 0.0), 4),
-        "late": own.late if own else 0,
-        "lives": own.lives if own else 0,
-        "bytes": own.bytes if own else 0,
-        "bytes_per_second": round(own.rate) if own else 0,
-    }
-
-
-def _state(name: str, ledger: Ledger, now: float) -> str:
-    member = ledger.members.get(name)
-    if member is None:
-        return "gone"
-    if member.until <= now:
-        return "silent"
-    if not member.connected:
-        return "expected"
-    return "follows" if member.follows and ledger.behind(name) <= RETENTION else "joining"
-
-
-def _fragment(fragment: int, ledger: Ledger, now: float) -> Status:
-    opened = ledger.open.get(fragment)
-    arrived = opened.arrived if opened else {}
-    return {
-        "round": ledger.closed[fragment].round,
-        "open": opened is not None,
-        "here": sorted(opened.here) if opened else [],
-        "missing": [name for name in ledger.present(now) if name not in arrived] if opened else [],
-        "ended": ledger.has_ended(fragment),
-    }
 
 
 # The run
@@ -305,7 +106,8 @@ class Coordinator:
             raise ValueError(f"run={run!r} is not in this ledger, but {history.charter.run!r}. Give one that fits.")
         self.run = run
         self.history = history
-        self.statistics = Statistics()
+        self.statistics: defaultdict[str, SiteStatistics] = defaultdict(SiteStatistics)
+        self._recent: dict[int, deque[Record]] = {}
         self.trouble: str | None = None
         self._clock = clock
         self._lock = threading.RLock()
@@ -315,7 +117,9 @@ class Coordinator:
         self._ledger = None if history.charter is None else history.ledger(clock())
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
         self._tidy_at = clock() + _TIDY_EVERY
-        self._states = StateTransfers(history, clock, lambda event, to=None: self._tell(event, to))
+        self._requests: dict[str, StateRequest] = {}
+        self._handed: list[tuple[float, tuple[Payload, ...]]] = []
+        self._anchor_at = clock()
 
     def start(self, tell: Tell, wake: Callable[[], None]) -> None:
         self._tell, self._wake = tell, wake
@@ -362,7 +166,8 @@ class Coordinator:
         if self._founding.missing:
             return f"run {self.run!r} is being founded: {self._founding.missing} more sites are needed"
         founder = self._founding.founder
-        self._states.ask_founder(founder)
+        if not any(request.founding for request in self._requests.values()):
+            self._ask_donor(founder, founding=True)
         return f"run {self.run!r} is being founded on the parameters of {founder}"
 
     def _welcome(self, hello: Hello) -> Iterator[Event]:
@@ -374,7 +179,9 @@ class Coordinator:
                 f" {member.until - now:.1f} s if it is dead"
             )
         welcome = ledger.hello(hello, now)
-        self.statistics.joined(hello.site, now, hello.life)
+        counted = self.statistics[hello.site]
+        counted.heard_at, counted.lives = now, counted.lives + (hello.life != counted.life)
+        counted.life = hello.life
         log.info("%s has joined", hello.site)
         # Records are read one by one, as fast as the site takes them.
         missing = self.history.missing(hello.applied, welcome.kept)
@@ -393,8 +200,8 @@ class Coordinator:
             try:
                 self._ledger.beat(beat, self._clock())
             except Refused as error:
-                raise MailboxError(str(error)) from None
-            self.statistics.beat(beat.site, self._clock())
+                raise HubError(str(error)) from None
+            self.statistics[beat.site].heard_at = self._clock()
         if beat.follows and not followed:
             self._wake()
 
@@ -417,7 +224,7 @@ class Coordinator:
             self._arriving.pop((own.fragment, own.site), None)
             answer = self.ledger.examine(own, life)
             if answer is Answer.LATE:
-                self.statistics.late(own.site)
+                self.statistics[own.site].late += 1
                 if self.history.holds(own.payloads):
                     self.ledger.contribute(own, life, self._clock())
             if answer is not Answer.OPEN:
@@ -442,13 +249,19 @@ class Coordinator:
 
     def begins(self, site: str, key: str, state: bool) -> None:
         with self._lock:
-            self.statistics.begins(site, key, self._clock())
-            if state:
-                self._states.begins(site)
+            began = self.statistics[site].began
+            if len(began) < _MOST_BEGUN:
+                began.setdefault(key, self._clock())
+            for request in self._requests.values() if state else ():
+                if request.donor == site:
+                    request.until = max(request.until, self._clock() + SENDING)
 
     def stored(self, site: str, key: str = "", size: int = 0) -> None:
         with self._lock:
-            self.statistics.arrived(site, key, size, self._clock())
+            counted, now = self.statistics[site], self._clock()
+            seconds = now - counted.began.pop(key, now)
+            counted.bytes += size
+            counted.rate = size / seconds if seconds > 0 else counted.rate
             for own, life in [own for place, own in self._arriving.items() if place[1] == site]:
                 try:
                     self.contribute(own, life)
@@ -464,20 +277,63 @@ class Coordinator:
     # States
 
     def ask(self, site: str, without: Collection[str] = ()) -> None:
+        """Gets a state for a site: from a donor, who is told, or from the anchor."""
         with self._lock:
-            self._states.ask(self.ledger, site, frozenset(without))
+            ledger, source = self.ledger, None
+            if any(site in request.askers for request in self._requests.values()):
+                return
+            open_to_all = (one for one in self._requests.values() if not one.founding and not one.given)
+            request = next((one for one in open_to_all if one.donor not in {site, *without}), None)
+            if request is None:
+                source = ledger.source(site, self._clock(), without)
+                if isinstance(source, str):
+                    request = self._ask_donor(source)
+            if request:
+                request.askers[site] = frozenset(without)
+            elif isinstance(source, StateHeader) and ANCHOR not in without:
+                parts = next(parts for header, parts in self.history.anchors if header == source)
+                self._tell(event_of(StateOffered(ANCHOR, source, tuple(parts))), [site])
+            else:
+                log.warning("%s needs a state, and nobody has one: waiting for a site that comes back with one", site)
+                why = "nobody has a state: a site that comes back with one is waited for"
+                self._tell(event_of(Waiting(why)), [site])
+
+    def _ask_donor(self, donor: str, founding: bool = False) -> StateRequest:
+        request = StateRequest(secrets.token_hex(8), donor, self._clock() + PATIENCE, founding=founding)
+        self._requests[request.name] = request
+        self._tell(event_of(StateWanted(request.name, founding)), [donor])
+        return request
 
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
+        """Takes the state that a site gives, and hands it on when its blobs are in the store."""
         with self._lock:
-            self._states.give(site, name, header, parts, self.charter or self._founding.charter)
+            request, charter = self._requests.get(name), self.charter or self._founding.charter
+            if request is None or request.donor != site:
+                raise Refused(f"nobody waits for this state of {site} any more")
+            fragments = charter.terms.fragments
+            if not len(header.applied) == len(header.digests) == fragments:
+                raise Refused(f"a state of this run has {fragments} fragments")
+            if request.founding and any(at != Position(0, charter.key) for at in header.applied):
+                raise Refused("a run is founded on a state at round 0")
+            request.given = header, tuple(parts)
             self._hand_on()
         self._wake()
 
     def _hand_on(self) -> None:
-        for request in self._states.complete():
-            if request.founding and request.given:
-                self._found(*request.given)
-            self._states.hand_on(self.ledger, request)
+        """Hands states that were given, with all blobs in the store, to those who wanted them."""
+        for request in [one for one in self._requests.values() if one.given and self.history.holds(one.given[1])]:
+            assert request.given is not None, "the request is complete"
+            header, parts = request.given
+            if request.founding:
+                self._found(header, parts)
+            if request.for_anchor:
+                self.history.anchor(header, parts)
+                self.ledger.anchors.add(header)
+                log.info("%s has left a state as an anchor", request.donor)
+            del self._requests[request.name]
+            if request.askers:
+                self._handed.append((self._clock() + _HANDED, parts))
+                self._tell(event_of(StateOffered(request.donor, header, parts)), list(request.askers))
 
     def _found(self, header: StateHeader, parts: Sequence[Payload]) -> None:
         self.history.found(self._founding.charter, header, parts)
@@ -488,8 +344,26 @@ class Coordinator:
                 self._tell(event, [hello.site])
 
     def _ask_others(self, gone: str | None = None) -> None:
-        if self._states.ask_others(self._ledger, gone):
+        """Asks somebody else where a donor does not answer, or has gone, or gives no sign of life."""
+        ledger, now, founds = self._ledger, self._clock(), False
+        silent = {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
+        for request in [own for own in self._requests.values() if own.until <= now or own.donor in {gone, *silent}]:
+            del self._requests[request.name]
+            founds = founds or request.founding
+            for site, without in request.askers.items():
+                if site != gone and ledger:
+                    self.ask(site, without | {request.donor})
+        if founds:
             self._ask_founder()
+
+    def _ask_for_anchor(self, ledger: Ledger, now: float) -> None:
+        """Asks somebody for a state that stays here, if one is due."""
+        if now < self._anchor_at or not ledger.anchors.is_due(at.round for at in ledger.closed):
+            return
+        self._anchor_at = now + _AGAIN
+        donor = ledger.source("", now)
+        if isinstance(donor, str) and not any(request.for_anchor for request in self._requests.values()):
+            self._ask_donor(donor).for_anchor = True
 
     # What an operator asks
 
@@ -530,8 +404,54 @@ class Coordinator:
             status: Status = {"run": self.run, "founded": self._ledger is not None, "trouble": self.trouble}
             if self._ledger is None:
                 return status | {"missing": self._founding.missing, "here": sorted(self._founding.hellos)}
-            charter = self.charter.summary() if self.charter else None
-            return status | {"charter": charter} | status_of(self._ledger, self.statistics, self._clock())
+            ledger, now, weights = self._ledger, self._clock(), Counter[str]()
+            for own in (own for records in self._recent.values() for record in records for own in record.counted):
+                weights[own.site] += own.weight
+            return status | {
+                "charter": self.charter.summary() if self.charter else None,
+                "records": ledger.seq,
+                "sites": {
+                    name: self._status_of(name, ledger, now, weights[name] / (weights.total() or 1))
+                    for name in sorted({*ledger.members, *self.statistics})
+                },
+                "fragments": [
+                    {
+                        "round": closed.round,
+                        "open": opened is not None,
+                        "here": sorted(opened.here) if opened else [],
+                        "missing": [name for name in ledger.present(now) if name not in opened.arrived]
+                        if opened
+                        else [],
+                        "ended": ledger.has_ended(fragment),
+                    }
+                    for fragment, closed in enumerate(ledger.closed)
+                    for opened in [ledger.open.get(fragment)]
+                ],
+                "anchors": [[at.round for at in header.applied] for header in ledger.anchors.headers],
+            }
+
+    def _status_of(self, name: str, ledger: Ledger, now: float, share: float) -> Status:
+        member, own = ledger.members.get(name), self.statistics.get(name)
+        if member is None:
+            state = "gone"
+        elif member.until <= now:
+            state = "silent"
+        elif not member.connected:
+            state = "expected"
+        else:
+            state = "follows" if member.follows and ledger.behind(name) <= RETENTION else "joining"
+        counted = own or SiteStatistics()
+        return {
+            "state": state,
+            "life": member.life if member else None,
+            "last_beat": round(now - own.heard_at, 3) if own else None,
+            "rounds_behind": ledger.behind(name) if member else None,
+            "share": round(share, 4),
+            "late": counted.late,
+            "lives": counted.lives,
+            "bytes": counted.bytes,
+            "bytes_per_second": round(counted.rate),
+        }
 
     # What the clock does
 
@@ -543,10 +463,13 @@ class Coordinator:
             self.trouble = self._go_on(now)
             if self._ledger is None:
                 return _AGAIN
-            self._states.ask_for_anchor(self._ledger)
+            self._ask_for_anchor(self._ledger, now)
             if now >= self._tidy_at:
                 self._tidy_at = now + _TIDY_EVERY
-                self.history.tidy(self._ledger.kept, self._states.needed())
+                self._handed = [own for own in self._handed if own[0] > now]
+                given = [request.given[1] for request in self._requests.values() if request.given]
+                fetched = {part.key for parts in (*given, *(own[1] for own in self._handed)) for part in parts}
+                self.history.tidy(self._ledger.kept, fetched)
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, self._ledger.next_due(now) - now))
 
     def _go_on(self, now: float) -> str | None:
@@ -566,7 +489,7 @@ class Coordinator:
         for record in ledger.due(now):
             self.history.append(record)
             ledger.append(record)
-            self.statistics.record(record)
+            self._recent.setdefault(record.fragment, deque(maxlen=_RECENT)).append(record)
             self._tell(record_event(record.to_bytes()))
             for call in (call for call in ledger.calls() if call.fragment == record.fragment):
                 self._tell(event_of(Called(call)))

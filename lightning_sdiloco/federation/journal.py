@@ -25,7 +25,7 @@ from lightning_sdiloco.federation.ledger import Ledger
 from lightning_sdiloco.federation.messages import Contribution, Payload, Position, Record, StateHeader
 from lightning_sdiloco.federation.quorum import Quorum, built_in, quorum_of
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, sync_folder
-from lightning_sdiloco.federation.wire import EVERYTHING, MAX_RECORD, MailboxError, Missing, NoSpace, checked_size
+from lightning_sdiloco.federation.wire import EVERYTHING, MAX_RECORD, HubError, Missing, NoSpace, checked_size
 
 _HEAD = 100  # bytes that SQLite keeps for itself at the beginning of a file
 _APPLICATION = 0x5D110C0  # says in the head of the file whose it is
@@ -40,7 +40,7 @@ MEMORY = ":memory:"
 """In place of a path: a ledger that nobody needs later."""
 
 
-class LedgerError(MailboxError):
+class LedgerError(HubError):
     """The file of a ledger cannot be used: it was truncated, altered, made by something else, or is in use."""
 
 

@@ -37,7 +37,7 @@ from lightning_sdiloco.federation.journal import MEMORY, History, SQLiteLedger, 
 from lightning_sdiloco.federation.messages import Beat, Call, Contribution, Hello, Payload, Record, StateHeader
 from lightning_sdiloco.federation.remote import HubConnection, HubShards, Outbox, all_payloads
 from lightning_sdiloco.federation.store import InMemoryStore
-from lightning_sdiloco.federation.wire import Busy, Event, MailboxError, Missing
+from lightning_sdiloco.federation.wire import Busy, Event, HubError, Missing
 
 
 class InProcessHub:
@@ -118,7 +118,7 @@ class InProcessConnection:
         if self.is_connected:
             try:
                 self._hub.coordinator.beat(self._beat)
-            except MailboxError:
+            except HubError:
                 self._connect()
             except Refused as error:
                 self._fail(error)
@@ -222,7 +222,7 @@ class InProcessConnection:
     def _say(self, say: Callable[[Coordinator], object]) -> None:
         try:
             say(self._hub.coordinator)
-        except (Refused, MailboxError) as error:
+        except (Refused, HubError) as error:
             self._told.append(Waiting(str(error)))
         self._hub.coordinator.tick()
 
@@ -368,7 +368,7 @@ class VirtualConnection(InProcessConnection):
             return
         if self._beat is not None and self.is_connected and not self._link.is_away(self._time.now):
             # Who is refused hears it at its next step.
-            with suppress(MailboxError, Refused):
+            with suppress(HubError, Refused):
                 self._hub.coordinator.beat(self._beat)
         self._hub.coordinator.tick()
         self._time.at(self._time.now + every, lambda: self._live(every))

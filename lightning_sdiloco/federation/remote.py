@@ -36,7 +36,7 @@ from lightning_sdiloco.federation.connection import (
 )
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.messages import Call, Contribution, Payload, Record, StateHeader
-from lightning_sdiloco.federation.wire import MAX_BLOB, Busy, HubUnreachable, MailboxError
+from lightning_sdiloco.federation.wire import MAX_BLOB, Busy, HubError, HubUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -347,7 +347,7 @@ class HubShards:
             try:
                 self._client.call("ping")
                 return
-            except MailboxError as error:
+            except HubError as error:
                 if time.monotonic() > until:
                     raise ExchangeError(
                         f"A rank of {self.site} has not reached the hub: {error} Every rank of a site speaks with the"
@@ -421,7 +421,7 @@ class HubShards:
     def _is_taken(self, own: Contribution, blobs: Mapping[str, Bytes]) -> bool:
         try:
             self._leave(own, blobs)
-        except (MailboxError, Refused) as error:
+        except (HubError, Refused) as error:
             # The first rank of the site may have to say hello first.
             self._missed(error)
             return False
@@ -499,7 +499,7 @@ class HubConnection(HubShards):
         while True:
             try:
                 return brought()
-            except MailboxError as error:
+            except HubError as error:
                 if isinstance(error, Busy) and time.monotonic() > until - self._patience + _LONGEST_LEASE:
                     raise Refused(str(error)) from error
                 if time.monotonic() > until:
@@ -583,7 +583,7 @@ class HubConnection(HubShards):
         def run() -> None:
             try:
                 task()
-            except (MailboxError, Refused) as error:
+            except (HubError, Refused) as error:
                 # What matters is said again with the next hello.
                 log.info("%s: %s", self.site, error)
             except Exception as error:
@@ -613,7 +613,7 @@ class HubConnection(HubShards):
             log.warning("%s: round %d of fragment %d was not taken: %s", self.site, own.round, own.fragment, error)
             self._in_background(lambda: self._call("hello", {"hello": self._hello}))
             return False
-        except MailboxError as error:
+        except HubError as error:
             self._inbox.put(Waiting(str(error)))
             return False
         # With all payloads sent and some missing, they were dropped as they arrived.
@@ -651,7 +651,7 @@ class HubConnection(HubShards):
             )
             for event in events:
                 self._hear(said_in(event))
-        except (MailboxError, ValueError) as error:
+        except (HubError, ValueError) as error:
             self._inbox.fail(Refused(str(error)))
         except Exception as error:
             log.exception("%s: the connection to the hub failed", self.site)

@@ -32,7 +32,7 @@ from lightning_sdiloco.federation.wire import (
     Event,
     Failure,
     Header,
-    MailboxError,
+    HubError,
     Missing,
     NoSpace,
     checked_key,
@@ -268,52 +268,42 @@ class CoordinatorHandler:
         return charter.key
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
-        answer = getattr(self, f"_on_{name}", None)
-        if answer is None:
-            raise Refused(f"this hub does not answer {name}.")
-        said = answer(peer, about, body)
-        return ({}, said) if isinstance(said, bytes) else (said or {}, b"")
-
-    def _on_hello(self, peer: Peer, about: Header, body: bytes) -> None:
-        for event in self._events(peer, about):
-            self._push(event, [peer.name])
-
-    def _on_contribute(self, peer: Peer, about: Header, body: bytes) -> Header:
-        own = Contribution.from_bytes(body)
-        _require_own(peer, own.site)
-        return {"answer": self._coordinator.contribute(own, peer.life)}
-
-    def _on_skip(self, peer: Peer, about: Header, body: bytes) -> None:
-        self._coordinator.skip(peer.name, peer.life, Call.from_bytes(body))
-
-    def _on_state(self, peer: Peer, about: Header, body: bytes) -> None:
-        without = about.get("without")
-        if not isinstance(without, list) or not all(isinstance(name, str) for name in without):
-            raise Malformed("who asks for a state says whose states were refused.")
-        self._coordinator.require_here(peer.name, peer.life)
-        self._coordinator.ask(peer.name, without)
-
-    def _on_give(self, peer: Peer, about: Header, body: bytes) -> None:
-        header, parts = StateHeader.from_bytes(body), read(Parts, about.get("parts"), "parts")
-        self._coordinator.give(peer.name, str(about.get("request")), header, parts)
-
-    def _on_leave(self, peer: Peer, about: Header, body: bytes) -> None:
-        self._coordinator.gone(peer.name, peer.life)
-
-    def _on_status(self, peer: Peer, about: Header, body: bytes) -> bytes:
-        return json.dumps(self._coordinator.status()).encode()
-
-    def _on_evict(self, peer: Peer, about: Header, body: bytes) -> None:
-        self._coordinator.evict(str(about.get("who")))
-
-    def _on_end(self, peer: Peer, about: Header, body: bytes) -> None:
-        self._coordinator.end()
-
-    def _on_rollback(self, peer: Peer, about: Header, body: bytes) -> Header:
-        round = about.get("round")
-        if type(round) is not int or round < 0:
-            raise Malformed("a run is rolled back to a round.")
-        return {"records": self._coordinator.roll_back(round)}
+        coordinator, site = self._coordinator, peer.name
+        match name:
+            case "hello":
+                for event in self._events(peer, about):
+                    self._push(event, [site])
+            case "contribute":
+                own = Contribution.from_bytes(body)
+                _require_own(peer, own.site)
+                return {"answer": coordinator.contribute(own, peer.life)}, b""
+            case "skip":
+                coordinator.skip(site, peer.life, Call.from_bytes(body))
+            case "state":
+                without = about.get("without")
+                if not isinstance(without, list) or not all(isinstance(one, str) for one in without):
+                    raise Malformed("who asks for a state says whose states were refused.")
+                coordinator.require_here(site, peer.life)
+                coordinator.ask(site, without)
+            case "give":
+                header, parts = StateHeader.from_bytes(body), read(Parts, about.get("parts"), "parts")
+                coordinator.give(site, str(about.get("request")), header, parts)
+            case "leave":
+                coordinator.gone(site, peer.life)
+            case "status":
+                return {}, json.dumps(coordinator.status()).encode()
+            case "evict":
+                coordinator.evict(str(about.get("who")))
+            case "end":
+                coordinator.end()
+            case "rollback":
+                round = about.get("round")
+                if type(round) is not int or round < 0:
+                    raise Malformed("a run is rolled back to a round.")
+                return {"records": coordinator.roll_back(round)}, b""
+            case _:
+                raise Refused(f"this hub does not answer {name}.")
+        return {}, b""
 
 
 def _require_own(peer: Peer, site: str, life: str | None = None) -> None:
@@ -475,7 +465,7 @@ class Hub:
             for message in requests:
                 about = unpack(message)[0].get("about", {})
                 self._handler.beat(peer, speaks_for_itself(peer.role, peer.name, about))
-        except (MailboxError, Refused) as error:
+        except (HubError, Refused) as error:
             session.end(error)
         except Exception as error:
             # gRPC ends a broken stream with an exception that is nothing but itself.
@@ -578,7 +568,7 @@ class HubService:
         while not self._closed.is_set():
             try:
                 seconds = self.coordinator.tick()
-            except MailboxError as error:
+            except HubError as error:
                 log.warning("%s", error)
                 seconds = _AGAIN
             except Exception:

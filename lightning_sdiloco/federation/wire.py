@@ -26,11 +26,11 @@ EVERYTHING = -1
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
-class MailboxError(RuntimeError):
-    """A mailbox could not do what was asked. Asking again may help; what is `Refused` it does not."""
+class HubError(RuntimeError):
+    """A hub could not do what was asked. Asking again may help; what is `Refused` it does not."""
 
 
-class HubUnreachable(MailboxError):
+class HubUnreachable(HubError):
     """The hub does not answer, but may later. What was sent may or may not have arrived, and may be sent again."""
 
 
@@ -38,24 +38,24 @@ class Denied(Refused):
     """The certificate does not speak for who asked, or not for what was asked."""
 
 
-class Busy(MailboxError):
+class Busy(HubError):
     """What was asked cannot be had now, since somebody else has it. To ask again may help."""
 
 
-class NoSpace(MailboxError):
+class NoSpace(HubError):
     """The store is full, or may hold no more. What it has is not touched."""
 
 
-class Missing(MailboxError):
+class Missing(HubError):
     """There is no blob under this key: it was never there, or has been dropped."""
 
 
-class Altered(MailboxError):
+class Altered(HubError):
     """Bytes are not those that their digest announced."""
 
 
-Failure = MailboxError | Refused
-"""What a call of a mailbox may raise."""
+Failure = HubError | Refused
+"""What a call of a hub may raise."""
 
 
 def checked_key(key: Any) -> str:
@@ -210,4 +210,4 @@ def error_of(error: Any, hub: str) -> Failure:
         if "andshake" in details or "erification" in details or "SSL" in details:
             details += " (does the hub have keys of the same authority and run, and is TLS on at both ends?)"
         return HubUnreachable(f"hub {hub} does not answer: {code.lower()}, {details[:400]}")
-    return ERRORS.get(code, MailboxError)(f"hub {hub}: {details[:1000]}")
+    return ERRORS.get(code, HubError)(f"hub {hub}: {details[:1000]}")

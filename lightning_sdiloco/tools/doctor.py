@@ -31,8 +31,8 @@ from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation import (
     ChosenQuorum,
     HubClient,
+    HubError,
     HubUnreachable,
-    MailboxError,
     hub_addresses,
     identity_of,
     valid_until,
@@ -527,7 +527,7 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         return
     try:
         yield from _asked(mailbox, seconds, numbers)
-    except (MailboxError, Refused) as refusal:
+    except (HubError, Refused) as refusal:
         if options.insecure and isinstance(refusal, HubUnreachable):
             fix = (
                 "Something listens there, and does not answer: a hub with keys takes nobody without. Give --keys FILE."

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sdiloco.federation import HubClient, HubService, MailboxError, Role, identity_of
+from lightning_sdiloco.federation import HubClient, HubError, HubService, Role, identity_of
 
 
 def hub(
@@ -45,7 +45,7 @@ def hub(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
         service = HubService(run, ledger, sites, listen, store, keys, insecure, quorum=quorum)
-    except MailboxError as error:
+    except HubError as error:
         raise ValueError(str(error)) from error
     with closing(service):
         told = None if metrics is None else MetricsServer(metrics, service.status)
@@ -108,7 +108,7 @@ def asked(mailbox: HubClient, name: str, **about: Any) -> tuple[dict[str, Any], 
     """Asks a hub over a connection that stays, and returns the answer."""
     try:
         return mailbox.call(name, about)
-    except MailboxError as error:
+    except HubError as error:
         raise ValueError(str(error)) from error
 
 

@@ -16,8 +16,8 @@ from lightning_sdiloco.federation import (
     Denied,
     Event,
     HubClient,
+    HubError,
     HubUnreachable,
-    MailboxError,
     add_keys,
     client,
     init_keys,
@@ -235,9 +235,9 @@ def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(ser
     announced = bytes(3 * CHUNK)
     flipped = bytearray(announced)
     flipped[CHUNK] ^= 1
-    with pytest.raises(MailboxError, match="not those that were announced"):
+    with pytest.raises(HubError, match="not those that were announced"):
         site._sent(site._header({}) | {"key": key_of(announced), "size": len(announced)}, memoryview(flipped), 10)
-    with pytest.raises(MailboxError):
+    with pytest.raises(HubError):
         site.get(key_of(announced))
 
 

@@ -164,5 +164,5 @@ class _Life:
                 weights.setdefault(record.fragment, []).append(own.weight)
             elif self._joined[record.fragment] < record.round <= applied[record.fragment]:
                 missed += 1
-        late = self._hub.coordinator.statistics.of(self._name).late
+        late = self._hub.coordinator.statistics[self._name].late
         return Site(group, self._times, self._ended, counted, late, missed, weights)
